@@ -1,0 +1,123 @@
+"""What crosses a role boundary: dataclasses whose first axis is the sample.
+
+A `Rows` subclass has tensor fields `[batch, ...]` and list fields of length batch. Two-dimensional
+fields are right-padded along their second axis, so rows of different widths can be joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+R = TypeVar("R", bound="Rows")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Base of all row dataclasses: selection and joining along the sample axis."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(getattr(self, fields(self)[0].name))
+
+    def select(self: R, rows: Sequence[int]) -> R:
+        """The given rows, in the given order, trimmed to no width beyond the stored one."""
+        index = torch.as_tensor(list(rows), dtype=torch.long)
+        columns = {f.name: _take(getattr(self, f.name), index) for f in fields(self)}
+        return type(self)(**columns)
+
+    @classmethod
+    def concat(cls: type[R], parts: Sequence[R]) -> R:
+        """All rows of `parts` one after the other; narrower columns are padded with zeros."""
+        assert parts, "Rows.concat needs at least one part"
+        if len(parts) == 1:
+            return parts[0]
+        return cls(**{f.name: _join([getattr(p, f.name) for p in parts]) for f in fields(cls)})
+
+
+def _take(column: Any, index: Tensor) -> Any:
+    if isinstance(column, Tensor):
+        return column.index_select(0, index)
+    return [column[i] for i in index.tolist()]
+
+
+def _join(columns: list[Any]) -> Any:
+    if not isinstance(columns[0], Tensor):
+        return [item for column in columns for item in column]
+    if columns[0].dim() == 2:
+        width = max(column.size(1) for column in columns)
+        columns = [pad_columns(column, width) for column in columns]
+    return torch.cat(columns)
+
+
+def pad_columns(column: Tensor, width: int, value: float = 0) -> Tensor:
+    """[batch, w] -> [batch, width], padded on the right with `value`."""
+    return torch.nn.functional.pad(column, (0, width - column.size(1)), value=value)
+
+
+@dataclass(frozen=True)
+class RoleOutput:
+    """What a role method returns: rows that stay in the workers' store, a report for the driver.
+
+    The report holds plain Python numbers, strings, lists and dataclasses of these: a tensor in it
+    is refused by the runtime.
+    """
+
+    rows: Rows | None = None
+    report: Any = None
+
+
+@dataclass(frozen=True)
+class Prompts(Rows):
+    """Prompts of one data-parallel rank, as the driver hands them out."""
+
+    sample_ids: list[int]  # unique within a run: seeds of the sampled tokens derive from them
+    token_ids: list[Any]  # numpy int64 arrays, one per prompt, no padding
+    ground_truths: list[str]
+    data_sources: list[str]
+
+
+@dataclass(frozen=True)
+class Rollouts(Rows):
+    """Prompts with their generated responses."""
+
+    sample_ids: list[int]
+    prompt_ids: Tensor  # [batch, prompt] int64, right-padded with 0
+    prompt_lengths: Tensor  # [batch] int64
+    response_ids: Tensor  # [batch, response] int64, right-padded with 0, EOS included
+    response_lengths: Tensor  # [batch] int64, at least 1
+    has_eos: Tensor  # [batch] bool: the last response token is an EOS
+    rollout_log_probs: Tensor  # [batch, response] fp32, unfiltered, 0 where padded
+    ground_truths: list[str]
+    data_sources: list[str]
+
+
+@dataclass(frozen=True)
+class LogProbs(Rows):
+    log_probs: Tensor  # [batch, response] fp32, 0 where padded
+
+
+@dataclass(frozen=True)
+class Values(Rows):
+    values: Tensor  # [batch, response + 1] fp32: slot t is the state before token t, 0 where padded
+
+
+@dataclass(frozen=True)
+class Scores(Rows):
+    scores: Tensor  # [batch] fp32
+
+
+@dataclass(frozen=True)
+class Experience(Rows):
+    """What both updates learn from. Slots: response tokens, plus one after EOS (design, section 6)."""
+
+    advantages: Tensor  # [batch, response] fp32, 0 where masked
+    response_mask: Tensor  # [batch, response] bool, True = generated token
+    old_log_probs: Tensor  # [batch, response] fp32
+    returns: Tensor  # [batch, slots] fp32
+    values: Tensor  # [batch, slots] fp32, the critic's before the update
+    value_mask: Tensor  # [batch, slots] bool, True = slot with a value to learn

@@ -1,0 +1,33 @@
+"""One facade over npu, cuda and cpu: the only package that names them.
+
+`setup` runs once per worker process, before anything imports Megatron; it selects the device and
+applies its adaptor (MindSpeed on NPU, nothing on CUDA, our own on CPU).
+"""
+
+from mindspeed_rlxf.device.facade import (
+    backend,
+    current_device,
+    device_count,
+    empty_cache,
+    memory_allocated,
+    ray_resource,
+    resolve_kind,
+    seed_all,
+    setup,
+    synchronize,
+    visible_devices_variable,
+)
+
+__all__ = [
+    "backend",
+    "current_device",
+    "device_count",
+    "empty_cache",
+    "memory_allocated",
+    "ray_resource",
+    "resolve_kind",
+    "seed_all",
+    "setup",
+    "synchronize",
+    "visible_devices_variable",
+]

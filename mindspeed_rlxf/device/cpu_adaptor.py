@@ -1,0 +1,93 @@
+"""Lets unmodified megatron-core run on CPU under gloo.
+
+Megatron names `torch.cuda` and `device="cuda"` throughout. On NPU torch_npu rewrites these names;
+here the same names are pointed at the CPU. Applied once per worker process, before the first
+Megatron import, and never in the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+FACTORIES = (
+    "tensor", "zeros", "ones", "empty", "full", "rand", "randn", "arange", "randint", "as_tensor",
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+)  # fmt: skip
+TENSOR_TYPES = (
+    "FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor", "IntTensor", "LongTensor",
+    "ByteTensor", "BoolTensor",
+)  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def apply() -> None:
+    """Point the names that Megatron takes from CUDA at the CPU."""
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    for name in TENSOR_TYPES:
+        setattr(torch.cuda, name, getattr(torch, name))
+    torch.Tensor.to = _on_cpu(torch.Tensor.to)
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.type = _type_with_cuda_prefix(torch.Tensor.type)
+    _patch_runtime()
+    _patch_random_state()
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, with any CUDA device among its arguments replaced by the CPU."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if any(_is_cuda(arg) for arg in args):
+            args = tuple(CPU if _is_cuda(arg) else arg for arg in args)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _type_with_cuda_prefix(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The distributed optimizer compares `param.type()` with `torch.cuda.FloatTensor`."""
+
+    def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return original(self, *args, **kwargs)
+        return original(self).replace("torch.", "torch.cuda.", 1)
+
+    return tensor_type
+
+
+def _patch_runtime() -> None:
+    cuda = torch.cuda
+    cuda.current_device = lambda: CPU
+    cuda.set_device = lambda device: None
+    cuda.synchronize = lambda device=None: None
+    cuda.empty_cache = lambda: None
+    cuda.Stream = torch.cpu.Stream
+    cuda.current_stream = cuda.default_stream = torch.cpu.current_stream
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.get_device_capability = lambda device=None: (0, 0)
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args, **kwargs: None
+
+
+def _patch_random_state() -> None:
+    """Megatron's random tracker saves and restores the device generator: here the CPU's."""
+    for module in (torch.cuda, torch.cuda.random):
+        module.get_rng_state = lambda device=None: torch.get_rng_state()
+        module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+        module.manual_seed = lambda seed: torch.manual_seed(seed)
+        module.manual_seed_all = lambda seed: torch.manual_seed(seed)
+        module.initial_seed = lambda: torch.initial_seed()

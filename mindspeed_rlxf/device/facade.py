@@ -1,0 +1,135 @@
+"""Selection of the device and the few facts that differ between npu, cuda and cpu."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mindspeed_rlxf.config.enums import DeviceKind
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    torch_type: str  # torch.device type
+    backend: str  # torch.distributed backend
+    ray_resource: str  # resource that stands for one device
+    visible_devices: str | None  # variable that hides devices from a process
+
+
+FACTS = {
+    DeviceKind.CPU: DeviceFacts("cpu", "gloo", "rlxf_cpu", None),
+    DeviceKind.CUDA: DeviceFacts("cuda", "nccl", "GPU", "CUDA_VISIBLE_DEVICES"),
+    DeviceKind.NPU: DeviceFacts("npu", "hccl", "NPU", "ASCEND_RT_VISIBLE_DEVICES"),
+}
+
+_active: DeviceKind | None = None
+
+
+def resolve_kind(kind: DeviceKind) -> DeviceKind:
+    """`auto` is NPU where torch_npu is installed, else CUDA where a GPU answers, else CPU."""
+    if kind is not DeviceKind.AUTO:
+        return kind
+    if importlib.util.find_spec("torch_npu") is not None:
+        return DeviceKind.NPU
+    return DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU
+
+
+def device_count(kind: DeviceKind) -> int | None:
+    """Devices of this host that a process may use; None = as many as asked for (CPU)."""
+    kind = resolve_kind(kind)
+    if kind is DeviceKind.CPU:
+        return None
+    if kind is DeviceKind.CUDA:
+        return torch.cuda.device_count()
+    return int(_torch_npu().npu.device_count())
+
+
+def backend(kind: DeviceKind) -> str:
+    return FACTS[resolve_kind(kind)].backend
+
+
+def ray_resource(kind: DeviceKind) -> str:
+    return FACTS[resolve_kind(kind)].ray_resource
+
+
+def visible_devices_variable(kind: DeviceKind) -> str | None:
+    return FACTS[resolve_kind(kind)].visible_devices
+
+
+def setup(kind: DeviceKind, threads: int = 1, local_rank: int = 0) -> torch.device:
+    """Select the device of this process and apply its adaptor. Call before importing Megatron.
+
+    A second call with the same kind does nothing but set the thread count; another kind is a
+    programming error, because adaptors cannot be taken back.
+    """
+    global _active
+    kind = resolve_kind(kind)
+    torch.set_num_threads(threads)
+    if _active is not None:
+        assert _active is kind, f"device already set up as {_active.value}, not {kind.value}"
+        return current_device()
+    if kind is DeviceKind.CPU:
+        from mindspeed_rlxf.device import cpu_adaptor
+
+        cpu_adaptor.apply()
+    elif kind is DeviceKind.CUDA:
+        torch.cuda.set_device(local_rank % max(torch.cuda.device_count(), 1))
+    else:
+        torch_npu = _torch_npu()
+        torch_npu.npu.set_device(local_rank)
+        import mindspeed.megatron_adaptor  # noqa: F401  (patches Megatron on import)
+    _active = kind
+    return current_device()
+
+
+def current_device() -> torch.device:
+    """The device that tensors of this process live on."""
+    assert _active is not None, "device.setup has not run in this process"
+    if _active is DeviceKind.CPU:
+        return torch.device("cpu")
+    if _active is DeviceKind.CUDA:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("npu", _torch_npu().npu.current_device())
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, numpy and torch; Megatron's own streams are the engine's to seed."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def synchronize() -> None:
+    """Wait for the device, so that a measured time is the work's and not the launch's."""
+    if _active in (DeviceKind.CUDA, DeviceKind.NPU):
+        getattr(torch, FACTS[_active].torch_type).synchronize()
+
+
+def empty_cache() -> None:
+    if _active in (DeviceKind.CUDA, DeviceKind.NPU):
+        getattr(torch, FACTS[_active].torch_type).empty_cache()
+
+
+def memory_allocated() -> int:
+    """Bytes of device memory in use by tensors; on CPU the resident set of the process."""
+    if _active in (DeviceKind.CUDA, DeviceKind.NPU):
+        return int(getattr(torch, FACTS[_active].torch_type).memory_allocated())
+    import psutil
+
+    return int(psutil.Process(os.getpid()).memory_info().rss)
+
+
+def _torch_npu():  # type: ignore[no-untyped-def]
+    try:
+        import torch_npu
+    except ImportError as error:
+        raise ValueError(
+            "device.kind=npu needs torch_npu, which cannot be imported "
+            f"({error}); install it and source CANN's set_env.sh, or use device.kind=cpu"
+        ) from error
+    return torch_npu
