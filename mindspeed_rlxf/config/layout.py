@@ -1,0 +1,41 @@
+"""Where a rank of one role stands in its tensor, data and pipeline parallel groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Megatron's default order tp-dp-pp: rank = tp_rank + tp * (dp_rank + dp * pp_rank)."""
+
+    world_size: int
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.world_size > 0 and self.world_size % (self.tp * self.pp) == 0, (
+            f"{self.world_size} ranks do not hold whole replicas of TP {self.tp} x PP {self.pp}"
+        )
+
+    @property
+    def dp(self) -> int:
+        """Replicas of the model."""
+        return self.world_size // (self.tp * self.pp)
+
+    def tp_rank(self, rank: int) -> int:
+        return rank % self.tp
+
+    def dp_rank(self, rank: int) -> int:
+        return rank // self.tp % self.dp
+
+    def pp_rank(self, rank: int) -> int:
+        return rank // (self.tp * self.dp)
+
+    def is_leader(self, rank: int) -> bool:
+        """The one rank of a replica whose results count: TP rank 0 of the last pipeline stage."""
+        return self.tp_rank(rank) == 0 and self.pp_rank(rank) == self.pp - 1
+
+    def leaders(self) -> list[int]:
+        """Leader ranks ordered by data-parallel rank."""
+        return [rank for rank in range(self.world_size) if self.is_leader(rank)]

@@ -1,0 +1,102 @@
+"""The typed configuration of a run. Every default lives in the sections; YAML holds differences.
+
+`resolve` builds it from a composed YAML tree; nothing changes it afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.fields import Section, Word, key
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.roles import (
+    ActorConfig,
+    ArchitectureConfig,
+    CriticConfig,
+    OptimizerConfig,
+    RefConfig,
+    RewardConfig,
+    RoleConfig,
+)
+from mindspeed_rlxf.config.sections import (
+    AlgorithmConfig,
+    DataConfig,
+    DeviceConfig,
+    KlControlConfig,
+    LoggingConfig,
+    RuntimeConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+
+__all__ = [
+    "ActorConfig",
+    "AlgorithmConfig",
+    "ArchitectureConfig",
+    "CriticConfig",
+    "DataConfig",
+    "DeviceConfig",
+    "KlControlConfig",
+    "LoggingConfig",
+    "OptimizerConfig",
+    "RefConfig",
+    "RewardConfig",
+    "RoleConfig",
+    "RunConfig",
+    "RuntimeConfig",
+    "TrainingConfig",
+    "ValidationConfig",
+]
+
+
+class RunConfig(Section):
+    """Everything a run needs, complete and checked."""
+
+    name: str = key(..., "config name", "free")
+    training: TrainingConfig = key(..., "the run as a whole")
+    algorithm: AlgorithmConfig = key(AlgorithmConfig(), "rewards, advantages and losses")
+    actor_rollout: ActorConfig = key(..., "the policy")
+    ref: RefConfig = key(..., "the frozen policy")
+    critic: CriticConfig = key(..., "the value model")
+    reward: RewardConfig = key(..., "what scores responses")
+    placement: dict[Annotated[Role, Word], str] = key(..., "role -> pool, every role", "reshard")
+    resource_pool: dict[str, list[int]] = key(..., "pool -> processes per node", "reshard")
+    data: DataConfig = key(..., "prompts")
+    validation: ValidationConfig = key(ValidationConfig(), "when to validate")
+    logging: LoggingConfig = key(LoggingConfig(), "what is written down")
+    device: DeviceConfig = key(DeviceConfig(), "what the workers compute on")
+    runtime: RuntimeConfig = key(RuntimeConfig(), "what starts the workers")
+    dry_run: bool = key(False, "print the plan and every problem, then stop", "free")
+
+    @property
+    def samples_per_iteration(self) -> int:
+        """Responses per iteration over all ranks."""
+        return self.training.global_batch_size * self.actor_rollout.n_samples_per_prompt
+
+    def role(self, role: Role) -> RoleConfig:
+        """The section of a role."""
+        section = getattr(self, role.value)
+        assert isinstance(section, RoleConfig)
+        return section
+
+    def pool_of(self, role: Role) -> str:
+        """The pool a role lives in."""
+        return self.placement[role]
+
+    def roles_of(self, pool: str) -> list[Role]:
+        """Roles that share the processes of a pool, in the order of `Role`."""
+        return [role for role in Role if self.placement[role] == pool]
+
+    def pool_size(self, pool: str) -> int:
+        """Processes of a pool, one per device."""
+        return sum(self.resource_pool[pool])
+
+    def layout(self, role: Role) -> ParallelLayout:
+        """Where the ranks of a role's pool stand in its parallel groups."""
+        section = self.role(role)
+        return ParallelLayout(
+            world_size=self.pool_size(self.pool_of(role)),
+            tp=section.tensor_model_parallel_size,
+            pp=section.pipeline_model_parallel_size,
+        )

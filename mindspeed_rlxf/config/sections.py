@@ -1,0 +1,144 @@
+"""Sections of the run that belong to no role."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from mindspeed_rlxf.config.enums import (
+    AdvantageWhiten,
+    AdvEstimator,
+    DeviceKind,
+    KlControl,
+    KlPenalty,
+    LossNormalizer,
+    OldLogProbs,
+    OverlongPrompts,
+    RuntimeKind,
+    ScorePosition,
+    ScoreSlotLimit,
+    Stage,
+)
+from mindspeed_rlxf.config.fields import Section, Strings, Word, key
+
+CONSOLE_METRICS = (
+    "actor/pg_loss_abs",
+    "critic/vf_loss",
+    "critic/kl",
+    "critic/score/mean",
+    "response_length/mean",
+    "timing/all",
+)
+
+
+class TrainingConfig(Section):
+    """The run as a whole. In the YAML this section may also hold keys of roles, as defaults."""
+
+    stage: Annotated[Stage, Word] = key(Stage.RAY_PPO, "training algorithm")
+    train_iters: int = key(..., "iterations", ge=1)
+    global_batch_size: int = key(..., "prompts per iteration", ge=1)
+    seq_length: int = key(..., "longest prompt and response together, tokens", ge=2)
+    tokenizer_type: Literal["PretrainedFromHF"] = key("PretrainedFromHF", "kind of tokenizer")
+    tokenizer_name_or_path: str = key(..., "Hugging Face folder of the tokenizer")
+    seed: int = key(1234, "every random stream derives from it", ge=0)
+    output_dir: str = key(..., "run directory; absent = outputs/<run_name>", "free")
+    run_name: str = key(..., "name of the run; absent = config name", "free", min_length=1)
+    new_run: bool = key(False, "take the next free name when the run directory is used", "free")
+
+
+class KlControlConfig(Section):
+    """The coefficient of the KL penalty."""
+
+    type: Annotated[KlControl, Word] = key(KlControl.FIXED, "fixed or adaptive coefficient")
+    kl_coef: float = key(0.05, "coefficient, or where it starts", ge=0)
+    target_kl: float = key(6.0, "adaptive: KL per token to hold", gt=0)
+    horizon: int = key(10000, "adaptive: samples over which it corrects", ge=1)
+
+
+class AlgorithmConfig(Section):
+    """Rewards, advantages and losses."""
+
+    adv_estimator: Annotated[AdvEstimator, Word] = key(AdvEstimator.GAE, "advantage estimator")
+    gamma: float = key(1.0, "discount", ge=0, le=1)
+    lam: float = key(0.95, "lambda of GAE", ge=0, le=1)
+    kl_penalty: Annotated[KlPenalty, Word] = key(KlPenalty.KL, "per-token KL estimate")
+    kl_ctrl: KlControlConfig = key(KlControlConfig(), "KL coefficient")
+    missing_eos_penalty: float = key(0.0, "subtracted from the score without EOS; null = 0")
+    score_position: Annotated[ScorePosition, Word] = key(
+        ScorePosition.AFTER_EOS, "slot that takes the score of a response that ended"
+    )
+    score_slot_limit: Annotated[ScoreSlotLimit, Word] = key(
+        ScoreSlotLimit.MAX_NEW_TOKENS, "width up to which the slot after EOS exists"
+    )
+    advantage_whiten: Annotated[AdvantageWhiten, Word] = key(
+        AdvantageWhiten.BATCH, "tokens over which advantages are whitened"
+    )
+    loss_normalizer: Annotated[LossNormalizer, Word] = key(
+        LossNormalizer.MINIBATCH_TOKENS, "what token losses are divided by"
+    )
+    old_log_probs: Annotated[OldLogProbs, Word] = key(
+        OldLogProbs.RECOMPUTE, "where the behaviour policy's log-probs come from"
+    )
+
+    @field_validator("missing_eos_penalty", mode="before")
+    @classmethod
+    def _null_disables(cls, value: Any) -> Any:
+        return 0.0 if value is None else value
+
+
+class DataConfig(Section):
+    """Prompts: jsonl or parquet files and the names of their columns (dots reach inside)."""
+
+    train_files: Strings = key(..., "files of training prompts", min_length=1)
+    val_files: Strings = key((), "files of validation prompts", "free")
+    prompt_key: str = key("prompt", "column of the prompt: text or chat messages")
+    ground_truth_key: str = key("ground_truth", "column of the expected answer")
+    data_source_key: str = key("data_source", "column that chooses the reward rule")
+    default_data_source: str | None = key(None, "data source of rows without one")
+    overlong_prompts: Annotated[OverlongPrompts, Word] = key(
+        OverlongPrompts.ERROR, "what becomes of prompts over max_prompt_length"
+    )
+    shuffle: bool = key(True, "a new order of the prompts in each epoch")
+
+    @field_validator("train_files", "val_files", mode="before")
+    @classmethod
+    def _one_file_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
+class ValidationConfig(Section):
+    """When the validation prompts are answered and scored."""
+
+    interval: int = key(
+        0, "iterations between validations; 0 = never during training", "free", ge=0
+    )
+    before: bool = key(True, "validate before the first iteration", "free")
+    after: bool = key(True, "validate after the last iteration", "free")
+    max_samples: int | None = key(None, "prompts used; null = all", "free", ge=1)
+
+
+class LoggingConfig(Section):
+    """What is written down."""
+
+    samples: Annotated[int, Field(ge=0)] | Literal["all"] = key(
+        32, "responses per iteration in samples.jsonl, or `all`", "free"
+    )
+    console_metrics: Strings = key(CONSOLE_METRICS, "metrics on the console", "free")
+
+
+class DeviceConfig(Section):
+    """What the workers compute on."""
+
+    kind: Annotated[DeviceKind, Word] = key(DeviceKind.AUTO, "npu, cuda, cpu, or auto", "reshard")
+    resource_name: str | None = key(None, "Ray resource of one device; null = the kind's", "free")
+    cpu_threads: int = key(1, "threads of one worker process", "free", ge=1)
+
+
+class RuntimeConfig(Section):
+    """What starts the workers; `runtime: local` is short for `runtime: {kind: local}`."""
+
+    kind: Annotated[RuntimeKind, Word] = key(RuntimeKind.RAY, "ray or local", "free")
+    address: str | None = key(None, "Ray cluster to join; null = RAY_ADDRESS, else own", "free")
+    timeout_s: float = key(1800.0, "longest wait for one call, seconds", "free", gt=0)
+    start_timeout_s: float = key(600.0, "longest wait for the workers, seconds", "free", gt=0)
