@@ -1,0 +1,118 @@
+# Every target sets up what it needs: a fresh machine needs Python >= 3.10 with `venv`, and make.
+#
+#   PYTHON=...            interpreter for the environment (default: the first good one found)
+#   DEVICE=cpu|cuda|npu   cpu installs torch; cuda and npu use the torch installed for PYTHON
+#   TORCH_INDEX_URL=...   package index for torch only (for example one that holds CPU builds)
+#   WHEELHOUSE=dir        install from this folder alone, without network (see `make wheelhouse`)
+#   SEED=1  PYTEST_ARGS=...
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+DEVICE ?= cpu
+SEED ?= 1
+PYTEST_ARGS ?=
+TORCH_INDEX_URL ?=
+WHEELHOUSE ?=
+PYTHON ?=
+
+ifeq ($(filter $(DEVICE),cpu cuda npu),)
+$(error DEVICE=$(DEVICE) must be one of cpu, cuda, npu)
+endif
+
+TORCH := torch==2.13.0
+VENV := .venv$(if $(filter-out cpu,$(DEVICE)),-$(DEVICE))
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+LOCKED := $(VENV)/constraints.txt
+OFFLINE := $(if $(WHEELHOUSE),--no-index --find-links "$(abspath $(WHEELHOUSE))")
+PIP_INSTALL = $(BIN)/python -m pip install --no-input --disable-pip-version-check --quiet $(OFFLINE)
+PIP_WHEEL = $(BIN)/python -m pip wheel --no-input --disable-pip-version-check --quiet --no-deps \
+	--find-links wheelhouse --wheel-dir wheelhouse
+TORCH_INDEX = $(if $(TORCH_INDEX_URL),--index-url "$(TORCH_INDEX_URL)")
+CODE := mindspeed_rlxf examples tests constraints setup.py ray_gpt.py
+
+.PHONY: help install demo test test-long lint format wheelhouse
+
+help:
+	@printf '%s\n' \
+	  'make demo        PPO on a tiny model made here, then a report' \
+	  'make test        unit and distributed tests (PYTEST_ARGS adds arguments)' \
+	  'make test-long   the tests that take longer' \
+	  'make lint        ruff and mypy;  make format  applies ruff' \
+	  'make wheelhouse  gather every package in ./wheelhouse' \
+	  'make install     the environment alone; WHEELHOUSE=dir installs without network' \
+	  'options          PYTHON=... DEVICE=cpu|cuda|npu SEED=1 TORCH_INDEX_URL=... WHEELHOUSE=dir'
+
+install: $(STAMP)
+
+$(BIN)/python:
+	@good='import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))'; \
+	found=''; \
+	for candidate in $(or $(PYTHON),python3.11 python3.12 python3.10 python3.13 python3); do \
+	  if "$$candidate" -c "$$good" 2>/dev/null; then found="$$candidate"; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo 'error: $(or $(PYTHON:%=PYTHON=%),no python3 on PATH) is a Python >= 3.10 with venv;' \
+	    'install one (for example python3.11 and python3.11-venv) or set PYTHON=path' >&2; \
+	  exit 1; \
+	fi; \
+	echo "environment $(VENV) with $$("$$found" --version)"; \
+	rm -rf $(VENV); \
+	"$$found" -m venv $(if $(filter-out cpu,$(DEVICE)),--system-site-packages) $(VENV); \
+	if [ $(DEVICE) != cpu ]; then \
+	  "$$found" -c 'import sysconfig as s; print(s.get_path("purelib"), s.get_path("platlib"), sep="\n")' \
+	    > "$$(echo $(VENV)/lib/python3.*/site-packages)/installed_torch.pth"; \
+	fi
+
+# On cuda and npu the .pth above lets PYTHON be an environment itself, and the generated constraints
+# keep the torch that is there.
+$(STAMP): setup.py pyproject.toml constraints/cpu.txt constraints/around_installed.py | $(BIN)/python
+	@echo 'installing (a minute or two the first time)'
+ifeq ($(DEVICE),cpu)
+	@$(PIP_INSTALL) $(if $(WHEELHOUSE),,$(TORCH_INDEX)) $(TORCH)
+	@cp constraints/cpu.txt $(LOCKED)
+else
+	@$(BIN)/python constraints/around_installed.py constraints/cpu.txt > $(LOCKED)
+endif
+	@$(PIP_INSTALL) -c $(LOCKED) -e '.[test]'
+	@touch $@
+
+demo: $(STAMP)
+	@run="outputs/demo-$$(date +%Y%m%d-%H%M%S)-$$$$"; \
+	$(BIN)/python examples/tiny/make.py --output outputs/tiny --seed 1; \
+	$(BIN)/python ray_gpt.py --config-name ppo_trainer_tiny training.output_dir="$$run" \
+	  training.seed=$(SEED) device.kind=$(DEVICE); \
+	$(BIN)/python examples/tiny/report.py "$$run"
+
+test: $(STAMP)
+	$(BIN)/python -m pytest tests -m "not long" $(PYTEST_ARGS)
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest tests -m long $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+# The set of this environment, each package as a wheel, torch (cpu only), our own wheel, and what
+# builds it.
+wheelhouse: $(STAMP)
+	@mkdir -p wheelhouse
+ifeq ($(DEVICE),cpu)
+	@$(PIP_WHEEL) $(TORCH_INDEX) $(TORCH)
+endif
+	@$(BIN)/python -m pip list --local --format=freeze --disable-pip-version-check \
+	  --exclude torch --exclude pip --exclude mindspeed-rlxf > $(VENV)/wheelhouse.txt
+	@$(PIP_WHEEL) -r $(VENV)/wheelhouse.txt setuptools wheel
+	@rm -f wheelhouse/mindspeed_rlxf-*.whl
+	@$(PIP_WHEEL) .
+	@echo "wheelhouse: $$(ls wheelhouse/*.whl | wc -l) wheels, $$(du -sh wheelhouse | cut -f1);" \
+	  'on the other machine: make install WHEELHOUSE=wheelhouse'

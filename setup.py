@@ -1,0 +1,50 @@
+"""Install `mindspeed_rlxf`: ranges only.
+
+torch is a range and never a pin: whoever installs this chooses the torch build of the machine
+(CPU, CUDA, or the one that torch_npu wants). Exact, tested sets are in `constraints/`.
+"""
+
+from setuptools import find_packages, setup
+
+INSTALL_REQUIRES = [
+    "hydra-core>=1.3.2,<1.4",
+    "megatron-core>=0.12.1,<0.17",
+    "numpy>=1.26",
+    "omegaconf>=2.3,<2.4",
+    "packaging>=23",
+    "psutil>=5.9",  # without it a distributed checkpoint save hangs
+    "pyarrow>=14",
+    "pydantic>=2.7,<3",
+    "PyYAML>=6.0",
+    "ray>=2.40,<3",
+    "safetensors>=0.4.3",
+    "tokenizers>=0.20",
+    "torch>=2.5",
+    "tqdm>=4.66",
+    "transformers>=4.46,<6",
+]
+
+EXTRAS_REQUIRE = {
+    "npu": ["torch_npu>=2.5"],  # MindSpeed and a Megatron-LM checkout are installed beside it
+    "test": ["hypothesis>=6.100", "mypy>=1.11", "pytest>=8.0", "ruff>=0.6"],
+    "bench": ["matplotlib>=3.8"],
+}
+
+setup(
+    name="mindspeed-rlxf",
+    version="0.1.0",
+    description="PPO post-training of large language models with Megatron-core workers on Ray",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    # The YAML of ./configs travels in the wheel as the package `mindspeed_rlxf.configs`, so that
+    # `mindspeed-rlxf train --config-name ...` works outside a clone.
+    packages=[*find_packages(include=["mindspeed_rlxf", "mindspeed_rlxf.*"]), "mindspeed_rlxf.configs"],
+    package_dir={"mindspeed_rlxf.configs": "configs"},
+    package_data={
+        "mindspeed_rlxf": ["py.typed"],
+        "mindspeed_rlxf.configs": ["rlxf/*.yaml", "rlxf/*/*.yaml"],
+    },
+    install_requires=INSTALL_REQUIRES,
+    extras_require=EXTRAS_REQUIRE,
+    entry_points={"console_scripts": ["mindspeed-rlxf = mindspeed_rlxf.cli:main"]},
+)
