@@ -88,6 +88,6 @@ def _patch_random_state() -> None:
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device=None: torch.get_rng_state()
         module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
-        module.manual_seed = lambda seed: torch.manual_seed(seed)
-        module.manual_seed_all = lambda seed: torch.manual_seed(seed)
+        # not torch.manual_seed, which seeds every device and would come back here
+        module.manual_seed = module.manual_seed_all = torch.default_generator.manual_seed
         module.initial_seed = lambda: torch.initial_seed()

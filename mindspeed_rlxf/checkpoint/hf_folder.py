@@ -1,0 +1,88 @@
+"""Reading a Hugging Face folder slice by slice, and telling beforehand what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mindspeed_rlxf.models.parameters import Slice
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class HfFolder:
+    """The tensors of a folder, opened lazily; counts the bytes that were read.
+
+    Errors: ValueError when the folder, its index or one of its files is missing or damaged.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.bytes_read = 0
+        self._files = self._file_of_each_tensor()
+        self._open: dict[Path, safe_open] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        index = (slice(0, 0),)
+        return self._slice(name)[index].dtype
+
+    def read(self, part: Slice) -> Tensor:
+        """Just the bytes of one slice."""
+        view = self._slice(part.source)
+        span = slice(part.start, part.stop)
+        tensor = view[span] if part.dim == 0 else view[:, span]
+        self.bytes_read += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def _slice(self, name: str):  # type: ignore[no-untyped-def]
+        path = self._files[name]
+        if path not in self._open:
+            self._open[path] = _open(path)
+        return self._open[path].get_slice(name)
+
+    def _file_of_each_tensor(self) -> dict[str, Path]:
+        if not self.folder.is_dir():
+            raise ValueError(f"{self.folder} is not a folder; give a Hugging Face model folder")
+        index = self.folder / INDEX
+        if index.exists():
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            missing = sorted({f for f in weight_map.values() if not (self.folder / f).exists()})
+            if missing:
+                raise ValueError(f"{index} names files that are missing: {', '.join(missing)}")
+            return {name: self.folder / file for name, file in weight_map.items()}
+        single = self.folder / SINGLE
+        if not single.exists():
+            raise ValueError(
+                f"{self.folder} holds neither {SINGLE} nor {INDEX}; only safetensors are read, "
+                "because pickled weights can run code: save the model with safe_serialization"
+            )
+        return {name: single for name in _open(single).keys()}
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged or truncated ({error}); copy it again") from None
+
+
+def shape_problems(folder: HfFolder, expected: dict[str, tuple[int, ...]]) -> list[str]:
+    """One line for each tensor that is missing or has another shape; reads headers only."""
+    problems = []
+    for name, shape in expected.items():
+        if name not in folder:
+            problems.append(f"{name} is missing")
+        elif folder.shape(name) != shape:
+            problems.append(f"{name} is {list(folder.shape(name))}, the model needs {list(shape)}")
+    return problems

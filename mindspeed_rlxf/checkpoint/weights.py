@@ -1,0 +1,150 @@
+"""Moves weights between a Hugging Face folder and the Megatron stage of this rank.
+
+Both directions walk the parameter map of `models.parameters`, so what is written is what was read.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mindspeed_rlxf.checkpoint.hf_folder import INDEX, SINGLE, HfFolder
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.parameters import (
+    Head,
+    StageParameter,
+    hf_shapes,
+    shard_slices,
+    stage_parameters,
+)
+
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+class StageWeights:
+    """The parameters of one pipeline stage, as a table from the map to the module's tensors."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        architecture: ArchitectureConfig,
+        head: Head,
+        tp_group: dist.ProcessGroup,
+        pp_group: dist.ProcessGroup,
+    ) -> None:
+        self.architecture, self.head = architecture, head
+        self.tp_group, self.pp_group = tp_group, pp_group
+        self.tensors = dict(module.named_parameters())
+        self.table = list(
+            stage_parameters(architecture, head, pp_group.rank(), pp_group.size())
+        )
+        mapped = {p.name for p in self.table}
+        assert mapped == set(self.tensors), f"map and module differ: {mapped ^ set(self.tensors)}"
+
+    def load(self, folder: HfFolder) -> list[str]:
+        """Fill every parameter from the folder, reading this rank's slices only.
+
+        A score head that the folder lacks (a language model was given) is left as it is; its name
+        is in the returned list.
+        """
+        absent = []
+        for parameter in self.table:
+            if self.head is Head.SCORE and parameter.name == "score.weight":
+                if parameter.sources[0] not in folder:
+                    absent.append(parameter.name)
+                    continue
+            self._fill(parameter, folder)
+        return absent
+
+    def _fill(self, parameter: StageParameter, folder: HfFolder) -> None:
+        target = self.tensors[parameter.name].data
+        slices = shard_slices(
+            parameter, self.architecture, self.tp_group.rank(), self.tp_group.size()
+        )
+        shard = torch.cat([folder.read(part) for part in slices], dim=slices[0].dim)
+        if shard.size(0) < target.size(0):  # vocabulary padding
+            target[shard.size(0) :].zero_()
+            target = target[: shard.size(0)]
+        target.copy_(shard)
+
+    def hf_tensors(self, parameter: StageParameter) -> dict[str, Tensor]:
+        """The Hugging Face tensors of one parameter, on the CPU; a collective over the tp group."""
+        shard = self.tensors[parameter.name].detach()
+        shards = [torch.empty_like(shard) for _ in range(self.tp_group.size())]
+        dist.all_gather(shards, shard.contiguous(), group=self.tp_group)
+        shapes = hf_shapes(self.architecture, self.head)
+        full = {name: torch.empty(shapes[name], dtype=shard.dtype) for name in parameter.sources}
+        for rank, piece in enumerate(shards):
+            offset = 0
+            for part in shard_slices(parameter, self.architecture, rank, len(shards)):
+                target = full[part.source].narrow(part.dim, part.start, part.size)
+                target.copy_(piece.narrow(part.dim, offset, part.size))
+                offset += part.size
+        return full
+
+    def export(self, target: Path, source: Path, writes: bool) -> None:
+        """Write the folder `target`: each pipeline stage its own file, the first one the index.
+
+        source: the folder the weights came from; gives config, tokenizer and the dtype per tensor.
+        writes: True on the one rank of each stage that writes (tp rank 0 of the first replica).
+        A collective over the tensor- and pipeline-parallel groups.
+        """
+        stage, stages = self.pp_group.rank(), self.pp_group.size()
+        name = SINGLE if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
+        original = HfFolder(source)
+        tensors: dict[str, Tensor] = {}
+        for parameter in self.table:
+            if parameter.name == "output_layer.weight" and self._tied:
+                continue  # the first stage writes the embedding
+            for hf_name, tensor in self.hf_tensors(parameter).items():
+                dtype = original.dtype(hf_name) if hf_name in original else tensor.dtype
+                tensors[hf_name] = tensor.to(dtype)
+        if writes:
+            target.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, target / name, metadata={"format": "pt"})
+        sizes = {hf_name: t.numel() * t.element_size() for hf_name, t in tensors.items()}
+        gathered: list[tuple[str, dict[str, int]]] = [("", {})] * stages
+        dist.all_gather_object(gathered, (name, sizes), group=self.pp_group)
+        if writes and stage == 0:
+            self._write_side_files(target, source, gathered)
+
+    @property
+    def _tied(self) -> bool:
+        lm = self.head is Head.LANGUAGE_MODEL
+        return lm and not self.architecture.untie_embeddings_and_output_weights
+
+    def _write_side_files(
+        self, target: Path, source: Path, files: list[tuple[str, dict[str, int]]]
+    ) -> None:
+        if len(files) > 1:
+            weight_map = {name: file for file, sizes in files for name in sorted(sizes)}
+            total = sum(size for _, sizes in files for size in sizes.values())
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (target / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        if self.head is Head.SCORE:
+            kind = config.get("architectures", ["LlamaForCausalLM"])[0].split("For")[0]
+            config["architectures"] = [f"{kind}ForSequenceClassification"]
+            config["num_labels"], config["id2label"] = 1, {"0": "LABEL_0"}
+            config["label2id"] = {"LABEL_0": 0}
+        (target / "config.json").write_text(
+            json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+        for file in SIDE_FILES:
+            if (source / file).exists():
+                shutil.copyfile(source / file, target / file)

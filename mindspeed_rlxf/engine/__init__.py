@@ -1,0 +1,1 @@
+"""Megatron: parallel groups, micro-batches, schedule, optimizer, forward-only passes."""

@@ -1,0 +1,199 @@
+"""A Megatron model with its schedule and, where it learns, its optimizer.
+
+Roles say what to read from the hidden states (`read`) and what the loss is (`loss_step`); how that
+runs over tensor, pipeline and data parallel ranks is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.checkpoint.hf_folder import HfFolder
+from mindspeed_rlxf.checkpoint.weights import StageWeights
+from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.data.batch import Rollouts
+from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
+from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
+from mindspeed_rlxf.engine.parallel import ParallelGroups
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
+
+Read = Callable[[TransformerModel, MicroBatch, Tensor], Tensor]
+LossStep = Callable[[TransformerModel, MicroBatch, Tensor], "LossOutput"]
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Loss of one micro-batch, as sums: the schedule divides by the global weight.
+
+    loss:    scalar with gradient, sum over what is averaged
+    weight:  how many that is (tokens of the micro-batch, or 1 for a mean of micro-batch means)
+    metrics: name -> detached sum over the same, reported divided by the same weight
+    """
+
+    loss: Tensor
+    weight: int
+    metrics: dict[str, Tensor]
+
+
+class MegatronEngine:
+    """One role's model on this rank: a pipeline stage of a tensor-parallel replica."""
+
+    def __init__(
+        self,
+        role: RoleConfig,
+        head: Head,
+        seed: int,
+        optimizer: OptimizerConfig | None = None,
+        train_iters: int = 1,
+    ) -> None:
+        """A collective over the world. Without `optimizer` the model is frozen."""
+        assert role.architecture is not None and role.load is not None, "checked beforehand"
+        self.role, self.head = role, head
+        self.source = Path(role.load)
+        self.groups = ParallelGroups(
+            role.tensor_model_parallel_size, role.pipeline_model_parallel_size, seed
+        )
+        self.dtype = torch.bfloat16 if role.bf16 else torch.float32
+        with self.groups.active():
+            self.module = self._build_module()
+            self.weights = StageWeights(
+                self.module, role.architecture, head, self.groups.tp, self.groups.pp
+            )
+            self.fresh = self._load(seed)
+            self.optimizer = self.scheduler = None
+            if optimizer is None:
+                self.model: torch.nn.Module = self.module.requires_grad_(False)
+            else:
+                self.model = self._wrap(optimizer)
+                self.optimizer = build_optimizer(optimizer, self.model, self.dtype)
+                self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters)
+                self._connect()
+
+    def _build_module(self) -> TransformerModel:
+        role, groups = self.role, self.groups
+        config = transformer_config(
+            role.architecture, groups.tp.size(), groups.pp.size(), role.sequence_parallel, self.dtype
+        )
+        module = TransformerModel(
+            config, role.architecture, self.head, groups.is_first_stage, groups.is_last_stage
+        )
+        return module.to(device=device.current_device(), dtype=self.dtype)
+
+    def _load(self, seed: int) -> list[str]:
+        """Fill the weights; a score head that the folder lacks is drawn from the seed."""
+        absent = self.weights.load(HfFolder(self.source))
+        if absent:
+            generator = torch.Generator().manual_seed(seed)
+            head = self.module.score.weight
+            noise = torch.randn(head.shape, generator=generator)
+            head.data.copy_(noise * self.role.architecture.init_method_std)
+        return absent
+
+    def _wrap(self, optimizer: OptimizerConfig) -> DistributedDataParallel:
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=optimizer.use_distributed_optimizer,
+            overlap_grad_reduce=False,
+        )
+        return DistributedDataParallel(self.module.config, config, self.module)
+
+    def _connect(self) -> None:
+        """What Megatron leaves to its caller: without these nothing is reduced, silently."""
+        config = self.module.config
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.no_sync_func = self.model.no_sync
+
+    def micro_batches(
+        self, rollouts: Rollouts, groups: Sequence[Sequence[int]]
+    ) -> list[MicroBatch]:
+        """The given groups of rows in the form that this role computes in."""
+        multiple = self.groups.tp.size() if self.module.config.sequence_parallel else 1
+        return make_micro_batches(
+            rollouts, groups, self.role.packed_sequences, multiple, device.current_device()
+        )
+
+    @torch.no_grad()
+    def forward(self, micro_batches: Sequence[MicroBatch], read: Read) -> list[Tensor]:
+        """`read` of every micro-batch on the last stage; an empty list on the others."""
+        self.model.eval()
+        with self.groups.active():
+            return self._run(micro_batches, read, forward_only=True)
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], loss_step: LossStep
+    ) -> dict[str, float]:
+        """One optimizer step on one mini-batch.
+
+        Returns the metrics of `loss_step` averaged over the mini-batch of all data-parallel ranks
+        (on the last stage) and `grad_norm`.
+        """
+        assert self.optimizer is not None, f"{self.role.model} has no optimizer"
+        self.model.train()
+        with self.groups.active():
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            outputs = self._run(micro_batches, loss_step, forward_only=False)
+            updated, grad_norm, _ = self.optimizer.step()
+            assert updated, "the optimizer skipped its step"
+            metrics = self._mean_metrics(outputs)
+        metrics["grad_norm"] = float(grad_norm)
+        return metrics
+
+    def end_iteration(self) -> float:
+        """Advance the learning-rate schedule; returns the rate that the iteration used."""
+        assert self.optimizer is not None and self.scheduler is not None
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        self.scheduler.step(increment=1)
+        return rate
+
+    def _run(self, micro_batches: Sequence[MicroBatch], then, forward_only: bool):  # type: ignore[no-untyped-def]
+        def forward_step(batches, model):  # type: ignore[no-untyped-def]
+            batch = next(batches)
+            hidden = model(batch.token_ids, batch.positions, batch.attend)
+
+            def read(hidden: Tensor, non_loss_data: bool = True) -> Tensor:
+                return then(self.module, batch, hidden)
+
+            def loss(hidden: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
+                output = then(self.module, batch, hidden)
+                weight = torch.tensor(output.weight, dtype=torch.int, device=hidden.device)
+                return output.loss, weight, output
+
+            return hidden, read if forward_only else loss
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=[self.model],
+            num_microbatches=len(micro_batches),
+            seq_length=1,  # shapes travel with the tensors (variable_seq_lengths)
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _mean_metrics(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
+        if not self.groups.is_last_stage:
+            return {}
+        names = list(outputs[0].metrics)
+        sums = [torch.stack([o.metrics[n].double() for o in outputs]).sum() for n in names]
+        weight = torch.tensor(float(sum(o.weight for o in outputs)), dtype=torch.float64)
+        total = torch.stack([*(s.to(weight) for s in sums), weight]).to(device.current_device())
+        dist.all_reduce(total, group=self.groups.dp)
+        means = (total[:-1] / total[-1]).tolist()
+        return dict(zip(names, means, strict=True))

@@ -1,0 +1,77 @@
+"""One role's Megatron parallel groups, so that roles of different layouts share a process.
+
+Megatron keeps its groups in module globals. `ParallelGroups` creates one role's groups, remembers
+the globals, and puts them back while the role runs (`active`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+
+def _globals() -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if name.startswith("_") and name.upper() == name and not name.startswith("__")
+    }
+
+
+_PRISTINE = _globals()
+
+
+class ParallelGroups:
+    """Tensor, pipeline and data parallel groups of one role over the whole process world."""
+
+    def __init__(self, tp: int, pp: int, seed: int) -> None:
+        """A collective: every process of the world has to take part.
+
+        seed: of Megatron's tensor-parallel random streams.
+        """
+        assert dist.get_world_size() % (tp * pp) == 0, "world size must be a multiple of tp * pp"
+        outside = _globals()
+        vars(parallel_state).update(_PRISTINE)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp
+        )
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        outside_random = tracker.get_states()
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        self._state, self._random = _globals(), tracker.get_states()
+        self.tp = parallel_state.get_tensor_model_parallel_group()
+        self.pp = parallel_state.get_pipeline_model_parallel_group()
+        self.dp = parallel_state.get_data_parallel_group()
+        vars(parallel_state).update(outside)
+        tracker.set_states(outside_random)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Megatron sees these groups and random streams inside the block."""
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        outside, outside_random = _globals(), tracker.get_states()
+        vars(parallel_state).update(self._state)
+        tracker.set_states(self._random)
+        try:
+            yield
+        finally:
+            self._state, self._random = _globals(), tracker.get_states()
+            vars(parallel_state).update(outside)
+            tracker.set_states(outside_random)
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp.rank() == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp.rank() == self.pp.size() - 1
+
+    @property
+    def is_leader(self) -> bool:
+        """The one rank of a replica whose results are used: last stage, tensor-parallel rank 0."""
+        return self.is_last_stage and self.tp.rank() == 0

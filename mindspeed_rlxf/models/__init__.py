@@ -1,0 +1,1 @@
+"""Families: architecture from config.json, Megatron modules, the parameter map, heads."""

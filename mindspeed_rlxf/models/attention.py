@@ -1,0 +1,126 @@
+"""Core attention for packed sequences, on CPU and CUDA.
+
+Megatron hands over query, key and value as [tokens, batch, heads, head_dim] after the rotary
+embedding. What the tokens are - padded rows, packed sequences, one step of generation - is known to
+the object passed as `packed_seq_params`, whose `attend` does the work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+# Padding all sequences of a pack to the longest costs compute but saves calls: it pays while the
+# attention area stays under this multiple of the exact one.
+MAX_PADDED_AREA = 2.0
+
+
+class CoreAttention(MegatronModule):
+    """Causal scaled-dot-product attention; takes the place of Megatron's DotProductAttention."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any = None,
+        attention_type: str = "self",
+        softmax_scale: float | None = None,
+        **_unused_by_this_attention: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """query [s, b, heads, d]; key, value [s, b, groups, d] -> [s, b, heads * d]."""
+        assert attention_mask is None and attention_bias is None, "the mask is causal, nothing else"
+        if isinstance(packed_seq_params, Attend):
+            out = packed_seq_params.attend(
+                self.layer_number, query.squeeze(1), key.squeeze(1), value.squeeze(1)
+            )
+            return out.reshape(query.size(0), 1, -1)
+        out = causal_attention(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
+        return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+
+
+class Attend(PackedSeqParams):
+    """How the tokens of one forward see each other.
+
+    `qkv_format` is "sbhd": Megatron then applies the rotary angles token by token, as given, and
+    passes the object through to the core attention untouched.
+    """
+
+    qkv_format = "sbhd"
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [tokens, heads, d]; key, value [tokens, groups, d] -> [tokens, heads, d].
+
+        layer: number of the layer within its stage, from 1.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must say how its tokens attend")
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """query [b, heads, s, d]; key, value [b, groups, s, d] -> [b, heads, s, d]."""
+    gqa = query.size(1) != key.size(1)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa)
+
+
+@dataclass
+class PackedSequences(Attend):
+    """Sequences laid end to end; each token sees the earlier ones of its own sequence."""
+
+    lengths: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.lengths and min(self.lengths) > 0, "a pack needs sequences of positive length"
+        area = len(self.lengths) * max(self.lengths) ** 2
+        exact = sum(n * n for n in self.lengths)
+        self._padded = len(self.lengths) > 1 and area <= MAX_PADDED_AREA * exact
+        self._index: tuple[Tensor, Tensor] | None = None
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self._padded:
+            return self._attend_padded(query, key, value)
+        outs = [
+            causal_attention(*(x.transpose(0, 1).unsqueeze(0) for x in parts))
+            for parts in zip(*(x.split(self.lengths) for x in (query, key, value)), strict=True)
+        ]
+        return torch.cat([out.squeeze(0).transpose(0, 1) for out in outs])
+
+    def _attend_padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        gather, scatter = self._padding_index(query.device)
+        rows, width = len(self.lengths), max(self.lengths)
+
+        def padded(x: Tensor) -> Tensor:
+            return x.index_select(0, gather).view(rows, width, *x.shape[1:]).transpose(1, 2)
+
+        out = causal_attention(padded(query), padded(key), padded(value))
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, scatter)
+
+    def _padding_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Token of each padded place (the sequence's last one where padded), and the way back."""
+        if self._index is None:
+            lengths = torch.tensor(self.lengths)
+            starts = lengths.cumsum(0) - lengths
+            places = torch.arange(max(self.lengths))
+            gather = starts[:, None] + torch.minimum(places[None, :], lengths[:, None] - 1)
+            valid = places[None, :] < lengths[:, None]
+            scatter = valid.flatten().nonzero().squeeze(1)
+            self._index = (gather.flatten().to(device), scatter.to(device))
+        return self._index

@@ -1,0 +1,119 @@
+"""What the last stage reads from hidden states: log-probs, entropies, logits.
+
+Axes: tokens = response tokens of a micro-batch, vocab = this rank's shard of the vocabulary. Logits
+exist for `CHUNK_TOKENS` tokens at a time and are recomputed in backward, so that no
+[tokens, vocab] tensor of a whole micro-batch is ever held.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_TOKENS = 1024
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each label and the entropy of its distribution.
+
+    hidden:     [tokens, hidden], the same on every tensor-parallel rank
+    weight:     [vocab, hidden], this rank's rows
+    labels:     [tokens] int64, global token ids
+    vocab_size: ids from here on are padding and have probability 0
+    Returns two [tokens] fp32 tensors; the entropy carries no gradient.
+    """
+    parts = []
+    for hidden_part, label_part in zip(
+        hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True
+    ):
+        arguments = (hidden_part, weight, label_part, vocab_size, tp_group, temperature)
+        if torch.is_grad_enabled() and hidden.size(0) > CHUNK_TOKENS:
+            parts.append(checkpoint(_chunk_log_probs, *arguments, use_reentrant=False))
+        else:
+            parts.append(_chunk_log_probs(*arguments))
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+def _chunk_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    logits = shard_logits(hidden, weight, vocab_size, tp_group) / temperature
+    return _VocabParallelLogProb.apply(logits, labels, tp_group)
+
+
+def shard_logits(
+    hidden: Tensor, weight: Tensor, vocab_size: int, tp_group: dist.ProcessGroup
+) -> Tensor:
+    """[tokens, vocab] fp32 logits of this rank's part; -inf at padding ids."""
+    logits = torch.nn.functional.linear(hidden, weight).float()
+    first = tp_group.rank() * weight.size(0)
+    real = max(0, min(weight.size(0), vocab_size - first))
+    if real < weight.size(0):
+        padding = torch.arange(weight.size(0), device=logits.device) >= real
+        logits = logits.masked_fill(padding, float("-inf"))
+    return logits
+
+
+def full_logits(
+    hidden: Tensor, weight: Tensor, vocab_size: int, tp_group: dist.ProcessGroup
+) -> Tensor:
+    """[tokens, vocab_size] fp32 logits over the whole vocabulary, equal on every tp rank."""
+    logits = shard_logits(hidden, weight, vocab_size, tp_group)
+    if tp_group.size() > 1:
+        parts = [torch.empty_like(logits) for _ in range(tp_group.size())]
+        dist.all_gather(parts, logits.contiguous(), group=tp_group)
+        logits = torch.cat(parts, dim=-1)
+    return logits[:, :vocab_size]
+
+
+class _VocabParallelLogProb(torch.autograd.Function):
+    """log softmax at the labels, with the vocabulary split over tensor-parallel ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Any:
+        maximum = logits.max(dim=-1).values
+        _reduce(maximum, group, dist.ReduceOp.MAX)
+        shifted = logits - maximum[:, None]
+        exponentials = shifted.exp()
+        local = labels - group.rank() * logits.size(-1)
+        mine = (local >= 0) & (local < logits.size(-1))
+        local = local.clamp(0, logits.size(-1) - 1)
+        at_label = shifted.gather(-1, local[:, None]).squeeze(-1).masked_fill(~mine, 0.0)
+        # Sums that every rank contributes to, in one message: normaliser, label, p * logit.
+        weighted = torch.nan_to_num(shifted, neginf=0.0).mul_(exponentials).sum(-1)
+        sums = torch.stack((exponentials.sum(-1), at_label, weighted))
+        _reduce(sums, group, dist.ReduceOp.SUM)
+        normaliser = sums[0]
+        log_normaliser = normaliser.log()
+        ctx.save_for_backward(exponentials.div_(normaliser[:, None]), local, mine)
+        entropy = log_normaliser - sums[2] / normaliser
+        ctx.mark_non_differentiable(entropy)
+        return sums[1] - log_normaliser, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _entropy_grad: Tensor) -> Any:
+        probabilities, local, mine = ctx.saved_tensors
+        grad_logits = probabilities.mul(-grad[:, None])
+        grad_logits.scatter_add_(-1, local[:, None], (grad * mine)[:, None])
+        return grad_logits, None, None
+
+
+def _reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    if group.size() > 1:
+        dist.all_reduce(tensor, op=op, group=group)

@@ -1,0 +1,90 @@
+"""What a Hugging Face config.json says about the architecture, in Megatron's names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+
+SUPPORTED = ("llama",)
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """The parsed config.json of a Hugging Face folder.
+
+    Errors: ValueError when it is missing or is not JSON.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; give the folder of a Hugging Face model") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); copy it again") from None
+    assert isinstance(config, dict), f"{path} must hold a JSON object"
+    return config
+
+
+def hf_architecture(config: dict[str, Any]) -> dict[str, Any]:
+    """ArchitectureConfig fields that config.json determines.
+
+    transformers 5 nests the rotary settings in `rope_parameters`; older files have `rope_theta`
+    and `rope_scaling` at the top.
+    """
+    rope = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or rope
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    fields = {
+        "num_layers": config.get("num_hidden_layers"),
+        "hidden_size": config.get("hidden_size"),
+        "ffn_hidden_size": config.get("intermediate_size"),
+        "num_attention_heads": config.get("num_attention_heads"),
+        "num_query_groups": config.get("num_key_value_heads", config.get("num_attention_heads")),
+        "kv_channels": config.get("head_dim")
+        or config["hidden_size"] // config["num_attention_heads"],
+        "vocab_size": config.get("vocab_size"),
+        "max_position_embeddings": config.get("max_position_embeddings"),
+        "rotary_base": float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+        "norm_epsilon": config.get("rms_norm_eps"),
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        "rope_scaling_type": None if kind == "default" else kind,
+    }
+    if kind != "default":
+        fields["rope_scaling_factor"] = float(scaling["factor"])
+    if kind == "llama3":
+        fields["low_freq_factor"] = float(scaling["low_freq_factor"])
+        fields["high_freq_factor"] = float(scaling["high_freq_factor"])
+        fields["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    return fields
+
+
+def disagreements(
+    architecture: ArchitectureConfig, config: dict[str, Any], scored: bool
+) -> list[str]:
+    """Fields in which the model YAML and config.json differ, as `name: yaml, config.json`.
+
+    scored: the role has a score head, for which tying does not matter.
+    """
+    if config.get("model_type") not in SUPPORTED:
+        return [f"model_type: one of {', '.join(SUPPORTED)}, {config.get('model_type')}"]
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        return ["attention_bias/mlp_bias: false, true"]
+    found = []
+    for name, theirs in hf_architecture(config).items():
+        ours = _resolved(architecture, name)
+        if scored and name == "untie_embeddings_and_output_weights":
+            continue
+        if ours != theirs:
+            found.append(f"{name}: {ours}, {theirs}")
+    return found
+
+
+def _resolved(architecture: ArchitectureConfig, name: str) -> Any:
+    if name == "num_query_groups":
+        return architecture.kv_heads
+    if name == "kv_channels":
+        return architecture.head_dim
+    value = getattr(architecture, name)
+    return getattr(value, "value", value)

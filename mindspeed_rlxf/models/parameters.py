@@ -1,0 +1,211 @@
+"""The parameter map: one table serves loading, export and weight transfer.
+
+Each Megatron parameter is described by the Hugging Face tensors it is made of and how it is split
+over tensor-parallel (tp) ranks. `shard_slices` turns a row of the table into the exact slices of
+Hugging Face tensors that a rank holds; reading joins them, export writes them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+
+
+class Head(str, Enum):
+    """What the last stage computes from the final hidden states."""
+
+    LANGUAGE_MODEL = "language_model"  # logits over the vocabulary
+    SCORE = "score"  # one number per token (AutoModelForSequenceClassification, num_labels=1)
+
+
+class Split(Enum):
+    """How a parameter is split over tensor-parallel ranks."""
+
+    REPLICATED = "replicated"
+    VOCAB = "vocab"  # rows, padded to a multiple of tp
+    COLUMNS = "columns"  # second axis (row-parallel linear)
+    QKV = "qkv"  # query, key and value rows interleaved by query group
+    GATE_UP = "gate_up"  # gate rows, then up rows
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One Megatron parameter: `{layer}` is the stage's own index there, the global one in HF."""
+
+    name: str
+    sources: tuple[str, ...]
+    split: Split
+
+
+@dataclass(frozen=True)
+class StageParameter:
+    """A parameter of one pipeline stage with its names resolved."""
+
+    name: str
+    sources: tuple[str, ...]
+    split: Split
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rows (dim 0) or columns (dim 1) [start, stop) of a Hugging Face tensor."""
+
+    source: str
+    dim: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+EMBEDDING = Parameter(
+    "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Split.VOCAB
+)
+FINAL_NORM = Parameter("decoder.final_layernorm.weight", ("model.norm.weight",), Split.REPLICATED)
+OUTPUT_LAYER = Parameter("output_layer.weight", ("lm_head.weight",), Split.VOCAB)
+TIED_OUTPUT_LAYER = Parameter("output_layer.weight", EMBEDDING.sources, Split.VOCAB)
+SCORE_HEAD = Parameter("score.weight", ("score.weight",), Split.REPLICATED)
+
+_MEGATRON_LAYER = "decoder.layers.{layer}."
+_HF_LAYER = "model.layers.{layer}."
+
+
+def _layer(name: str, split: Split, *sources: str) -> Parameter:
+    return Parameter(_MEGATRON_LAYER + name, tuple(_HF_LAYER + s for s in sources), split)
+
+
+LLAMA_LAYER = (
+    _layer("input_layernorm.weight", Split.REPLICATED, "input_layernorm.weight"),
+    _layer(
+        "self_attention.linear_qkv.weight",
+        Split.QKV,
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+    ),
+    _layer("self_attention.linear_proj.weight", Split.COLUMNS, "self_attn.o_proj.weight"),
+    _layer("pre_mlp_layernorm.weight", Split.REPLICATED, "post_attention_layernorm.weight"),
+    _layer("mlp.linear_fc1.weight", Split.GATE_UP, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    _layer("mlp.linear_fc2.weight", Split.COLUMNS, "mlp.down_proj.weight"),
+)
+
+
+def padded_vocab_size(architecture: ArchitectureConfig, tp: int) -> int:
+    """Rows of the embedding table over all ranks: the vocabulary rounded up to a multiple of tp."""
+    return -(-architecture.vocab_size // tp) * tp
+
+
+def stage_layers(num_layers: int, pp_rank: int, pp: int) -> range:
+    """Global indices of the layers that a pipeline stage holds (equal stages)."""
+    per_stage = num_layers // pp
+    return range(pp_rank * per_stage, (pp_rank + 1) * per_stage)
+
+
+def stage_parameters(
+    architecture: ArchitectureConfig, head: Head, pp_rank: int = 0, pp: int = 1
+) -> Iterator[StageParameter]:
+    """The parameters of one pipeline stage, in a fixed order that is the same on every rank."""
+    first, last = pp_rank == 0, pp_rank == pp - 1
+    tied = head is Head.LANGUAGE_MODEL and not architecture.untie_embeddings_and_output_weights
+    if first:
+        yield _resolved(EMBEDDING, 0, 0)
+    for local, layer in enumerate(stage_layers(architecture.num_layers, pp_rank, pp)):
+        for parameter in LLAMA_LAYER:
+            yield _resolved(parameter, local, layer)
+    if last:
+        yield _resolved(FINAL_NORM, 0, 0)
+        if head is Head.SCORE:
+            yield _resolved(SCORE_HEAD, 0, 0)
+        elif not tied:
+            yield _resolved(OUTPUT_LAYER, 0, 0)
+        elif not first:
+            yield _resolved(TIED_OUTPUT_LAYER, 0, 0)
+
+
+def _resolved(parameter: Parameter, local: int, layer: int) -> StageParameter:
+    return StageParameter(
+        parameter.name.format(layer=local),
+        tuple(source.format(layer=layer) for source in parameter.sources),
+        parameter.split,
+    )
+
+
+def hf_shapes(architecture: ArchitectureConfig, head: Head) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every Hugging Face tensor that the model is made of."""
+    a = architecture
+    queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
+    by_suffix = {
+        "embed_tokens.weight": (a.vocab_size, a.hidden_size),
+        "lm_head.weight": (a.vocab_size, a.hidden_size),
+        "score.weight": (1, a.hidden_size),
+        "q_proj.weight": (queries, a.hidden_size),
+        "k_proj.weight": (keys, a.hidden_size),
+        "v_proj.weight": (keys, a.hidden_size),
+        "o_proj.weight": (a.hidden_size, queries),
+        "gate_proj.weight": (a.ffn_hidden_size, a.hidden_size),
+        "up_proj.weight": (a.ffn_hidden_size, a.hidden_size),
+        "down_proj.weight": (a.hidden_size, a.ffn_hidden_size),
+        "norm.weight": (a.hidden_size,),  # also input_layernorm, post_attention_layernorm
+    }
+    shapes = {}
+    for parameter in stage_parameters(architecture, head):
+        for source in parameter.sources:
+            shapes[source] = next(s for suffix, s in by_suffix.items() if source.endswith(suffix))
+    return shapes
+
+
+def shard_slices(
+    parameter: StageParameter, architecture: ArchitectureConfig, tp_rank: int, tp: int
+) -> list[Slice]:
+    """The slices which, joined along their axis, are the rank's shard of `parameter`.
+
+    A vocabulary shard that reaches beyond the vocabulary is shorter than the Megatron parameter:
+    the rows that are missing at its end are padding.
+    """
+    a = architecture
+    sources = parameter.sources
+    if parameter.split is Split.REPLICATED:
+        return [Slice(sources[0], 0, 0, hf_shapes_row(sources[0], a))]
+    if parameter.split is Split.VOCAB:
+        rows = padded_vocab_size(a, tp) // tp
+        start = min(tp_rank * rows, a.vocab_size)
+        return [Slice(sources[0], 0, start, min(start + rows, a.vocab_size))]
+    if parameter.split is Split.COLUMNS:
+        width = a.ffn_hidden_size if "down_proj" in sources[0] else _query_size(a)
+        return [Slice(sources[0], 1, *_part(width, tp_rank, tp))]
+    if parameter.split is Split.GATE_UP:
+        return [Slice(source, 0, *_part(a.ffn_hidden_size, tp_rank, tp)) for source in sources]
+    return _qkv_slices(sources, a, tp_rank, tp)
+
+
+def hf_shapes_row(source: str, architecture: ArchitectureConfig) -> int:
+    """Length of the first axis of a replicated tensor: 1 for the score head, else a norm weight."""
+    return 1 if source == "score.weight" else architecture.hidden_size
+
+
+def _query_size(a: ArchitectureConfig) -> int:
+    return a.num_attention_heads * a.head_dim
+
+
+def _part(size: int, rank: int, parts: int) -> tuple[int, int]:
+    step = size // parts
+    return rank * step, (rank + 1) * step
+
+
+def _qkv_slices(
+    sources: tuple[str, ...], a: ArchitectureConfig, tp_rank: int, tp: int
+) -> list[Slice]:
+    """Megatron keeps, for each query group, its query heads, then its key head, its value head."""
+    query, key, value = sources
+    group_rows = _query_size(a) // a.kv_heads
+    slices = []
+    for group in range(*_part(a.kv_heads, tp_rank, tp)):
+        slices.append(Slice(query, 0, group * group_rows, (group + 1) * group_rows))
+        for source in (key, value):
+            slices.append(Slice(source, 0, group * a.head_dim, (group + 1) * a.head_dim))
+    return slices

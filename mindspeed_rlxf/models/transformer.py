@@ -1,0 +1,212 @@
+"""The Megatron module of every role: embedding, decoder, and a language-model or score head.
+
+One stage of the model as Megatron's pipeline sees it. `forward` ends at the hidden states; what is
+read from them (log-probs of response tokens, values, scores, logits) is computed by the methods of
+the last stage, for just the tokens that are asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import Parameter
+
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.attention import Attend, CoreAttention
+from mindspeed_rlxf.models.parameters import Head, Split, padded_vocab_size, stage_parameters
+from mindspeed_rlxf.models.rope import inverse_frequencies, rotary_angles
+
+
+class RMSNorm(MegatronModule):
+    """Root-mean-square norm (arXiv:1910.07467), computed in fp32, that allows sequence parallel."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(config=config)
+        self.eps = eps
+        self.weight = Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Megatron sums such gradients over the tensor-parallel ranks, each of which saw a part.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed = F.rms_norm(hidden.float(), (hidden.size(-1),), eps=self.eps)
+        return self.weight * normed.to(hidden.dtype)
+
+
+class ScoreHead(MegatronModule):
+    """hidden -> one number, the same on every tensor-parallel rank."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        self.weight = Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens] fp32."""
+        return F.linear(hidden.float(), self.weight.float()).squeeze(-1)
+
+
+class TransformerModel(LanguageModule):
+    """One pipeline stage; `pre_process` holds the embedding, `post_process` the head."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        architecture: ArchitectureConfig,
+        head: Head,
+        pre_process: bool,
+        post_process: bool,
+    ) -> None:
+        super().__init__(config=config)
+        self.model_type = ModelType.encoder_or_decoder  # asked for by the schedules
+        self.architecture, self.head = architecture, head
+        self.pre_process, self.post_process = pre_process, post_process
+        self.share_embeddings_and_output_weights = (
+            head is Head.LANGUAGE_MODEL and not architecture.untie_embeddings_and_output_weights
+        )
+        vocab_size = padded_vocab_size(architecture, config.tensor_model_parallel_size)
+        if pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config, vocab_size, architecture.max_position_embeddings, "none"
+            )
+        self.decoder = TransformerBlock(
+            config, layer_spec(config), pre_process=pre_process, post_process=post_process
+        )
+        if post_process and head is Head.SCORE:
+            self.score = ScoreHead(config)
+        elif post_process:
+            self.output_layer = tensor_parallel.ColumnParallelLinear(
+                config.hidden_size,
+                vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                skip_weight_param_allocation=pre_process
+                and self.share_embeddings_and_output_weights,
+            )
+        if head is Head.LANGUAGE_MODEL and (pre_process or post_process):
+            self.setup_embeddings_and_output_layer()
+        self.inverse_frequencies = inverse_frequencies(architecture)
+        self._mark_shards()
+
+    def _mark_shards(self) -> None:
+        """Tell the gradient norm which parameters are shards: Megatron does so on initialisation
+        only, which we skip, and would count the unmarked ones on tensor-parallel rank 0 alone."""
+        pipeline = self.pp_group
+        table = stage_parameters(self.architecture, self.head, pipeline.rank(), pipeline.size())
+        named = dict(self.named_parameters())
+        for parameter in table:
+            split = parameter.split
+            if split is not Split.REPLICATED:
+                tensor_parallel.set_tensor_model_parallel_attributes(
+                    named[parameter.name], True, 1 if split is Split.COLUMNS else 0, 1
+                )
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
+        """Hidden states of the stage before; called by Megatron's schedule."""
+        tensors = input_tensor if isinstance(input_tensor, list) else [input_tensor]
+        self.decoder.set_input_tensor(tensors[0])
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend | None) -> Tensor:
+        """token_ids [b, s], positions [s] -> hidden states [s, b, hidden] of this stage.
+
+        With sequence parallel a rank holds its part of the first axis.
+        """
+        hidden = self.embedding(token_ids, None) if self.pre_process else None
+        inverse = self.inverse_frequencies.to(positions.device)
+        return self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=rotary_angles(positions, inverse),
+            packed_seq_params=attend,
+        )
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[vocab / tp, hidden] of the language-model head on the last stage."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def full_hidden(self, hidden: Tensor, partial_gradient: bool) -> Tensor:
+        """Hidden states [s * b, hidden] of all tokens, in the order of [s, b].
+
+        partial_gradient: what follows differs between tensor-parallel ranks (a vocabulary shard), so
+        that their gradients have to be summed; otherwise every rank computes the same one.
+        """
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=partial_gradient
+            )
+        elif partial_gradient:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+        return hidden.flatten(0, 1)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):  # type: ignore[no-untyped-def]
+        """As the language module's; a score head has no output layer to tie or pad."""
+        if self.head is Head.SCORE:
+            return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+
+
+def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Megatron's local layer with our norm and core attention, for the layers of this stage."""
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.self_attention.submodules.core_attention = CoreAttention
+    num_layers = get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
+
+
+def transformer_config(
+    architecture: ArchitectureConfig,
+    tp: int = 1,
+    pp: int = 1,
+    sequence_parallel: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> TransformerConfig:
+    """Megatron's configuration for one role; fusions that need extra kernels are off."""
+    a = architecture
+    return TransformerConfig(
+        num_layers=a.num_layers,
+        hidden_size=a.hidden_size,
+        ffn_hidden_size=a.ffn_hidden_size,
+        num_attention_heads=a.num_attention_heads,
+        num_query_groups=a.kv_heads,
+        kv_channels=a.head_dim,
+        layernorm_epsilon=a.norm_epsilon,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        sequence_parallel=sequence_parallel and tp > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even dense
+        calculate_per_token_loss=True,
+        use_cpu_initialization=True,
+        perform_initialization=False,  # every weight is loaded or set by name
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )

@@ -1,0 +1,1 @@
+"""Generation engines, and the weights they see."""

@@ -1,0 +1,83 @@
+"""The rollout model on the actor's own devices: same tensor-parallel layout, no pipeline.
+
+With one pipeline stage the rollout module shares the storage of the trained parameters. With
+several, each rank receives the other stages' parameters before generation (broadcast from the rank
+that trains them, one parameter at a time) and frees them afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.engine.parallel import ParallelGroups
+from mindspeed_rlxf.models.parameters import stage_parameters
+from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
+
+
+class HybridModel:
+    """A whole-depth copy or view of the trained model, for generation."""
+
+    def __init__(self, engine: MegatronEngine, seed: int) -> None:
+        """A collective over the world."""
+        self.engine = engine
+        tp = engine.groups.tp.size()
+        self.groups = ParallelGroups(tp, 1, seed)
+        with self.groups.active():
+            config = transformer_config(engine.role.architecture, tp, 1, False, engine.dtype)
+            self.module = TransformerModel(
+                config, engine.role.architecture, engine.head, True, True
+            ).requires_grad_(False)
+        self._by_source = self._parameters_by_source()
+        self._free()
+
+    def _parameters_by_source(self) -> dict[tuple[str, ...], torch.nn.Parameter]:
+        named = dict(self.module.named_parameters())
+        table = stage_parameters(self.engine.role.architecture, self.engine.head)
+        return {p.sources: named[p.name] for p in table}
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[TransformerModel]:
+        """The module with the current weights, under its own parallel groups."""
+        self._receive()
+        try:
+            with self.groups.active():
+                yield self.module
+        finally:
+            self._free()
+
+    def _receive(self) -> None:
+        pipeline = self.engine.groups.pp
+        trained = self.engine.weights.tensors
+        for stage in range(pipeline.size()):
+            mine = stage == pipeline.rank()
+            for parameter in stage_parameters(
+                self.engine.role.architecture, self.engine.head, stage, pipeline.size()
+            ):
+                target = self._by_source.get(parameter.sources)
+                if target is None or target.numel():
+                    continue  # the tied output layer: the embedding is there already
+                if mine:
+                    target.data = trained[parameter.name].data
+                else:
+                    shape = self._shapes[parameter.sources]
+                    target.data = torch.empty(
+                        shape, dtype=self.engine.dtype, device=trained_device(trained)
+                    )
+                if pipeline.size() > 1:
+                    source = dist.get_global_rank(pipeline, stage)
+                    dist.broadcast(target.data, source, group=pipeline)
+
+    def _free(self) -> None:
+        if not hasattr(self, "_shapes"):
+            self._shapes = {k: p.shape for k, p in self._by_source.items()}
+        for parameter in self._by_source.values():
+            parameter.data = parameter.data.new_empty(0)
+
+
+def trained_device(tensors: dict[str, torch.Tensor]) -> torch.device:
+    return next(iter(tensors.values())).device

@@ -1,0 +1,87 @@
+"""Key-value cache of a fixed number of rows, and how prefill and decode attend through it.
+
+Axes: slots = rows of the cache, groups = query groups of this tensor-parallel rank. The active rows
+are always slots 0 .. n - 1, so that one decode step computes exactly the active rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mindspeed_rlxf.models.attention import Attend, PackedSequences
+
+
+class KvCache:
+    """Keys and values of all layers: [layer][slots * groups, max_length, head_dim]."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        slots: int,
+        groups: int,
+        max_length: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, slots * groups, max_length, head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.groups, self.max_length = groups, max_length
+
+    def write(self, layer: int, slot: Tensor, position: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store key, value [tokens, groups, d] of the tokens at (slot, position)."""
+        row = slot[:, None] * self.groups + torch.arange(self.groups, device=slot.device)
+        at = position[:, None].expand_as(row)
+        self.keys[layer - 1][row, at] = key
+        self.values[layer - 1][row, at] = value
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of one slot to another."""
+        g = self.groups
+        for cache in (self.keys, self.values):
+            rows = cache[:, source * g : (source + 1) * g, :length]
+            cache[:, target * g : (target + 1) * g, :length] = rows
+
+
+@dataclass
+class Prefill(PackedSequences):
+    """Whole prompts, packed; their keys and values enter the cache."""
+
+    cache: KvCache = None  # type: ignore[assignment]
+    slot: Tensor = None  # type: ignore[assignment]  # [tokens]
+    position: Tensor = None  # type: ignore[assignment]  # [tokens]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.cache.write(layer, self.slot, self.position, key, value)
+        return super().attend(layer, query, key, value)
+
+
+@dataclass
+class DecodeStep(Attend):
+    """One new token for each of the slots 0 .. n - 1; it sees all that its slot holds."""
+
+    cache: KvCache = None  # type: ignore[assignment]
+    position: Tensor = None  # type: ignore[assignment]  # [n] position of the new token
+    _hidden_places: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.length = int(self.position.max()) + 1
+        places = torch.arange(self.length, device=self.position.device)
+        self._hidden_places = places[None, :] > self.position[:, None]
+        self._slot = torch.arange(len(self.position), device=self.position.device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows, heads, head_dim = query.shape
+        groups = key.size(1)
+        self.cache.write(layer, self._slot, self.position, key, value)
+        keys = self.cache.keys[layer - 1][: rows * groups, : self.length]
+        values = self.cache.values[layer - 1][: rows * groups, : self.length]
+        queries = query.reshape(rows * groups, heads // groups, head_dim)
+        scores = torch.bmm(queries, keys.transpose(1, 2)).float() * head_dim**-0.5
+        hidden = self._hidden_places.repeat_interleave(groups, dim=0)[:, None, :]
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1).to(query.dtype)
+        return torch.bmm(weights, values).view(rows, heads, head_dim)

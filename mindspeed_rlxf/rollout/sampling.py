@@ -1,0 +1,86 @@
+"""Choosing the next token, one independent random stream per sample.
+
+A sample's random numbers depend on (seed, sample id, position) alone: which other samples are in
+the batch, on which rank and in which layout it is generated does not matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """What the user asked for; `temperature` divides the logits when sampling."""
+
+    do_sample: bool
+    temperature: float
+    top_k: int  # 0 = off
+    top_p: float  # 1 = off
+    min_new_tokens: int
+    max_new_tokens: int
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def logit_temperature(self) -> float:
+        """Greedy decoding leaves logits alone, in generation and in training alike."""
+        return self.temperature if self.do_sample else 1.0
+
+
+def uniform_numbers(seed: int, sample_id: int, count: int) -> np.ndarray:
+    """[count] fp64 in [0, 1): the random numbers of one sample (counter-based, Philox)."""
+    return np.random.Generator(np.random.Philox(key=[seed, sample_id])).random(count)
+
+
+def choose_tokens(
+    logits: Tensor, uniforms: Tensor, generated: Tensor, settings: SamplingSettings
+) -> tuple[Tensor, Tensor]:
+    """The next token of each row and its unfiltered log-probability.
+
+    logits:    [rows, vocab] fp32
+    uniforms:  [rows] fp64 in [0, 1), not used when greedy
+    generated: [rows] int64, tokens that the row has produced so far
+    Returns [rows] int64 and [rows] fp32.
+    """
+    logits = logits / settings.logit_temperature
+    allowed = _forbid_early_eos(logits, generated, settings)
+    if settings.do_sample:
+        tokens = _inverse_cdf(_filtered(allowed, settings.top_k, settings.top_p), uniforms)
+    else:
+        tokens = allowed.argmax(dim=-1)
+    chosen = logits.gather(-1, tokens[:, None]).squeeze(-1)
+    return tokens, chosen - logits.logsumexp(dim=-1)
+
+
+def _forbid_early_eos(logits: Tensor, generated: Tensor, settings: SamplingSettings) -> Tensor:
+    early = generated < settings.min_new_tokens
+    if not settings.eos_token_ids or not bool(early.any()):
+        return logits
+    forbidden = torch.zeros_like(logits, dtype=torch.bool)
+    forbidden[:, list(settings.eos_token_ids)] = True
+    return logits.masked_fill(forbidden & early[:, None], float("-inf"))
+
+
+def _filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Top-k, then top-p (the smallest set of tokens whose probability reaches top_p)."""
+    if 0 < top_k < logits.size(-1):
+        smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
+    if top_p < 1.0:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probabilities = ordered.softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        dropped = (before >= top_p).scatter(-1, order, before >= top_p)
+        logits = logits.masked_fill(dropped, float("-inf"))
+    return logits
+
+
+def _inverse_cdf(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """The token at which the cumulative probability passes the uniform number."""
+    cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
+    targets = uniforms.to(cumulative)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
