@@ -30,6 +30,12 @@ class Rows:
         columns = {f.name: _take(getattr(self, f.name), index) for f in fields(self)}
         return type(self)(**columns)
 
+    def split(self: R, parts: int) -> list[R]:
+        """Consecutive parts whose sizes differ by one at most; a part may be empty."""
+        bounds = [i * self.num_rows // parts for i in range(parts + 1)]
+        pairs = zip(bounds[:-1], bounds[1:], strict=True)
+        return [self.select(range(start, stop)) for start, stop in pairs]
+
     @classmethod
     def concat(cls: type[R], parts: Sequence[R]) -> R:
         """All rows of `parts` one after the other; narrower columns are padded with zeros."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -160,6 +162,38 @@ class MegatronEngine:
         rate = float(self.optimizer.param_groups[0]["lr"])
         self.scheduler.step(increment=1)
         return rate
+
+    def sum_over_replicas(self, tensor: Tensor) -> Tensor:
+        """The sum of a small CPU tensor over the data-parallel ranks, on the CPU."""
+        total = tensor.to(device.current_device())
+        dist.all_reduce(total, group=self.groups.dp)
+        return total.cpu()
+
+    def export(self, hf_folder: Path, megatron_folder: Path) -> None:
+        """Write the weights as a Hugging Face folder and as a Megatron distributed checkpoint.
+
+        A collective over the role's ranks; the last one to finish leaves both complete.
+        """
+        first_replica = self.groups.dp.rank() == 0
+        with self.groups.active():
+            self.weights.export(
+                hf_folder, self.source, first_replica and self.groups.tp.rank() == 0
+            )
+            if dist.get_rank() == 0:
+                megatron_folder.mkdir(parents=True, exist_ok=True)
+            dist.barrier()
+            dist_checkpointing.save(self.module.sharded_state_dict(), str(megatron_folder))
+            dist.barrier()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Schedule and random streams; weights and optimizer slots have their own form."""
+        assert self.scheduler is not None, "a frozen model has no training state"
+        return {"scheduler": self.scheduler.state_dict(), "random": self.groups.random_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert self.scheduler is not None, "a frozen model has no training state"
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.groups.load_random_state(state["random"])
 
     def _run(self, micro_batches: Sequence[MicroBatch], then, forward_only: bool):  # type: ignore[no-untyped-def]
         def forward_step(batches, model):  # type: ignore[no-untyped-def]

@@ -63,6 +63,13 @@ class ParallelGroups:
             vars(parallel_state).update(outside)
             tracker.set_states(outside_random)
 
+    def random_state(self) -> dict[str, Any]:
+        """States of the role's random streams, by stream name."""
+        return dict(self._random)
+
+    def load_random_state(self, state: dict[str, Any]) -> None:
+        self._random = dict(state)
+
     @property
     def is_first_stage(self) -> bool:
         return self.pp.rank() == 0

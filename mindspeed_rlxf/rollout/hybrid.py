@@ -8,11 +8,13 @@ that trains them, one parameter at a time) and frees them afterwards.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
+from mindspeed_rlxf import device
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.models.parameters import stage_parameters
@@ -33,6 +35,8 @@ class HybridModel:
                 config, engine.role.architecture, engine.head, True, True
             ).requires_grad_(False)
         self._by_source = self._parameters_by_source()
+        self._shapes = {k: p.shape for k, p in self._by_source.items()}
+        self.sync_s = 0.0  # seconds that the last `ready` waited for weights
         self._free()
 
     def _parameters_by_source(self) -> dict[tuple[str, ...], torch.nn.Parameter]:
@@ -43,7 +47,9 @@ class HybridModel:
     @contextlib.contextmanager
     def ready(self) -> Iterator[TransformerModel]:
         """The module with the current weights, under its own parallel groups."""
+        started = time.monotonic()
         self._receive()
+        self.sync_s = time.monotonic() - started
         try:
             with self.groups.active():
                 yield self.module
@@ -53,6 +59,7 @@ class HybridModel:
     def _receive(self) -> None:
         pipeline = self.engine.groups.pp
         trained = self.engine.weights.tensors
+        where = device.current_device()
         for stage in range(pipeline.size()):
             mine = stage == pipeline.rank()
             for parameter in stage_parameters(
@@ -65,19 +72,11 @@ class HybridModel:
                     target.data = trained[parameter.name].data
                 else:
                     shape = self._shapes[parameter.sources]
-                    target.data = torch.empty(
-                        shape, dtype=self.engine.dtype, device=trained_device(trained)
-                    )
+                    target.data = torch.empty(shape, dtype=self.engine.dtype, device=where)
                 if pipeline.size() > 1:
                     source = dist.get_global_rank(pipeline, stage)
                     dist.broadcast(target.data, source, group=pipeline)
 
     def _free(self) -> None:
-        if not hasattr(self, "_shapes"):
-            self._shapes = {k: p.shape for k, p in self._by_source.items()}
         for parameter in self._by_source.values():
             parameter.data = parameter.data.new_empty(0)
-
-
-def trained_device(tensors: dict[str, torch.Tensor]) -> torch.device:
-    return next(iter(tensors.values())).device

@@ -1,0 +1,52 @@
+"""Which samples make up each optimizer step, the same whatever the parallel layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """The share of one data-parallel rank.
+
+    rows:  rows of the iteration's batch that the rank needs, ascending
+    steps: for each optimizer step, positions within `rows`
+    """
+
+    rows: list[int]
+    steps: list[list[int]]
+
+
+def mini_batch_order(
+    num_samples: int, epochs: int, shuffle: bool, seed: int, iteration: int
+) -> list[list[int]]:
+    """The order of the samples in each epoch; shuffled from (seed, iteration, epoch)."""
+    orders = []
+    for epoch in range(epochs):
+        order = np.arange(num_samples)
+        if shuffle:
+            order = np.random.default_rng((seed, iteration, epoch)).permutation(num_samples)
+        orders.append(order.tolist())
+    return orders
+
+
+def rank_steps(orders: list[list[int]], mini_batch_size: int, num_ranks: int) -> list[RankSteps]:
+    """Cut each epoch into mini-batches, and each mini-batch into equal parts for the ranks.
+
+    mini_batch_size has to divide the samples, and num_ranks the mini-batch size.
+    """
+    share = mini_batch_size // num_ranks
+    assert share * num_ranks == mini_batch_size, "checked beforehand"
+    ranks = []
+    for rank in range(num_ranks):
+        steps = [
+            order[start + rank * share : start + (rank + 1) * share]
+            for order in orders
+            for start in range(0, len(order), mini_batch_size)
+        ]
+        rows = sorted({row for step in steps for row in step})
+        position = {row: i for i, row in enumerate(rows)}
+        ranks.append(RankSteps(rows, [[position[row] for row in step] for step in steps]))
+    return ranks

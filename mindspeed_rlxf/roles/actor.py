@@ -1,0 +1,189 @@
+"""The policy: generates on its own devices, recomputes its log-probs, learns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from mindspeed_rlxf.algorithms.losses import clipped_policy_loss
+from mindspeed_rlxf.algorithms.masked import masked_whiten
+from mindspeed_rlxf.config.enums import AdvantageWhiten, LossNormalizer
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.batch import Experience, LogProbs, Prompts, RoleOutput, Rollouts
+from mindspeed_rlxf.engine.engine import LossOutput, MegatronEngine
+from mindspeed_rlxf.engine.losses import normalised_loss
+from mindspeed_rlxf.engine.micro_batch import MicroBatch, chunk_rows
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.models.transformer import TransformerModel
+from mindspeed_rlxf.roles.log_probs import read_log_probs, response_log_probs
+from mindspeed_rlxf.roles.reports import (
+    GenerateReport,
+    LogProbReport,
+    SampleText,
+    Summary,
+    UpdateReport,
+)
+from mindspeed_rlxf.rollout.hybrid import HybridModel
+from mindspeed_rlxf.rollout.native import NativeRollout
+from mindspeed_rlxf.rollout.sampling import SamplingSettings
+
+
+class ActorRole:
+    """Actor and rollout as one (hybrid): generation sees the trained weights."""
+
+    def __init__(self, config: RunConfig, eos_token_ids: Sequence[int]) -> None:
+        actor = config.actor_rollout
+        self.config, self.algorithm = actor, config.algorithm
+        self.engine = MegatronEngine(
+            actor,
+            Head.LANGUAGE_MODEL,
+            config.training.seed,
+            actor.optimizer,
+            config.training.train_iters,
+        )
+        self.hybrid = HybridModel(self.engine, config.training.seed)
+        self.sampling = self._sampling(eos_token_ids, actor.do_sample)
+        self.greedy = self._sampling(eos_token_ids, False)
+
+    def _sampling(self, eos_token_ids: Sequence[int], do_sample: bool) -> SamplingSettings:
+        actor = self.config
+        return SamplingSettings(
+            do_sample=do_sample,
+            temperature=actor.temperature,
+            top_k=actor.top_k,
+            top_p=actor.top_p,
+            min_new_tokens=actor.min_new_tokens,
+            max_new_tokens=actor.max_new_tokens,
+            eos_token_ids=tuple(eos_token_ids),
+        )
+
+    def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> RoleOutput:
+        """Responses to the prompts of this rollout replica.
+
+        seed: of this call; with the sample ids it determines every sampled token.
+        greedy: most likely tokens whatever `do_sample` says (validation).
+        """
+        settings = self.greedy if greedy else self.sampling
+        with self.hybrid.ready() as model:
+            rollout = NativeRollout(model, settings, self.config.num_samples_per_step)
+            tokens, log_probs = rollout.generate(prompts.token_ids, prompts.sample_ids, seed)
+        if self.hybrid.groups.tp.rank() != 0:
+            return RoleOutput()
+        rows = _rollouts(prompts, tokens, log_probs, settings)
+        stats = rollout.stats
+        report = GenerateReport(
+            sample_ids=prompts.sample_ids,
+            data_sources=prompts.data_sources,
+            prompt_lengths=rows.prompt_lengths.tolist(),
+            response_lengths=rows.response_lengths.tolist(),
+            has_eos=rows.has_eos.tolist(),
+            prompt_tokens=stats.prompt_tokens,
+            decoded_tokens=stats.decoded_tokens,
+            sampled_tokens=stats.sampled_tokens,
+            sync_s=self.hybrid.sync_s,
+        )
+        return RoleOutput(rows, report)
+
+    def log_probs(self, rollouts: Rollouts) -> RoleOutput:
+        """Log-probs under the training model, before any update of the iteration."""
+        result = response_log_probs(self.engine, rollouts, self.sampling.logit_temperature)
+        return RoleOutput(result, LogProbReport(_gap(rollouts, result)) if result else None)
+
+    def describe(self, rollouts: Rollouts) -> RoleOutput:
+        """Token ids of a few samples, for the sample log."""
+        texts = [
+            SampleText(
+                rollouts.sample_ids[row],
+                rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]].tolist(),
+                rollouts.response_ids[row, : rollouts.response_lengths[row]].tolist(),
+            )
+            for row in range(rollouts.num_rows)
+        ]
+        return RoleOutput(report=texts)
+
+    def update_policy(
+        self, rollouts: Rollouts, experience: Experience, steps: list[list[int]]
+    ) -> RoleOutput:
+        """One optimizer step for each entry of `steps`: this rank's rows of a mini-batch."""
+        metrics = []
+        for rows in steps:
+            advantages = self._step_advantages(experience, rows)
+
+            def policy_loss_step(
+                model: TransformerModel, batch: MicroBatch, hidden: Tensor
+            ) -> LossOutput:
+                log_probs, entropy = read_log_probs(
+                    model, batch, hidden, self.sampling.logit_temperature
+                )
+                mask = experience.response_mask[batch.rows]
+                old = experience.old_log_probs[batch.rows][mask].to(log_probs.device)
+                advantage = advantages[batch.rows][mask].to(log_probs.device)
+                token = clipped_policy_loss(log_probs, old, advantage, self.config.clip_ratio)
+                per_token = {
+                    "pg_loss": token.loss,
+                    "pg_clipfrac": token.clipped,
+                    "ppo_kl": old - log_probs,
+                    "entropy": entropy,
+                }
+                return normalised_loss(token.loss, per_token, self._micro_batch_mean)
+
+            groups = chunk_rows(rows, self.config.micro_batch_size)
+            batches = self.engine.micro_batches(rollouts, groups)
+            metrics.append(self.engine.train_step(batches, policy_loss_step))
+        return RoleOutput(report=UpdateReport(metrics, self.engine.end_iteration()))
+
+    @property
+    def _micro_batch_mean(self) -> bool:
+        return self.algorithm.loss_normalizer is LossNormalizer.MICRO_BATCH_MEAN
+
+    def _step_advantages(self, experience: Experience, rows: list[int]) -> Tensor:
+        """[all rows, response]; whitened over this mini-batch where that is asked for."""
+        if self.algorithm.advantage_whiten is not AdvantageWhiten.MINIBATCH:
+            return experience.advantages
+        advantages = torch.zeros_like(experience.advantages)
+        advantages[rows] = masked_whiten(
+            experience.advantages[rows],
+            experience.response_mask[rows],
+            self.engine.sum_over_replicas,
+        )
+        return advantages
+
+    def export(self, hf_folder: str, megatron_folder: str) -> RoleOutput:
+        """Write the weights in both forms; a collective over the role's ranks."""
+        self.engine.export(Path(hf_folder), Path(megatron_folder))
+        return RoleOutput()
+
+
+def _rollouts(
+    prompts: Prompts,
+    tokens: list[list[int]],
+    log_probs: list[list[float]],
+    settings: SamplingSettings,
+) -> Rollouts:
+    return Rollouts(
+        sample_ids=prompts.sample_ids,
+        prompt_ids=_padded([torch.from_numpy(ids) for ids in prompts.token_ids]),
+        prompt_lengths=torch.tensor([len(ids) for ids in prompts.token_ids], dtype=torch.long),
+        response_ids=_padded([torch.tensor(t) for t in tokens]),
+        response_lengths=torch.tensor([len(t) for t in tokens], dtype=torch.long),
+        has_eos=torch.tensor([t[-1] in settings.eos_token_ids for t in tokens], dtype=torch.bool),
+        rollout_log_probs=_padded([torch.tensor(p) for p in log_probs], torch.float32),
+        ground_truths=prompts.ground_truths,
+        data_sources=prompts.data_sources,
+    )
+
+
+def _padded(rows: list[Tensor], dtype: torch.dtype = torch.long) -> Tensor:
+    if not rows:
+        return torch.zeros(0, 0, dtype=dtype)
+    return pad_sequence(rows, batch_first=True).to(dtype)
+
+
+def _gap(rollouts: Rollouts, recomputed: LogProbs) -> Summary:
+    places = torch.arange(rollouts.response_ids.size(1))[None, :]
+    mask = places < rollouts.response_lengths[:, None]
+    return Summary.of((recomputed.log_probs - rollouts.rollout_log_probs).abs()[mask])

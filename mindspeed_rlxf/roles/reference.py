@@ -1,0 +1,20 @@
+"""The frozen policy that the KL penalty is measured against."""
+
+from __future__ import annotations
+
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
+from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.roles.log_probs import response_log_probs
+
+
+class ReferenceRole:
+    def __init__(self, config: RunConfig) -> None:
+        self.engine = MegatronEngine(config.ref, Head.LANGUAGE_MODEL, config.training.seed)
+        actor = config.actor_rollout
+        self.temperature = actor.temperature if actor.do_sample else 1.0
+
+    def log_probs(self, rollouts: Rollouts) -> RoleOutput:
+        """Log-probs of the response tokens at the actor's temperature."""
+        return RoleOutput(response_log_probs(self.engine, rollouts, self.temperature))

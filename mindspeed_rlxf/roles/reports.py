@@ -1,0 +1,107 @@
+"""What role methods tell the driver: plain numbers, small whatever the response length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Count, sum, largest and smallest of many numbers; several can be merged."""
+
+    count: int
+    total: float
+    largest: float
+    smallest: float
+
+    @classmethod
+    def of(cls, values: Tensor) -> Summary:
+        """values: any shape, at least one number."""
+        wide = values.double()
+        return cls(
+            wide.numel(), float(wide.sum()), float(wide.max()), float(wide.min())
+        )
+
+    @classmethod
+    def merge(cls, parts: Iterable[Summary]) -> Summary:
+        parts = list(parts)
+        return cls(
+            sum(p.count for p in parts),
+            sum(p.total for p in parts),
+            max(p.largest for p in parts),
+            min(p.smallest for p in parts),
+        )
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+    def named(self, prefix: str) -> dict[str, float]:
+        """`prefix/{mean,max,min}`."""
+        return {
+            f"{prefix}/mean": self.mean,
+            f"{prefix}/max": self.largest,
+            f"{prefix}/min": self.smallest,
+        }
+
+
+@dataclass(frozen=True)
+class GenerateReport:
+    """One entry per sample of the rank, and what was computed for them."""
+
+    sample_ids: list[int]
+    data_sources: list[str]
+    prompt_lengths: list[int]
+    response_lengths: list[int]
+    has_eos: list[bool]
+    prompt_tokens: int
+    decoded_tokens: int
+    sampled_tokens: int
+    sync_s: float  # seconds that the rollout waited for its weights
+
+
+@dataclass(frozen=True)
+class LogProbReport:
+    """Distance of the recomputed log-probs from the rollout's: mean and largest over tokens."""
+
+    gap: Summary
+
+
+@dataclass(frozen=True)
+class ScoreReport:
+    """One entry per sample of the rank, before any penalty."""
+
+    scores: list[float]
+    parts: list[dict[str, float]] = field(default_factory=list)  # named parts of a rule's reward
+
+
+@dataclass(frozen=True)
+class ExperienceReport:
+    """kl: one entry per sample; the others over the tokens or samples of the rank."""
+
+    kl: list[float]
+    score: Summary
+    rewards: Summary
+    advantages: Summary
+    returns: Summary
+    values: Summary
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """Metrics of each optimizer step, averaged over all data-parallel ranks, and the rate used."""
+
+    steps: list[dict[str, float]]
+    lr: float
+
+
+@dataclass(frozen=True)
+class SampleText:
+    """The token ids of one sample, for the sample log."""
+
+    sample_id: int
+    prompt_ids: list[int]
+    response_ids: list[int]

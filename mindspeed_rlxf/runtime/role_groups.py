@@ -1,0 +1,149 @@
+"""The roles as the driver sees them: one typed method for each call, over all ranks of a role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.batch import Prompts
+from mindspeed_rlxf.data.mini_batches import mini_batch_order, rank_steps
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.roles.reference import ReferenceRole
+from mindspeed_rlxf.roles.reward import RewardRole
+from mindspeed_rlxf.runtime.group import Pending, RoleGroup, Sharded
+from mindspeed_rlxf.runtime.protocol import Pool
+from mindspeed_rlxf.runtime.refs import RowsRef
+
+
+class ActorGroup:
+    """The policy; its rollout replicas are the tensor-parallel groups of the same ranks."""
+
+    def __init__(self, config: RunConfig, pool: Pool) -> None:
+        layout = config.layout(Role.ACTOR_ROLLOUT)
+        self.config, self.seed = config.actor_rollout, config.training.seed
+        self.train = RoleGroup(Role.ACTOR_ROLLOUT, layout, pool)
+        self.rollout = RoleGroup(
+            Role.ACTOR_ROLLOUT, ParallelLayout(layout.world_size, layout.tp, 1), pool
+        )
+
+    def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> Pending:
+        """Rows: Rollouts in the order of the prompts. Reports: GenerateReport per replica."""
+        parts = prompts.split(self.rollout.layout.dp)
+        return self.rollout.call(
+            ActorRole.generate, Sharded(parts), seed, greedy, rows=[p.num_rows for p in parts]
+        )
+
+    def log_probs(self, rollouts: RowsRef) -> Pending:
+        """Rows: LogProbs. Reports: LogProbReport per replica."""
+        return self.train.call(ActorRole.log_probs, rollouts)
+
+    def describe(self, rollouts: RowsRef) -> Pending:
+        """Reports: list of SampleText per replica, in order."""
+        return self.train.call(ActorRole.describe, rollouts)
+
+    def update_policy(self, rollouts: RowsRef, experience: RowsRef, iteration: int) -> Pending:
+        """Reports: UpdateReport per replica, the same on each."""
+        orders = mini_batch_order(
+            rollouts.num_rows,
+            self.config.ppo_epochs,
+            self.config.shuffle_minibatch,
+            self.seed,
+            iteration,
+        )
+        steps = rank_steps(orders, self.config.ppo_mini_batch_size, self.train.layout.dp)
+        return self.train.call(
+            ActorRole.update_policy,
+            Sharded([rollouts.take(share.rows) for share in steps]),
+            Sharded([experience.take(share.rows) for share in steps]),
+            Sharded([share.steps for share in steps]),
+        )
+
+    def export(self, hf_folder: Path, megatron_folder: Path) -> Pending:
+        return self.train.call(ActorRole.export, str(hf_folder), str(megatron_folder))
+
+
+class ReferenceGroup:
+    def __init__(self, config: RunConfig, pool: Pool) -> None:
+        self.group = RoleGroup(Role.REF, config.layout(Role.REF), pool)
+
+    def log_probs(self, rollouts: RowsRef) -> Pending:
+        """Rows: LogProbs."""
+        return self.group.call(ReferenceRole.log_probs, rollouts)
+
+
+class CriticGroup:
+    def __init__(self, config: RunConfig, pool: Pool) -> None:
+        self.config, self.seed = config.critic, config.training.seed
+        self.group = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
+
+    def values(self, rollouts: RowsRef) -> Pending:
+        """Rows: Values."""
+        return self.group.call(CriticRole.values, rollouts)
+
+    def make_experience(
+        self,
+        rollouts: RowsRef,
+        old: RowsRef | None,
+        ref: RowsRef,
+        values: RowsRef,
+        scores: RowsRef,
+        kl_coef: float,
+        slot_limit: int,
+    ) -> Pending:
+        """Rows: Experience. Reports: ExperienceReport per replica."""
+        return self.group.call(
+            CriticRole.make_experience, rollouts, old, ref, values, scores, kl_coef, slot_limit
+        )
+
+    def update_critic(self, rollouts: RowsRef, experience: RowsRef, iteration: int) -> Pending:
+        """Reports: UpdateReport per replica, the same on each."""
+        orders = mini_batch_order(
+            rollouts.num_rows,
+            self.config.critic_update_epochs,
+            self.config.shuffle_minibatch,
+            self.seed,
+            iteration,
+        )
+        steps = rank_steps(orders, self.config.critic_mini_batch_size, self.group.layout.dp)
+        return self.group.call(
+            CriticRole.update_critic,
+            Sharded([rollouts.take(share.rows) for share in steps]),
+            Sharded([experience.take(share.rows) for share in steps]),
+            Sharded([share.steps for share in steps]),
+        )
+
+    def export(self, hf_folder: Path, megatron_folder: Path) -> Pending:
+        return self.group.call(CriticRole.export, str(hf_folder), str(megatron_folder))
+
+
+class RewardGroup:
+    def __init__(self, config: RunConfig, pool: Pool) -> None:
+        self.group = RoleGroup(Role.REWARD, config.layout(Role.REWARD), pool)
+
+    def score(self, rollouts: RowsRef) -> Pending:
+        """Rows: Scores. Reports: ScoreReport per replica."""
+        return self.group.call(RewardRole.score, rollouts)
+
+    def score_by_rule(self, rollouts: RowsRef) -> Pending:
+        """As `score`, by the rules whatever the configured reward."""
+        return self.group.call(RewardRole.score_by_rule, rollouts)
+
+
+@dataclass(frozen=True)
+class RoleGroups:
+    actor: ActorGroup
+    ref: ReferenceGroup
+    critic: CriticGroup
+    reward: RewardGroup
+
+
+ROLE_CLASSES = {
+    Role.ACTOR_ROLLOUT: ActorRole,
+    Role.REF: ReferenceRole,
+    Role.CRITIC: CriticRole,
+    Role.REWARD: RewardRole,
+}

@@ -1,0 +1,78 @@
+"""The metrics of one iteration, by the names of the run directory's contract."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mindspeed_rlxf.roles.reports import (
+    ExperienceReport,
+    GenerateReport,
+    LogProbReport,
+    ScoreReport,
+    Summary,
+    UpdateReport,
+)
+
+
+def rollout_metrics(reports: Sequence[GenerateReport]) -> dict[str, float]:
+    """Lengths of prompts and responses over all replicas."""
+    prompts = [n for report in reports for n in report.prompt_lengths]
+    responses = [n for report in reports for n in report.response_lengths]
+    finished = [e for report in reports for e in report.has_eos]
+    return {
+        **_summary(prompts).named("prompt_length"),
+        **_summary(responses).named("response_length"),
+        "response_length/eos_fraction": sum(finished) / len(finished),
+    }
+
+
+def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
+    """How far the training model's log-probs are from those of generation."""
+    gap = Summary.merge(report.gap for report in reports)
+    return {"rollout/log_prob_gap_mean": gap.mean, "rollout/log_prob_gap_max": gap.largest}
+
+
+def score_metrics(reports: Sequence[ScoreReport]) -> dict[str, float]:
+    """Means of the named parts of rule rewards; the score itself is the experience's."""
+    parts = [part for report in reports for part in report.parts]
+    names = sorted({name for part in parts for name in part})
+    return {f"reward/{n}": sum(p.get(n, 0.0) for p in parts) / len(parts) for n in names}
+
+
+def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> dict[str, float]:
+    kl = [value for report in reports for value in report.kl]
+    metrics = {"critic/kl": sum(kl) / len(kl), "critic/kl_coeff": kl_coef}
+    for name in ("score", "rewards", "advantages", "returns", "values"):
+        merged = Summary.merge(getattr(report, name) for report in reports)
+        metrics.update(merged.named(f"critic/{name}"))
+    return metrics
+
+
+def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
+    """Means over the optimizer steps of the iteration.
+
+    `pg_loss_abs` is the mean of |mini-batch loss|: with whitened advantages the plain mean is near 0.
+    """
+    steps = report.steps
+    names = steps[0]
+    metrics = {f"{role}/{name}": sum(s[name] for s in steps) / len(steps) for name in names}
+    if "pg_loss" in names:
+        metrics[f"{role}/pg_loss_abs"] = sum(abs(s["pg_loss"]) for s in steps) / len(steps)
+    metrics[f"{role}/lr"] = report.lr
+    return metrics
+
+
+def throughput_metrics(
+    reports: Sequence[GenerateReport], seconds: float, num_devices: int
+) -> dict[str, float]:
+    """Tokens of prompts and responses per second of the whole iteration."""
+    tokens = sum(sum(r.prompt_lengths) + sum(r.response_lengths) for r in reports)
+    rate = tokens / seconds
+    return {
+        "throughput/tokens_per_s": rate,
+        "throughput/tokens_per_s_per_device": rate / num_devices,
+    }
+
+
+def _summary(values: Sequence[int]) -> Summary:
+    return Summary(len(values), float(sum(values)), float(max(values)), float(min(values)))

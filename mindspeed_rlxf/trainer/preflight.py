@@ -1,0 +1,137 @@
+"""Everything that can be wrong without a device: found before a worker starts, nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mindspeed_rlxf.checkpoint.hf_folder import HfFolder, shape_problems
+from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
+from mindspeed_rlxf.data.prompts import Prompt, load_prompts
+from mindspeed_rlxf.data.tokenizer import check_vocabulary, eos_token_ids, load_tokenizer
+from mindspeed_rlxf.models.hf_config import disagreements, read_hf_config
+from mindspeed_rlxf.models.parameters import Head, hf_shapes
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.rewards.manager import RewardManager
+
+T = TypeVar("T")
+MAX_SHAPE_PROBLEMS = 3  # of one folder: the first few tell which model it is
+
+HEADS = {
+    Role.ACTOR_ROLLOUT: Head.LANGUAGE_MODEL,
+    Role.REF: Head.LANGUAGE_MODEL,
+    Role.CRITIC: Head.SCORE,
+    Role.REWARD: Head.SCORE,
+}
+
+
+@dataclass
+class Prepared:
+    """What the driver has read before the run starts."""
+
+    tokenizer: Any = None
+    eos_token_ids: tuple[int, ...] = ()
+    train_prompts: list[Prompt] = field(default_factory=list)
+    val_prompts: list[Prompt] = field(default_factory=list)
+    validate_by_rule: bool = True
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Tokenizer, prompts and the check of every file the run reads or writes.
+
+    Raises UserError with all problems.
+    """
+    problems: list[str] = []
+    prepared = Prepared()
+    problems += RunDirectory.check(config)
+    for role in Role:
+        problems += weight_problems(config, role)
+    actor = config.actor_rollout
+    prepared.tokenizer = _collect(
+        problems, lambda: load_tokenizer(config.training.tokenizer_name_or_path)
+    )
+    if prepared.tokenizer is not None:
+        problems += check_vocabulary(prepared.tokenizer, actor.architecture.vocab_size)
+        prepared.eos_token_ids = (
+            _collect(
+                problems,
+                lambda: eos_token_ids(prepared.tokenizer, actor.load, actor.stop_token_ids),
+            )
+            or ()
+        )
+        prepared.train_prompts = _prompts(config, prepared, config.data.train_files, problems)
+        prepared.val_prompts = _prompts(config, prepared, config.data.val_files, problems)
+        prepared.val_prompts = prepared.val_prompts[: config.validation.max_samples]
+        problems += _reward_problems(config, prepared)
+    if problems:
+        raise UserError(problems)
+    return prepared
+
+
+def _collect(problems: list[str], action: Callable[[], T]) -> T | None:
+    try:
+        return action()
+    except UserError as error:
+        problems += error.problems
+        return None
+
+
+def _prompts(
+    config: RunConfig, prepared: Prepared, files: tuple[str, ...], problems: list[str]
+) -> list[Prompt]:
+    length = config.actor_rollout.max_prompt_length
+    read = _collect(
+        problems, lambda: load_prompts(files, prepared.tokenizer, config.data, length)
+    )
+    return read or []
+
+
+def weight_problems(config: RunConfig, role: Role) -> list[str]:
+    """What is wrong with the folder that a role loads from; reads headers only."""
+    section = config.role(role)
+    if role is Role.REWARD and config.reward.kind is RewardKind.RULE:
+        return []
+    key = f"{role.value}.load"
+    if section.load is None:
+        return [f"{key} must name a Hugging Face model folder; set {key}=FOLDER"]
+    try:
+        return [f"{key}={section.load}: {p}" for p in _folder_problems(section, role)]
+    except ValueError as error:
+        return [f"{key}={section.load}: {error}"]
+
+
+def _folder_problems(section: RoleConfig, role: Role) -> list[str]:
+    assert section.load is not None and section.architecture is not None
+    folder, head = HfFolder(section.load), HEADS[role]
+    hf_config = read_hf_config(Path(section.load))
+    differing = disagreements(section.architecture, hf_config, scored=head is Head.SCORE)
+    if differing:
+        return [
+            "config.json must agree with the model YAML "
+            f"(field: model.{section.model}, config.json): {'; '.join(differing)}; "
+            "correct the YAML or give the folder of that model"
+        ]
+    expected = hf_shapes(section.architecture, head)
+    if role is Role.CRITIC and "score.weight" not in folder:
+        del expected["score.weight"]  # a language model: the head starts fresh
+    found = shape_problems(folder, expected)
+    shown = found[:MAX_SHAPE_PROBLEMS]
+    if len(found) > len(shown):
+        shown.append(f"and {len(found) - len(shown)} more tensors")
+    return [f"{problem}; give the folder of model.{section.model}" for problem in shown]
+
+
+def _reward_problems(config: RunConfig, prepared: Prepared) -> list[str]:
+    """Rules have to know the data sources; without them a reward model scores validation too."""
+    manager = RewardManager(dict(config.reward.rules))
+    if config.reward.kind is RewardKind.RULE:
+        sources = {p.data_source for p in prepared.train_prompts + prepared.val_prompts}
+        return manager.unknown_sources(sources)
+    prepared.validate_by_rule = not manager.unknown_sources(
+        {p.data_source for p in prepared.val_prompts}
+    )
+    return []

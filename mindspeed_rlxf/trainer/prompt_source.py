@@ -1,0 +1,48 @@
+"""The prompts of each iteration, as the rollout replicas take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mindspeed_rlxf.data.batch import Prompts
+from mindspeed_rlxf.data.prompts import Prompt
+from mindspeed_rlxf.data.sampler import PromptSampler
+
+
+class PromptSource:
+    """Training prompts in sampled order; numbers every sample of the run."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], sampler: PromptSampler, n_samples_per_prompt: int
+    ) -> None:
+        self.prompts, self.sampler = prompts, sampler
+        self.n_samples_per_prompt = n_samples_per_prompt
+        self._next_sample_id = 0
+
+    def next_prompts(self) -> Prompts:
+        """The next global batch, each prompt `n_samples_per_prompt` times in a row."""
+        chosen = [
+            self.prompts[index]
+            for index in self.sampler.next_batch()
+            for _ in range(self.n_samples_per_prompt)
+        ]
+        batch = as_rows(chosen, self._next_sample_id)
+        self._next_sample_id += len(chosen)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sampler": self.sampler.state_dict(), "next_sample_id": self._next_sample_id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sampler.load_state_dict(state["sampler"])
+        self._next_sample_id = state["next_sample_id"]
+
+
+def as_rows(prompts: Sequence[Prompt], first_sample_id: int = 0) -> Prompts:
+    return Prompts(
+        sample_ids=list(range(first_sample_id, first_sample_id + len(prompts))),
+        token_ids=[p.token_ids for p in prompts],
+        ground_truths=[p.ground_truth for p in prompts],
+        data_sources=[p.data_source for p in prompts],
+    )

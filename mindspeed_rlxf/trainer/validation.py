@@ -1,0 +1,51 @@
+"""Greedy responses to the validation prompts, scored by rule where there is one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from mindspeed_rlxf.data.batch import Prompts
+from mindspeed_rlxf.roles.reports import ScoreReport
+from mindspeed_rlxf.runtime.role_groups import RoleGroups
+from mindspeed_rlxf.trainer.recorder import Recorder
+
+
+class Validator:
+    """Runs over all validation prompts; a run without them validates nothing."""
+
+    def __init__(
+        self, roles: RoleGroups, prompts: Prompts, by_rule: bool, seed: int, recorder: Recorder
+    ) -> None:
+        """by_rule: score by the rules of the data sources; else by the configured reward."""
+        self.roles, self.prompts, self.by_rule = roles, prompts, by_rule
+        self.seed, self.recorder = seed, recorder
+
+    def validate(self, iteration: int) -> dict[str, float]:
+        """`val/<data source>/{score,response_length,<part>}` means and `timing/val`."""
+        if not self.prompts.num_rows:
+            return {}
+        generated = self.roles.actor.generate(self.prompts, self.seed, greedy=True)
+        rollouts = generated.rows()
+        score = self.roles.reward.score_by_rule if self.by_rule else self.roles.reward.score
+        scored = score(rollouts)
+        lengths = [n for report in generated.result() for n in report.response_lengths]
+        metrics = _means(self.prompts.data_sources, lengths, scored.result())
+        metrics["timing/val"] = generated.seconds + scored.seconds
+        self.recorder.validation(iteration, metrics)
+        self.recorder.validation_samples(
+            iteration, self.roles.actor, rollouts, scored.result(), self.prompts.ground_truths
+        )
+        return metrics
+
+
+def _means(
+    data_sources: Sequence[str], lengths: Sequence[int], reports: Sequence[ScoreReport]
+) -> dict[str, float]:
+    values: dict[str, list[float]] = defaultdict(list)
+    scores = [score for report in reports for score in report.scores]
+    parts = [part for report in reports for part in report.parts] or [{}] * len(scores)
+    for source, length, score, part in zip(data_sources, lengths, scores, parts, strict=True):
+        for name, value in {"score": score, "response_length": length, **part}.items():
+            values[f"val/{source}/{name}"].append(value)
+    return {name: sum(v) / len(v) for name, v in values.items()}
