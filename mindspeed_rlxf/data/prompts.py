@@ -1,0 +1,243 @@
+"""Prompt data sets: rows of files become tokenized prompts, or one list of every problem found."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mindspeed_rlxf.config.enums import OverlongPrompts
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import DataConfig
+from mindspeed_rlxf.data.files import FileProblems, describe_keys, look_up, read_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+ENCODE_CHUNK = 1024  # texts per tokenizer call; fast tokenizers share a call between threads
+
+Int64Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One prompt of a data set.
+
+    index:        position in the data set, from 0, over all files, without dropped rows
+    text:         what was tokenized (a chat after its template)
+    token_ids:    [prompt] int64, at least 1 and at most max_prompt_length, no EOS appended
+    ground_truth: what a rule compares with, "" when the row has none
+    data_source:  picks the rule and names the validation metrics
+    """
+
+    index: int
+    text: str
+    token_ids: Int64Array
+    ground_truth: str
+    data_source: str
+
+
+@dataclass(frozen=True)
+class _TextRow:
+    """A row before tokenization; a chat's template has written its special tokens itself."""
+
+    row: int
+    text: str
+    is_chat: bool
+    ground_truth: str
+    data_source: str
+
+
+def load_prompts(
+    files: str | Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    max_prompt_length: int,
+) -> list[Prompt]:
+    """All prompts of `files`, in order; no files, no prompts.
+
+    A prompt is a string, tokenized as `tokenizer(text, add_special_tokens=True)` without the EOS
+    some tokenizers append, or a list of chat messages, put through the tokenizer's chat template
+    with the generation prompt. Prompts over `max_prompt_length` tokens are problems, or dropped,
+    counted and logged (`data.overlong_prompts`).
+    Raises UserError with every problem, each `file:row: rule, value, remedy`.
+    """
+    names = [files] if isinstance(files, str) else list(files)
+    num_eos = _num_appended_eos(tokenizer)
+    problems: list[str] = []
+    prompts: list[Prompt] = []
+    for name in names:
+        found = FileProblems(name)
+        num_dropped = 0
+        rows = list(_text_rows(name, tokenizer, data, found))
+        for row, token_ids in _tokenized(tokenizer, rows, num_eos):
+            too_long = len(token_ids) > max_prompt_length
+            if too_long and data.overlong_prompts is OverlongPrompts.DROP:
+                num_dropped += 1
+            elif problem := _length_problem(len(token_ids), max_prompt_length):
+                found.add(row.row, problem)
+            else:
+                prompts.append(_prompt(len(prompts), row, token_ids))
+        _report_dropped(num_dropped, len(rows), max_prompt_length, name, found)
+        problems += found.lines()
+    if problems:
+        raise UserError(problems)
+    return prompts
+
+
+def _text_rows(
+    file: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig, problems: FileProblems
+) -> Iterator[_TextRow]:
+    """Rows of a file with all their fields in order; the others go to `problems`."""
+    for number, row in read_rows(file, problems):
+        prompt = look_up(row, data.prompt_key)
+        text, problem = _prompt_text(prompt, tokenizer)
+        if prompt is None:
+            problem = (
+                f"a row must have a {data.prompt_key!r}, this one has {describe_keys(row)}; "
+                "set data.prompt_key to the key of the prompt, or complete the row"
+            )
+        ground_truth, ground_truth_problem = _ground_truth(look_up(row, data.ground_truth_key))
+        source, source_problem = _data_source(look_up(row, data.data_source_key), data)
+        found = [p for p in (problem, ground_truth_problem, source_problem) if p]
+        for message in found:
+            problems.add(number, message)
+        if not found:
+            yield _TextRow(number, text, not isinstance(prompt, str), ground_truth, source)
+
+
+def _prompt_text(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """(text, "") of a prompt value, or ("", problem)."""
+    rule = "a prompt must be text or a list of chat messages {role, content}"
+    if isinstance(prompt, str):
+        text = prompt
+    elif isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
+        try:
+            messages = [{k: v for k, v in m.items() if v is not None} for m in prompt]
+            text = str(
+                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            )
+        except Exception as error:  # a template is code of the tokenizer's folder: any kind
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            return "", (
+                f"the tokenizer's chat template must accept the messages: {reason}; give the "
+                "tokenizer's folder a fitting chat template, or write the prompt as text"
+            )
+    else:
+        shown = repr(prompt)
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        return "", f"{rule}, this one is {shown}; write it as text"
+    if not text.strip():
+        return "", f"{rule} and not empty; complete or remove the row"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        return "", f"a prompt must be valid Unicode, {half} is half a character; repair the row"
+    return text, ""
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+    )
+
+
+def _ground_truth(value: Any) -> tuple[str, str]:
+    """(text, "") of a ground truth, absent = "", or ("", problem)."""
+    if value is None:
+        return "", ""
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value), ""
+    return (
+        "",
+        f"a ground truth must be text or a number, this one is {value!r:.60}; write it as text",
+    )
+
+
+def _data_source(value: Any, data: DataConfig) -> tuple[str, str]:
+    """(name, "") of a row's data source, or ("", problem)."""
+    if value is None:
+        value = data.default_data_source
+    if isinstance(value, str) and value:
+        return value, ""
+    rule = f"a row must name its data source in {data.data_source_key!r}"
+    found = "it has none" if value is None else f"this one is {value!r:.60}"
+    return "", f"{rule}, {found}; add it to the rows or set data.default_data_source"
+
+
+def _tokenized(
+    tokenizer: PreTrainedTokenizerBase, rows: list[_TextRow], num_eos: int
+) -> Iterator[tuple[_TextRow, list[int]]]:
+    """Each row with its token ids, in order; `num_eos` of them at the end are not the prompt's."""
+    for start in range(0, len(rows), ENCODE_CHUNK):
+        chunk = rows[start : start + ENCODE_CHUNK]
+        encoded: dict[int, list[int]] = {}
+        for is_chat in (False, True):
+            places = [i for i, row in enumerate(chunk) if row.is_chat is is_chat]
+            texts = [chunk[i].text for i in places]
+            cut = 0 if is_chat else num_eos
+            for place, ids in zip(places, _token_ids(tokenizer, texts, not is_chat), strict=True):
+                encoded[place] = ids[: len(ids) - cut]
+        yield from ((row, encoded[i]) for i, row in enumerate(chunk))
+
+
+def _token_ids(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool
+) -> list[list[int]]:
+    if not texts:
+        return []
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+    return ids
+
+
+def _num_appended_eos(tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many EOS tokens the tokenizer itself puts behind a text: 0, or 1 for some.
+
+    An EOS that the text spells out stays: only the difference to the bare text counts.
+    """
+
+    def trailing_eos(add_special_tokens: bool) -> int:
+        (ids,) = _token_ids(tokenizer, ["a"], add_special_tokens)
+        count = 0
+        while count < len(ids) and ids[-1 - count] == tokenizer.eos_token_id:
+            count += 1
+        return count
+
+    return max(trailing_eos(True) - trailing_eos(False), 0)
+
+
+def _length_problem(length: int, max_prompt_length: int) -> str:
+    if length == 0:
+        return "a prompt must have a token, the tokenizer makes none of this one; remove the row"
+    if length > max_prompt_length:
+        return (
+            f"a prompt must fit actor_rollout.max_prompt_length={max_prompt_length}, this one has "
+            f"{length} tokens; raise it or set data.overlong_prompts=drop"
+        )
+    return ""
+
+
+def _report_dropped(
+    num_dropped: int, num_rows: int, max_prompt_length: int, file: str, problems: FileProblems
+) -> None:
+    """Says how many rows were dropped; a file of which nothing is left is a problem."""
+    if not num_dropped:
+        return
+    count = f"{num_dropped} of {num_rows} prompts are over {max_prompt_length} tokens"
+    if num_dropped == num_rows:
+        problems.add(0, f"{count} and none is left; raise actor_rollout.max_prompt_length")
+    else:
+        logger.warning("%s: %s and dropped (data.overlong_prompts=drop)", file, count)
+
+
+def _prompt(index: int, row: _TextRow, token_ids: list[int]) -> Prompt:
+    ids = np.asarray(token_ids, dtype=np.int64)
+    return Prompt(index, row.text, ids, row.ground_truth, row.data_source)

@@ -1,0 +1,100 @@
+"""The Hugging Face tokenizer of a run: loading without network, EOS set, fit to the model."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mindspeed_rlxf.config.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+KEY = "training.tokenizer_name_or_path"
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local folder (or of a name in the local Hugging Face cache).
+
+    No network and no code of the folder's is used. Raises UserError when there is no tokenizer, or
+    when what loads knows no ordinary token (transformers builds such an empty one, without a word,
+    for a model folder whose tokenizer files are missing).
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers and tokenizers raise many kinds, bare ones too
+        found = _first_line(error) if Path(path).is_dir() else "there is no such folder"
+        raise UserError([_missing(path, found)]) from error
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise UserError([_missing(path, "its tokenizer files are missing")])
+    return tokenizer
+
+
+def eos_token_ids(
+    tokenizer: PreTrainedTokenizerBase, model_folder: str | None, stop_token_ids: Sequence[int]
+) -> tuple[int, ...]:
+    """Ids that end a response: EOS of the tokenizer and the generation config, `stop_token_ids`.
+
+    model_folder: Hugging Face folder of the actor, None when it starts from random weights.
+    Returns them ascending, each once; may be empty (logged: responses then never end early).
+    Raises UserError when generation_config.json is broken.
+    """
+    ids = set(stop_token_ids)
+    if tokenizer.eos_token_id is not None:
+        ids.add(int(tokenizer.eos_token_id))
+    if model_folder is not None:
+        ids.update(_generation_config_eos(Path(model_folder) / "generation_config.json"))
+    if not ids:
+        logger.warning(
+            "no EOS token: neither the tokenizer, nor generation_config.json, nor "
+            "actor_rollout.stop_token_ids names one; every response runs to max_new_tokens"
+        )
+    return tuple(sorted(ids))
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
+    """Problems of using the tokenizer with a model of `vocab_size` embeddings: none, or one."""
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest < vocab_size:
+        return []
+    return [
+        f"vocab_size={vocab_size} must be larger than the tokenizer's largest token id {largest} "
+        f"({KEY}={tokenizer.name_or_path!r}); use the tokenizer of this model, or a model with "
+        f"vocab_size >= {largest + 1}"
+    ]
+
+
+def _generation_config_eos(file: Path) -> list[int]:
+    """`eos_token_id` of a generation_config.json: absent, null, an id or a list of ids."""
+    if not file.is_file():
+        return []
+    try:
+        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        return [] if eos is None else [int(i) for i in (eos if isinstance(eos, list) else [eos])]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        message = (
+            f"{file}: must be a JSON object whose eos_token_id is an id or a list of ids; "
+            f"{_first_line(error)}; repair the file or remove it"
+        )
+        raise UserError([message]) from error
+
+
+def _missing(path: str, found: str) -> str:
+    return (
+        f"{KEY}={path!r} must be a folder with a Hugging Face tokenizer (tokenizer.json or "
+        f"tokenizer.model): {found}; give the folder of the model's tokenizer"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(" .:")

@@ -1,0 +1,93 @@
+"""metrics.jsonl and samples.jsonl: one JSON object per line, on disk as soon as it is written."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One generated response with its score, as samples.jsonl holds it.
+
+    sample_id:    unique within the run
+    prompt_ids:   token ids without padding
+    response_ids: token ids without padding, EOS included
+    score:        of the response, before penalties
+    reward_parts: what the score is made of, e.g. {"accuracy": 1.0}
+    """
+
+    sample_id: int
+    prompt: str
+    response: str
+    prompt_ids: list[int]
+    response_ids: list[int]
+    score: float
+    reward_parts: dict[str, float]
+
+
+class MetricsWriter:
+    """Appends iterations to metrics.jsonl."""
+
+    def __init__(self, file: Path) -> None:
+        self._lines = _JsonLines(file)
+
+    def write(self, iteration: int, metrics: Mapping[str, float], time_s: float) -> None:
+        """One line {"iteration", "metrics", "time_s"}; a metric that is not finite becomes null.
+
+        iteration: from 1; time_s: seconds, as the caller counts them
+        """
+        numbers = {name: float(value) for name, value in metrics.items()}
+        self._lines.write({"iteration": iteration, "metrics": numbers, "time_s": float(time_s)})
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class SampleWriter:
+    """Appends responses to samples.jsonl, the first `samples` of an iteration or `all`."""
+
+    def __init__(self, file: Path, samples: int | Literal["all"]) -> None:
+        self._lines = _JsonLines(file)
+        self._samples = samples
+
+    def num_kept(self, num_samples: int) -> int:
+        """How many of an iteration's samples get written; no more need be fetched or decoded."""
+        return num_samples if self._samples == "all" else min(self._samples, num_samples)
+
+    def write(self, iteration: int, samples: Sequence[Sample]) -> None:
+        """One line per sample: "iteration" and the fields of `Sample`."""
+        for sample in samples[: self.num_kept(len(samples))]:
+            self._lines.write({"iteration": iteration, **asdict(sample)})
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class _JsonLines:
+    """A UTF-8 file of JSON objects, valid for every reader: no NaN, no half characters."""
+
+    def __init__(self, file: Path) -> None:
+        # A lone surrogate becomes \\udXXX, which JSON reads back as the same surrogate.
+        self._stream = open(file, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+
+    def write(self, record: dict[str, Any]) -> None:
+        line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False)
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _finite(value: Any) -> Any:
+    """The same tree with null in place of numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    return value

@@ -1,0 +1,77 @@
+"""Scores responses by rule, the rule chosen by each row's data source."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.data.prompts import Prompt
+from mindspeed_rlxf.rewards.rules import BUILTIN_RULES, RULES, RewardResult, Rule
+
+
+class RewardManager:
+    """The rule of every data source: the built-in table, extended or overridden by `reward.rules`.
+
+    rules: data source -> name of a rule
+    Raises UserError for a rule that does not exist.
+    """
+
+    def __init__(self, rules: Mapping[str, str]) -> None:
+        unknown = {source: name for source, name in rules.items() if name not in RULES}
+        if unknown:
+            raise UserError(
+                [
+                    f"reward.rules.{source}={name!r} must name a rule; use one of {_listed(RULES)}"
+                    for source, name in unknown.items()
+                ]
+            )
+        chosen = {source: RULES[name] for source, name in rules.items()}
+        self._rules: dict[str, Rule] = {**BUILTIN_RULES, **chosen}
+
+    def score(
+        self,
+        response_texts: Sequence[str],
+        ground_truths: Sequence[str],
+        data_sources: Sequence[str],
+    ) -> list[RewardResult]:
+        """One result per response, in order. Raises UserError for a data source without a rule."""
+        if unknown := self._unknown_sources(data_sources):
+            raise UserError(unknown)
+        rows = zip(response_texts, ground_truths, data_sources, strict=True)
+        return [self._rules[source](response, truth) for response, truth, source in rows]
+
+    def check(self, prompts: Iterable[Prompt]) -> list[str]:
+        """Problems that would make rows of a data set unscorable, before anything is started.
+
+        A data source without a rule; a ground truth that is absent, or that its own rule would
+        not accept as the answer (such rows would score 0 whatever the policy does).
+        """
+        prompts = list(prompts)
+        problems = self._unknown_sources(prompt.data_source for prompt in prompts)
+        unscorable = [p for p in prompts if p.data_source in self._rules and not self._scorable(p)]
+        for source, count in Counter(prompt.data_source for prompt in unscorable).items():
+            first = next(p for p in unscorable if p.data_source == source)
+            problems.append(
+                f"every row of data source {source!r} must have a ground truth that its rule "
+                f"{self._rules[source].__name__} accepts as an answer; {count} have not, the first "
+                f"is prompt {first.index} ({first.text!r:.40}) with {first.ground_truth!r:.40}; "
+                "correct the rows, data.ground_truth_key or reward.rules"
+            )
+        return problems
+
+    def _scorable(self, prompt: Prompt) -> bool:
+        truth = prompt.ground_truth
+        return bool(truth.strip()) and self._rules[prompt.data_source](truth, truth).score > 0
+
+    def _unknown_sources(self, data_sources: Iterable[str]) -> list[str]:
+        counts = Counter(source for source in data_sources if source not in self._rules)
+        return [
+            f"data source {source!r} ({count} rows) must have a rule; known are "
+            f"{_listed(self._rules)}; set reward.rules.{source} to one of {_listed(RULES)}"
+            for source, count in counts.items()
+        ]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

@@ -1,0 +1,82 @@
+"""Rules that score a response against the expected answer: pure functions of two texts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import TypeAlias
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """Score of one response and the parts it is made of, which become metrics.
+
+    parts of the built-in rules: {"accuracy": 1.0 right, 0.0 wrong}
+    """
+
+    score: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+Rule: TypeAlias = Callable[[str, str], RewardResult]
+"""(response, ground_truth) -> result; the ground truth as the response scores above 0."""
+
+# A sign (not the operator of "20-5"), a dollar sign, digits with or without thousands separators,
+# decimals. Only the digits are required.
+_NUMBER = re.compile(
+    r"(?P<minus>(?<![\w)])[-\u2212])?\$?"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+)
+_ANSWER_MARK = "####"
+
+
+def exact_match(response: str, ground_truth: str) -> RewardResult:
+    """1 when the response is the ground truth, white space around both aside; else 0."""
+    return _right_or_wrong(response.strip() == ground_truth.strip())
+
+
+def gsm8k(response: str, ground_truth: str) -> RewardResult:
+    """1 when both texts answer with the same number, else 0 (arXiv:2110.14168).
+
+    The answer of a text is the number after its first `####`, else its last number; the ground
+    truth may be the bare number or the data set's whole solution. Numbers are compared by value:
+    1,000 = 1000.0 = $1000.
+    """
+    expected = _final_number(ground_truth)
+    return _right_or_wrong(expected is not None and _final_number(response) == expected)
+
+
+RULES: dict[str, Rule] = {"exact_match": exact_match, "gsm8k": gsm8k}
+"""Rules by the name they have in `reward.rules`."""
+
+BUILTIN_RULES: dict[str, Rule] = {
+    "arithmetic": exact_match,
+    "gsm8k": gsm8k,
+    "openai/gsm8k": gsm8k,
+}
+"""Data sources whose rule needs no configuration."""
+
+
+def _right_or_wrong(right: bool) -> RewardResult:
+    accuracy = 1.0 if right else 0.0
+    return RewardResult(score=accuracy, parts={"accuracy": accuracy})
+
+
+def _final_number(text: str) -> Decimal | None:
+    """The number a text answers with, None when it has none."""
+    _, mark, answer = text.partition(_ANSWER_MARK)
+    if mark and (numbers := _numbers(answer)):
+        return numbers[0]
+    numbers = _numbers(text)
+    return numbers[-1] if numbers else None
+
+
+def _numbers(text: str) -> list[Decimal]:
+    """All numbers written in a text, in order."""
+    values = []
+    for match in _NUMBER.finditer(text):
+        value = Decimal(match["digits"].replace(",", ""))
+        values.append(value.copy_negate() if match["minus"] else value)  # `-` would round
+    return values
