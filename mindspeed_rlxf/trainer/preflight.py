@@ -127,11 +127,11 @@ def _folder_problems(section: RoleConfig, role: Role) -> list[str]:
 
 def _reward_problems(config: RunConfig, prepared: Prepared) -> list[str]:
     """Rules have to know the data sources; without them a reward model scores validation too."""
-    manager = RewardManager(dict(config.reward.rules))
+    problems: list[str] = []
+    manager = _collect(problems, lambda: RewardManager(dict(config.reward.rules)))
+    if manager is None:
+        return problems
     if config.reward.kind is RewardKind.RULE:
-        sources = {p.data_source for p in prepared.train_prompts + prepared.val_prompts}
-        return manager.unknown_sources(sources)
-    prepared.validate_by_rule = not manager.unknown_sources(
-        {p.data_source for p in prepared.val_prompts}
-    )
+        return manager.check(prepared.train_prompts + prepared.val_prompts)
+    prepared.validate_by_rule = not manager.check(prepared.val_prompts)
     return []

@@ -1,0 +1,173 @@
+"""One run from a checked configuration to an exit code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.enums import Role, RuntimeKind
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.sampler import PromptSampler
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.protocol import Pool, Runtime
+from mindspeed_rlxf.runtime.role_groups import (
+    ROLE_CLASSES,
+    ActorGroup,
+    CriticGroup,
+    ReferenceGroup,
+    RewardGroup,
+    RoleGroups,
+)
+from mindspeed_rlxf.trainer.ppo import PpoTrainer
+from mindspeed_rlxf.trainer.preflight import Prepared
+from mindspeed_rlxf.trainer.prompt_source import PromptSource, as_rows
+from mindspeed_rlxf.trainer.recorder import Recorder
+from mindspeed_rlxf.trainer.validation import Validator
+
+EXIT_DONE, EXIT_FAILED, EXIT_STOPPED = 0, 1, 75
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: RunConfig, prepared: Prepared) -> int:
+    """Train to the end; returns the exit code of `design`, section 3."""
+    directory = RunDirectory.create(config)
+    _log_to(directory)
+    print(f"run directory: {directory.path}", flush=True)
+    try:
+        with _stops_as_interrupt():
+            _train(config, prepared, directory)
+    except UserError:
+        raise
+    except KeyboardInterrupt:
+        print("stopped before train_iters was reached", file=sys.stderr)
+        return EXIT_STOPPED
+    except (WorkerError, RuntimeTimeout) as error:
+        return _failed(directory, error, str(error))
+    except Exception as error:
+        logger.exception("the driver failed")
+        return _failed(directory, error, f"driver: {type(error).__name__}: {error}")
+    print(f"done: {config.training.train_iters} iterations, {directory.path}", flush=True)
+    return EXIT_DONE
+
+
+def _train(config: RunConfig, prepared: Prepared, directory: RunDirectory) -> None:
+    runtime = make_runtime(config, directory)
+    try:
+        roles = build_roles(config, prepared, runtime)
+        recorder = Recorder(config, directory, prepared.tokenizer)
+        try:
+            make_trainer(config, prepared, roles, recorder).fit()
+            _export(roles, directory)
+        finally:
+            recorder.close()
+    finally:
+        runtime.shutdown()
+
+
+def make_runtime(config: RunConfig, directory: RunDirectory) -> Runtime:
+    """The runtime that the configuration names; Ray is imported only where it is used."""
+    if config.runtime.kind is RuntimeKind.LOCAL:
+        from mindspeed_rlxf.runtime.local import LocalRuntime
+
+        return LocalRuntime.from_config(config, directory.logs)
+    from mindspeed_rlxf.runtime.ray_runtime import RayRuntime
+
+    return RayRuntime.from_config(config, directory.logs)
+
+
+def build_roles(config: RunConfig, prepared: Prepared, runtime: Runtime) -> RoleGroups:
+    """Start the pools, then build the roles, those of different pools at the same time."""
+    pools = {
+        name: runtime.create_pool(name, processes)
+        for name, processes in config.resource_pool.items()
+    }
+    builds = []
+    for role in Role:
+        arguments: tuple[Any, ...] = (config,)
+        if role is Role.ACTOR_ROLLOUT:
+            arguments = (config, prepared.eos_token_ids)
+        builds.append(pools[config.pool_of(role)].build(role, ROLE_CLASSES[role], arguments))
+    for build in builds:
+        build.wait()
+
+    def pool(role: Role) -> Pool:
+        return pools[config.pool_of(role)]
+
+    return RoleGroups(
+        ActorGroup(config, pool(Role.ACTOR_ROLLOUT)),
+        ReferenceGroup(config, pool(Role.REF)),
+        CriticGroup(config, pool(Role.CRITIC)),
+        RewardGroup(config, pool(Role.REWARD)),
+    )
+
+
+def make_trainer(
+    config: RunConfig, prepared: Prepared, roles: RoleGroups, recorder: Recorder
+) -> PpoTrainer:
+    training = config.training
+    sampler = PromptSampler(
+        len(prepared.train_prompts),
+        training.global_batch_size,
+        training.seed,
+        config.data.shuffle,
+    )
+    source = PromptSource(
+        prepared.train_prompts, sampler, config.actor_rollout.n_samples_per_prompt
+    )
+    validator = Validator(
+        roles, as_rows(prepared.val_prompts), prepared.validate_by_rule, training.seed, recorder
+    )
+    return PpoTrainer(config, roles, source, validator, recorder)
+
+
+def _export(roles: RoleGroups, directory: RunDirectory) -> None:
+    """Final weights of actor and critic, as Hugging Face folders and in Megatron's format."""
+    final = directory.path / "final"
+    exports = [
+        roles.actor.export(final / "actor_hf", final / "actor_megatron"),
+        roles.critic.export(final / "critic_hf", final / "critic_megatron"),
+    ]
+    for export in exports:
+        export.result()
+
+
+def _failed(directory: RunDirectory, error: Exception, message: str) -> int:
+    """One message on the console, the whole story in failure.json and logs/driver.log."""
+    print(f"failed: {message}\nlogs: {directory.logs}", file=sys.stderr, flush=True)
+    details = {
+        "message": message,
+        "error": type(error).__name__,
+        **{k: getattr(error, k) for k in ("role", "rank", "host", "phase") if hasattr(error, k)},
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    text = json.dumps(details, indent=2, ensure_ascii=False, default=str)
+    directory.failure.write_text(text + "\n", encoding="utf-8")
+    return EXIT_FAILED
+
+
+def _log_to(directory: RunDirectory) -> None:
+    handler = logging.FileHandler(directory.logs / "driver.log", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(name)s: %(message)s"))
+    package = logging.getLogger("mindspeed_rlxf")
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
+
+
+class _stops_as_interrupt:
+    """SIGTERM, which schedulers send, ends a run like Ctrl-C does: with everything shut down."""
+
+    def __enter__(self) -> None:
+        self._before: Callable[..., Any] | int | None = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def __exit__(self, *_error: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
