@@ -1,4 +1,4 @@
-"""metrics.jsonl and samples.jsonl: one JSON object per line, on disk as soon as it is written."""
+"""metrics.jsonl, samples.jsonl, val_samples.jsonl: one JSON object per line, on disk as soon as it is written."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Sample:
     response_ids: token ids without padding, EOS included
     score:        of the response, before penalties
     reward_parts: what the score is made of, e.g. {"accuracy": 1.0}
+    ground_truth: of validation samples the expected answer; None is left out of the file
     """
 
     sample_id: int
@@ -28,6 +29,7 @@ class Sample:
     response_ids: list[int]
     score: float
     reward_parts: dict[str, float]
+    ground_truth: str | None = None
 
 
 class MetricsWriter:
@@ -49,7 +51,7 @@ class MetricsWriter:
 
 
 class SampleWriter:
-    """Appends responses to samples.jsonl, the first `samples` of an iteration or `all`."""
+    """Appends responses to samples.jsonl or val_samples.jsonl, the first `samples` of an iteration or `all`."""
 
     def __init__(self, file: Path, samples: int | Literal["all"]) -> None:
         self._lines = _JsonLines(file)
@@ -62,7 +64,8 @@ class SampleWriter:
     def write(self, iteration: int, samples: Sequence[Sample]) -> None:
         """One line per sample: "iteration" and the fields of `Sample`."""
         for sample in samples[: self.num_kept(len(samples))]:
-            self._lines.write({"iteration": iteration, **asdict(sample)})
+            fields = {k: v for k, v in asdict(sample).items() if v is not None}
+            self._lines.write({"iteration": iteration, **fields})
 
     def close(self) -> None:
         self._lines.close()

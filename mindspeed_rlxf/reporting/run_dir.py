@@ -33,6 +33,10 @@ class RunDirectory:
         return self.path / "samples.jsonl"
 
     @property
+    def val_samples(self) -> Path:
+        return self.path / "val_samples.jsonl"
+
+    @property
     def failure(self) -> Path:
         return self.path / "failure.json"
 
