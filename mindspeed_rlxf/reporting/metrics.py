@@ -1,4 +1,4 @@
-"""metrics.jsonl, samples.jsonl, val_samples.jsonl: one JSON object per line, on disk as soon as it is written."""
+"""metrics.jsonl, samples.jsonl, val_samples.jsonl: one JSON object per line, flushed at once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class MetricsWriter:
 
 
 class SampleWriter:
-    """Appends responses to samples.jsonl or val_samples.jsonl, the first `samples` of an iteration or `all`."""
+    """Appends responses to a samples file, the first `samples` of an iteration or `all`."""
 
     def __init__(self, file: Path, samples: int | Literal["all"]) -> None:
         self._lines = _JsonLines(file)

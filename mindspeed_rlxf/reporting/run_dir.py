@@ -113,8 +113,11 @@ def _yaml(config: RunConfig) -> str:
 def _write_atomically(file: Path, text: str) -> None:
     """The file has the whole text or does not exist, also after a crash."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
+    try:
+        with open(temporary, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,281 @@
+"""Rows become prompts, or every problem is named with its file and row."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import DataConfig
+from mindspeed_rlxf.data.prompts import load_prompts
+
+REPO = Path(__file__).parents[3]
+GSM8K = Path(os.environ.get("RLXF_DATA", REPO / "../shared/data")) / "gsm8k"
+
+
+def data(**keys):
+    return DataConfig(train_files=["unused"], **{"default_data_source": "arithmetic", **keys})
+
+
+def problems_of(files, tokenizer, config=None, max_prompt_length=100):
+    with pytest.raises(UserError) as error:
+        load_prompts(files, tokenizer, config or data(), max_prompt_length)
+    return error.value.problems
+
+
+def test_rows_of_several_files_come_in_order_with_all_fields(make_tokenizer, ids_of, write_jsonl):
+    first = write_jsonl(
+        {"prompt": "1+1=", "ground_truth": "2", "data_source": "sums"},
+        {"prompt": "hi", "ground_truth": 7},
+        name="first.jsonl",
+    )
+    second = write_jsonl({"prompt": "b"}, name="second.jsonl")
+    prompts = load_prompts([first, second], make_tokenizer(), data(), 100)
+    assert [(p.index, p.text, p.ground_truth, p.data_source) for p in prompts] == [
+        (0, "1+1=", "2", "sums"),
+        (1, "hi", "7", "arithmetic"),
+        (2, "b", "", "arithmetic"),
+    ]
+    assert prompts[0].token_ids.dtype == np.int64
+    assert prompts[0].token_ids.tolist() == ids_of("1+1=")
+
+
+def test_no_files_give_no_prompts(make_tokenizer):
+    assert load_prompts([], make_tokenizer(), data(), 10) == []
+
+
+def test_one_file_may_be_given_as_a_string(make_tokenizer, write_jsonl):
+    assert len(load_prompts(write_jsonl({"prompt": "a"}), make_tokenizer(), data(), 10)) == 1
+
+
+def test_special_tokens_are_added_but_no_eos_is_appended(make_tokenizer, ids_of, write_jsonl):
+    tokenizer = make_tokenizer("<bos> $A <eos>")
+    (prompt,) = load_prompts(write_jsonl({"prompt": "ab"}), tokenizer, data(), 100)
+    assert prompt.token_ids.tolist() == ids_of("<bos>", "a", "b")
+
+
+@pytest.mark.parametrize("template", ["$A", "$A <eos>"])
+def test_an_eos_that_the_text_spells_out_stays(template, make_tokenizer, ids_of, write_jsonl):
+    file = write_jsonl({"prompt": "ab<eos>"})
+    (prompt,) = load_prompts(file, make_tokenizer(template), data(), 100)
+    assert prompt.token_ids.tolist() == ids_of("a", "b", "<eos>")
+
+
+def test_chat_messages_go_through_the_template_once(make_tokenizer, ids_of, write_jsonl):
+    """The tokenizer's own <bos> is not put before the template's."""
+    tokenizer = make_tokenizer("<bos> $A <eos>")
+    messages = [{"role": "user", "content": "hi"}]
+    (prompt,) = load_prompts(write_jsonl({"prompt": messages}), tokenizer, data(), 100)
+    assert prompt.text == "<bos><user>hi<assistant>"
+    assert prompt.token_ids.tolist() == ids_of("<bos>", "<user>", "h", "i", "<assistant>")
+    official = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    assert prompt.token_ids.tolist() == official["input_ids"]
+
+
+def test_texts_and_chats_may_mix_in_a_file(make_tokenizer, ids_of, write_jsonl):
+    chat = [{"role": "user", "content": "b"}]
+    file = write_jsonl({"prompt": "a"}, {"prompt": chat}, {"prompt": "c"})
+    prompts = load_prompts(file, make_tokenizer(), data(), 100)
+    assert [p.text for p in prompts] == ["a", "<bos><user>b<assistant>", "c"]
+    assert [p.token_ids.tolist() for p in prompts] == [
+        ids_of("a"),
+        ids_of("<bos>", "<user>", "b", "<assistant>"),
+        ids_of("c"),
+    ]
+
+
+def test_dotted_keys_reach_nested_columns_of_parquet(make_tokenizer, tmp_path):
+    rows = [
+        {
+            "question": [{"role": "user", "content": "one", "tool": None}],
+            "reward": {"truth": {"text": "1"}},
+            "data_source": "a",
+        },
+        {
+            "question": [{"role": "user", "content": "two", "tool": None}],
+            "reward": {"truth": {"text": "2"}},
+            "data_source": "b",
+        },
+    ]
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    config = data(prompt_key="question", ground_truth_key="reward.truth.text")
+    prompts = load_prompts(str(file), make_tokenizer(), config, 100)
+    assert [(p.text, p.ground_truth, p.data_source) for p in prompts] == [
+        ("<bos><user>one<assistant>", "1", "a"),
+        ("<bos><user>two<assistant>", "2", "b"),
+    ]
+
+
+def test_a_literal_dotted_key_wins(make_tokenizer, write_jsonl):
+    file = write_jsonl({"a.b": "literal", "a": {"b": "nested"}})
+    (prompt,) = load_prompts(file, make_tokenizer(), data(prompt_key="a.b"), 100)
+    assert prompt.text == "literal"
+
+
+def test_blank_lines_and_a_byte_order_mark_are_skipped(make_tokenizer, write_jsonl):
+    file = write_jsonl(b'\xef\xbb\xbf{"prompt": "a"}', "", {"prompt": 5})
+    (problem,) = problems_of(file, make_tokenizer())
+    assert problem.startswith(f"{file}:3: ")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ("{broken", "a line must be one JSON object, this one is not JSON"),
+        ("[1, 2]", "a line must be one JSON object, this one is list"),
+        (
+            {"question": "a"},
+            "a row must have a 'prompt', this one has question; set data.prompt_key",
+        ),
+        ({"prompt": None}, "a row must have a 'prompt', this one has prompt"),
+        ({"prompt": 12}, "a prompt must be text or a list of chat messages {role, content}, this"),
+        ({"prompt": []}, "a prompt must be text or a list of chat messages {role, content}, this"),
+        ({"prompt": [{"role": "user"}]}, "a prompt must be text or a list of chat messages"),
+        (
+            {"prompt": " "},
+            "a prompt must be text or a list of chat messages {role, content} and not",
+        ),
+        ('{"prompt": "a\\ud800"}', "a prompt must be valid Unicode, \\ud800 is half a character"),
+        ({"prompt": "a", "ground_truth": [1]}, "a ground truth must be text or a number"),
+        ({"prompt": "a", "data_source": 3}, "a row must name its data source in 'data_source'"),
+        (b'{"prompt": "\xff"}', "text must be UTF-8, byte 0xff is not"),
+        ({"prompt": "a" * 101}, "a prompt must fit actor_rollout.max_prompt_length=100, this one"),
+    ],
+)
+def test_a_bad_row_is_named_with_file_and_row(row, expected, make_tokenizer, write_jsonl):
+    file = write_jsonl({"prompt": "good"}, row)
+    (problem,) = problems_of(file, make_tokenizer())
+    assert problem.startswith(f"{file}:2: {expected}")
+    assert "; " in problem  # rule, value; remedy
+
+
+def test_a_row_without_a_data_source_needs_the_default(make_tokenizer, write_jsonl):
+    file = write_jsonl({"prompt": "a"})
+    (problem,) = problems_of(file, make_tokenizer(), data(default_data_source=None))
+    assert problem == (
+        f"{file}:1: a row must name its data source in 'data_source', it has none; "
+        "add it to the rows or set data.default_data_source"
+    )
+
+
+def test_all_problems_of_all_files_come_at_once(make_tokenizer, write_jsonl, tmp_path):
+    bad = write_jsonl("{", {"prompt": 1, "ground_truth": {}}, name="bad.jsonl")
+    empty = write_jsonl(name="empty.jsonl")
+    missing, other = str(tmp_path / "missing.jsonl"), str(tmp_path / "rows.csv")
+    problems = problems_of([bad, empty, missing, other, str(tmp_path)], make_tokenizer())
+    assert [problem.split(": ")[0] for problem in problems] == [
+        f"{bad}:1",
+        f"{bad}:2",
+        f"{bad}:2",
+        empty,
+        missing,
+        other,
+        str(tmp_path),
+    ]
+    assert "at least one row, this one is empty" in problems[3]
+    assert "no such file" in problems[4]
+    assert "must be .jsonl or .parquet, not '.csv'" in problems[5]
+
+
+def test_a_folder_in_place_of_a_file_cannot_be_read(make_tokenizer, tmp_path):
+    folder = tmp_path / "folder.jsonl"
+    folder.mkdir()
+    (problem,) = problems_of(str(folder), make_tokenizer())
+    assert "cannot be read: Is a directory" in problem
+
+
+def test_a_broken_parquet_file_is_named(make_tokenizer, tmp_path):
+    file = tmp_path / "rows.parquet"
+    file.write_bytes(b"not parquet at all")
+    (problem,) = problems_of(str(file), make_tokenizer())
+    assert problem.startswith(f"{file}: must be a parquet file (")
+
+
+def test_an_empty_parquet_file_is_named(make_tokenizer, tmp_path):
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), file)
+    (problem,) = problems_of(str(file), make_tokenizer())
+    assert "this one is empty" in problem
+
+
+def test_equal_problems_are_one_line_with_a_count(make_tokenizer, write_jsonl):
+    file = write_jsonl(*[{"question": "a"}] * 50)
+    (problem,) = problems_of(file, make_tokenizer())
+    assert problem.startswith(f"{file}:1: ")
+    assert problem.endswith("(49 more rows have the same problem)")
+
+
+def test_many_different_problems_are_cut_short(make_tokenizer, write_jsonl):
+    file = write_jsonl(*[{"prompt": "a" * (11 + i)} for i in range(15)])
+    problems = problems_of(file, make_tokenizer(), max_prompt_length=10)
+    assert len(problems) == 11
+    assert problems[-1] == f"{file}: 5 more rows with problems like these"
+
+
+def test_a_prompt_of_exactly_the_limit_fits(make_tokenizer, write_jsonl):
+    file = write_jsonl({"prompt": "abc"})
+    assert len(load_prompts(file, make_tokenizer("$A <eos>"), data(), 3)) == 1
+    assert len(problems_of(file, make_tokenizer("<bos> $A"), max_prompt_length=3)) == 1
+
+
+def test_dropped_prompts_are_counted_and_the_rest_numbered_anew(
+    make_tokenizer, write_jsonl, caplog
+):
+    file = write_jsonl({"prompt": "aaaa"}, {"prompt": "b"}, {"prompt": "cccc"}, {"prompt": "d"})
+    with caplog.at_level(logging.WARNING):
+        prompts = load_prompts(file, make_tokenizer(), data(overlong_prompts="drop"), 3)
+    assert [(p.index, p.text) for p in prompts] == [(0, "b"), (1, "d")]
+    assert f"{file}: 2 of 4 prompts are over 3 tokens and dropped" in caplog.text
+
+
+def test_a_file_of_which_nothing_is_left_is_a_problem(make_tokenizer, write_jsonl):
+    file = write_jsonl({"prompt": "aaaa"}, {"prompt": "bbbb"})
+    (problem,) = problems_of(file, make_tokenizer(), data(overlong_prompts="drop"), 3)
+    assert problem == (
+        f"{file}: 2 of 2 prompts are over 3 tokens and none is left; "
+        "raise actor_rollout.max_prompt_length"
+    )
+
+
+def test_messages_without_a_chat_template_are_a_problem(make_tokenizer, write_jsonl):
+    file = write_jsonl({"prompt": [{"role": "user", "content": "hi"}]})
+    (problem,) = problems_of(file, make_tokenizer(chat_template=None))
+    assert problem.startswith(f"{file}:1: the tokenizer's chat template must accept the messages: ")
+
+
+def test_text_is_utf8_under_an_ascii_locale(tmp_path):
+    """A process of its own: the locale is read once, at start."""
+    file = tmp_path / "frage.jsonl"
+    file.write_text('{"prompt": "größe 数学"}\n', encoding="utf-8")
+    program = (
+        "import sys\n"
+        "from mindspeed_rlxf.data.files import FileProblems, read_rows\n"
+        "assert sys.flags.utf8_mode == 0\n"
+        f"rows = list(read_rows({str(file)!r}, FileProblems('f')))\n"
+        "assert rows == [(1, {'prompt': 'gr\\xf6\\xdfe \\u6570\\u5b66'})], ascii(rows)\n"
+    )
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run(
+        [sys.executable, "-c", program], cwd=REPO, env={**os.environ, **environment}, check=True
+    )
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no GSM8K in {GSM8K}; set RLXF_DATA")
+def test_gsm8k_loads_whole(make_tokenizer):
+    config = data(
+        prompt_key="question", ground_truth_key="answer", default_data_source="openai/gsm8k"
+    )
+    prompts = load_prompts(str(GSM8K / "test.jsonl"), make_tokenizer(), config, 2000)
+    assert len(prompts) == 1319
+    assert prompts[0].text.startswith("Janet’s ducks lay 16 eggs")  # noqa: RUF001
+    assert prompts[0].ground_truth.endswith("#### 18")
+    assert len(prompts[0].token_ids) == len(prompts[0].text)  # one token per character

@@ -1,0 +1,78 @@
+"""Every epoch shows every prompt once, and a saved position continues the same stream."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_rlxf.data.sampler import PromptSampler
+
+sizes = st.integers(1, 40)
+seeds = st.integers(0, 2**40)
+
+
+def take(sampler: PromptSampler, num_batches: int) -> list[int]:
+    return [index for _ in range(num_batches) for index in sampler.next_batch()]
+
+
+@given(sizes, sizes, seeds, st.booleans(), st.integers(1, 30))
+def test_every_epoch_shows_every_row_once(num_prompts, batch_size, seed, shuffle, num_batches):
+    stream = take(PromptSampler(num_prompts, batch_size, seed, shuffle), num_batches)
+    assert len(stream) == num_batches * batch_size  # every batch is full
+    for start in range(0, len(stream), num_prompts):
+        epoch = stream[start : start + num_prompts]
+        assert len(set(epoch)) == len(epoch)
+        if len(epoch) == num_prompts:
+            assert set(epoch) == set(range(num_prompts))
+
+
+@given(sizes, sizes, seeds, st.booleans(), st.integers(0, 20), sizes)
+def test_a_saved_position_continues_the_same_stream(
+    num_prompts, batch_size, seed, shuffle, num_before, new_batch_size
+):
+    """Through JSON, and also with another batch size."""
+    unbroken = PromptSampler(num_prompts, batch_size, seed, shuffle)
+    take(unbroken, num_before)
+    state = json.loads(json.dumps(unbroken.state_dict()))
+    resumed = PromptSampler(num_prompts, new_batch_size, seed, shuffle)
+    take(resumed, 3)
+    resumed.load_state_dict(state)
+    length = 5 * batch_size * new_batch_size
+    assert take(resumed, length // new_batch_size) == take(unbroken, length // batch_size)
+
+
+def test_without_shuffle_rows_come_in_order():
+    assert take(PromptSampler(3, 2, 1, False), 3) == [0, 1, 2, 0, 1, 2]
+
+
+def test_epochs_and_seeds_have_their_own_order():
+    stream = take(PromptSampler(50, 50, 1, True), 2)
+    assert stream[:50] != stream[50:]
+    assert stream[:50] != take(PromptSampler(50, 50, 2, True), 1)
+    assert stream == take(PromptSampler(50, 50, 1, True), 2)
+
+
+def test_the_epoch_counts_whole_passes():
+    sampler = PromptSampler(4, 3, 1, True)
+    epochs = []
+    for _ in range(4):
+        sampler.next_batch()
+        epochs.append(sampler.epoch)
+    assert epochs == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("other", [(11, 7, True), (10, 8, True), (10, 7, False)])
+def test_a_state_of_another_stream_is_refused(other):
+    num_prompts, seed, shuffle = other
+    state = PromptSampler(10, 2, 7, True).state_dict()
+    with pytest.raises(ValueError, match="of the saved run"):
+        PromptSampler(num_prompts, 2, seed, shuffle).load_state_dict(state)
+
+
+@pytest.mark.parametrize("arguments", [(0, 1, 1), (1, 0, 1), (1, 1, -1)])
+def test_sizes_below_their_minimum_are_refused(arguments):
+    with pytest.raises(ValueError, match="must be at least"):
+        PromptSampler(*arguments, shuffle=True)

@@ -1,0 +1,122 @@
+"""Loading a tokenizer from a folder, its EOS set, and its fit to the model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.data.tokenizer import check_vocabulary, eos_token_ids, load_tokenizer
+
+
+def problem_of(path) -> str:
+    with pytest.raises(UserError) as error:
+        load_tokenizer(str(path))
+    (problem,) = error.value.problems
+    assert problem.startswith(
+        f"training.tokenizer_name_or_path={str(path)!r} must be a folder with a Hugging Face "
+    )
+    assert problem.endswith("; give the folder of the model's tokenizer")
+    return problem
+
+
+def test_a_saved_tokenizer_loads(make_tokenizer, tmp_path):
+    saved = make_tokenizer("<bos> $A")
+    saved.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded("ab")["input_ids"] == saved("ab")["input_ids"]
+    assert loaded.chat_template == saved.chat_template
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./no/such/folder", "no-such-organisation/m"])
+def test_a_missing_folder_is_a_user_error(path):
+    assert "there is no such folder" in problem_of(path)
+
+
+def test_a_folder_without_tokenizer_files_is_a_user_error(tmp_path):
+    problem_of(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_a_model_folder_without_tokenizer_files_is_a_user_error(model_type, tmp_path):
+    """For qwen2 transformers builds a tokenizer that knows one special token and nothing else."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    problem_of(tmp_path)
+
+
+def test_a_broken_tokenizer_file_is_a_user_error(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    problem_of(tmp_path)
+
+
+def test_code_in_the_folder_is_not_run(tmp_path):
+    mark = tmp_path / "was_run"
+    (tmp_path / "own.py").write_text(f"open({str(mark)!r}, 'w')\nclass Own: ...\n")
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    problem_of(tmp_path)
+    assert not mark.exists()
+
+
+def test_importing_the_driver_side_does_not_import_transformers():
+    modules = "data.prompts data.tokenizer data.sampler rewards.manager reporting.run_dir"
+    imports = "; ".join(f"import mindspeed_rlxf.{name}" for name in modules.split())
+    program = (
+        f"{imports}; import sys; assert not {{'transformers', 'torch', 'ray'}} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], check=True)
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "expected"),
+    [
+        (None, (2, 9)),
+        ({}, (2, 9)),
+        ({"eos_token_id": None}, (2, 9)),
+        ({"eos_token_id": 4}, (2, 4, 9)),
+        ({"eos_token_id": [12, 2, 4]}, (2, 4, 9, 12)),
+    ],
+)
+def test_eos_ids_are_the_union_of_their_sources(
+    generation_config, expected, make_tokenizer, tmp_path
+):
+    if generation_config is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation_config))
+    assert eos_token_ids(make_tokenizer(), str(tmp_path), [9]) == expected
+
+
+def test_eos_ids_need_no_model_folder(make_tokenizer):
+    assert eos_token_ids(make_tokenizer(), None, []) == (2,)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": ["x"]}'])
+def test_a_broken_generation_config_is_a_user_error(text, make_tokenizer, tmp_path):
+    file = tmp_path / "generation_config.json"
+    file.write_text(text)
+    with pytest.raises(UserError) as error:
+        eos_token_ids(make_tokenizer(), str(tmp_path), [])
+    assert str(error.value).startswith(f"{file}: must be a JSON object whose eos_token_id")
+
+
+def test_no_eos_at_all_is_logged(make_tokenizer, caplog):
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    with caplog.at_level(logging.WARNING):
+        assert eos_token_ids(tokenizer, None, []) == ()
+    assert "every response runs to max_new_tokens" in caplog.text
+
+
+def test_the_vocabulary_has_to_hold_the_largest_id(make_tokenizer):
+    tokenizer = make_tokenizer()
+    largest = max(tokenizer.get_vocab().values())
+    assert check_vocabulary(tokenizer, largest + 1) == []
+    (problem,) = check_vocabulary(tokenizer, largest)
+    assert problem.startswith(
+        f"vocab_size={largest} must be larger than the tokenizer's largest token id {largest}"
+    )
+    assert problem.endswith(f"vocab_size >= {largest + 1}")

@@ -1,0 +1,115 @@
+"""Metric and sample files: valid JSON lines, readable while the run goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mindspeed_rlxf.reporting.metrics import MetricsWriter, Sample, SampleWriter
+
+SAMPLE = Sample(
+    sample_id=7,
+    prompt="1+1=",
+    response="2",
+    prompt_ids=[3, 4],
+    response_ids=[5, 2],
+    score=1.0,
+    reward_parts={"accuracy": 1.0},
+)
+
+
+def lines(file: Path) -> list[dict]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    text = file.read_text(encoding="utf-8")
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def test_an_iteration_is_one_line_at_once(tmp_path):
+    """Read before the writer is closed."""
+    file = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(file)
+    writer.write(1, {"critic/kl": 0.5, "actor/lr": 1}, 2.5)
+    assert lines(file) == [
+        {"iteration": 1, "metrics": {"critic/kl": 0.5, "actor/lr": 1.0}, "time_s": 2.5}
+    ]
+    writer.write(2, {"critic/kl": 0.25}, 3)
+    assert [line["iteration"] for line in lines(file)] == [1, 2]
+    writer.close()
+
+
+def test_numpy_numbers_are_numbers(tmp_path):
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    writer.write(1, {"a": np.float32(0.5), "b": np.int64(3)}, np.float64(1.5))
+    assert lines(tmp_path / "metrics.jsonl")[0]["metrics"] == {"a": 0.5, "b": 3.0}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_json_does_not_have_becomes_null(value, tmp_path):
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    writer.write(1, {"bad": value, "good": 1.0}, 0.0)
+    assert lines(tmp_path / "metrics.jsonl")[0]["metrics"] == {"bad": None, "good": 1.0}
+
+
+def test_a_file_that_exists_is_continued(tmp_path):
+    for iteration in (1, 2):
+        writer = MetricsWriter(tmp_path / "metrics.jsonl")
+        writer.write(iteration, {}, 0.0)
+        writer.close()
+    assert [line["iteration"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_sample_has_the_fields_of_the_contract(tmp_path):
+    writer = SampleWriter(tmp_path / "samples.jsonl", 32)
+    writer.write(3, [SAMPLE])
+    assert lines(tmp_path / "samples.jsonl") == [
+        {
+            "iteration": 3,
+            "sample_id": 7,
+            "prompt": "1+1=",
+            "response": "2",
+            "prompt_ids": [3, 4],
+            "response_ids": [5, 2],
+            "score": 1.0,
+            "reward_parts": {"accuracy": 1.0},
+        }
+    ]
+
+
+def test_a_ground_truth_is_written_where_there_is_one(tmp_path):
+    writer = SampleWriter(tmp_path / "val_samples.jsonl", "all")
+    writer.write(0, [replace(SAMPLE, ground_truth="")])
+    assert lines(tmp_path / "val_samples.jsonl")[0]["ground_truth"] == ""
+
+
+def test_a_score_that_is_not_finite_becomes_null(tmp_path):
+    writer = SampleWriter(tmp_path / "samples.jsonl", "all")
+    writer.write(1, [replace(SAMPLE, score=float("nan"), reward_parts={"a": float("inf")})])
+    (line,) = lines(tmp_path / "samples.jsonl")
+    assert line["score"] is None
+    assert line["reward_parts"] == {"a": None}
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(0, 0), (2, 2), (32, 5), ("all", 5)])
+def test_the_first_samples_are_kept(limit, kept, tmp_path):
+    writer = SampleWriter(tmp_path / "samples.jsonl", limit)
+    assert writer.num_kept(5) == kept
+    writer.write(1, [replace(SAMPLE, sample_id=i) for i in range(5)])
+    assert [line["sample_id"] for line in lines(tmp_path / "samples.jsonl")] == list(range(kept))
+
+
+def test_text_is_utf8_and_one_line(tmp_path):
+    """Line ends inside a text, characters beyond ASCII, and a half character."""
+    text = "größe 数学\r\n\u2028\ud800"
+    writer = SampleWriter(tmp_path / "samples.jsonl", "all")
+    writer.write(1, [replace(SAMPLE, response=text)])
+    raw = (tmp_path / "samples.jsonl").read_bytes()
+    assert raw.count(b"\n") == 1
+    assert "größe 数学".encode() in raw
+    assert json.loads(raw)["response"] == text

@@ -1,0 +1,126 @@
+"""A run directory belongs to one run; taking it writes config.yaml, checking it writes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+
+
+def test_create_makes_the_folder_and_its_config(make_config):
+    config = make_config()
+    directory = RunDirectory.create(config)
+    assert directory.path == Path(config.training.output_dir)
+    assert directory.logs.is_dir()
+    assert sorted(os.listdir(directory.path)) == ["config.yaml", "logs"]
+
+
+def test_the_written_config_is_the_configuration_again(make_config):
+    config = make_config()
+    text = RunDirectory.create(config).config.read_text(encoding="utf-8")
+    assert "größe" in text
+    assert RunConfig.model_validate_json(json.dumps(yaml.safe_load(text))) == config
+
+
+def test_files_have_the_names_of_the_contract():
+    directory = RunDirectory(Path("/x"))
+    assert directory.config == Path("/x/config.yaml")
+    assert directory.metrics == Path("/x/metrics.jsonl")
+    assert directory.samples == Path("/x/samples.jsonl")
+    assert directory.val_samples == Path("/x/val_samples.jsonl")
+    assert directory.failure == Path("/x/failure.json")
+    assert directory.logs == Path("/x/logs")
+
+
+def test_check_writes_nothing(make_config, tmp_path):
+    assert RunDirectory.check(make_config()) == []
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
+def test_a_used_folder_is_refused(name, make_config):
+    config = make_config()
+    folder = Path(config.training.output_dir)
+    folder.mkdir(parents=True)
+    (folder / name).write_text("")
+    (problem,) = RunDirectory.check(config)
+    assert problem.startswith(f"training.output_dir='{folder}' must not hold another run")
+    assert f"training.new_run=true to take {folder}-2" in problem
+    with pytest.raises(UserError, match="must not hold another run"):
+        RunDirectory.create(config)
+    assert (folder / name).read_text() == ""
+
+
+def test_a_folder_with_other_things_is_taken(make_config):
+    config = make_config()
+    folder = Path(config.training.output_dir)
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    assert RunDirectory.create(config).path == folder
+
+
+def test_new_run_takes_the_next_free_name(make_config):
+    config = make_config(new_run=True)
+    first = Path(config.training.output_dir)
+    paths = [RunDirectory.create(config).path for _ in range(3)]
+    assert paths == [first, first.with_name("run-2"), first.with_name("run-3")]
+
+
+def test_a_relative_output_dir_becomes_absolute(make_config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert RunDirectory.create(make_config(output_dir="here")).path == tmp_path / "here"
+
+
+def test_a_file_on_the_way_is_a_user_error(make_config, tmp_path):
+    (tmp_path / "outputs").write_text("")
+    (problem,) = RunDirectory.check(make_config())
+    assert problem.endswith(
+        f"must be a folder that can be written: {tmp_path / 'outputs'} is a file; "
+        "set training.output_dir to another one"
+    )
+
+
+def test_a_folder_without_the_right_to_write_is_a_user_error(make_config, tmp_path, monkeypatch):
+    """Simulated: tests may run as root, who may write anywhere."""
+    asked = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)))
+    (problem,) = RunDirectory.check(make_config())
+    assert f"no right to write in {tmp_path};" in problem
+    assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+
+
+def test_a_failing_write_is_a_user_error_and_leaves_no_config(make_config, monkeypatch):
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    config = make_config()
+    with pytest.raises(UserError, match="can be written: No space left on device; set"):
+        RunDirectory.create(config)
+    assert os.listdir(config.training.output_dir) == ["logs"]
+
+
+def test_config_is_utf8_under_an_ascii_locale(tmp_path):
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from mindspeed_rlxf.reporting.run_dir import _write_atomically\n"
+        "assert sys.flags.utf8_mode == 0\n"
+        f"_write_atomically(Path({str(tmp_path / 'config.yaml')!r}), 'gr\\xf6\\xdfe')\n"
+    )
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    repo = Path(__file__).parents[3]
+    subprocess.run(
+        [sys.executable, "-c", program], cwd=repo, env={**os.environ, **environment}, check=True
+    )
+    assert (tmp_path / "config.yaml").read_bytes() == "größe".encode()
+    assert os.listdir(tmp_path) == ["config.yaml"]  # no temporary file is left

@@ -1,0 +1,73 @@
+"""The rule follows the data source; what no rule can score is found beforehand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.data.prompts import Prompt
+from mindspeed_rlxf.rewards.manager import RewardManager
+
+
+def prompt(index: int, ground_truth: str, data_source: str) -> Prompt:
+    return Prompt(index, f"question {index}", np.array([1]), ground_truth, data_source)
+
+
+def test_each_row_is_scored_by_the_rule_of_its_data_source():
+    """`18.0` is 18 by value but not by text."""
+    manager = RewardManager({"mine": "gsm8k"})
+    sources = ["arithmetic", "openai/gsm8k", "mine"]
+    results = manager.score(["18.0"] * 3, ["18"] * 3, sources)
+    assert [result.score for result in results] == [0.0, 1.0, 1.0]
+    assert [result.parts["accuracy"] for result in results] == [0.0, 1.0, 1.0]
+
+
+def test_the_configuration_overrides_a_built_in_rule():
+    (result,) = RewardManager({"arithmetic": "gsm8k"}).score(["18.0"], ["18"], ["arithmetic"])
+    assert result.score == 1.0
+
+
+def test_an_unknown_rule_is_a_user_error():
+    with pytest.raises(UserError) as error:
+        RewardManager({"a": "gms8k", "b": "exact_match", "c": "x"})
+    assert error.value.problems == [
+        "reward.rules.a='gms8k' must name a rule; use one of exact_match, gsm8k",
+        "reward.rules.c='x' must name a rule; use one of exact_match, gsm8k",
+    ]
+
+
+def test_an_unknown_data_source_names_the_known_ones():
+    with pytest.raises(UserError) as error:
+        RewardManager({"mine": "gsm8k"}).score(["1"] * 3, ["1"] * 3, ["math", "mine", "math"])
+    assert error.value.problems == [
+        "data source 'math' (2 rows) must have a rule; known are arithmetic, gsm8k, mine, "
+        "openai/gsm8k; set reward.rules.math to one of exact_match, gsm8k"
+    ]
+
+
+def test_columns_of_unequal_length_are_refused():
+    with pytest.raises(ValueError, match="shorter"):
+        RewardManager({}).score(["1", "2"], ["1"], ["gsm8k"])
+
+
+def test_check_accepts_rows_that_can_be_scored():
+    prompts = [prompt(0, "7", "arithmetic"), prompt(1, "so\n#### 7", "gsm8k")]
+    assert RewardManager({}).check(prompts) == []
+
+
+def test_check_finds_sources_without_a_rule_and_ground_truths_without_an_answer():
+    prompts = [
+        prompt(0, "7", "arithmetic"),
+        prompt(1, "", "arithmetic"),
+        prompt(2, "seven", "gsm8k"),
+        prompt(3, " ", "arithmetic"),
+        prompt(4, "7", "math"),
+    ]
+    unknown, arithmetic, gsm8k = RewardManager({}).check(prompts)
+    assert unknown.startswith("data source 'math' (1 rows) must have a rule")
+    assert (
+        "data source 'arithmetic' must have a ground truth that its rule exact_match" in arithmetic
+    )
+    assert "2 have not, the first is prompt 1 ('question 1') with ''" in arithmetic
+    assert "1 have not, the first is prompt 2 ('question 2') with 'seven'" in gsm8k
