@@ -1,0 +1,242 @@
+"""Rules across sections, and inside a section between its keys. Nothing here looks at the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd, lcm
+
+from mindspeed_rlxf.config.enums import LrDecayStyle, RewardKind, Role, RopeScaling
+from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RoleConfig, RunConfig
+from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_around, use
+
+TITLES = {
+    Role.ACTOR_ROLLOUT: "the actor",
+    Role.REF: "the reference",
+    Role.CRITIC: "the critic",
+    Role.REWARD: "the reward model",
+}
+
+
+def check(config: RunConfig) -> list[str]:
+    """Every rule that the configuration breaks, each `rule, value, remedy`; empty when none."""
+    problems = [*_pools(config), *_lengths(config), *_generation(config), *_schedules(config)]
+    for role in Role:
+        problems += [*_weights(config, role), *_model(config, role), *_parallel(config, role)]
+    if not _misplaced(config):
+        problems += [*_batch(config), *_mini_batches(config)]
+    return problems
+
+
+def _pools(config: RunConfig) -> Iterator[str]:
+    known = ", ".join(config.resource_pool)
+    for role, pool in config.placement.items():
+        if pool not in config.resource_pool:
+            guess = closest(pool, config.resource_pool) or next(iter(config.resource_pool))
+            yield (
+                f"placement.{role.value}={pool} must name a pool of resource_pool ({known}); "
+                f"use placement.{role.value}={guess}, or add resource_pool.{pool}"
+            )
+    for pool in config.resource_pool.keys() - config.placement.values():
+        yield f"resource_pool.{pool} must hold a role; remove it, or place a role on it"
+
+
+def _misplaced(config: RunConfig) -> bool:
+    """True while some role has no whole replicas, so that there is no data-parallel size."""
+    return any(_pools(config)) or any(_replicas(config, role) for role in Role)
+
+
+def _replicas(config: RunConfig, role: Role) -> str | None:
+    pool, section = config.pool_of(role), config.role(role)
+    tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
+    size = config.pool_size(pool) if pool in config.resource_pool else tp * pp
+    if size % (tp * pp) == 0:
+        return None
+    return (
+        f"resource_pool.{pool}={size} must be a multiple of TP {tp} x PP {pp} = {tp * pp} of "
+        f"{TITLES[role]} ({role.value}); {use(multiples_around(size, tp * pp))}"
+    )
+
+
+def _weights(config: RunConfig, role: Role) -> Iterator[str]:
+    if not _is_rule(config, role) and config.role(role).load is None:
+        yield f"{role.value}.load is required; give the Hugging Face folder of its weights"
+
+
+def _is_rule(config: RunConfig, role: Role) -> bool:
+    return role is Role.REWARD and config.reward.kind is RewardKind.RULE
+
+
+def _model(config: RunConfig, role: Role) -> Iterator[str]:
+    section = config.role(role)
+    if _is_rule(config, role):
+        return
+    a, name = section.architecture, f"model.{section.model}"
+    if a.kv_channels is None and a.hidden_size % a.num_attention_heads:
+        good = around(a.num_attention_heads, divisors(a.hidden_size))
+        yield (
+            f"{name}.num_attention_heads={a.num_attention_heads} must divide hidden_size="
+            f"{a.hidden_size} where kv_channels is not given; {use(good)}"
+        )
+    elif a.head_dim % 2:
+        yield f"{name}: the head width {a.head_dim} must be even for rotary positions; change it"
+    if a.num_attention_heads % a.kv_heads:
+        good = around(a.kv_heads, divisors(a.num_attention_heads))
+        yield (
+            f"{name}.num_query_groups={a.kv_heads} must divide num_attention_heads="
+            f"{a.num_attention_heads}; {use(good)}"
+        )
+    if a.rope_scaling_type is RopeScaling.LLAMA3 and a.original_max_position_embeddings is None:
+        yield (
+            f"{name}.original_max_position_embeddings is required with rope_scaling_type=llama3; "
+            "take it from the checkpoint's config.json"
+        )
+    if config.training.seq_length > a.max_position_embeddings:
+        yield (
+            f"training.seq_length={config.training.seq_length} must be at most "
+            f"{name}.max_position_embeddings={a.max_position_embeddings} of {TITLES[role]}; "
+            f"use {a.max_position_embeddings} or less"
+        )
+
+
+def _parallel(config: RunConfig, role: Role) -> Iterator[str]:
+    problem = _replicas(config, role)
+    if problem:
+        yield problem
+    if _is_rule(config, role):
+        return
+    section = config.role(role)
+    tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
+    yield from _tensor_parallel(role, section, section.architecture)
+    layers = section.architecture.num_layers
+    if layers % pp:
+        yield (
+            f"{role.value}.pipeline_model_parallel_size={pp} must divide the {layers} layers of "
+            f"{section.model}; {use(around(pp, divisors(layers)))}"
+        )
+    for processes in config.resource_pool.get(config.pool_of(role), []):
+        if processes % tp and not problem:
+            yield (
+                f"resource_pool.{config.pool_of(role)}: {processes} processes on a node must be a "
+                f"multiple of the tensor-parallel size {tp} of {role.value}, which may not span "
+                f"nodes; {use(multiples_around(processes, tp))}"
+            )
+
+
+def _tensor_parallel(role: Role, section: RoleConfig, a: ArchitectureConfig) -> Iterator[str]:
+    tp = section.tensor_model_parallel_size
+    parts = {
+        "num_attention_heads": a.num_attention_heads,
+        "num_query_groups": a.kv_heads,
+        "ffn_hidden_size": a.ffn_hidden_size,
+    }
+    whole = gcd(*parts.values())
+    for name, number in parts.items():
+        if number % tp:
+            yield (
+                f"{role.value}.tensor_model_parallel_size={tp} must divide "
+                f"model.{section.model}.{name}={number}; {use(around(tp, divisors(whole)))}"
+            )
+
+
+def _lengths(config: RunConfig) -> Iterator[str]:
+    actor, total = config.actor_rollout, config.training.seq_length
+    if actor.max_prompt_length + actor.max_new_tokens > total:
+        yield (
+            f"training.seq_length={total} must be at least actor_rollout.max_prompt_length="
+            f"{actor.max_prompt_length} + actor_rollout.max_new_tokens={actor.max_new_tokens}; "
+            f"use {actor.max_prompt_length + actor.max_new_tokens} or more"
+        )
+    if actor.min_new_tokens > actor.max_new_tokens:
+        yield (
+            f"actor_rollout.min_new_tokens={actor.min_new_tokens} must be at most "
+            f"actor_rollout.max_new_tokens={actor.max_new_tokens}; "
+            f"use {actor.max_new_tokens} or less"
+        )
+
+
+def _generation(config: RunConfig) -> Iterator[str]:
+    actor = config.actor_rollout
+    if actor.n_samples_per_prompt > 1 and not actor.do_sample:
+        yield (
+            f"actor_rollout.n_samples_per_prompt={actor.n_samples_per_prompt} must be 1 with "
+            "actor_rollout.do_sample=false, where every sample would be the same; use "
+            "actor_rollout.do_sample=true"
+        )
+    vocab_size = actor.architecture.vocab_size
+    outside = [token for token in actor.stop_token_ids if not 0 <= token < vocab_size]
+    if outside:
+        yield (
+            f"actor_rollout.stop_token_ids={outside} must be token ids below vocab_size="
+            f"{vocab_size}; remove them"
+        )
+
+
+def _schedules(config: RunConfig) -> Iterator[str]:
+    optimizers: dict[str, OptimizerConfig] = {
+        "actor_rollout": config.actor_rollout.optimizer,
+        "critic": config.critic.optimizer,
+    }
+    for name, optimizer in optimizers.items():
+        decays = optimizer.lr_decay_style is not LrDecayStyle.CONSTANT
+        if decays and optimizer.min_lr > optimizer.lr:
+            yield (
+                f"{name}.min_lr={optimizer.min_lr:g} must be at most {name}.lr={optimizer.lr:g}; "
+                f"use {optimizer.lr:g} or less"
+            )
+    if config.validation.interval and not config.data.val_files:
+        yield (
+            f"validation.interval={config.validation.interval} needs data.val_files; name a file, "
+            "or use validation.interval=0"
+        )
+
+
+def _batch(config: RunConfig) -> Iterator[str]:
+    """Every rank takes the same number of samples; the remedy is good for all roles."""
+    prompts = config.training.global_batch_size
+    per_prompt = config.actor_rollout.n_samples_per_prompt
+    sizes = {config.layout(role).dp: role for role in reversed(Role)}  # the first role of each
+    step = lcm(*(dp // gcd(dp, per_prompt) for dp in sizes))
+    for dp, role in sizes.items():
+        if config.samples_per_iteration % dp:
+            times = f" x actor_rollout.n_samples_per_prompt={per_prompt}" if per_prompt > 1 else ""
+            yield (
+                f"training.global_batch_size={prompts}{times} must be a multiple of "
+                f"{TITLES[role]}'s data-parallel size {dp}; {use(multiples_around(prompts, step))}"
+            )
+
+
+def _mini_batches(config: RunConfig) -> Iterator[str]:
+    sizes = {
+        Role.ACTOR_ROLLOUT: ("ppo_mini_batch_size", config.actor_rollout.ppo_mini_batch_size),
+        Role.CRITIC: ("critic_mini_batch_size", config.critic.critic_mini_batch_size),
+    }
+    for role, (key, size) in sizes.items():
+        yield from _mini_batch(config, role, f"{role.value}.{key}={size}", size)
+
+
+def _mini_batch(config: RunConfig, role: Role, shown: str, size: int) -> Iterator[str]:
+    """A mini-batch divides the iteration's samples and fills whole micro-batches on each rank."""
+    samples, dp = config.samples_per_iteration, config.layout(role).dp
+    micro = config.role(role).micro_batch_size
+    if samples % size and samples % dp == 0:
+        yield (
+            f"{shown} must divide the {samples} samples of an iteration "
+            f"(training.global_batch_size={config.training.global_batch_size} x "
+            f"actor_rollout.n_samples_per_prompt={config.actor_rollout.n_samples_per_prompt}); "
+            f"{_mini_batch_remedy(role, samples, size, dp, micro)}"
+        )
+    if size % (dp * micro):
+        yield (
+            f"{shown} must be a multiple of {dp * micro} (data-parallel size {dp} x "
+            f"{role.value}.micro_batch_size={micro}); "
+            f"{_mini_batch_remedy(role, samples, size, dp, micro)}"
+        )
+
+
+def _mini_batch_remedy(role: Role, samples: int, size: int, dp: int, micro: int) -> str:
+    samples = -(-samples // dp) * dp  # a batch size that is wrong will be mended too
+    good = [number for number in divisors(samples) if number % (dp * micro) == 0]
+    if good:
+        return use(around(size, good))
+    fits = around(micro, divisors(samples // dp))[0]
+    return f"no size fits, so use {role.value}.micro_batch_size={fits} and {fits * dp} here"

@@ -1,0 +1,122 @@
+"""From a config name and command-line overrides to one plain tree. Nothing is written to disk.
+
+Hydra composes; its `compose` API is used rather than `@hydra.main`, which makes folders and moves
+into them. A plain `key=value` also works for keys that the YAML does not mention.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.suggest import closest
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def builtin_config_dir() -> Path:
+    """`configs/rlxf` of the clone, or the copy that was installed with the package."""
+    clone = PACKAGE.parent / "configs" / "rlxf"
+    return clone if clone.is_dir() else PACKAGE / "configs" / "rlxf"
+
+
+def config_names(directories: Sequence[Path], group: str = "") -> list[str]:
+    """Names that can be given without `.yaml`, over all directories."""
+    files = [path for directory in directories for path in (directory / group).glob("*.yaml")]
+    return sorted({path.stem for path in files})
+
+
+def compose(
+    config_name: str, overrides: Sequence[str] = (), config_dir: str | Path | None = None
+) -> dict[str, Any]:
+    """The tree of `config_name` with `overrides` applied and interpolations resolved.
+
+    config_dir: searched before the built-in directory, whose model files stay in reach.
+    Raises ConfigError for a name that is not there, bad YAML and overrides that make no sense.
+    """
+    directories = _directories(config_dir)
+    _check_name(config_name, directories)
+    search = ",".join(f"'file://{directory}'" for directory in directories[1:])
+    edits = [_add_if_new(override, directories) for override in overrides]
+    try:
+        with warnings.catch_warnings(), _hydra(directories[0]):
+            warnings.simplefilter("ignore", UserWarning)  # a defaults list without `_self_`
+            config = hydra_compose(config_name, [*edits, f"hydra.searchpath=[{search}]"])
+        tree = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except MissingConfigException as error:
+        raise ConfigError(_missing_part(config_name, error, directories)) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(_bad_yaml(config_name, error)) from error
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        lines = [line for line in str(error).splitlines() if line and "hydra.cc/docs" not in line]
+        text = "; ".join(line.strip() for line in lines)
+        raise ConfigError(f"config {config_name} cannot be composed: {text}") from error
+    assert isinstance(tree, dict), "hydra composes a mapping"
+    return {str(name): value for name, value in tree.items()}
+
+
+def _hydra(directory: Path) -> initialize_config_dir:
+    return initialize_config_dir(str(directory), version_base="1.3")
+
+
+def _directories(config_dir: str | Path | None) -> list[Path]:
+    """Where configs are looked for, the first one first; absolute."""
+    builtin = builtin_config_dir()
+    if config_dir is None:
+        return [builtin]
+    chosen = Path(config_dir).expanduser().absolute()
+    if not chosen.is_dir():
+        raise ConfigError(f"--config-dir {config_dir} must be a folder; give one that exists")
+    return [chosen, builtin] if builtin.is_dir() else [chosen]
+
+
+def _check_name(config_name: str, directories: Sequence[Path]) -> None:
+    file = config_name if config_name.endswith(".yaml") else f"{config_name}.yaml"
+    if any((directory / file).is_file() for directory in directories):
+        return
+    names = config_names(directories)
+    guess = closest(config_name, names)
+    places = " or ".join(map(str, directories))
+    remedy = f"did you mean {guess}? " if guess else ""
+    raise ConfigError(
+        f"--config-name {config_name}: no such config in {places}; {remedy}there are: "
+        + (", ".join(names) or "none")
+    )
+
+
+def _add_if_new(override: str, directories: Sequence[Path]) -> str:
+    """`key=value` becomes `++key=value`, unless hydra's own sign or a config group leads it."""
+    name = override.partition("=")[0]
+    is_group = any((directory / name).is_dir() for directory in directories) if name else False
+    if override.startswith(("+", "~")) or "=" not in override or is_group:
+        return override
+    return f"++{override}"
+
+
+def _missing_part(
+    config_name: str, error: MissingConfigException, directories: Sequence[Path]
+) -> str:
+    missing = str(error.missing_cfg_file or "")
+    group = str(Path(missing).parent)
+    names = ", ".join(config_names(directories, group)) or "none"
+    return (
+        f"config {config_name}: defaults name {missing}, which does not exist; there are: {names}"
+    )
+
+
+def _bad_yaml(config_name: str, error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    place = f"{mark.name}:{mark.line + 1}:{mark.column + 1}" if mark else f"config {config_name}"
+    problem = getattr(error, "problem", None) or re.sub(r"\s+", " ", str(error))
+    return f"{place}: not valid YAML: {problem}; mend that line"

@@ -1,0 +1,49 @@
+"""The configuration before it is typed: plain values, where they came from, what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from mindspeed_rlxf.config.keys import unknown_key
+
+Tree: TypeAlias = dict[str, Any]
+
+
+@dataclass
+class Draft:
+    """Untyped values in the shape of RunConfig, and what was wrong on the way."""
+
+    payload: Tree = field(default_factory=dict)
+    origins: dict[tuple[str, str], str] = field(default_factory=dict)  # (role, key) -> YAML key
+    spelled: dict[str, str] = field(default_factory=dict)  # usual key -> as the YAML nests it
+    problems: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)  # YAML keys that later rules must not judge
+
+    def reject(self, path: str, problem: str) -> None:
+        self.problems.append(problem)
+        self.broken.add(path)
+
+    def path(self, loc: tuple[int | str, ...]) -> str:
+        """The YAML key that a place in the payload came from."""
+        parts = [str(part) for part in loc if part not in ("architecture", "optimizer")]
+        role, key = (*parts, "", "")[:2]
+        if (role, key) in self.origins:
+            return ".".join([self.origins[role, key], *parts[2:]])
+        if "architecture" in loc and len(parts) > 1:
+            return f"model.{self.payload[role]['model']}.{key}"
+        return ".".join(parts)
+
+    def mapping(self, path: str, value: Any) -> Tree:
+        """The keys of a section; an error, and no keys, where it is not one."""
+        if value is None or isinstance(value, dict):
+            return value or {}
+        self.reject(path, f"{path}={value!r} must be a section of keys; write `key: value` lines")
+        return {}
+
+    def known(self, section: str, values: Tree, keys: set[str]) -> Tree:
+        """The values whose keys the section has; an error for each of the others."""
+        for name in sorted(values.keys() - keys):
+            path = self.spelled.get(f"{section}.{name}", "")
+            self.problems.append(unknown_key(section, name, keys, path))
+        return {name: value for name, value in values.items() if name in keys}

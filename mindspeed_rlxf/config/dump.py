@@ -1,0 +1,40 @@
+"""The typed configuration as complete YAML, in the keys that a user writes.
+
+Loading it again gives the same configuration, so the file in a run directory starts the same run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.schema import RewardConfig, RoleConfig, RunConfig
+
+
+def to_tree(config: RunConfig) -> dict[str, Any]:
+    """Plain values by YAML key: architectures once per model, optimizers flat in their role."""
+    values = config.model_dump(mode="json", exclude={"name"})
+    models: dict[str, dict[str, Any]] = {}
+    for role in Role:
+        values[role.value] = _role_tree(config.role(role), values[role.value], models)
+    return {"model": models, **values}
+
+
+def to_yaml(config: RunConfig) -> str:
+    """`to_tree` as text."""
+    text = yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True, width=100)
+    return str(text)
+
+
+def _role_tree(
+    role: RoleConfig, values: dict[str, Any], models: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """The role's section; its architecture goes to `models`, save for keys that differ there."""
+    architecture, optimizer = values.pop("architecture"), values.pop("optimizer", {})
+    if isinstance(role, RewardConfig) and architecture is None:
+        return {key: values[key] for key in ("kind", "rules")}
+    shared = models.setdefault(role.model, architecture)
+    own = {key: value for key, value in architecture.items() if shared[key] != value}
+    return {**values, **own, **optimizer}

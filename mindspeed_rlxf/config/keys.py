@@ -1,0 +1,97 @@
+"""Which keys the YAML knows, and where; taken from the schema."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    ArchitectureConfig,
+    CriticConfig,
+    DataConfig,
+    DeviceConfig,
+    KlControlConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    RefConfig,
+    RewardConfig,
+    RoleConfig,
+    RuntimeConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+from mindspeed_rlxf.config.suggest import closest
+
+PLAIN_SECTIONS: dict[str, type[BaseModel]] = {
+    "algorithm": AlgorithmConfig,
+    "data": DataConfig,
+    "validation": ValidationConfig,
+    "logging": LoggingConfig,
+    "device": DeviceConfig,
+    "runtime": RuntimeConfig,
+}
+"""Sections whose YAML keys are exactly their fields."""
+
+ROLE_SECTIONS: dict[Role, type[RoleConfig]] = {
+    Role.ACTOR_ROLLOUT: ActorConfig,
+    Role.REF: RefConfig,
+    Role.CRITIC: CriticConfig,
+    Role.REWARD: RewardConfig,
+}
+
+NESTED_ROLES = "actor_rollout_ref"
+"""The older toolkit nests `actor_rollout` and `ref` under this key."""
+
+
+def fields(section: type[BaseModel]) -> set[str]:
+    return set(section.model_fields)
+
+
+ARCHITECTURE_KEYS = fields(ArchitectureConfig)
+OPTIMIZER_KEYS = fields(OptimizerConfig)
+
+
+def role_keys(role: Role) -> set[str]:
+    """YAML keys of a role's section: its own, its architecture's and its optimizer's."""
+    own = fields(ROLE_SECTIONS[role])
+    optimizer = OPTIMIZER_KEYS if "optimizer" in own else set()
+    return (own - {"architecture", "optimizer"}) | ARCHITECTURE_KEYS | optimizer
+
+
+SHARED_KEYS = set().union(*map(role_keys, Role)) - {"kind", "rules"}
+"""Role keys that `training` and `model.<name>` may hold as defaults for every role."""
+
+
+def known_keys() -> dict[str, set[str]]:
+    """Section -> its keys, for every section of the YAML but `model` and `resource_pool`."""
+    known = {name: fields(section) for name, section in PLAIN_SECTIONS.items()}
+    known["algorithm.kl_ctrl"] = fields(KlControlConfig)
+    known["training"] = fields(TrainingConfig) | SHARED_KEYS
+    known["placement"] = {role.value for role in Role}
+    return known | {role.value: role_keys(role) for role in Role}
+
+
+TOP_LEVEL = {
+    "model", "training", "resource_pool", "placement", "dry_run", NESTED_ROLES,
+    *PLAIN_SECTIONS, *(role.value for role in Role),
+}  # fmt: skip
+
+
+def unknown_key(section: str, name: str, known: set[str], path: str = "") -> str:
+    """The error for a key that `section` (`""` = top level) does not have.
+
+    path: how the YAML spells the key where that differs from `section.name`.
+    """
+    dotted = f"{section}.{name}" if section else name
+    return f"{path or dotted}: unknown key; {_remedy(section, name, known)}"
+
+
+def _remedy(section: str, name: str, known: set[str]) -> str:
+    prefix = f"{section}." if section else ""
+    guess = closest(name, known)
+    if guess is not None:
+        return f"did you mean {prefix}{guess}?"
+    homes = [f"{other}.{name}" for other, names in known_keys().items() if name in names]
+    return f"did you mean {homes[0]}?" if homes else "remove it"

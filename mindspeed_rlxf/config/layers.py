@@ -1,0 +1,172 @@
+"""From the composed YAML tree to one plain dict per typed section, with the layers laid over.
+
+Per role the rightmost wins: `model.<name>` < `training` < the role's own section. The origin of
+each value is kept, so that an error names the line that the user wrote.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rlxf.config.derived import absolute_paths, max_new_tokens, place_roles
+from mindspeed_rlxf.config.draft import Draft, Tree
+from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.keys import (
+    ARCHITECTURE_KEYS,
+    NESTED_ROLES,
+    OPTIMIZER_KEYS,
+    PLAIN_SECTIONS,
+    ROLE_SECTIONS,
+    SHARED_KEYS,
+    TOP_LEVEL,
+    fields,
+    role_keys,
+    unknown_key,
+)
+from mindspeed_rlxf.config.schema import KlControlConfig, TrainingConfig
+from mindspeed_rlxf.config.suggest import closest
+
+VERBATIM = ("model", "resource_pool", "rules")
+"""Sections whose keys are names that the user chose."""
+
+
+def make_draft(tree: Mapping[str, Any], name: str) -> Draft:
+    """Everything of RunConfig that the YAML says, and the defaults that depend on other keys."""
+    draft = Draft()
+    sections = _sections(draft, tree)
+    draft.payload = {"name": name, "dry_run": sections.pop("dry_run", False)}
+    for section, schema in PLAIN_SECTIONS.items():
+        draft.payload[section] = draft.known(section, sections[section], fields(schema))
+    _kl_ctrl(draft)
+    _training(draft, sections["training"], name)
+    _roles(draft, sections)
+    place_roles(draft, sections)
+    max_new_tokens(draft)
+    absolute_paths(draft.payload)
+    return draft
+
+
+def _sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
+    """Every section as a dict; `actor_rollout_ref` unfolded, dashes in keys made underscores."""
+    sections = _underscored(draft, tree, "")
+    if isinstance(sections.get("runtime"), str):
+        sections["runtime"] = {"kind": sections["runtime"]}
+    for name in list(sections):
+        if name not in TOP_LEVEL:
+            draft.problems.append(unknown_key("", name, TOP_LEVEL))
+            del sections[name]
+    for name in TOP_LEVEL - {"dry_run"}:
+        sections[name] = draft.mapping(name, sections.get(name))
+    _unfold(draft, sections)
+    return sections
+
+
+def _underscored(draft: Draft, tree: Mapping[Any, Any], prefix: str) -> Tree:
+    """The tree with `max-prompt-length` spelled `max_prompt_length`; chosen names stay."""
+    result: Tree = {}
+    for spelled, value in tree.items():
+        name = str(spelled).replace("-", "_")
+        if name in result:
+            draft.problems.append(f"{prefix}{name} is given twice, as {spelled} too; keep one")
+        is_section = isinstance(value, dict) and name not in VERBATIM
+        result[name] = _underscored(draft, value, f"{prefix}{name}.") if is_section else value
+    return result
+
+
+def _unfold(draft: Draft, sections: Tree) -> None:
+    """Moves the roles under `actor_rollout_ref` to the top level, where they usually stand."""
+    for role, values in sections.pop(NESTED_ROLES).items():
+        if role not in (Role.ACTOR_ROLLOUT.value, Role.REF.value):
+            known = {Role.ACTOR_ROLLOUT.value, Role.REF.value}
+            draft.problems.append(unknown_key(NESTED_ROLES, role, known))
+            continue
+        nested = draft.mapping(f"{NESTED_ROLES}.{role}", values)
+        for key, value in nested.items():
+            path = f"{NESTED_ROLES}.{role}.{key}"
+            if sections[role].setdefault(key, value) != value:
+                draft.reject(path, f"{path} and {role}.{key} are the same key; keep one")
+            draft.spelled[f"{role}.{key}"] = path
+
+
+def _kl_ctrl(draft: Draft) -> None:
+    algorithm = draft.payload["algorithm"]
+    if isinstance(algorithm.get("kl_ctrl"), dict):
+        known = fields(KlControlConfig)
+        algorithm["kl_ctrl"] = draft.known("algorithm.kl_ctrl", algorithm["kl_ctrl"], known)
+
+
+def _training(draft: Draft, values: Tree, name: str) -> None:
+    own = fields(TrainingConfig)
+    known = draft.known("training", values, own | SHARED_KEYS)
+    training = {key: value for key, value in known.items() if key in own}
+    _default(training, "run_name", name)
+    _default(training, "output_dir", os.path.join("outputs", str(training["run_name"])))
+    draft.payload["training"] = training
+
+
+def _default(section: Tree, key: str, value: Any) -> None:
+    if section.get(key) is None:
+        section[key] = value
+
+
+def _roles(draft: Draft, sections: Tree) -> None:
+    models = _models(draft, sections["model"])
+    training = {key: value for key, value in sections["training"].items() if key in SHARED_KEYS}
+    for role in Role:
+        own = draft.known(role.value, sections[role.value], role_keys(role))
+        if own.get("kind") == RewardKind.RULE.value:  # a rule has no model: the rest is not read
+            draft.payload[role.value] = {key: own[key] for key in ("kind", "rules") if key in own}
+            continue
+        chosen = own.get("model", training.get("model"))
+        layers = {f"model.{chosen}": models.get(str(chosen), {}), "training": training}
+        merged = _merge(draft, role, {**layers, role.value: own})
+        draft.payload[role.value] = _typed_shape(role, merged)
+        _require_model(draft, role, chosen, models)
+
+
+def _models(draft: Draft, values: Tree) -> dict[str, Tree]:
+    """Architectures by name, each with known keys only."""
+    models: dict[str, Tree] = {}
+    for name, keys in values.items():
+        keys = _underscored(draft, draft.mapping(f"model.{name}", keys), f"model.{name}.")
+        known = ARCHITECTURE_KEYS | SHARED_KEYS - {"model"}
+        models[str(name)] = draft.known(f"model.{name}", keys, known)
+    return models
+
+
+def _merge(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
+    """The layers over one another, weakest first, kept to keys that the role has."""
+    merged: Tree = {}
+    for section, values in layers.items():
+        for key in values.keys() & role_keys(role):
+            merged[key] = values[key]
+            path = f"{section}.{key}"
+            draft.origins[role.value, key] = draft.spelled.get(path, path)
+    return merged
+
+
+def _typed_shape(role: Role, merged: Tree) -> Tree:
+    """Flat YAML keys sorted into the role's own, its architecture's and its optimizer's."""
+    shaped = {
+        key: value
+        for key, value in merged.items()
+        if key not in ARCHITECTURE_KEYS and key not in OPTIMIZER_KEYS
+    }
+    shaped["architecture"] = {k: v for k, v in merged.items() if k in ARCHITECTURE_KEYS}
+    if "optimizer" in fields(ROLE_SECTIONS[role]):
+        shaped["optimizer"] = {k: v for k, v in merged.items() if k in OPTIMIZER_KEYS}
+    return shaped
+
+
+def _require_model(draft: Draft, role: Role, chosen: Any, models: Mapping[str, Tree]) -> None:
+    if str(chosen) in models:
+        return
+    del draft.payload[role.value]["architecture"]
+    path = draft.origins.get((role.value, "model"), f"{role.value}.model")
+    guess = closest(str(chosen), models)
+    remedy = f"did you mean {guess}?" if guess else "add its file to the defaults list"
+    there = ", ".join(models) or "none"
+    problem = f"{path}={chosen!r}: no such model" if chosen is not None else f"{path} is required"
+    draft.reject(path, f"{problem}; {remedy} (models loaded: {there})")

@@ -1,0 +1,58 @@
+"""A pydantic error as one line: key, value, rule, remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from mindspeed_rlxf.config.suggest import closest
+
+TYPES = {
+    "int": ("must be an integer", "write a whole number without quotes"),
+    "float": ("must be a number", "write a number such as 0.1 without quotes"),
+    "bool": ("must be true or false", "write true or false without quotes"),
+    "string": ("must be text", "put it in quotes"),
+    "tuple": ("must be a list", "write [a, b]"),
+    "list": ("must be a list", "write [a, b]"),
+    "dict": ("must be a section of keys", "write `key: value` lines under it"),
+    "model": ("must be a section of keys", "write `key: value` lines under it"),
+    "finite": ("must be finite", "write an ordinary number"),
+}
+LIMITS = {
+    "ge": ("must be at least {}", "use {} or more"),
+    "gt": ("must be greater than {}", "use more than {}"),
+    "le": ("must be at most {}", "use {} or less"),
+    "lt": ("must be less than {}", "use less than {}"),
+}
+
+
+def explain(path: str, errors: list[ErrorDetails]) -> str:
+    """One line for all errors of one key; several when the key is a union of types."""
+    if errors[0]["type"] == "missing":
+        return f"{path} is required; add it to the YAML or give {path}=... on the command line"
+    rules, remedies = zip(*map(_rule, errors), strict=True)
+    value = errors[0]["input"]
+    rule = " or ".join(dict.fromkeys(rules)).replace(" or must be ", " or ")
+    return f"{path}={value!r} {rule}; {remedies[0]}"
+
+
+def _rule(error: ErrorDetails) -> tuple[str, str]:
+    context: dict[str, Any] = error.get("ctx", {})
+    kind = error["type"]
+    if kind in ("enum", "literal_error"):
+        return _choice(error["input"], context["expected"])
+    for limit, (rule, remedy) in LIMITS.items():
+        if limit in context:
+            number = f"{context[limit]:g}"
+            return rule.format(number), remedy.format(number)
+    if kind in ("too_short", "string_too_short"):
+        return "must not be empty", "give at least one" if kind == "too_short" else "give a name"
+    return TYPES.get(kind.split("_")[0], (f"is not valid ({error['msg']})", "mend it"))
+
+
+def _choice(value: Any, expected: str) -> tuple[str, str]:
+    words = expected.replace("'", "").replace(" or ", ", ").split(", ")
+    guess = closest(str(value), words)
+    rule = f"must be {'one of ' if len(words) > 1 else ''}{', '.join(words)}"
+    return rule, f"did you mean {guess}?" if guess else f"use {words[0]}"

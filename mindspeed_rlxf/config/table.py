@@ -1,0 +1,31 @@
+"""Aligned text tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def table(rows: Sequence[Sequence[object]], indent: int = 2) -> str:
+    """Rows of cells in columns, the first row underlined; numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    right = [all(_is_number(cell) for cell in column[1:]) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    lines = []
+    for row in cells:
+        padded = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ]
+        lines.append((" " * indent + "  ".join(padded)).rstrip())
+    return "\n".join(lines)
+
+
+def pairs(rows: Sequence[tuple[str, object]], indent: int = 2) -> str:
+    """`name  value` lines with the values under one another."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{'':{indent}}{name:<{width}}  {value}" for name, value in rows)
+
+
+def _is_number(cell: str) -> bool:
+    return cell.replace(",", "").replace(".", "").isdigit() or cell == "-"
