@@ -1,8 +1,9 @@
 """Token rewards, generalised advantage estimation, and the slots that they live in.
 
-A response of n tokens has the slots 0 .. n - 1, one per token, and with `score_position: after_eos`
-one more slot n after an EOS, which takes the score; its value is the critic's at the EOS token. The
-extra slot exists only below the slot limit, so that it never reaches beyond what could be generated.
+A response of n tokens has the slots 0 .. n - 1, one per token, and with `score_position:
+after_eos` one more slot n after an EOS, which takes the score; its value is the critic's at the EOS
+token. The extra slot exists only below the slot limit, so that it never reaches beyond what could
+be generated.
 """
 
 from __future__ import annotations

@@ -32,7 +32,10 @@ def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float
 ) -> TokenLoss:
     """0.5 * max((v - R)^2, (v_clip - R)^2), v_clip within `cliprange_value` of the old value."""
-    held_values = old_values + torch.clamp(values - old_values, -cliprange_value, cliprange_value)
+    moved = values - old_values
+    held_values = old_values + torch.clamp(moved, -cliprange_value, cliprange_value)
     free = (values - returns).square()
     held = (held_values - returns).square()
-    return TokenLoss(0.5 * torch.maximum(free, held), held > free)
+    # Inside the range both are equal but for rounding, which must not count as clipped.
+    clipped = (moved.abs() > cliprange_value) & (held > free)
+    return TokenLoss(0.5 * torch.maximum(free, held), clipped)

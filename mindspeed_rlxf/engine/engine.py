@@ -169,8 +169,8 @@ class MegatronEngine:
         dist.all_reduce(total, group=self.groups.dp)
         return total.cpu()
 
-    def export(self, hf_folder: Path, megatron_folder: Path) -> None:
-        """Write the weights as a Hugging Face folder and as a Megatron distributed checkpoint.
+    def export(self, hf_folder: Path, megatron_folder: Path | None) -> None:
+        """Write the weights as a Hugging Face folder and, if named, as a Megatron checkpoint.
 
         A collective over the role's ranks; the last one to finish leaves both complete.
         """
@@ -179,6 +179,9 @@ class MegatronEngine:
             self.weights.export(
                 hf_folder, self.source, first_replica and self.groups.tp.rank() == 0
             )
+            dist.barrier()
+            if megatron_folder is None:
+                return
             if dist.get_rank() == 0:
                 megatron_folder.mkdir(parents=True, exist_ok=True)
             dist.barrier()

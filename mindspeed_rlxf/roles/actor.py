@@ -152,9 +152,9 @@ class ActorRole:
         )
         return advantages
 
-    def export(self, hf_folder: str, megatron_folder: str) -> RoleOutput:
-        """Write the weights in both forms; a collective over the role's ranks."""
-        self.engine.export(Path(hf_folder), Path(megatron_folder))
+    def export(self, hf_folder: Path, megatron_folder: Path | None) -> RoleOutput:
+        """Write the weights; a collective over the role's ranks."""
+        self.engine.export(hf_folder, megatron_folder)
         return RoleOutput()
 
 

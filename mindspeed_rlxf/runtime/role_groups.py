@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from mindspeed_rlxf.data.mini_batches import mini_batch_order, rank_steps
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.reference import ReferenceRole
+from mindspeed_rlxf.roles.reports import SampleText
 from mindspeed_rlxf.roles.reward import RewardRole
 from mindspeed_rlxf.runtime.group import Pending, RoleGroup, Sharded
 from mindspeed_rlxf.runtime.protocol import Pool
@@ -24,26 +26,30 @@ class ActorGroup:
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         layout = config.layout(Role.ACTOR_ROLLOUT)
-        self.config, self.seed = config.actor_rollout, config.training.seed
+        self.run, self.config, self.seed = config, config.actor_rollout, config.training.seed
         self.train = RoleGroup(Role.ACTOR_ROLLOUT, layout, pool)
         self.rollout = RoleGroup(
             Role.ACTOR_ROLLOUT, ParallelLayout(layout.world_size, layout.tp, 1), pool
         )
 
+    def build(self, eos_token_ids: Sequence[int]) -> Pending:
+        return self.train.build(ActorRole, self.run, tuple(eos_token_ids))
+
     def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> Pending:
         """Rows: Rollouts in the order of the prompts. Reports: GenerateReport per replica."""
         parts = prompts.split(self.rollout.layout.dp)
-        return self.rollout.call(
-            ActorRole.generate, Sharded(parts), seed, greedy, rows=[p.num_rows for p in parts]
-        )
+        return self.rollout.call(ActorRole.generate, Sharded(parts), seed, greedy)
 
     def log_probs(self, rollouts: RowsRef) -> Pending:
         """Rows: LogProbs. Reports: LogProbReport per replica."""
         return self.train.call(ActorRole.log_probs, rollouts)
 
-    def describe(self, rollouts: RowsRef) -> Pending:
-        """Reports: list of SampleText per replica, in order."""
-        return self.train.call(ActorRole.describe, rollouts)
+    def sample_texts(self, rollouts: RowsRef, count: int) -> list[SampleText]:
+        """Token ids of the first `count` samples, for the sample log; waits for them."""
+        rows = list(range(count))
+        rows += [0] * (-count % self.train.layout.dp)  # replicas get equal parts
+        pending = self.train.call(ActorRole.describe, rollouts.take(rows))
+        return [text for report in pending.result() for text in report][:count]
 
     def update_policy(self, rollouts: RowsRef, experience: RowsRef, iteration: int) -> Pending:
         """Reports: UpdateReport per replica, the same on each."""
@@ -62,13 +68,17 @@ class ActorGroup:
             Sharded([share.steps for share in steps]),
         )
 
-    def export(self, hf_folder: Path, megatron_folder: Path) -> Pending:
-        return self.train.call(ActorRole.export, str(hf_folder), str(megatron_folder))
+    def export(self, hf_folder: Path, megatron_folder: Path | None) -> Pending:
+        return self.train.call(ActorRole.export, hf_folder, megatron_folder)
 
 
 class ReferenceGroup:
     def __init__(self, config: RunConfig, pool: Pool) -> None:
+        self.run = config
         self.group = RoleGroup(Role.REF, config.layout(Role.REF), pool)
+
+    def build(self) -> Pending:
+        return self.group.build(ReferenceRole, self.run)
 
     def log_probs(self, rollouts: RowsRef) -> Pending:
         """Rows: LogProbs."""
@@ -77,8 +87,11 @@ class ReferenceGroup:
 
 class CriticGroup:
     def __init__(self, config: RunConfig, pool: Pool) -> None:
-        self.config, self.seed = config.critic, config.training.seed
+        self.run, self.config, self.seed = config, config.critic, config.training.seed
         self.group = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
+
+    def build(self) -> Pending:
+        return self.group.build(CriticRole, self.run)
 
     def values(self, rollouts: RowsRef) -> Pending:
         """Rows: Values."""
@@ -116,13 +129,17 @@ class CriticGroup:
             Sharded([share.steps for share in steps]),
         )
 
-    def export(self, hf_folder: Path, megatron_folder: Path) -> Pending:
-        return self.group.call(CriticRole.export, str(hf_folder), str(megatron_folder))
+    def export(self, hf_folder: Path, megatron_folder: Path | None) -> Pending:
+        return self.group.call(CriticRole.export, hf_folder, megatron_folder)
 
 
 class RewardGroup:
     def __init__(self, config: RunConfig, pool: Pool) -> None:
+        self.run = config
         self.group = RoleGroup(Role.REWARD, config.layout(Role.REWARD), pool)
+
+    def build(self) -> Pending:
+        return self.group.build(RewardRole, self.run)
 
     def score(self, rollouts: RowsRef) -> Pending:
         """Rows: Scores. Reports: ScoreReport per replica."""
@@ -135,15 +152,23 @@ class RewardGroup:
 
 @dataclass(frozen=True)
 class RoleGroups:
+    """The four roles of a run."""
+
     actor: ActorGroup
     ref: ReferenceGroup
     critic: CriticGroup
     reward: RewardGroup
 
-
-ROLE_CLASSES = {
-    Role.ACTOR_ROLLOUT: ActorRole,
-    Role.REF: ReferenceRole,
-    Role.CRITIC: CriticRole,
-    Role.REWARD: RewardRole,
-}
+    @classmethod
+    def build(
+        cls, config: RunConfig, pools: Mapping[str, Pool], eos_token_ids: Sequence[int]
+    ) -> RoleGroups:
+        """Make every role in its pool's processes, those of different pools at the same time."""
+        actor = ActorGroup(config, pools[config.pool_of(Role.ACTOR_ROLLOUT)])
+        ref = ReferenceGroup(config, pools[config.pool_of(Role.REF)])
+        critic = CriticGroup(config, pools[config.pool_of(Role.CRITIC)])
+        reward = RewardGroup(config, pools[config.pool_of(Role.REWARD)])
+        builds = [actor.build(eos_token_ids), ref.build(), critic.build(), reward.build()]
+        for build in builds:
+            build.result()
+        return cls(actor, ref, critic, reward)

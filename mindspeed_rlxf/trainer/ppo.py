@@ -101,7 +101,8 @@ class PpoTrainer:
         reports = generated.result()
         measured["timing/sync"] = max(report.sync_s for report in reports)
         measured["timing/all"] = all_s
-        measured.update(names.throughput_metrics(reports, all_s, self.config.num_devices))
+        devices = sum(sum(processes) for processes in self.config.resource_pool.values())
+        measured.update(names.throughput_metrics(reports, all_s, devices))
         self.recorder.samples(self.iteration, self.actor, rollouts, scores.result())
         last = self.iteration == self.config.training.train_iters
         validation = self.config.validation

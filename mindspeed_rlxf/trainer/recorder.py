@@ -74,8 +74,7 @@ class Recorder:
         count = writer.num_kept(rollouts.num_rows)
         if not count:
             return
-        described = actor.describe(rollouts.take(list(range(count)))).result()
-        texts = [text for part in described for text in part]
+        texts = actor.sample_texts(rollouts, count)
         values = [score for report in scores for score in report.scores]
         parts = [part for report in scores for part in report.parts] or [{}] * len(values)
         truths = ground_truths or [None] * count

@@ -10,22 +10,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_rlxf import device
-from mindspeed_rlxf.config.enums import Role, RuntimeKind
+from mindspeed_rlxf.config.enums import RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.sampler import PromptSampler
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
-from mindspeed_rlxf.runtime.protocol import Pool, Runtime
-from mindspeed_rlxf.runtime.role_groups import (
-    ROLE_CLASSES,
-    ActorGroup,
-    CriticGroup,
-    ReferenceGroup,
-    RewardGroup,
-    RoleGroups,
-)
+from mindspeed_rlxf.runtime.protocol import Runtime
+from mindspeed_rlxf.runtime.role_groups import RoleGroups
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.prompt_source import PromptSource, as_rows
@@ -62,15 +54,24 @@ def run(config: RunConfig, prepared: Prepared) -> int:
 def _train(config: RunConfig, prepared: Prepared, directory: RunDirectory) -> None:
     runtime = make_runtime(config, directory)
     try:
-        roles = build_roles(config, prepared, runtime)
-        recorder = Recorder(config, directory, prepared.tokenizer)
-        try:
-            make_trainer(config, prepared, roles, recorder).fit()
-            _export(roles, directory)
-        finally:
-            recorder.close()
+        train(config, prepared, directory, runtime)
     finally:
         runtime.shutdown()
+
+
+def train(
+    config: RunConfig, prepared: Prepared, directory: RunDirectory, runtime: Runtime
+) -> RoleGroups:
+    """Start the roles, run the loop, write the final weights."""
+    pools = runtime.create_pools(config.resource_pool)
+    roles = RoleGroups.build(config, pools, prepared.eos_token_ids)
+    recorder = Recorder(config, directory, prepared.tokenizer)
+    try:
+        make_trainer(config, prepared, roles, recorder).fit()
+        _export(roles, directory)
+    finally:
+        recorder.close()
+    return roles
 
 
 def make_runtime(config: RunConfig, directory: RunDirectory) -> Runtime:
@@ -78,36 +79,12 @@ def make_runtime(config: RunConfig, directory: RunDirectory) -> Runtime:
     if config.runtime.kind is RuntimeKind.LOCAL:
         from mindspeed_rlxf.runtime.local import LocalRuntime
 
-        return LocalRuntime.from_config(config, directory.logs)
+        return LocalRuntime(
+            config.device.kind, config.device.cpu_threads, config.runtime.timeout_s
+        )
     from mindspeed_rlxf.runtime.ray_runtime import RayRuntime
 
     return RayRuntime.from_config(config, directory.logs)
-
-
-def build_roles(config: RunConfig, prepared: Prepared, runtime: Runtime) -> RoleGroups:
-    """Start the pools, then build the roles, those of different pools at the same time."""
-    pools = {
-        name: runtime.create_pool(name, processes)
-        for name, processes in config.resource_pool.items()
-    }
-    builds = []
-    for role in Role:
-        arguments: tuple[Any, ...] = (config,)
-        if role is Role.ACTOR_ROLLOUT:
-            arguments = (config, prepared.eos_token_ids)
-        builds.append(pools[config.pool_of(role)].build(role, ROLE_CLASSES[role], arguments))
-    for build in builds:
-        build.wait()
-
-    def pool(role: Role) -> Pool:
-        return pools[config.pool_of(role)]
-
-    return RoleGroups(
-        ActorGroup(config, pool(Role.ACTOR_ROLLOUT)),
-        ReferenceGroup(config, pool(Role.REF)),
-        CriticGroup(config, pool(Role.CRITIC)),
-        RewardGroup(config, pool(Role.REWARD)),
-    )
 
 
 def make_trainer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -20,12 +21,21 @@ class Validator:
         """by_rule: score by the rules of the data sources; else by the configured reward."""
         self.roles, self.prompts, self.by_rule = roles, prompts, by_rule
         self.seed, self.recorder = seed, recorder
+        self._filled = self._fill()
+
+    def _fill(self) -> Prompts:
+        """The prompts with the first ones again at the end, so that replicas get equal parts."""
+        count = self.prompts.num_rows
+        if not count:
+            return self.prompts
+        parts = math.lcm(self.roles.actor.rollout.layout.dp, self.roles.reward.group.layout.dp)
+        return self.prompts.select([i % count for i in range(count + -count % parts)])
 
     def validate(self, iteration: int) -> dict[str, float]:
         """`val/<data source>/{score,response_length,<part>}` means and `timing/val`."""
         if not self.prompts.num_rows:
             return {}
-        generated = self.roles.actor.generate(self.prompts, self.seed, greedy=True)
+        generated = self.roles.actor.generate(self._filled, self.seed, greedy=True)
         rollouts = generated.rows()
         score = self.roles.reward.score_by_rule if self.by_rule else self.roles.reward.score
         scored = score(rollouts)
@@ -34,7 +44,7 @@ class Validator:
         metrics["timing/val"] = generated.seconds + scored.seconds
         self.recorder.validation(iteration, metrics)
         self.recorder.validation_samples(
-            iteration, self.roles.actor, rollouts, scored.result(), self.prompts.ground_truths
+            iteration, self.roles.actor, rollouts, scored.result(), self._filled.ground_truths
         )
         return metrics
 
@@ -45,7 +55,8 @@ def _means(
     values: dict[str, list[float]] = defaultdict(list)
     scores = [score for report in reports for score in report.scores]
     parts = [part for report in reports for part in report.parts] or [{}] * len(scores)
-    for source, length, score, part in zip(data_sources, lengths, scores, parts, strict=True):
+    rows = zip(data_sources, lengths, scores, parts, strict=False)  # the fill is left out
+    for source, length, score, part in rows:
         for name, value in {"score": score, "response_length": length, **part}.items():
             values[f"val/{source}/{name}"].append(value)
     return {name: sum(v) / len(v) for name, v in values.items()}

@@ -1,0 +1,137 @@
+"""Random Llamas as Hugging Face folders, and configurations of roles that load them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from mindspeed_rlxf.config.enums import DeviceKind, RewardKind, Role, RopeScaling, RuntimeKind
+from mindspeed_rlxf.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    ArchitectureConfig,
+    CriticConfig,
+    DataConfig,
+    DeviceConfig,
+    OptimizerConfig,
+    RefConfig,
+    RewardConfig,
+    RunConfig,
+    RuntimeConfig,
+    TrainingConfig,
+)
+
+VOCAB = 37  # odd: a vocabulary that tensor-parallel ranks have to pad
+PLAIN = ArchitectureConfig(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=VOCAB,
+    max_position_embeddings=128,
+    untie_embeddings_and_output_weights=True,
+)
+TIED = PLAIN.model_copy(update={"untie_embeddings_and_output_weights": False})
+SCALED = PLAIN.model_copy(
+    update={
+        "num_query_groups": 4,
+        "rotary_base": 500000.0,
+        "rope_scaling_type": RopeScaling.LLAMA3,
+        "rope_scaling_factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+)
+
+
+def make_llama(
+    folder: Path, architecture: ArchitectureConfig, scored: bool = False, seed: int = 0
+) -> Any:
+    """A random model in fp32, saved to `folder`; weights large enough that layers matter."""
+    a = architecture
+    rope: dict[str, Any] = {"rope_theta": a.rotary_base, "rope_type": "default"}
+    if a.rope_scaling_type is RopeScaling.LLAMA3:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": a.rope_scaling_factor,
+            "low_freq_factor": a.low_freq_factor,
+            "high_freq_factor": a.high_freq_factor,
+            "original_max_position_embeddings": a.original_max_position_embeddings,
+        }
+    config = LlamaConfig(
+        num_hidden_layers=a.num_layers,
+        hidden_size=a.hidden_size,
+        intermediate_size=a.ffn_hidden_size,
+        num_attention_heads=a.num_attention_heads,
+        num_key_value_heads=a.kv_heads,
+        vocab_size=a.vocab_size,
+        max_position_embeddings=a.max_position_embeddings,
+        rms_norm_eps=a.norm_epsilon,
+        tie_word_embeddings=not a.untie_embeddings_and_output_weights,
+        rope_parameters=rope,
+        initializer_range=0.15,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+        num_labels=1,
+    )
+    torch.manual_seed(seed)
+    model = (LlamaForSequenceClassification if scored else LlamaForCausalLM)(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def run_config(
+    lm: Path,
+    scored: Path,
+    architecture: ArchitectureConfig,
+    layout: dict[str, Any] | None = None,
+    pool: int = 1,
+    optimizer: OptimizerConfig | None = None,
+    **sections: Any,
+) -> RunConfig:
+    """All four roles on one pool `main` in the same layout.
+
+    layout: keys of RoleConfig for every role; sections: updates by section name
+    """
+    role = {"model": "test", "architecture": architecture, **(layout or {})}
+    learn = {"optimizer": optimizer or OptimizerConfig(lr=1e-3)}
+    actor = {"max_prompt_length": 32, "max_new_tokens": 16, **sections.get("actor_rollout", {})}
+    return RunConfig(
+        name="test",
+        training=TrainingConfig(
+            **{
+                "train_iters": 1,
+                "global_batch_size": 4,
+                "seq_length": 64,
+                "tokenizer_name_or_path": "unused",
+                "output_dir": "unused",
+                "run_name": "test",
+                **sections.get("training", {}),
+            }
+        ),
+        algorithm=AlgorithmConfig(**sections.get("algorithm", {})),
+        actor_rollout=ActorConfig(**{**role, "load": str(lm), **learn, **actor}),
+        ref=RefConfig(**{**role, "load": str(lm)}),
+        critic=CriticConfig(
+            **{**role, "load": str(scored), **learn, **sections.get("critic", {})}
+        ),
+        reward=RewardConfig(
+            **{"kind": RewardKind.MODEL, **role, "load": str(scored), **sections.get("reward", {})}
+        ),
+        placement=dict.fromkeys(Role, "main"),
+        resource_pool={"main": [pool]},
+        data=DataConfig(**{"train_files": "unused", **sections.get("data", {})}),
+        device=DeviceConfig(kind=DeviceKind.CPU),
+        runtime=RuntimeConfig(kind=RuntimeKind.RAY),
+        **{k: v for k, v in sections.items() if k in ("validation", "logging")},
+    )

@@ -1,0 +1,54 @@
+"""A role for tests: one engine, asked directly for what roles read from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_rlxf.checkpoint.hf_folder import HfFolder
+from mindspeed_rlxf.config.schema import RoleConfig
+from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
+from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.engine.micro_batch import MicroBatch, chunk_rows
+from mindspeed_rlxf.models.heads import full_logits
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.models.transformer import TransformerModel
+
+
+class EngineProbe:
+    def __init__(self, role: RoleConfig, head: Head) -> None:
+        self.engine = MegatronEngine(role, head, seed=1)
+
+    def logits(self, rollouts: Rollouts) -> RoleOutput:
+        """Logits where response tokens are predicted: one list per token, samples in order."""
+
+        def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
+            places = batch.prediction_places(batch.response_lengths)
+            chosen = model.full_hidden(hidden, partial_gradient=True)[places]
+            vocab = model.architecture.vocab_size
+            return full_logits(chosen, model.output_weight, vocab, model.tp_group)
+
+        return self._flat(rollouts, read)
+
+    def scores(self, rollouts: Rollouts) -> RoleOutput:
+        """The score head at every response token."""
+
+        def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
+            places = batch.prediction_places(batch.response_lengths)
+            return model.score(model.full_hidden(hidden, partial_gradient=False)[places])
+
+        return self._flat(rollouts, read)
+
+    def _flat(self, rollouts: Rollouts, read: Any) -> RoleOutput:
+        groups = chunk_rows(range(rollouts.num_rows), self.engine.role.micro_batch_size)
+        flat = self.engine.forward(self.engine.micro_batches(rollouts, groups), read)
+        return RoleOutput(report=torch.cat(flat).tolist() if flat else None)
+
+    def bytes_of_a_load(self) -> RoleOutput:
+        """Bytes read from the folder and bytes of the parameters that they fill."""
+        folder = HfFolder(self.engine.source)
+        self.engine.weights.load(folder)
+        shard = sum(t.numel() * t.element_size() for t in self.engine.weights.tensors.values())
+        return RoleOutput(report=(folder.bytes_read, shard))

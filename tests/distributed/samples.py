@@ -1,0 +1,58 @@
+"""Rollouts and experience made up for tests: responses of very different lengths."""
+
+from __future__ import annotations
+
+import torch
+
+from mindspeed_rlxf.algorithms.advantages import length_mask
+from mindspeed_rlxf.data.batch import Experience, Rollouts
+from tests.distributed.llamas import VOCAB
+
+PROMPT_LENGTHS = (3, 11, 1, 7, 5, 2, 9, 4)
+RESPONSE_LENGTHS = (16, 1, 9, 2, 5, 13, 1, 7)
+
+
+def make_rollouts(seed: int = 0) -> Rollouts:
+    """Eight samples; the shortest response has one token, the longest sixteen."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts, responses = torch.tensor(PROMPT_LENGTHS), torch.tensor(RESPONSE_LENGTHS)
+    count = len(prompts)
+
+    def tokens(lengths: torch.Tensor) -> torch.Tensor:
+        width = int(lengths.max())
+        ids = torch.randint(0, VOCAB, (count, width), generator=generator)
+        return ids * length_mask(lengths, width)
+
+    width = int(responses.max())
+    return Rollouts(
+        sample_ids=list(range(count)),
+        prompt_ids=tokens(prompts),
+        prompt_lengths=prompts,
+        response_ids=tokens(responses),
+        response_lengths=responses,
+        has_eos=torch.tensor([False, True] * (count // 2)),
+        rollout_log_probs=torch.zeros(count, width),
+        ground_truths=[""] * count,
+        data_sources=["test"] * count,
+    )
+
+
+def make_experience(rollouts: Rollouts, seed: int = 1) -> Experience:
+    """Random advantages, returns and old values; old log-probs near those of a random model."""
+    generator = torch.Generator().manual_seed(seed)
+    count, width = rollouts.response_ids.shape
+    mask = length_mask(rollouts.response_lengths, width)
+    slots = rollouts.response_lengths + rollouts.has_eos.long()
+    value_mask = length_mask(slots, width + 1)
+
+    def noise(columns: int) -> torch.Tensor:
+        return torch.randn(count, columns, generator=generator)
+
+    return Experience(
+        advantages=noise(width) * mask,
+        response_mask=mask,
+        old_log_probs=(noise(width) * 0.3 - 3.6) * mask,
+        returns=noise(width + 1) * value_mask,
+        values=noise(width + 1) * value_mask,
+        value_mask=value_mask,
+    )

@@ -1,0 +1,135 @@
+"""The first update is the same in every layout: gradients of actor and critic.
+
+Adam's step is made nearly linear by a huge epsilon, lr * g / (|g| + eps) with lr = eps, so that the
+difference of the exported weights is the gradient that the optimizer saw - after micro-batches,
+data, tensor and pipeline parallel reduction, and through the distributed optimizer where it is on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig
+from mindspeed_rlxf.data.batch import Experience, Rollouts
+from mindspeed_rlxf.data.mini_batches import rank_steps
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.runtime.group import Sharded
+from mindspeed_rlxf.runtime.role_groups import ActorGroup, CriticGroup
+from tests.distributed.llamas import PLAIN, TIED, make_llama, run_config
+from tests.distributed.samples import make_experience, make_rollouts
+from tests.distributed.test_parity_with_transformers import read_folder
+
+EPSILON = 1e4
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {  # processes, layout, distributed optimizer
+    "micro-batch 1": (1, {"micro_batch_size": 1}, False),
+    "micro-batch 2": (1, {"micro_batch_size": 2}, False),
+    "micro-batch 4": (1, {"micro_batch_size": 4}, False),
+    "uneven micro-batches": (1, {"micro_batch_size": 3}, False),
+    "padded": (1, {"micro_batch_size": 2, "packed_sequences": False}, False),
+    "distributed optimizer": (1, {"micro_batch_size": 2}, True),
+    "dp2": (2, {"micro_batch_size": 2}, False),
+    "dp2, distributed optimizer": (2, {"micro_batch_size": 2}, True),
+    "tp2": (2, {"micro_batch_size": 4, "tensor_model_parallel_size": 2}, False),
+    "tp2, sequence parallel": (
+        2,
+        {"micro_batch_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+        False,
+    ),
+    "tp2, sequence parallel, padded": (
+        2,
+        {
+            "micro_batch_size": 2,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "packed_sequences": False,
+        },
+        True,
+    ),
+    "pp2": (2, {"micro_batch_size": 2, "pipeline_model_parallel_size": 2}, False),
+    "pp2, padded": (
+        2,
+        {"micro_batch_size": 1, "pipeline_model_parallel_size": 2, "packed_sequences": False},
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", [PLAIN, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", ["actor", "critic"])
+def test_first_gradients_agree_in_every_layout(
+    ray_runtime: Any, tmp_path: Path, architecture: ArchitectureConfig, kind: str
+) -> None:
+    lm, scored = tmp_path / "lm", tmp_path / "scored"
+    make_llama(lm, architecture)
+    make_llama(scored, architecture, scored=True)
+    before = read_folder(lm if kind == "actor" else scored)
+    reference, reference_norm = first_gradient(
+        ray_runtime, tmp_path, architecture, kind, (1, {"micro_batch_size": 8}, False), before
+    )
+    assert reference_norm > 0.01
+    for name, layout in LAYOUTS.items():
+        gradient, norm = first_gradient(ray_runtime, tmp_path, architecture, kind, layout, before)
+        error = (gradient - reference).norm() / reference.norm()
+        assert error < 1e-5, f"{name}: {error:.2e}"
+        assert norm == pytest.approx(reference_norm, rel=1e-5), name
+
+
+def first_gradient(
+    ray_runtime: Any,
+    tmp_path: Path,
+    architecture: ArchitectureConfig,
+    kind: str,
+    layout: tuple[int, dict[str, Any], bool],
+    before: dict[str, torch.Tensor],
+) -> tuple[torch.Tensor, float]:
+    """All gradients in one vector, by tensor name, and the norm that the optimizer reported."""
+    size, keys, distributed = layout
+    optimizer = OptimizerConfig(
+        lr=EPSILON, adam_eps=EPSILON, clip_grad=0.0, use_distributed_optimizer=distributed
+    )
+    config = run_config(
+        tmp_path / "lm",
+        tmp_path / "scored",
+        architecture,
+        keys,
+        size,
+        optimizer,
+        critic={"cliprange_value": 0.5},
+    )
+    pool = ray_runtime.create_pools({"main": [size]})["main"]
+    rollouts = make_rollouts()
+    experience = make_experience(rollouts)
+    target = tmp_path / "out"
+    if kind == "actor":
+        actor = ActorGroup(config, pool)
+        actor.build([2]).result()
+        report = update(actor.train, ActorRole.update_policy, rollouts, experience)
+        actor.export(target, None).result()
+    else:
+        critic = CriticGroup(config, pool)
+        critic.build().result()
+        report = update(critic.group, CriticRole.update_critic, rollouts, experience)
+        critic.export(target, None).result()
+    after = read_folder(target)
+    for file in target.iterdir():
+        file.unlink()
+    gradient = torch.cat([(before[n] - after[n]).flatten() for n in sorted(before)])
+    return gradient, report.steps[0]["grad_norm"]
+
+
+def update(group: Any, method: Any, rollouts: Rollouts, experience: Experience) -> Any:
+    """One optimizer step on all eight samples, spread over the replicas."""
+    shares = rank_steps([list(range(8))], 8, group.layout.dp)
+    pending = group.call(
+        method,
+        Sharded([rollouts.select(share.rows) for share in shares]),
+        Sharded([experience.select(share.rows) for share in shares]),
+        Sharded([share.steps for share in shares]),
+    )
+    return pending.result()[0]

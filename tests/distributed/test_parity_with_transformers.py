@@ -1,0 +1,228 @@
+"""Megatron stages compute what transformers computes, in every layout, from the same files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.schema import ArchitectureConfig, RoleConfig
+from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
+from mindspeed_rlxf.runtime.role_groups import ActorGroup, CriticGroup
+from tests.distributed.llamas import PLAIN, SCALED, TIED, make_llama, run_config
+from tests.distributed.probe import EngineProbe
+from tests.distributed.samples import make_rollouts
+
+LAYOUTS = {
+    "tp1": {},
+    "tp1-padded": {"packed_sequences": False},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "tp2-sp-padded": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "packed_sequences": False,
+    },
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2-padded": {"pipeline_model_parallel_size": 2, "packed_sequences": False},
+}
+FAMILIES = {"plain": PLAIN, "tied": TIED, "scaled-rope": SCALED}
+
+
+def world_size(layout: dict[str, Any]) -> int:
+    tp = layout.get("tensor_model_parallel_size", 1)
+    return int(tp * layout.get("pipeline_model_parallel_size", 1))
+
+
+def expected_logits(model: Any, rollouts: Rollouts, scored: bool) -> torch.Tensor:
+    """Each sample alone through transformers, at the places that predict response tokens."""
+    parts = []
+    for row in range(rollouts.num_rows):
+        prompt = rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]]
+        response = rollouts.response_ids[row, : rollouts.response_lengths[row]]
+        ids = torch.cat((prompt, response))[None]
+        with torch.no_grad():
+            body = model.model(ids).last_hidden_state[0, len(prompt) - 1 : -1]
+            parts.append(model.score(body).squeeze(-1) if scored else model.lm_head(body))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scored", [False, True], ids=["logits", "scores"])
+def test_forward_equals_transformers_in_every_layout(
+    ray_runtime: Any, tmp_path: Path, family: str, scored: bool
+) -> None:
+    architecture = FAMILIES[family]
+    model = make_llama(tmp_path, architecture, scored)
+    rollouts = make_rollouts()
+    expected = expected_logits(model, rollouts, scored)
+    head = Head.SCORE if scored else Head.LANGUAGE_MODEL
+    method = EngineProbe.scores if scored else EngineProbe.logits
+    for name, layout in LAYOUTS.items():
+        role = RoleConfig(
+            model="test",
+            architecture=architecture,
+            load=str(tmp_path),
+            micro_batch_size=3,
+            **layout,
+        )
+        group = probe_group(ray_runtime, role, head)
+        got = torch.tensor(group.call(method, Sharded([rollouts])).result()[0])
+        error = (got - expected).abs().max() / expected.abs().max()
+        assert error < 2e-5, f"{name}: {error:.2e}"
+
+
+def probe_group(ray_runtime: Any, role: RoleConfig, head: Head) -> RoleGroup:
+    tp, pp = role.tensor_model_parallel_size, role.pipeline_model_parallel_size
+    pool = ray_runtime.create_pools({"main": [tp * pp]})["main"]
+    group = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(tp * pp, tp, pp), pool)
+    group.build(EngineProbe, role, head).result()
+    return group
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2"])
+@pytest.mark.parametrize("architecture", [PLAIN, TIED], ids=["untied", "tied"])
+def test_export_gives_back_every_tensor_byte_for_byte(
+    ray_runtime: Any, tmp_path: Path, layout: str, architecture: ArchitectureConfig
+) -> None:
+    lm, scored = tmp_path / "lm", tmp_path / "scored"
+    make_llama(lm, architecture)
+    make_llama(scored, architecture, scored=True)
+    size = world_size(LAYOUTS[layout])
+    config = run_config(lm, scored, architecture, LAYOUTS[layout], pool=size)
+    pool = ray_runtime.create_pools({"main": [size]})["main"]
+    actor, critic = ActorGroup(config, pool), CriticGroup(config, pool)
+    for build in (actor.build([2]), critic.build()):
+        build.result()
+    actor.export(tmp_path / "lm_out", tmp_path / "lm_megatron").result()
+    critic.export(tmp_path / "scored_out", tmp_path / "scored_megatron").result()
+    for source, target in ((lm, tmp_path / "lm_out"), (scored, tmp_path / "scored_out")):
+        before, after = read_folder(source), read_folder(target)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert (target / "config.json").exists()
+
+
+def read_folder(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_a_rank_reads_only_its_own_shard(ray_runtime: Any, tmp_path: Path, layout: str) -> None:
+    make_llama(tmp_path, PLAIN)
+    role = RoleConfig(
+        model="test", architecture=PLAIN, load=str(tmp_path), **LAYOUTS[layout]
+    )
+    # Every process leads a replica of its own as far as reports go, so that each one answers.
+    group = probe_group(ray_runtime, role, Head.LANGUAGE_MODEL)
+    everyone = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(2, 1, 1), group.pool)
+    for read, shard in everyone.call(EngineProbe.bytes_of_a_load).result():
+        assert read <= shard * 1.05
+        assert read >= shard * 0.9  # all of it but the padding of the vocabulary
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2"])
+@pytest.mark.parametrize("architecture", [PLAIN, TIED], ids=["untied", "tied"])
+def test_greedy_generation_equals_transformers_token_by_token(
+    ray_runtime: Any, tmp_path: Path, layout: str, architecture: ArchitectureConfig
+) -> None:
+    eos = [3, 8, 17]
+    model = make_llama(tmp_path, architecture)
+    size = world_size(LAYOUTS[layout])
+    config = run_config(
+        tmp_path,
+        tmp_path,
+        architecture,
+        LAYOUTS[layout],
+        pool=size,
+        actor_rollout={"num_samples_per_step": 3},
+    )
+    pool = ray_runtime.create_pools({"main": [size]})["main"]
+    actor = ActorGroup(config, pool)
+    actor.build(eos).result()
+    prompts = make_prompts(8)
+    pending = actor.generate(prompts, seed=5, greedy=True)
+    produced = actor.sample_texts(pending.rows(), 8)
+    lengths = set()
+    for text, prompt in zip(produced, prompts.token_ids, strict=True):
+        with torch.no_grad():
+            expected = model.generate(
+                torch.tensor(prompt)[None],
+                attention_mask=torch.ones(1, len(prompt)),
+                max_new_tokens=16,
+                do_sample=False,
+                eos_token_id=eos,
+                pad_token_id=0,
+            )[0, len(prompt) :].tolist()
+        assert text.response_ids == expected
+        lengths.add(len(expected))
+    assert len(lengths) > 2, "the prompts should end at different steps"
+    reports = pending.result()
+    responses = sum(len(text.response_ids) for text in produced)
+    assert sum(r.sampled_tokens for r in reports) == responses
+    assert sum(r.decoded_tokens for r in reports) == responses - 8
+    assert sum(r.prompt_tokens for r in reports) == sum(len(p) for p in prompts.token_ids)
+
+
+def make_prompts(count: int) -> Prompts:
+    rollouts = make_rollouts(seed=7).select(range(count))
+    ids = [
+        rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]].numpy() for row in range(count)
+    ]
+    return Prompts(list(range(count)), ids, [""] * count, ["test"] * count)
+
+
+def test_sampled_tokens_do_not_depend_on_batch_or_layout(
+    ray_runtime: Any, tmp_path: Path
+) -> None:
+    make_llama(tmp_path, TIED)
+    produced = {}
+    for name, layout, size, rows in (
+        ("alone", {}, 1, 1),
+        ("all at once", {}, 1, 8),
+        ("dp2", {}, 2, 3),
+        ("tp2", LAYOUTS["tp2"], 2, 5),
+        ("pp2", LAYOUTS["pp2"], 2, 2),
+    ):
+        settings = {"do_sample": True, "top_k": 20, "top_p": 0.9, "num_samples_per_step": rows}
+        config = run_config(tmp_path, tmp_path, TIED, layout, pool=size, actor_rollout=settings)
+        pool = ray_runtime.create_pools({"main": [size]})["main"]
+        actor = ActorGroup(config, pool)
+        actor.build([3]).result()
+        rollouts = actor.generate(make_prompts(8), seed=11).rows()
+        produced[name] = [text.response_ids for text in actor.sample_texts(rollouts, 8)]
+    assert all(responses == produced["alone"] for responses in produced.values())
+    assert len({tuple(r) for r in produced["alone"]}) == 8
+
+
+def test_values_equal_transformers_at_every_state(ray_runtime: Any, tmp_path: Path) -> None:
+    """Slot t is the value before token t; the slot after the last token is at that token."""
+    model = make_llama(tmp_path, PLAIN, scored=True)
+    config = run_config(tmp_path, tmp_path, PLAIN, {"micro_batch_size": 3})
+    pool = ray_runtime.create_pools({"main": [1]})["main"]
+    group = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
+    group.build(ValuesAsReport, config).result()
+    rollouts = make_rollouts()
+    got = group.call(ValuesAsReport.report_values, Sharded([rollouts])).result()[0]
+    for row in range(rollouts.num_rows):
+        prompt = rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]]
+        response = rollouts.response_ids[row, : rollouts.response_lengths[row]]
+        with torch.no_grad():
+            hidden = model.model(torch.cat((prompt, response))[None]).last_hidden_state[0]
+            expected = model.score(hidden[len(prompt) - 1 :]).squeeze(-1)
+        torch.testing.assert_close(torch.tensor(got[row][: len(expected)]), expected)
+        assert not any(got[row][len(expected) :])
+
+
+class ValuesAsReport(CriticRole):
+    def report_values(self, rollouts: Rollouts) -> Any:
+        return RoleOutput(report=self.values(rollouts).rows.values.tolist())
+

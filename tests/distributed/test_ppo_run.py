@@ -1,0 +1,229 @@
+"""Whole PPO runs on random Llamas: what must hold from the first iteration on."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.schema import ArchitectureConfig, RunConfig
+from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.roles import actor as actor_module
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
+from mindspeed_rlxf.runtime.role_groups import ActorGroup
+from mindspeed_rlxf.trainer.preflight import prepare
+from mindspeed_rlxf.trainer.run import train
+from tests.distributed.llamas import PLAIN, TIED, make_llama, run_config
+from tests.distributed.samples import make_experience
+from tests.distributed.test_parity_with_transformers import make_prompts
+
+DATA = Path(os.environ.get("RLXF_DATA", Path(__file__).parents[3] / "shared" / "data"))
+GSM8K = DATA / "gsm8k"
+VOCAB = 384
+
+
+class RecordingActor(ActorRole):
+    """Notes how far each ratio of an update is from 1."""
+
+    def update_and_record(
+        self, rollouts: Rollouts, experience: Experience, steps: list[list[int]]
+    ) -> RoleOutput:
+        original, distances = actor_module.clipped_policy_loss, []
+
+        def recording(log_probs: Any, old: Any, *arguments: Any) -> Any:
+            distances.append(float((torch.exp(log_probs - old) - 1).abs().max()))
+            return original(log_probs, old, *arguments)
+
+        actor_module.clipped_policy_loss = recording
+        try:
+            report = self.update_policy(rollouts, experience, steps).report
+        finally:
+            actor_module.clipped_policy_loss = original
+        return RoleOutput(report=(distances, report))
+
+    def with_own_log_probs(self, rollouts: Rollouts) -> RoleOutput:
+        """Experience whose old log-probs are what this actor computes now."""
+        old = self.log_probs(rollouts)
+        made = make_experience(rollouts)
+        experience = Experience(**{**vars(made), "old_log_probs": old.rows.log_probs})
+        return RoleOutput(experience)
+
+
+def test_first_mini_batch_has_ratio_one_and_no_clipping(ray_runtime: Any, tmp_path: Path) -> None:
+    make_llama(tmp_path, TIED)
+    settings = {"do_sample": True, "temperature": 0.7, "micro_batch_size": 2}
+    config = run_config(tmp_path, tmp_path, TIED, actor_rollout=settings)
+    pool = ray_runtime.create_pools({"main": [1]})["main"]
+    group = RoleGroup(Role.ACTOR_ROLLOUT, config.layout(Role.ACTOR_ROLLOUT), pool)
+    group.build(RecordingActor, config, (3,)).result()
+    actor = ActorGroup(config, pool)
+    rollouts = actor.generate(make_prompts(8), seed=3).rows()
+    experience = group.call(RecordingActor.with_own_log_probs, rollouts).rows()
+    steps = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    pending = group.call(
+        RecordingActor.update_and_record,
+        Sharded([rollouts]),
+        Sharded([experience]),
+        Sharded([steps]),
+    )
+    distances, report = pending.result()[0]
+    assert max(distances[:2]) <= 1e-5  # two micro-batches of the first mini-batch
+    assert report.steps[0]["pg_clipfrac"] == 0.0
+    assert max(distances[2:]) > 1e-5, "the second mini-batch should see a changed policy"
+
+
+def test_kl_to_the_reference_starts_at_zero_and_roles_may_live_anywhere(
+    ray_runtime: Any, tmp_path: Path
+) -> None:
+    """Four pools of one process give what one pool of one process gives."""
+    lm, scored = tmp_path / "lm", tmp_path / "scored"
+    architecture = PLAIN.model_copy(update={"vocab_size": VOCAB})
+    make_llama(lm, architecture)
+    make_llama(scored, architecture, scored=True)
+    write_prompts(tmp_path / "train.jsonl", [f"count to {n}" for n in range(40)])
+    write_tokenizer(tmp_path / "tokenizer", [f"count to {n}" for n in range(40)])
+    together = small_run(tmp_path, "together", lm, scored, architecture, {}, 1)
+    apart = together.model_copy(
+        update={
+            "placement": {role: role.value for role in Role},
+            "resource_pool": {role.value: [1] for role in Role},
+            "training": together.training.model_copy(
+                update={"output_dir": str(tmp_path / "apart")}
+            ),
+        }
+    )
+    first = metrics_of(together, ray_runtime)
+    second = metrics_of(apart, ray_runtime)
+    assert abs(first[0]["critic/kl"]) <= 1e-5
+    assert first[0]["rollout/log_prob_gap_max"] < 1e-4
+    for ours, theirs in zip(first, second, strict=True):
+        for name in ours:
+            if not name.startswith(("timing", "throughput")):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K} (set RLXF_DATA)")
+def test_gsm8k_runs_at_dp2_tp2_and_pp2(ray_runtime: Any, tmp_path: Path) -> None:
+    lm, scored = tmp_path / "lm", tmp_path / "scored"
+    architecture = TIED.model_copy(
+        update={"vocab_size": VOCAB, "max_position_embeddings": 512, "hidden_size": 64}
+    )
+    make_llama(lm, architecture)
+    make_llama(scored, architecture, scored=True)
+    rows = (GSM8K / "train.jsonl").read_text(encoding="utf-8").splitlines()[:64]
+    questions = [json.loads(row)["question"] for row in rows]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    write_tokenizer(tmp_path / "tokenizer", questions)
+    curves = {}
+    for name, layout in (
+        ("dp2", {}),
+        ("tp2", {"tensor_model_parallel_size": 2}),
+        ("pp2", {"pipeline_model_parallel_size": 2}),
+    ):
+        config = small_run(
+            tmp_path,
+            name,
+            lm,
+            scored,
+            architecture,
+            {**layout, "micro_batch_size": 2},
+            2,
+            data={
+                "prompt_key": "question",
+                "ground_truth_key": "answer",
+                "default_data_source": "openai/gsm8k",
+            },
+            reward={"kind": RewardKind.RULE, "model": None, "architecture": None, "load": None},
+            actor_rollout={"max_prompt_length": 400, "max_new_tokens": 24, "do_sample": True},
+            training={"seq_length": 424},
+        )
+        curves[name] = metrics_of(config, ray_runtime)
+    for name, curve in curves.items():
+        assert len(curve) == 3, name
+        assert abs(curve[0]["critic/kl"]) <= 1e-5, name
+        for metrics in curve:
+            assert all(value == value for value in metrics.values()), name  # no NaN
+            assert metrics["prompt_length/mean"] > 40
+            assert 1 <= metrics["response_length/mean"] <= 24
+            assert 0.0 <= metrics["critic/score/mean"] <= 1.0
+            assert metrics["actor/grad_norm"] > 0 and metrics["critic/grad_norm"] > 0
+            assert abs(metrics["critic/advantages/mean"]) < 1e-6
+            assert metrics["rollout/log_prob_gap_mean"] < 1e-4
+        for ours, theirs in zip(curves["dp2"], curve, strict=True):
+            for key in ("critic/score/mean", "critic/vf_loss", "actor/entropy", "critic/kl"):
+                assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-5), (name, key)
+
+
+def small_run(
+    folder: Path,
+    name: str,
+    lm: Path,
+    scored: Path,
+    architecture: ArchitectureConfig,
+    layout: dict[str, Any],
+    pool: int,
+    **sections: Any,
+) -> RunConfig:
+    """Three iterations of eight prompts, two optimizer steps each."""
+    merged: dict[str, Any] = {
+        "training": {
+            "train_iters": 3,
+            "global_batch_size": 8,
+            "tokenizer_name_or_path": str(folder / "tokenizer"),
+            "output_dir": str(folder / name),
+            **sections.pop("training", {}),
+        },
+        "data": {"train_files": str(folder / "train.jsonl"), **sections.pop("data", {})},
+        "actor_rollout": {
+            "do_sample": True,
+            "ppo_mini_batch_size": 4,
+            **sections.pop("actor_rollout", {}),
+        },
+        "critic": {"critic_mini_batch_size": 4},
+        **sections,
+    }
+    return run_config(lm, scored, architecture, layout, pool, None, **merged)
+
+
+def metrics_of(config: RunConfig, ray_runtime: Any) -> list[dict[str, float]]:
+    """The metrics of every iteration of a run on warm workers."""
+    prepared = prepare(config)
+    directory = RunDirectory.create(config)
+    train(config, prepared, directory, ray_runtime)
+    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1))
+    for part in ("actor_hf", "actor_megatron", "critic_hf", "critic_megatron"):
+        assert any((directory.path / "final" / part).iterdir())
+    return [line["metrics"] for line in lines]
+
+
+def write_prompts(file: Path, prompts: list[str]) -> None:
+    rows = [{"prompt": p, "ground_truth": "1", "data_source": "arithmetic"} for p in prompts]
+    file.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+
+
+def write_tokenizer(folder: Path, texts: list[str]) -> None:
+    """A byte-level BPE of `VOCAB` tokens trained on the texts."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>"
+    )
+    tokenizer.save_pretrained(folder)
