@@ -1,0 +1,60 @@
+"""How a run fails: one exception that says who, where, during what and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class WorkerError(RuntimeError):
+    """A worker process raised or died.
+
+    role:  role that was running; the pool's name while no role was
+    phase: method of the role, or what the process did (`start`)
+    cause: `ValueError: what it said`, or how the process ended
+    remote_traceback: of the cause, for the log; empty when the process died
+    is_aftermath: the cause is a lost connection to another rank, so another failure came first
+    """
+
+    def __init__(
+        self,
+        role: str,
+        rank: int,
+        host: str,
+        phase: str,
+        cause: str,
+        remote_traceback: str = "",
+        is_aftermath: bool = False,
+    ) -> None:
+        super().__init__(f"{role} rank {rank} on {host} failed in {phase}: {cause}")
+        self.role, self.rank, self.host = role, rank, host
+        self.phase, self.cause = phase, cause
+        self.remote_traceback = remote_traceback
+        self.is_aftermath = is_aftermath
+
+    def __reduce__(self) -> tuple[type[WorkerError], tuple[object, ...]]:
+        state = (self.role, self.rank, self.host, self.phase, self.cause)
+        return type(self), (*state, self.remote_traceback, self.is_aftermath)
+
+
+class RuntimeTimeout(RuntimeError):
+    """A wait reached its deadline.
+
+    what:    what was waited for
+    missing: the ranks that did not arrive
+    hint:    what these ranks wait for themselves, where that is known
+    """
+
+    def __init__(self, what: str, seconds: float, missing: Sequence[int], hint: str = "") -> None:
+        ranks = ", ".join(str(rank) for rank in missing)
+        noun = "rank" if len(missing) == 1 else "ranks"
+        message = f"{what}: {noun} {ranks} did not arrive within {seconds:g} s"
+        super().__init__(f"{message}; {hint}" if hint else message)
+        self.what, self.seconds = what, seconds
+        self.missing, self.hint = list(missing), hint
+
+    def __reduce__(self) -> tuple[type[RuntimeTimeout], tuple[object, ...]]:
+        return type(self), (self.what, self.seconds, self.missing, self.hint)
+
+
+class DevicesMissing(RuntimeError):
+    """A joined cluster did not offer the devices in time; the same command may succeed later."""

@@ -1,0 +1,137 @@
+"""The driver's view of a role: one object for all its ranks, typed calls, references for rows.
+
+    critic = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pools["critic"])
+    critic.build(CriticRole, config).result()
+    values = critic.call(CriticRole.compute_values, rollouts).rows()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.data.batch import Rows
+from mindspeed_rlxf.runtime.protocol import BUILD, Call, Pool, Reply, Request
+from mindspeed_rlxf.runtime.refs import Piece, RowsRef
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """An argument that differs by data-parallel rank: parts[i] goes to every rank of replica i."""
+
+    parts: Sequence[Any]
+
+
+class Pending:
+    """A call under way. Nothing waits until a result is asked for."""
+
+    def __init__(self, call: Call, leaders: list[int], num_rows: list[int | None]) -> None:
+        """num_rows: of each leader's output, None where only the worker knows."""
+        self._call, self._leaders, self._num_rows = call, leaders, num_rows
+        self._replies: list[Reply] | None = None
+
+    def rows(self) -> RowsRef:
+        """The leaders' rows in data-parallel order; waits only when their number is unknown."""
+        counts = list(self._num_rows)
+        if None in counts:
+            counts = [reply.num_rows for reply in self._leader_replies()]
+        handles = [self._call.handles[rank] for rank in self._leaders]
+        assert None not in counts, f"{handles} returned no rows"
+        return RowsRef(tuple(Piece(h, n) for h, n in zip(handles, counts) if n is not None))
+
+    def result(self) -> list[Any]:
+        """The leaders' reports in data-parallel order. Raises WorkerError, RuntimeTimeout."""
+        return [reply.report for reply in self._leader_replies()]
+
+    @property
+    def seconds(self) -> float:
+        """Longest time that a rank spent in the method; waits for it to end."""
+        return max(reply.seconds for reply in self._all_replies())
+
+    def _leader_replies(self) -> list[Reply]:
+        replies = self._all_replies()
+        return [replies[rank] for rank in self._leaders]
+
+    def _all_replies(self) -> list[Reply]:
+        if self._replies is None:
+            self._replies = self._call.wait()
+        return self._replies
+
+
+class RoleGroup:
+    """All ranks of one role."""
+
+    def __init__(self, role: Role, layout: ParallelLayout, pool: Pool) -> None:
+        assert layout.world_size == pool.world_size, (
+            f"{role.value} is laid out over {layout.world_size} ranks, "
+            f"its pool {pool.name} has {pool.world_size}"
+        )
+        self.role, self.layout, self.pool = role, layout, pool
+
+    def build(self, factory: Callable[..., Any], *args: Any) -> Pending:
+        """Make the role's object in every process: `factory(*args)`."""
+        return self._submit(BUILD, args, 0, factory)
+
+    def call(self, method: Callable[..., Any], *args: Any, rows_per_input: int = 1) -> Pending:
+        """Run a method of the role's class on every rank.
+
+        method: the plain function, as `ActorRole.generate`
+        args: `Sharded`, by data-parallel rank; RowsRef, split between replicas in equal contiguous
+            parts; anything else, the same for all
+        rows_per_input: rows that come out for each row that goes in
+        """
+        return self._submit(method.__name__, args, rows_per_input, None)
+
+    def _submit(
+        self,
+        method: str,
+        args: Sequence[Any],
+        rows_per_input: int,
+        factory: Callable[..., Any] | None,
+    ) -> Pending:
+        shards = [self._shards(arg) for arg in args]
+        by_dp = [tuple(shard[dp] for shard in shards) for dp in range(self.layout.dp)]
+        inputs = [self._num_rows_in(shards, args, dp) for dp in range(self.layout.dp)]
+        num_rows = [None if n is None else n * rows_per_input for n in inputs]
+        requests = []
+        for rank in range(self.layout.world_size):
+            dp, leads = self.layout.dp_rank(rank), self.layout.is_leader(rank)
+            requests.append(Request(self.role, method, by_dp[dp], leads, num_rows[dp], factory))
+        return Pending(self.pool.submit(requests), self.layout.leaders(), num_rows)
+
+    def _shards(self, arg: Any) -> Sequence[Any]:
+        """The argument of each data-parallel rank."""
+        if isinstance(arg, RowsRef):
+            return arg.split(self.layout.dp)
+        if not isinstance(arg, Sharded):
+            return [arg] * self.layout.dp
+        assert len(arg.parts) == self.layout.dp, (
+            f"{self.role.value} has {self.layout.dp} data-parallel ranks, got {len(arg.parts)} parts"
+        )
+        return arg.parts
+
+    @staticmethod
+    def _num_rows_in(shards: Sequence[Sequence[Any]], args: Sequence[Any], dp: int) -> int | None:
+        """Rows of the first argument that is shared out between replicas."""
+        for shard, arg in zip(shards, args):
+            if isinstance(arg, (RowsRef, Sharded)):
+                num_rows = _num_rows(shard[dp])
+                if num_rows is not None:
+                    return num_rows
+        return None
+
+
+def _num_rows(value: Any) -> int | None:
+    if isinstance(value, (RowsRef, Rows)):
+        return value.num_rows
+    items: list[Any] = []
+    if isinstance(value, (list, tuple)):
+        items = list(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    counts = (_num_rows(item) for item in items)
+    return next((count for count in counts if count is not None), None)

@@ -1,0 +1,151 @@
+"""The runtime without Ray: one process, or all ranks of torchrun, each running the same driver.
+
+Every pool spans the whole torchrun world and all pools share its processes, so calls run one after
+the other. Rows and reports are exchanged between the ranks at the end of each call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.data.batch import Rows
+from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.process import COLLECTIVE_MARGIN_S
+from mindspeed_rlxf.runtime.protocol import Reply, Request
+from mindspeed_rlxf.runtime.worker import RoleHost
+
+Outcome = tuple[Rows | None, Reply]
+
+
+@dataclass(frozen=True, eq=False)
+class LocalHandle:
+    """The rows themselves; equal only to itself."""
+
+    rows: Rows | None
+    origin: str
+
+    def __repr__(self) -> str:
+        return self.origin
+
+
+class LocalCall:
+    def __init__(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
+        role, method = requests[0].role.value, requests[0].method
+        self.handles = [
+            LocalHandle(rows, f"rows of {role}.{method} from rank {rank}")
+            for rank, (rows, _) in enumerate(outcomes)
+        ]
+        self._replies = [reply for _, reply in outcomes]
+
+    def wait(self) -> list[Reply]:
+        return self._replies
+
+
+class LocalWorld:
+    """The ranks of torchrun, or this process alone, and the exchange between them."""
+
+    def __init__(self, kind: DeviceKind, threads: int, timeout_s: float) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        device.setup(kind, threads, int(os.environ.get("LOCAL_RANK", "0")))
+        self._timeout_s, self._calls = timeout_s, itertools.count()
+        self._store: dist.Store = dist.HashStore()
+        if self.size > 1:
+            self._store, _, _ = next(rendezvous("env://", self.rank, self.size))
+        timeout = timedelta(seconds=timeout_s + COLLECTIVE_MARGIN_S)
+        dist.init_process_group(
+            device.backend(kind),
+            store=dist.PrefixStore("world", self._store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timeout,
+        )
+        self._host_group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def exchange(self, outcome: Outcome | WorkerError, what: str) -> list[Outcome]:
+        """Outcomes by rank, on every rank. A failure on one rank is raised on all that arrive."""
+        number = next(self._calls)
+        error = outcome if isinstance(outcome, WorkerError) else None
+        self._store.set(self._key(number, self.rank), pickle.dumps(error))
+        if isinstance(outcome, WorkerError):
+            raise outcome
+        self._await_all(number, what)
+        for rank in range(self.size):
+            failure = pickle.loads(self._store.get(self._key(number, rank)))
+            if failure is not None:
+                raise failure
+        if number > 0:  # every rank has read the flags of the call before
+            self._store.delete_key(self._key(number - 1, self.rank))
+        outcomes: list[Any] = [outcome]
+        if self.size > 1:
+            outcomes = [None] * self.size
+            dist.all_gather_object(outcomes, outcome, group=self._host_group)
+        return outcomes
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def _await_all(self, number: int, what: str) -> None:
+        keys = [self._key(number, rank) for rank in range(self.size)]
+        try:
+            self._store.wait(keys, timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise RuntimeTimeout(what, self._timeout_s, missing) from error
+
+    @staticmethod
+    def _key(number: int, rank: int) -> str:
+        return f"call/{number}/{rank}"
+
+
+class LocalPool:
+    def __init__(self, name: str, world: LocalWorld) -> None:
+        self.name, self.world_size, self._world = name, world.size, world
+        self._host = RoleHost(world.rank, lambda handles: [handle.rows for handle in handles])
+
+    def submit(self, requests: Sequence[Request]) -> LocalCall:
+        """Run this rank's request now. Raises what `Call.wait` raises in other runtimes."""
+        mine = requests[self._world.rank]
+        outcome: Outcome | WorkerError
+        try:
+            outcome = self._host.run(mine)
+        except WorkerError as error:
+            outcome = error
+        return LocalCall(requests, self._world.exchange(outcome, f"{mine.role.value}.{mine.method}"))
+
+    def shutdown(self) -> None:
+        """Nothing of its own to end."""
+
+
+class LocalRuntime:
+    """Runs in the processes that are there."""
+
+    def __init__(self, kind: DeviceKind, threads: int = 1, timeout_s: float = 1800.0) -> None:
+        self._world = LocalWorld(kind, threads, timeout_s)
+
+    def create_pools(self, processes_per_node: Mapping[str, Sequence[int]]) -> dict[str, LocalPool]:
+        size = self._world.size
+        problems = [
+            f"resource_pool.{name}={list(counts)} must add up to the {size} processes of "
+            f"runtime=local; use {size}, or start {sum(counts)} with torchrun"
+            for name, counts in processes_per_node.items()
+            if sum(counts) != size
+        ]
+        if problems:
+            raise UserError(problems)
+        return {name: LocalPool(name, self._world) for name in processes_per_node}
+
+    def shutdown(self) -> None:
+        self._world.close()

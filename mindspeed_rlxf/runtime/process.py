@@ -1,0 +1,104 @@
+"""One worker process from start to end: log file, device, torch.distributed world, roles."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.data.batch import Rows
+from mindspeed_rlxf.runtime.protocol import Reply, Request
+from mindspeed_rlxf.runtime.refs import Fetch
+from mindspeed_rlxf.runtime.worker import RoleHost
+
+# The driver's deadline passes first, so that its message, which names the ranks, is the one seen.
+COLLECTIVE_MARGIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class ProcessSetup:
+    """What a process has to know to take its place in a pool."""
+
+    pool: str
+    rank: int
+    world_size: int
+    device_kind: DeviceKind
+    threads: int
+    timeout_s: float  # longest wait of one call
+    log_dir: str | None  # of the run; None leaves stdout and stderr alone
+    loopback: bool  # all processes are on this host: collectives stay on it
+
+
+class WorkerProcess:
+    """Owned by the runtime's actor, one per process; free of any Ray name."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+        self._host: RoleHost | None = None
+        self._store: dist.TCPStore | None = None
+
+    def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
+        """Rank 0 opens the rendezvous store of its pool on `ip`; returns the port."""
+        listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+        listener.bind((ip, 0))
+        listener.listen(world_size)
+        port = int(listener.getsockname()[1])
+        self._store = dist.TCPStore(
+            ip,
+            port,
+            world_size,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return port
+
+    def start(self, setup: ProcessSetup, ip: str, port: int) -> None:
+        """Join the pool's world; returns when every rank has."""
+        if setup.log_dir is not None:
+            redirect_output(Path(setup.log_dir) / setup.pool / f"rank_{setup.rank:05d}.log")
+        if setup.loopback:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        device.setup(setup.device_kind, setup.threads)
+        timeout = timedelta(seconds=setup.timeout_s + COLLECTIVE_MARGIN_S)
+        store = self._store or dist.TCPStore(ip, port, setup.world_size, timeout=timeout)
+        dist.init_process_group(
+            device.backend(setup.device_kind),
+            store=store,
+            rank=setup.rank,
+            world_size=setup.world_size,
+            timeout=timeout,
+        )
+        self._host = RoleHost(setup.rank, self._fetch)
+
+    def run(self, request: Request) -> tuple[Rows | None, Reply]:
+        assert self._host is not None, "this process belongs to no pool"
+        return self._host.run(request)
+
+    def reset(self) -> None:
+        """Leave the pool: drop roles and world, keep the process and what it imported."""
+        self._host = self._store = None
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def redirect_output(path: Path) -> None:
+    """Append all further output of this process, C++ included, to `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(log, number)
+    os.close(log)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)

@@ -1,0 +1,71 @@
+"""What a runtime has to offer. Two implementations: `ray_runtime` and `local`.
+
+A pool is one torch.distributed world: process i is rank i, one process per device. Several roles
+may live in the processes of one pool; their methods then run one after the other, in the order of
+submission. Methods on different pools run at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.runtime.refs import Handle
+
+BUILD = "build"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One role method on one rank; any RowsRef inside `args` is resolved there."""
+
+    role: Role
+    method: str
+    args: tuple[Any, ...]
+    keeps_rows: bool  # a leader: its rows and its report count
+    num_rows: int | None = None  # rows that the method has to return; None = any number
+    factory: Callable[..., Any] | None = None  # builds the role instead of calling a method
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the driver learns from one rank."""
+
+    report: Any  # None where the rank is no leader
+    num_rows: int | None
+    seconds: float  # in the method, without waiting for its inputs
+
+
+class Call(Protocol):
+    """One method under way on all ranks of a pool."""
+
+    @property
+    def handles(self) -> Sequence[Handle]:
+        """By rank: where the rows are, or will be."""
+
+    def wait(self) -> list[Reply]:
+        """Replies by rank. Raises WorkerError, or RuntimeTimeout at the deadline."""
+
+
+class Pool(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def submit(self, requests: Sequence[Request]) -> Call:
+        """Start one request per rank, in the order of ranks, without waiting."""
+
+    def shutdown(self) -> None:
+        """End the roles and processes of this pool."""
+
+
+class Runtime(Protocol):
+    def create_pools(self, processes_per_node: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """Pools by name, started at the same time. Each list is the processes on each node."""
+
+    def shutdown(self) -> None:
+        """End all pools and whatever else this runtime started."""

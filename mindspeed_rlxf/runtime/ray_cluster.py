@@ -1,0 +1,171 @@
+"""The Ray cluster of a run: one that is there, or our own, which never outlives this process.
+
+An own cluster listens on the loopback interface only, needs a token made here, keeps its files in
+one temporary folder, and is watched over by `orphan_guard` for the case that this process is
+killed. Ray is imported inside the functions: it reads its environment when it is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from mindspeed_rlxf import device as device_facade
+from mindspeed_rlxf.config.schema import DeviceConfig
+
+logger = logging.getLogger(__name__)
+
+FORWARDED = ("HCCL_", "ASCEND_", "GLOO_", "TP_", "NCCL_")  # variables that workers inherit
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # every failure is reported once, by us
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_enable_metrics_collection": "0",
+}
+OBJECT_STORE_LIMIT = 2 * 2**30  # bytes; what does not fit is spilled to disk
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass
+class RayCluster:
+    """A connection to Ray. `close` ends it, and with it an own cluster."""
+
+    own: bool
+    address: str
+    temp_dir: Path | None = None
+    guard: subprocess.Popen[bytes] | None = None
+
+    def close(self) -> None:
+        import ray
+
+        processes = psutil.Process().children(recursive=True) if self.own else []
+        if self.guard is not None:
+            processes = [p for p in processes if p.pid != self.guard.pid]
+        ray.shutdown()
+        if not self.own:
+            return
+        _, left = psutil.wait_procs(processes, timeout=0.5)
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=5)
+        if self.guard is not None and self.guard.stdin is not None:
+            self.guard.stdin.close()
+            self.guard.wait()
+        if self.temp_dir is not None:
+            shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+    def worker_environment(self) -> dict[str, str]:
+        """Variables that workers on other hosts have to be given; our own inherit everything."""
+        return {} if self.own else forwarded_environment(os.environ)
+
+
+def resource_name(device: DeviceConfig) -> str:
+    """The Ray resource that stands for one device."""
+    return device.resource_name or device_facade.ray_resource(device.kind)
+
+
+def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The settings of communication libraries; never which devices a process may see."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(FORWARDED) and "VISIBLE_DEVICES" not in name
+    }
+
+
+def open_cluster(address: str | None, resources: dict[str, float]) -> RayCluster:
+    """Join the cluster at `address` or RAY_ADDRESS; where neither is given start our own.
+
+    resources: that an own cluster registers beyond those Ray finds by itself
+    """
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    own = address == "local"
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    return _start_own(resources) if own else _join(address)
+
+
+def _join(address: str) -> RayCluster:
+    import ray
+
+    with _own_sigterm():
+        context = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    logger.info("joined the Ray cluster at %s", context.address_info["address"])
+    return RayCluster(own=False, address=context.address_info["address"])
+
+
+def _start_own(resources: dict[str, float]) -> RayCluster:
+    if "ray" not in sys.modules:  # too late otherwise: Ray's own defaults hold
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's word for: loopback only
+        if "RAY_AUTH_MODE" not in os.environ:
+            os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    import ray
+
+    temp_dir = Path(tempfile.mkdtemp(prefix="rlxf-ray-", dir=_short_temp_root()))
+    try:
+        with _own_sigterm():
+            context = ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                num_cpus=1,
+                resources=resources,
+                object_store_memory=_object_store_bytes(),
+                _temp_dir=str(temp_dir),
+            )
+        guard = _start_guard(temp_dir)
+    except BaseException:
+        ray.shutdown()
+        shutil.rmtree(temp_dir, ignore_errors=True)
+        raise
+    address = context.address_info["address"]
+    logger.info("started an own Ray cluster at %s with %s", address, resources or "its devices")
+    return RayCluster(own=True, address=address, temp_dir=temp_dir, guard=guard)
+
+
+def _start_guard(temp_dir: Path) -> subprocess.Popen[bytes]:
+    """A small process that sees this one end, however it ends, and clears up after it."""
+    script = Path(__file__).with_name("orphan_guard.py")
+    pids = [str(process.pid) for process in psutil.Process().children(recursive=True)]
+    return subprocess.Popen(
+        [sys.executable, "-S", str(script), str(temp_dir), *pids],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _short_temp_root() -> str:
+    """Ray puts sockets below it, whose paths may have 107 characters."""
+    root = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    return root if len(root) <= 30 else "/tmp"
+
+
+def _object_store_bytes() -> int:
+    return max(min(OBJECT_STORE_LIMIT, psutil.virtual_memory().total // 10), 100 * 2**20)
+
+
+class _own_sigterm:
+    """Ray replaces the driver's SIGTERM handler; put it back."""
+
+    def __enter__(self) -> None:
+        self._main = threading.current_thread() is threading.main_thread()
+        self._before = signal.getsignal(signal.SIGTERM)
+
+    def __exit__(self, *_error: object) -> None:
+        if self._main:
+            signal.signal(signal.SIGTERM, self._before)

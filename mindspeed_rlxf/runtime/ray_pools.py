@@ -1,0 +1,217 @@
+"""Pools on a Ray cluster: reserves devices, starts processes, joins them into worlds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from mindspeed_rlxf import device as device_facade
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
+from mindspeed_rlxf.runtime.errors import DevicesMissing
+from mindspeed_rlxf.runtime.process import ProcessSetup
+from mindspeed_rlxf.runtime.ray_cluster import LOOPBACK, RayCluster, resource_name
+from mindspeed_rlxf.runtime.ray_pool import RayPool, RayWorker, RayWorkers, by_rank
+from mindspeed_rlxf.runtime.ray_wait import Origin, gather
+
+logger = logging.getLogger(__name__)
+
+OWN_WAIT_S = 30.0  # an own cluster has nobody to wait for
+SAY_MISSING_EVERY_S = 15.0
+
+
+class RayPools:
+    """All pools of a runtime."""
+
+    def __init__(
+        self,
+        cluster: RayCluster,
+        device: DeviceConfig,
+        settings: RuntimeConfig,
+        num_devices: int,
+        log_dir: Path | None,
+        keep_warm: bool,
+    ) -> None:
+        self._cluster, self._settings, self._threads = cluster, settings, device.cpu_threads
+        self._kind = device_facade.resolve_kind(device.kind)
+        self._resource = resource_name(device)
+        self._log_dir, self._keep_warm, self._num_devices = log_dir, keep_warm, num_devices
+        self._pools: list[RayPool] = []
+        self._warm: list[RayWorkers] = []
+
+    def create(self, processes_per_node: Mapping[str, Sequence[int]]) -> dict[str, RayPool]:
+        """Pools by name, started at the same time.
+
+        Raises DevicesMissing (joined cluster) or UserError (own) when the devices are not there,
+        WorkerError when a process does not come up, RuntimeTimeout when it does not come back.
+        """
+        claimed: dict[str, RayWorkers] = {}
+        reserved: dict[str, Any] = {}
+        try:
+            for name, shape in processes_per_node.items():
+                warm = next((w for w in self._warm if w.processes_per_node == tuple(shape)), None)
+                if warm is not None:
+                    self._warm.remove(warm)
+                    claimed[name] = warm
+            cold = {n: tuple(s) for n, s in processes_per_node.items() if n not in claimed}
+            self._make_room(sum(sum(shape) for shape in cold.values()), claimed)
+            for name, shape in cold.items():
+                reserved[name] = self._reserve(shape)
+            self._await_devices(cold, reserved)
+            claimed.update(self._start_processes(cold, reserved))
+            setups = self._join_worlds({name: claimed[name] for name in processes_per_node})
+        except BaseException:
+            for workers in claimed.values():
+                workers.kill()
+            for name, group in reserved.items():
+                if name not in claimed:
+                    ray.util.remove_placement_group(group)
+            raise
+        pools = {n: RayPool(n, claimed[n], setups[n], self._release) for n in processes_per_node}
+        self._pools += pools.values()
+        return pools
+
+    def end(self) -> None:
+        """End every process."""
+        self._keep_warm = False
+        for pool in list(self._pools):
+            pool.shutdown()
+        for workers in self._warm:
+            workers.kill()
+        self._warm.clear()
+
+    def _release(self, pool: RayPool) -> None:
+        if pool not in self._pools:
+            return
+        self._pools.remove(pool)
+        if self._keep_warm and pool.workers.reset():
+            self._warm.append(pool.workers)
+        else:
+            pool.workers.kill()
+
+    def _make_room(self, needed: int, claimed: Mapping[str, RayWorkers]) -> None:
+        """End warm processes of other shapes when they hold the devices that are needed."""
+        in_use = [pool.workers for pool in self._pools] + list(claimed.values())
+        while self._warm:
+            held = sum(len(workers.actors) for workers in in_use + self._warm)
+            if held + needed <= self._num_devices:
+                return
+            self._warm.pop(0).kill()
+
+    def _reserve(self, shape: tuple[int, ...]) -> Any:
+        """One bundle per node entry. On an own CPU cluster nodes are as logical as devices."""
+        logical = self._cluster.own and self._kind is DeviceKind.CPU
+        strategy = "PACK" if logical or len(shape) == 1 else "STRICT_SPREAD"
+        return placement_group([{self._resource: count} for count in shape], strategy=strategy)
+
+    def _await_devices(
+        self, shapes: Mapping[str, tuple[int, ...]], groups: Mapping[str, Any]
+    ) -> None:
+        own = self._cluster.own
+        limit = min(OWN_WAIT_S, self._settings.start_timeout_s) if own else None
+        deadline = time.monotonic() + (limit or self._settings.start_timeout_s)
+        waiting = dict(groups)
+        while waiting:
+            name, group = next(iter(waiting.items()))
+            left = deadline - time.monotonic()
+            if group.wait(timeout_seconds=max(min(left, SAY_MISSING_EVERY_S), 0)):
+                del waiting[name]
+                continue
+            problems = [self._missing(name, shapes[name]) for name in waiting]
+            if time.monotonic() < deadline:
+                logger.warning("waiting for devices: %s", "; ".join(problems))
+            elif own:
+                raise UserError(problems)
+            else:
+                raise DevicesMissing("; ".join(problems))
+
+    def _missing(self, name: str, shape: tuple[int, ...]) -> str:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        counts = [int(node["Resources"].get(self._resource, 0)) for node in nodes]
+        free = int(ray.available_resources().get(self._resource, 0))
+        return (
+            f"resource_pool.{name}={list(shape)} needs {sum(shape)} {self._resource}; the cluster "
+            f"at {self._cluster.address} has {counts} on its nodes, {free} free; ask for less, free "
+            "some, or add nodes"
+        )
+
+    def _start_processes(
+        self, shapes: Mapping[str, tuple[int, ...]], groups: Mapping[str, Any]
+    ) -> dict[str, RayWorkers]:
+        actors = {name: self._actors(shape, groups[name]) for name, shape in shapes.items()}
+        tasks = [
+            (actor.place.remote(), Origin(name, index, "a host not known yet", "start"))
+            for name, found in actors.items()
+            for index, (_, actor) in enumerate(found)
+        ]
+        places = iter(gather(tasks, self._settings.start_timeout_s))
+        workers = {}
+        for name, found in actors.items():
+            ordered = by_rank([(bundle, actor, next(places)) for bundle, actor in found])
+            workers[name] = RayWorkers(shapes[name], groups[name], *ordered)
+        return workers
+
+    def _actors(self, shape: tuple[int, ...], group: Any) -> list[tuple[int, Any]]:
+        if self._resource == "GPU":
+            wants: dict[str, Any] = {"num_gpus": 1}
+        else:
+            wants = {"resources": {self._resource: 1}}
+        environment = self._cluster.worker_environment()
+        if environment:
+            wants["runtime_env"] = {"env_vars": environment}
+        found = []
+        for bundle, count in enumerate(shape):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+            options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": strategy, **wants}
+            factory = ray.remote(RayWorker).options(**options)
+            found += [(bundle, factory.remote()) for _ in range(count)]
+        return found
+
+    def _join_worlds(
+        self, workers: Mapping[str, RayWorkers]
+    ) -> dict[str, list[ProcessSetup]]:
+        """Make each pool one torch.distributed world."""
+        limit = self._settings.start_timeout_s
+        ips = {n: LOOPBACK if self._cluster.own else w.places[0].ip for n, w in workers.items()}
+        opening = [
+            (
+                w.actors[0].open_store.remote(ips[name], len(w.actors), limit),
+                Origin(name, 0, w.places[0].host, "start"),
+            )
+            for name, w in workers.items()
+        ]
+        ports = dict(zip(workers, gather(opening, limit), strict=True))
+        setups = {name: self._setups(name, len(w.actors)) for name, w in workers.items()}
+        starting = [
+            (
+                actor.start.remote(setups[name][rank], ips[name], ports[name]),
+                Origin(name, rank, w.places[rank].host, "start"),
+            )
+            for name, w in workers.items()
+            for rank, actor in enumerate(w.actors)
+        ]
+        gather(starting, limit)
+        return setups
+
+    def _setups(self, name: str, world_size: int) -> list[ProcessSetup]:
+        return [
+            ProcessSetup(
+                pool=name,
+                rank=rank,
+                world_size=world_size,
+                device_kind=self._kind,
+                threads=self._threads,
+                timeout_s=self._settings.timeout_s,
+                log_dir=str(self._log_dir.absolute()) if self._log_dir is not None else None,
+                loopback=self._cluster.own,
+            )
+            for rank in range(world_size)
+        ]

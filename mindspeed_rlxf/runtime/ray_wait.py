@@ -1,0 +1,151 @@
+"""Waiting for Ray tasks with a deadline, and turning whatever goes wrong into our own errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    GetTimeoutError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+
+from mindspeed_rlxf.data.batch import Rows
+from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
+
+# After a lost connection was reported: how long to look for the failure that came before it.
+FIRST_CAUSE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A rank at work, for messages."""
+
+    role: str
+    rank: int
+    host: str
+    phase: str
+    log: str = ""  # where its output goes
+
+    def error(self, cause: str) -> WorkerError:
+        return WorkerError(self.role, self.rank, self.host, self.phase, cause)
+
+
+@dataclass(frozen=True)
+class RayHandle:
+    """Rows in the object store, and who put them there."""
+
+    ref: Any  # ObjectRef of Rows, None or WorkerError
+    origin: Origin
+
+    def __repr__(self) -> str:
+        return f"rows of {self.origin.role}.{self.origin.phase} from rank {self.origin.rank}"
+
+
+def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float, hint: Any = None) -> list[Any]:
+    """Values of all tasks, each an ObjectRef with who computes it.
+
+    Returns as soon as one fails: raises its WorkerError. At the deadline raises RuntimeTimeout
+    with the ranks that did not arrive, and `hint(ranks)` as explanation.
+    """
+    origins = dict(tasks)
+    values: dict[Any, Any] = {}
+    waiting = list(origins)
+    deadline = time.monotonic() + timeout_s
+    while waiting:
+        ready, waiting = _wait(waiting, deadline - time.monotonic())
+        if not ready:
+            missing = sorted(origins[ref].rank for ref in waiting)
+            origin = origins[waiting[0]]
+            what = f"{origin.role}.{origin.phase}"
+            raise RuntimeTimeout(what, timeout_s, missing, hint(missing) if hint else "")
+        values.update(_read(ready, origins))
+        failed = [value for value in values.values() if isinstance(value, WorkerError)]
+        if failed:
+            raise _first_cause(failed, waiting, origins)
+    return [values[ref] for ref, _ in tasks]
+
+
+def fetch_rows(handles: Sequence[RayHandle], timeout_s: float) -> list[Rows]:
+    """Rows of other workers, on a worker. Raises the WorkerError of a rank that failed."""
+    refs = [handle.ref for handle in handles]
+    ready, missing = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
+    origins = {handle.ref: handle.origin for handle in handles}
+    if missing:
+        late = ", ".join(repr(handle) for handle in handles if handle.ref in set(missing))
+        raise TimeoutError(f"{late} did not arrive within {timeout_s:g} s")
+    values = _read(ready, origins)
+    for value in values.values():
+        if isinstance(value, WorkerError):
+            raise value
+    return [values[ref] for ref in refs]
+
+
+def not_ready(handles: Sequence[RayHandle]) -> list[RayHandle]:
+    """Those whose rows do not exist yet."""
+    if not handles:
+        return []
+    unique = list({handle.ref: handle for handle in handles})
+    _, missing = ray.wait(unique, num_returns=len(unique), timeout=0)
+    return [h for h in {handle.ref: handle for handle in handles}.values() if h.ref in set(missing)]
+
+
+def _wait(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
+    """At least one finished task, with all others that are finished too; none at the deadline."""
+    ready, waiting = ray.wait(refs, num_returns=1, timeout=max(timeout_s, 0))
+    if ready and waiting:
+        more, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+        ready = ready + more
+    return ready, waiting
+
+
+def _read(refs: Sequence[Any], origins: dict[Any, Origin]) -> dict[Any, Any]:
+    try:
+        return dict(zip(refs, ray.get(list(refs)), strict=True))
+    except RayError:
+        return {ref: _read_one(ref, origins[ref]) for ref in refs}
+
+
+def _read_one(ref: Any, origin: Origin) -> Any:
+    try:
+        return ray.get(ref)
+    except RayError as error:
+        return as_worker_error(error, origin)
+
+
+def as_worker_error(error: RayError, origin: Origin) -> WorkerError:
+    """What Ray says about a task, in one line."""
+    log = f"; its last words are in {origin.log}" if origin.log else ""
+    if isinstance(error, OutOfMemoryError):
+        return origin.error(f"the process was killed because its host ran out of memory{log}")
+    if isinstance(error, RayActorError):
+        if getattr(error, "_preempted", False):
+            return origin.error("its host was taken away by the cluster")
+        return origin.error(f"the process died (killed, crashed or out of memory){log}")
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        return origin.error(f"{type(cause).__name__}: {cause}" if cause else str(error))
+    if isinstance(error, (ObjectLostError, GetTimeoutError)):
+        return origin.error(f"its rows were lost ({type(error).__name__})")
+    return origin.error(f"{type(error).__name__}: {error}")
+
+
+def _first_cause(
+    failed: list[WorkerError], waiting: list[Any], origins: dict[Any, Origin]
+) -> WorkerError:
+    """The failure that the others follow from, which may be reported a moment later."""
+    deadline = time.monotonic() + FIRST_CAUSE_S
+    while waiting and all(error.is_aftermath for error in failed):
+        ready, waiting = _wait(waiting, deadline - time.monotonic())
+        if not ready:
+            break
+        values = _read(ready, origins).values()
+        failed = failed + [value for value in values if isinstance(value, WorkerError)]
+    return min(failed, key=lambda error: (error.is_aftermath, error.rank))

@@ -1,0 +1,143 @@
+"""Rows that stay where they were made: the driver holds and rearranges references only."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_rlxf.data.batch import Rows
+
+Handle = Any  # hashable; what a runtime needs to find the rows again
+Fetch = Callable[[list[Handle]], list[Rows]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows that one rank returned."""
+
+    handle: Handle
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class RowsRef:
+    """Rows of several pieces, all of them or a selection in any order.
+
+    selection: indices into the rows of all pieces, one piece after the other; None = all rows.
+    """
+
+    pieces: tuple[Piece, ...]
+    selection: tuple[int, ...] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        if self.selection is not None:
+            return len(self.selection)
+        return sum(piece.num_rows for piece in self.pieces)
+
+    def take(self, rows: Sequence[int]) -> RowsRef:
+        """The given rows in the given order, repeats allowed; pieces without any are left out."""
+        assert len(rows) > 0, "take needs at least one row"
+        _check_range(rows, self.num_rows)
+        wanted = rows if self.selection is None else [self.selection[row] for row in rows]
+        starts = self._starts()
+        owner = [bisect_right(starts, row) - 1 for row in wanted]
+        used = sorted(set(owner))
+        kept = [self.pieces[i] for i in used]
+        new_start = dict(zip(used, itertools.accumulate([0] + [p.num_rows for p in kept])))
+        moved = (row - starts[i] + new_start[i] for row, i in zip(wanted, owner))
+        return RowsRef(tuple(kept), tuple(moved))
+
+    def split(self, n: int) -> list[RowsRef]:
+        """`n` contiguous parts of equal size."""
+        if self.num_rows % n:
+            raise ValueError(f"{self.num_rows} rows must be a multiple of {n} to be split equally")
+        if n == 1:
+            return [self]
+        size = self.num_rows // n
+        return [self.take(range(i * size, (i + 1) * size)) for i in range(n)]
+
+    def by_piece(self) -> list[tuple[Piece, list[int], list[int]]]:
+        """Per piece: the piece, its wanted rows, and their places in the result."""
+        everything = range(sum(piece.num_rows for piece in self.pieces))
+        starts = self._starts()
+        found = [(piece, [], []) for piece in self.pieces]  # type: ignore[var-annotated]
+        for place, row in enumerate(everything if self.selection is None else self.selection):
+            owner = bisect_right(starts, row) - 1
+            found[owner][1].append(row - starts[owner])
+            found[owner][2].append(place)
+        return [entry for entry in found if entry[1]]
+
+    def _starts(self) -> list[int]:
+        sizes = [piece.num_rows for piece in self.pieces]
+        return list(itertools.accumulate([0, *sizes[:-1]]))
+
+
+def resolve(ref: RowsRef, fetch: Fetch) -> Rows:
+    """The rows behind `ref`, in its order; only pieces that hold one of them are fetched."""
+    entries = ref.by_piece()
+    fetched = fetch([piece.handle for piece, _, _ in entries])
+    parts, places = [], []
+    for (piece, rows, piece_places), part in zip(entries, fetched, strict=True):
+        assert part is not None, f"the method behind {piece.handle} returned no rows"
+        assert part.num_rows == piece.num_rows, (
+            f"{piece.handle} holds {part.num_rows} rows, not {piece.num_rows}"
+        )
+        parts.append(part if rows == list(range(part.num_rows)) else part.select(rows))
+        places += piece_places
+    joined = type(parts[0]).concat(parts)
+    if places == sorted(places):
+        return joined
+    return joined.select(sorted(range(len(places)), key=places.__getitem__))
+
+
+def find_refs(value: Any) -> list[RowsRef]:
+    """Every RowsRef inside lists, tuples, dicts and dataclasses."""
+    if isinstance(value, RowsRef):
+        return [value]
+    return [ref for item in _children(value) for ref in find_refs(item)]
+
+
+def resolve_refs(value: Any, fetch: Fetch) -> Any:
+    """`value` with every RowsRef inside it replaced by its rows; one fetch for all of them."""
+    refs = find_refs(value)
+    if not refs:
+        return value
+    handles = list(dict.fromkeys(p.handle for ref in refs for p, _, _ in ref.by_piece()))
+    known = dict(zip(handles, fetch(handles), strict=True))
+    return _replace_refs(value, lambda wanted: [known[handle] for handle in wanted])
+
+
+def _replace_refs(value: Any, fetch: Fetch) -> Any:
+    if isinstance(value, RowsRef):
+        return resolve(value, fetch)
+    if not find_refs(value):
+        return value
+    if isinstance(value, dict):
+        return {key: _replace_refs(item, fetch) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_replace_refs(item, fetch) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    names = [field.name for field in dataclasses.fields(value)]
+    return dataclasses.replace(value, **{n: _replace_refs(getattr(value, n), fetch) for n in names})
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, Rows):
+        return []
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return []
+
+
+def _check_range(rows: Sequence[int], num_rows: int) -> None:
+    if min(rows) < 0 or max(rows) >= num_rows:
+        raise IndexError(f"rows must be in 0..{num_rows - 1}, got {min(rows)}..{max(rows)}")
