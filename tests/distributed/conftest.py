@@ -1,0 +1,46 @@
+"""One Ray session for all distributed tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NUM_DEVICES = 4
+
+
+@pytest.fixture(scope="session")
+def ray_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A RayRuntime on its own cluster with four CPU devices; 30 s deadlines.
+
+    A pool that a test ends keeps its processes: the next pool of the same shape takes them over,
+    with all their imports done. Pools that a test leaves open end with the session.
+    """
+    from mindspeed_rlxf.runtime.ray_runtime import RayRuntime
+
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "RAY_ADDRESS")}
+    os.environ["PYTHONPATH"] = str(REPOSITORY)  # where workers find the roles that tests define
+    os.environ.pop("RAY_ADDRESS", None)
+    runtime = RayRuntime(
+        DeviceConfig(kind=DeviceKind.CPU),
+        RuntimeConfig(timeout_s=30.0, start_timeout_s=120.0),
+        NUM_DEVICES,
+        log_dir=tmp_path_factory.mktemp("logs"),
+        keep_warm=True,
+    )
+    try:
+        yield runtime
+    finally:
+        runtime.shutdown()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
