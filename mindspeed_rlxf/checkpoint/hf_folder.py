@@ -56,7 +56,7 @@ class HfFolder:
             raise ValueError(f"{self.folder} is not a folder; give a Hugging Face model folder")
         index = self.folder / INDEX
         if index.exists():
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = _weight_map(index)
             missing = sorted({f for f in weight_map.values() if not (self.folder / f).exists()})
             if missing:
                 raise ValueError(f"{index} names files that are missing: {', '.join(missing)}")
@@ -67,7 +67,14 @@ class HfFolder:
                 f"{self.folder} holds neither {SINGLE} nor {INDEX}; only safetensors are read, "
                 "because pickled weights can run code: save the model with safe_serialization"
             )
-        return {name: single for name in _open(single).keys()}
+        return dict.fromkeys(_open(single).keys(), single)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} has no readable weight_map ({error!r}); copy it again") from None
 
 
 def _open(path: Path) -> safe_open:

@@ -50,9 +50,7 @@ class StageWeights:
         self.architecture, self.head = architecture, head
         self.tp_group, self.pp_group = tp_group, pp_group
         self.tensors = dict(module.named_parameters())
-        self.table = list(
-            stage_parameters(architecture, head, pp_group.rank(), pp_group.size())
-        )
+        self.table = list(stage_parameters(architecture, head, pp_group.rank(), pp_group.size()))
         mapped = {p.name for p in self.table}
         assert mapped == set(self.tensors), f"map and module differ: {mapped ^ set(self.tensors)}"
 
@@ -64,11 +62,10 @@ class StageWeights:
         """
         absent = []
         for parameter in self.table:
-            if self.head is Head.SCORE and parameter.name == "score.weight":
-                if parameter.sources[0] not in folder:
-                    absent.append(parameter.name)
-                    continue
-            self._fill(parameter, folder)
+            if parameter.name == "score.weight" and parameter.sources[0] not in folder:
+                absent.append(parameter.name)
+            else:
+                self._fill(parameter, folder)
         return absent
 
     def _fill(self, parameter: StageParameter, folder: HfFolder) -> None:
@@ -82,11 +79,16 @@ class StageWeights:
             target = target[: shard.size(0)]
         target.copy_(shard)
 
-    def hf_tensors(self, parameter: StageParameter) -> dict[str, Tensor]:
-        """The Hugging Face tensors of one parameter, on the CPU; a collective over the tp group."""
+    def hf_tensors(self, parameter: StageParameter, keep: bool = True) -> dict[str, Tensor]:
+        """The Hugging Face tensors of one parameter, on the CPU; a collective over the tp group.
+
+        keep: False on ranks that only take part, which get nothing.
+        """
         shard = self.tensors[parameter.name].detach()
         shards = [torch.empty_like(shard) for _ in range(self.tp_group.size())]
         dist.all_gather(shards, shard.contiguous(), group=self.tp_group)
+        if not keep:
+            return {}
         shapes = hf_shapes(self.architecture, self.head)
         full = {name: torch.empty(shapes[name], dtype=shard.dtype) for name in parameter.sources}
         for rank, piece in enumerate(shards):
@@ -102,7 +104,8 @@ class StageWeights:
 
         source: the folder the weights came from; gives config, tokenizer and the dtype per tensor.
         writes: True on the one rank of each stage that writes (tp rank 0 of the first replica).
-        A collective over the tensor- and pipeline-parallel groups.
+        A collective over the tensor- and pipeline-parallel groups; only ranks that write hold the
+        stage's tensors on the host.
         """
         stage, stages = self.pp_group.rank(), self.pp_group.size()
         name = SINGLE if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
@@ -111,7 +114,7 @@ class StageWeights:
         for parameter in self.table:
             if parameter.name == "output_layer.weight" and self._tied:
                 continue  # the first stage writes the embedding
-            for hf_name, tensor in self.hf_tensors(parameter).items():
+            for hf_name, tensor in self.hf_tensors(parameter, keep=writes).items():
                 dtype = original.dtype(hf_name) if hf_name in original else tensor.dtype
                 tensors[hf_name] = tensor.to(dtype)
         if writes:

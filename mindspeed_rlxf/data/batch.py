@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ class Rows:
         return len(getattr(self, fields(self)[0].name))
 
     def select(self: R, rows: Sequence[int]) -> R:
-        """The given rows, in the given order, trimmed to no width beyond the stored one."""
+        """The given rows, in the given order; columns keep their width."""
         index = torch.as_tensor(list(rows), dtype=torch.long)
         columns = {f.name: _take(getattr(self, f.name), index) for f in fields(self)}
         return type(self)(**columns)
@@ -33,8 +34,7 @@ class Rows:
     def split(self: R, parts: int) -> list[R]:
         """Consecutive parts whose sizes differ by one at most; a part may be empty."""
         bounds = [i * self.num_rows // parts for i in range(parts + 1)]
-        pairs = zip(bounds[:-1], bounds[1:], strict=True)
-        return [self.select(range(start, stop)) for start, stop in pairs]
+        return [self.select(range(start, stop)) for start, stop in pairwise(bounds)]
 
     @classmethod
     def concat(cls: type[R], parts: Sequence[R]) -> R:
@@ -119,7 +119,7 @@ class Scores(Rows):
 
 @dataclass(frozen=True)
 class Experience(Rows):
-    """What both updates learn from. Slots: response tokens, plus one after EOS (design, section 6)."""
+    """What both updates learn from. Slots: response tokens, plus one after EOS (design, 6)."""
 
     advantages: Tensor  # [batch, response] fp32, 0 where masked
     response_mask: Tensor  # [batch, response] bool, True = generated token

@@ -38,7 +38,8 @@ def rank_steps(orders: list[list[int]], mini_batch_size: int, num_ranks: int) ->
     mini_batch_size has to divide the samples, and num_ranks the mini-batch size.
     """
     share = mini_batch_size // num_ranks
-    assert share * num_ranks == mini_batch_size, "checked beforehand"
+    whole = all(len(order) % mini_batch_size == 0 for order in orders)
+    assert whole and share * num_ranks == mini_batch_size, "checked beforehand"
     ranks = []
     for rank in range(num_ranks):
         steps = [

@@ -58,6 +58,7 @@ class CoreAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
 
+@dataclass
 class Attend(PackedSeqParams):
     """How the tokens of one forward see each other.
 
@@ -65,7 +66,7 @@ class Attend(PackedSeqParams):
     passes the object through to the core attention untouched.
     """
 
-    qkv_format = "sbhd"
+    qkv_format: str = "sbhd"
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [tokens, heads, d]; key, value [tokens, groups, d] -> [tokens, heads, d].

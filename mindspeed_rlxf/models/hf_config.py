@@ -23,7 +23,8 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is missing; give the folder of a Hugging Face model") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); copy it again") from None
-    assert isinstance(config, dict), f"{path} must hold a JSON object"
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a JSON object ({type(config).__name__}); copy it again")
     return config
 
 
@@ -41,7 +42,7 @@ def hf_architecture(config: dict[str, Any]) -> dict[str, Any]:
         "hidden_size": config.get("hidden_size"),
         "ffn_hidden_size": config.get("intermediate_size"),
         "num_attention_heads": config.get("num_attention_heads"),
-        "num_query_groups": config.get("num_key_value_heads", config.get("num_attention_heads")),
+        "num_query_groups": config.get("num_key_value_heads") or config.get("num_attention_heads"),
         "kv_channels": config.get("head_dim")
         or config["hidden_size"] // config["num_attention_heads"],
         "vocab_size": config.get("vocab_size"),
@@ -71,6 +72,8 @@ def disagreements(
         return [f"model_type: one of {', '.join(SUPPORTED)}, {config.get('model_type')}"]
     if config.get("attention_bias") or config.get("mlp_bias"):
         return ["attention_bias/mlp_bias: false, true"]
+    if config.get("hidden_act", "silu") != "silu":
+        return [f"hidden_act: silu, {config['hidden_act']}"]
     found = []
     for name, theirs in hf_architecture(config).items():
         ours = _resolved(architecture, name)

@@ -142,8 +142,8 @@ class TransformerModel(LanguageModule):
     def full_hidden(self, hidden: Tensor, partial_gradient: bool) -> Tensor:
         """Hidden states [s * b, hidden] of all tokens, in the order of [s, b].
 
-        partial_gradient: what follows differs between tensor-parallel ranks (a vocabulary shard), so
-        that their gradients have to be summed; otherwise every rank computes the same one.
+        partial_gradient: what follows differs between tensor-parallel ranks (a vocabulary shard),
+        so that their gradients have to be summed; otherwise every rank computes the same one.
         """
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(

@@ -29,7 +29,8 @@ class KvCache:
     ) -> None:
         shape = (num_layers, slots * groups, max_length, head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        # Places that a row has not reached have weight 0: 0 * nan of unset memory would be nan.
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.groups, self.max_length = groups, max_length
 
     def write(self, layer: int, slot: Tensor, position: Tensor, key: Tensor, value: Tensor) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rlxf.models.heads import full_logits
@@ -67,7 +68,10 @@ class NativeRollout:
         self.model.eval()
         self.stats = GenerationStats()
         finished: dict[int, Growing] = {}
-        waiting = deque(self._sequence(*item, seed) for item in enumerate(zip(prompts, sample_ids)))
+        waiting = deque(
+            self._sequence(index, prompt, sample_id, seed)
+            for index, (prompt, sample_id) in enumerate(zip(prompts, sample_ids, strict=True))
+        )
         cache = self._new_cache(list(waiting))
         active: list[Growing] = []
         while waiting or active:
@@ -81,8 +85,7 @@ class NativeRollout:
         ordered = [finished[i] for i in range(len(prompts))]
         return [s.tokens for s in ordered], [s.log_probs for s in ordered]
 
-    def _sequence(self, index: int, item: tuple[np.ndarray, int], seed: int) -> Growing:
-        prompt, sample_id = item
+    def _sequence(self, index: int, prompt: np.ndarray, sample_id: int, seed: int) -> Growing:
         count = self.settings.max_new_tokens if self.settings.do_sample else 0
         return Growing(index, prompt, uniform_numbers(seed, sample_id, count))
 
@@ -149,6 +152,9 @@ class NativeRollout:
             torch.tensor([len(s.tokens) for s in sequences], device=logits.device),
             self.settings,
         )
+        group = self.model.tp_group
+        if group.size() > 1:  # ranks that differ in one token would wait for each other for ever
+            dist.broadcast(tokens, dist.get_global_rank(group, 0), group=group)
         self.stats.sampled_tokens += len(sequences)
         for sequence, token, log_prob in zip(
             sequences, tokens.tolist(), log_probs.tolist(), strict=True
