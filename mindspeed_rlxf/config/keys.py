@@ -68,9 +68,9 @@ def known_keys() -> dict[str, set[str]]:
     """Section -> its keys, for every section of the YAML but `model` and `resource_pool`."""
     known = {name: fields(section) for name, section in PLAIN_SECTIONS.items()}
     known["algorithm.kl_ctrl"] = fields(KlControlConfig)
-    known["training"] = fields(TrainingConfig) | SHARED_KEYS
     known["placement"] = {role.value for role in Role}
-    return known | {role.value: role_keys(role) for role in Role}
+    known |= {role.value: role_keys(role) for role in Role}
+    return known | {"training": fields(TrainingConfig) | SHARED_KEYS}
 
 
 TOP_LEVEL = {

@@ -84,7 +84,7 @@ def _batch(config: RunConfig) -> list[tuple[str, object]]:
         ("samples per prompt", actor.n_samples_per_prompt),
         ("samples", config.samples_per_iteration),
         ("samples per actor replica", per_rank),
-        ("generated at once per replica", f"{at_once}, in {-(-per_rank // at_once)} rounds"),
+        ("generated at once per replica", f"{at_once} (rounds: {-(-per_rank // at_once)})"),
         ("longest prompt + response", f"{actor.max_prompt_length} + {actor.max_new_tokens} tokens"),
         ("decoding", f"sample, temperature {actor.temperature:g}" if actor.do_sample else "greedy"),
     ]

@@ -7,9 +7,11 @@ from collections.abc import Iterable
 
 
 def closest(word: str, words: Iterable[str]) -> str | None:
-    """The known word most like a misspelt one; None when none is near."""
-    matches = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    """The known word most like a misspelt or shortened one; None when none is near."""
+    known = list(words)
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    longer = [name for name in known if len(word) > 2 and name.startswith(word)]
+    return next(iter(matches + longer), None)
 
 
 def around(value: int, good: Iterable[int]) -> list[int]:

@@ -1,0 +1,155 @@
+"""The train command: exit codes, one line per problem, and nothing on disk for a refused run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from mindspeed_rlxf import cli
+from mindspeed_rlxf.cli.train import main
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import RunConfig
+
+TINY = ["--config-name", "ppo_trainer_tiny", "device.kind=cpu"]
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """Stands in for the trainer; holds the configurations that were started."""
+    runs: list[RunConfig] = []
+
+    def run(config: RunConfig, prepared: str) -> int:
+        assert prepared == "prepared"
+        runs.append(config)
+        return 75
+
+    replace_trainer(monkeypatch, prepare=lambda config: "prepared", run=run)
+    return runs
+
+
+def replace_trainer(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
+    for module_name, name in (("preflight", "prepare"), ("run", "run")):
+        module = ModuleType(f"mindspeed_rlxf.trainer.{module_name}")
+        setattr(module, name, functions.get(name))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def refuse(_config: RunConfig) -> str:
+    raise UserError(["data.train_files: no such\n file", "second"])
+
+
+def test_run_gets_the_configuration_and_gives_the_exit_code(started: list[RunConfig]) -> None:
+    assert main([*TINY, "training.train_iters=7"]) == 75
+    (config,) = started
+    assert (config.name, config.training.train_iters) == ("ppo_trainer_tiny", 7)
+
+
+def test_options_and_overrides_come_in_any_order(started: list[RunConfig]) -> None:
+    arguments = ["training.train_iters=7", "--config-name", "ppo_trainer_tiny.yaml"]
+    main([*arguments, "device.kind=cpu"])
+    assert started[0].training.train_iters == 7
+    assert started[0].training.run_name == "ppo_trainer_tiny"
+
+
+def test_cfg_job_prints_the_complete_typed_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--cfg", "job"]) == 0
+    tree = yaml.safe_load(capsys.readouterr().out)
+    assert tree["critic"]["cliprange_value"] == 3.0
+    assert tree["resource_pool"] == {"main": [2]}
+
+
+def test_dry_run_prints_the_plan_and_starts_nothing(
+    started: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, "dry_run=true"]) == 0
+    assert "Batch of an iteration" in capsys.readouterr().out
+    assert started == []
+
+
+def test_dry_run_prints_the_plan_and_every_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace_trainer(monkeypatch, prepare=refuse)
+    assert main([*TINY, "dry_run=true"]) == 2
+    output = capsys.readouterr()
+    assert "Batch of an iteration" in output.out
+    assert output.err == "error: data.train_files: no such file\nerror: second\n"
+
+
+BAD = {
+    "misspelt key": ["training.trian_iters=3"],
+    "misspelt section": ["trainig.train_iters=3"],
+    "wrong type": ["training.train_iters=ten"],
+    "negative": ["actor_rollout.lr=-1"],
+    "out of range": ["algorithm.gamma=1.5"],
+    "no iterations": ["training.train_iters=0"],
+    "batch": ["training.global_batch_size=255"],
+    "mini-batch": ["actor_rollout.ppo_mini_batch_size=100"],
+    "devices": ["resource_pool.main=100000"],
+    "tensor parallel": ["actor_rollout.tensor_model_parallel_size=3"],
+    "pipeline parallel": ["critic.pipeline_model_parallel_size=4"],
+    "override": ["training.train_iters"],
+    "model": ["model=[nothing]"],
+}
+
+
+@pytest.mark.parametrize("overrides", BAD.values(), ids=BAD.keys())
+def test_bad_input_exits_2_with_error_lines_and_writes_nothing(
+    overrides: list[str],
+    started: list[RunConfig],
+    empty_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*TINY, *overrides]) == 2
+    output = capsys.readouterr()
+    lines = output.err.splitlines()
+    assert lines and all(line.startswith("error: ") for line in lines)
+    assert output.out == "" and started == []
+    assert list(empty_folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "error: --config-name is required; built-in names: ppo_trainer_tiny, "),
+        (["--config-name", "nope"], "error: --config-name nope: no such config in "),
+        (["--config-name"], "error: argument --config-name/-cn: expected one argument"),
+        (["--no-such-option"], "error: unrecognized arguments: --no-such-option"),
+        ([*TINY, "--cfg", "hydra"], "error: argument --cfg/-c: invalid choice: 'hydra'"),
+    ],
+)
+def test_bad_command_line_is_one_error_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(message) and len(error.splitlines()) == 1
+
+
+def test_bad_yaml_is_one_error_line(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (empty_folder / "bad.yaml").write_text("training: [1\n")
+    assert main(["--config-dir", str(empty_folder), "--config-name", "bad"]) == 2
+    error = capsys.readouterr().err
+    assert "bad.yaml:2:1: not valid YAML" in error and len(error.splitlines()) == 1
+
+
+def test_installed_command_finds_its_subcommands(
+    started: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *TINY]) == 75
+    assert cli.main(["tarin"]) == 2
+    assert capsys.readouterr().err.startswith("error: tarin: no such command")
+    assert cli.main([]) == 0

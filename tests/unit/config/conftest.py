@@ -1,0 +1,87 @@
+"""A small valid tree, and short ways to change it and to see what resolving it says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.resolve import resolve
+
+Tree = dict[str, Any]
+
+TREE: Tree = {
+    "model": {
+        "small": {
+            "num_layers": 4,
+            "hidden_size": 64,
+            "ffn_hidden_size": 96,
+            "num_attention_heads": 8,
+            "num_query_groups": 4,
+            "vocab_size": 32,
+            "max_position_embeddings": 64,
+        }
+    },
+    "training": {
+        "model": "small",
+        "load": "weights/sft",
+        "train_iters": 3,
+        "global_batch_size": 96,
+        "seq_length": 24,
+        "tokenizer_name_or_path": "weights/sft",
+    },
+    "actor_rollout": {"max_prompt_length": 8, "ppo_mini_batch_size": 48, "lr": 1e-4},
+    "critic": {"critic_mini_batch_size": 32},
+    "reward": {"kind": "rule"},
+    "data": {"train_files": "train.jsonl"},
+    "placement": {"actor_rollout": "main", "ref": "main", "critic": "main"},
+    "resource_pool": {"main": 8},
+    "device": {"kind": "cpu"},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules must not depend on where the tests run."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+@pytest.fixture
+def make_tree() -> Callable[..., Tree]:
+    """The valid tree with dotted keys set: `make_tree({"training.lr": 1})`."""
+
+    def make(changes: Tree | None = None, drop: tuple[str, ...] = ()) -> Tree:
+        tree = copy.deepcopy(TREE)
+        for path, value in (changes or {}).items():
+            *sections, key = path.split(".")
+            node = tree
+            for section in sections:
+                node = node.setdefault(section, {})
+            node[key] = value
+        for path in drop:
+            *sections, key = path.split(".")
+            node = tree
+            for section in sections:
+                node = node[section]
+            del node[key]
+        return tree
+
+    return make
+
+
+@pytest.fixture
+def problems(make_tree: Callable[..., Tree]) -> Callable[..., list[str]]:
+    """What resolving the changed tree complains about; nothing when it is valid."""
+
+    def run(changes: Tree | None = None, drop: tuple[str, ...] = ()) -> list[str]:
+        try:
+            resolve(make_tree(changes, drop), "test")
+        except ConfigError as error:
+            return error.problems
+        return []
+
+    return run

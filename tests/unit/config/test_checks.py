@@ -1,0 +1,174 @@
+"""Rules across sections; the tree has 96 samples, 8 ranks, 8 heads, 4 groups and 4 layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Problems = Callable[..., list[str]]
+
+
+def test_the_valid_tree_has_no_problem(problems: Problems) -> None:
+    assert problems() == []
+
+
+def test_batch_must_fill_every_data_parallel_rank(problems: Problems) -> None:
+    changes = {"training.global_batch_size": 100, "actor_rollout.ppo_mini_batch_size": 8}
+    changes["critic.critic_mini_batch_size"] = 8
+    assert problems(changes) == [
+        "training.global_batch_size=100 must be a multiple of the actor's data-parallel size 8; "
+        "use 96 or 104"
+    ]
+
+
+def test_batch_remedy_is_good_for_all_roles(problems: Problems) -> None:
+    """DP 2 x 3 = 6 ranks for the critic with TP 1, DP 4 for the actor: multiples of 12."""
+    changes = {
+        "resource_pool": {"main": 4, "critics": 6},
+        "placement.critic": "critics",
+        "training.global_batch_size": 100,
+        "actor_rollout.ppo_mini_batch_size": 4,
+        "critic.critic_mini_batch_size": 6,
+    }
+    assert problems(changes) == [
+        "training.global_batch_size=100 must be a multiple of the critic's data-parallel size 6; "
+        "use 96 or 108"
+    ]
+
+
+def test_samples_per_prompt_count_towards_the_batch(problems: Problems) -> None:
+    changes = {
+        "training.global_batch_size": 10,
+        "actor_rollout.do_sample": True,
+        "actor_rollout.ppo_mini_batch_size": 8,
+        "critic.critic_mini_batch_size": 8,
+    }
+    assert problems({**changes, "actor_rollout.n_samples_per_prompt": 4}) == []  # 40 samples
+    (problem,) = problems({**changes, "actor_rollout.n_samples_per_prompt": 2})  # 20 samples
+    assert problem == (
+        "training.global_batch_size=10 x actor_rollout.n_samples_per_prompt=2 must be a multiple "
+        "of the actor's data-parallel size 8; use 8 or 12"
+    )
+
+
+def test_mini_batch_must_divide_the_samples(problems: Problems) -> None:
+    assert problems({"actor_rollout.ppo_mini_batch_size": 40}) == [
+        "actor_rollout.ppo_mini_batch_size=40 must divide the 96 samples of an iteration "
+        "(training.global_batch_size=96 x actor_rollout.n_samples_per_prompt=1); use 32 or 48"
+    ]
+
+
+def test_mini_batch_must_fill_whole_micro_batches(problems: Problems) -> None:
+    assert problems({"critic.micro_batch_size": 3}) == [
+        "critic.critic_mini_batch_size=32 must be a multiple of 24 (data-parallel size 8 x "
+        "critic.micro_batch_size=3); use 24 or 48"
+    ]
+
+
+def test_micro_batch_that_fits_no_mini_batch_has_a_remedy(problems: Problems) -> None:
+    """12 samples on a rank: 5 does not divide them, 4 and 6 do."""
+    (problem,) = problems({"critic.micro_batch_size": 5})
+    assert problem.endswith("no size fits, so use critic.micro_batch_size=4 and 32 here")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"actor_rollout.tensor_model_parallel_size": 8},
+            "actor_rollout.tensor_model_parallel_size=8 must divide "
+            "model.small.num_query_groups=4; use 4",
+        ),
+        (
+            {"ref.pipeline_model_parallel_size": 8},
+            "ref.pipeline_model_parallel_size=8 must divide the 4 layers of small; use 4",
+        ),
+        (
+            {"critic.tensor_model_parallel_size": 2, "critic.ffn_hidden_size": 97},
+            "critic.tensor_model_parallel_size=2 must divide model.small.ffn_hidden_size=97; use 1",
+        ),
+        (
+            {"critic.tensor_model_parallel_size": 2, "resource_pool.main": [5, 3]},
+            "resource_pool.main: 5 processes on a node must be a multiple of the tensor-parallel "
+            "size 2 of critic, which may not span nodes; use 4 or 6",
+        ),
+        (
+            {"ref.pipeline_model_parallel_size": 4, "resource_pool.main": 6},
+            "resource_pool.main=6 must be a multiple of TP 1 x PP 4 = 4 of the reference (ref); "
+            "use 4 or 8",
+        ),
+        (
+            {"actor_rollout.max_new_tokens": 17},
+            "training.seq_length=24 must be at least actor_rollout.max_prompt_length=8 + "
+            "actor_rollout.max_new_tokens=17; use 25 or more",
+        ),
+        (
+            {"training.seq_length": 65},
+            "training.seq_length=65 must be at most model.small.max_position_embeddings=64 of the "
+            "actor; use 64 or less",
+        ),
+        (
+            {"actor_rollout.min_new_tokens": 20},
+            "actor_rollout.min_new_tokens=20 must be at most actor_rollout.max_new_tokens=16; "
+            "use 16 or less",
+        ),
+        (
+            {"actor_rollout.n_samples_per_prompt": 2},
+            "actor_rollout.n_samples_per_prompt=2 must be 1 with actor_rollout.do_sample=false, "
+            "where every sample would be the same; use actor_rollout.do_sample=true",
+        ),
+        (
+            {"actor_rollout.stop_token_ids": [3, 32]},
+            "actor_rollout.stop_token_ids=[32] must be token ids below vocab_size=32; remove them",
+        ),
+        (
+            {"actor_rollout.lr_decay_style": "cosine", "actor_rollout.min_lr": 1.0},
+            "actor_rollout.min_lr=1 must be at most actor_rollout.lr=0.0001; use 0.0001 or less",
+        ),
+        (
+            {"validation.interval": 2},
+            "validation.interval=2 needs data.val_files; name a file, or use validation.interval=0",
+        ),
+        (
+            {"placement.ref": "mian"},
+            "placement.ref=mian must name a pool of resource_pool (main); use placement.ref=main, "
+            "or add resource_pool.mian",
+        ),
+        (
+            {"resource_pool.spare": 1},
+            "resource_pool.spare must hold a role; remove it, or place a role on it",
+        ),
+        (
+            {"model.small.num_attention_heads": 12, "model.small.num_query_groups": 12},
+            "model.small.num_attention_heads=12 must divide hidden_size=64 where kv_channels is "
+            "not given; use 8 or 16",
+        ),
+        (
+            {"model.small.num_query_groups": 3},
+            "model.small.num_query_groups=3 must divide num_attention_heads=8; use 2 or 4",
+        ),
+        (
+            {"model.small.kv_channels": 7},
+            "model.small: the head width 7 must be even for rotary positions; change it",
+        ),
+        (
+            {"model.small.rope_scaling_type": "llama3"},
+            "model.small.original_max_position_embeddings is required with "
+            "rope_scaling_type=llama3; take it from the checkpoint's config.json",
+        ),
+        (
+            {"reward": {"kind": "model", "load": None}, "placement.reward": "main"},
+            "reward.load is required; give the Hugging Face folder of its weights",
+        ),
+    ],
+)
+def test_rule_is_named_with_both_numbers_and_a_remedy(
+    problems: Problems, changes: dict[str, Any], message: str
+) -> None:
+    assert message in problems(changes)
+
+
+def test_sequence_parallel_without_tensor_parallel_is_just_off(problems: Problems) -> None:
+    assert problems({"training.sequence_parallel": True}) == []

@@ -1,0 +1,108 @@
+"""Composition: model files, overrides of new keys, search order, and mistakes in files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
+from mindspeed_rlxf.config.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine-1b.yaml").write_text("mine-1b:\n  num_layers: 3\n")
+    (tmp_path / "run.yaml").write_text(
+        "defaults:\n  - model: [mine-1b, tiny]\ntraining:\n  lr: 1e-6\n  name: ${training.lr}\n"
+    )
+    return tmp_path
+
+
+def error(folder: Path, name: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        compose(name, overrides, folder)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_model_files_land_under_model_and_their_name(folder: Path) -> None:
+    tree = compose("run", [], folder)
+    assert tree["model"]["mine-1b"] == {"num_layers": 3}
+    assert tree["model"]["tiny"]["hidden_size"] == 128  # from the built-in folder
+    assert tree["training"] == {"lr": 1e-6, "name": 1e-6}
+
+
+def test_trainer_file_beats_its_model_files(folder: Path) -> None:
+    text = "defaults:\n  - model: [mine-1b]\nmodel:\n  mine-1b:\n    num_layers: 9\n"
+    (folder / "own.yaml").write_text(text)
+    assert compose("own", [], folder)["model"]["mine-1b"]["num_layers"] == 9
+
+
+def test_plain_overrides_reach_keys_that_the_file_does_not_mention(folder: Path) -> None:
+    overrides = ["training.lr=2e-5", "critic.lr=1", "resource_pool.main=[4,4]", "~training.name"]
+    tree = compose("run", overrides, folder)
+    assert tree["training"] == {"lr": 2e-5}
+    assert tree["critic"] == {"lr": 1}
+    assert tree["resource_pool"] == {"main": [4, 4]}
+
+
+def test_model_list_can_be_chosen_on_the_command_line(folder: Path) -> None:
+    assert list(compose("run", ["model=[tiny]"], folder)["model"]) == ["tiny"]
+
+
+def test_name_may_carry_its_suffix(folder: Path) -> None:
+    assert compose("run.yaml", [], folder) == compose("run", [], folder)
+
+
+def test_missing_name_lists_what_there_is(folder: Path) -> None:
+    problem = error(folder, "runn")
+    assert "--config-name runn: no such config" in problem
+    assert "did you mean run?" in problem
+    assert "ppo_trainer_tiny" in problem
+
+
+def test_missing_model_file_lists_what_there_is(folder: Path) -> None:
+    problem = error(folder, "run", "model=[mine-7b]")
+    assert "defaults name model/mine-7b, which does not exist; there are: mine-1b, " in problem
+
+
+def test_missing_config_dir_is_an_error(tmp_path: Path) -> None:
+    assert "must be a folder" in error(tmp_path / "nowhere", "run")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("training: [1\n", "bad.yaml:2:1: not valid YAML: expected ',' or ']'"),
+        ("a: 1\na: 2\n", "bad.yaml:2:1: not valid YAML: found duplicate key a"),
+        ("a:\n\tb: 1\n", "bad.yaml:2:1: not valid YAML: found character '\\t'"),
+        ("- 1\n", "cannot be composed: primary config 'bad' must be a DictConfig"),
+        ("a: ${b}\n", "cannot be composed: Interpolation key 'b' not found"),
+        ("a: ???\n", "cannot be composed: Missing mandatory value: a"),
+        ("defaults: 3\n", "cannot be composed: Invalid defaults list in 'bad'"),
+    ],
+)
+def test_bad_file_is_one_line_with_its_place(folder: Path, text: str, message: str) -> None:
+    (folder / "bad.yaml").write_text(text)
+    problem = error(folder, "bad")
+    assert message in problem and "\n" not in problem
+
+
+@pytest.mark.parametrize("override", ["training.lr", "a=[1,", "~nothing", "a=1,2"])
+def test_bad_override_is_one_line(folder: Path, override: str) -> None:
+    problem = error(folder, "run", override)
+    assert problem.startswith("config run cannot be composed: ") and "\n" not in problem
+
+
+def test_composing_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted(folder.rglob("*"))
+    monkeypatch.chdir(folder)
+    compose("run", ["training.lr=1"], folder)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_builtin_names_are_listed() -> None:
+    assert "ppo_trainer_tiny" in config_names([builtin_config_dir()])
+    assert config_names([builtin_config_dir()], "model") == ["tiny"]

@@ -1,0 +1,44 @@
+"""The printed YAML is complete and gives the same configuration again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.config.compose import compose
+from mindspeed_rlxf.config.dump import to_tree, to_yaml
+from mindspeed_rlxf.config.resolve import resolve
+
+MODEL_REWARD = {
+    "critic.num_layers": 2,  # an architecture of its own
+    "reward": {"kind": "model"},
+    "placement.reward": "main",
+    "algorithm.missing_eos_penalty": 1,
+    "training.run_name": "\u8fd0\u884c",
+}
+
+
+def test_dump_loads_to_the_same_configuration(
+    make_tree: Callable[..., Any], tmp_path: Path
+) -> None:
+    for changes in ({}, MODEL_REWARD):
+        config = resolve(make_tree(changes), "again")
+        (tmp_path / "again.yaml").write_text(to_yaml(config), encoding="utf-8")
+        assert resolve(compose("again", [], tmp_path), "again") == config
+
+
+def test_dump_uses_the_keys_that_users_write(make_tree: Callable[..., Any]) -> None:
+    tree = to_tree(resolve(make_tree(MODEL_REWARD), "test"))
+    assert tree["actor_rollout"]["lr"] == 1e-4
+    assert tree["actor_rollout"]["max_new_tokens"] == 16
+    assert "num_layers" not in tree["ref"]
+    assert tree["model"]["small"]["num_layers"] == 4
+    assert tree["critic"]["num_layers"] == 2
+    assert tree["resource_pool"] == {"main": [8]}
+    assert tree["algorithm"]["score_position"] == "after_eos"
+
+
+def test_dump_is_readable_text(make_tree: Callable[..., Any]) -> None:
+    text = to_yaml(resolve(make_tree(MODEL_REWARD), "test"))
+    assert "run_name: \u8fd0\u884c" in text and "!!" not in text

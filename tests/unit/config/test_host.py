@@ -1,0 +1,64 @@
+"""More processes than devices or memory; the local runtime and joined clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config import host
+
+Problems = Callable[..., list[str]]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "device_count", lambda kind: 2)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_more_devices_than_there_are_is_an_error(problems: Problems) -> None:
+    (problem,) = problems({"device.kind": "cuda"})
+    assert problem.startswith(
+        "resource_pool (main=8) needs 8 cuda devices and this host has 2; use fewer"
+    )
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_pools_of_an_own_cluster_need_different_devices(problems: Problems) -> None:
+    pools = {"main": 2, "judge": 1}
+    changes = {"resource_pool": pools, "placement.critic": "judge", "device.kind": "cuda"}
+    assert "needs 3 cuda devices and this host has 2" in problems(changes)[0]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_devices_of_a_joined_cluster_are_not_counted_here(
+    problems: Problems, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"device.kind": "cuda"}
+    assert problems({**changes, "runtime.address": "head:6379"}) == []
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert problems(changes) == []
+
+
+def test_cpu_processes_must_fit_in_memory(
+    problems: Problems, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "memory_bytes", lambda: 4 * host.GIB)
+    assert problems() == []  # 8 x 0.5 GiB
+    monkeypatch.setattr(host, "memory_bytes", lambda: 3 * host.GIB)
+    (problem,) = problems()
+    assert problem == (
+        "resource_pool (main=8) needs 8 processes of 0.5 GiB each and the memory of this host, "
+        "3.0 GiB, holds 6; use 6 or fewer"
+    )
+
+
+def test_local_runtime_needs_as_many_processes_as_torchrun_started(
+    problems: Problems, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (problem,) = problems({"runtime": "local"})
+    assert problem.startswith("resource_pool.main=8 must equal the 1 processes of this run")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert problems({"runtime": "local"}) == []

@@ -1,0 +1,31 @@
+"""Ranks of the tp-dp-pp order, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_rlxf.config.layout import ParallelLayout
+
+
+def test_ranks_follow_the_tp_dp_pp_order() -> None:
+    layout = ParallelLayout(world_size=8, tp=2, pp=2)  # dp 2
+    coordinates = [(layout.pp_rank(r), layout.dp_rank(r), layout.tp_rank(r)) for r in range(8)]
+    assert layout.dp == 2
+    assert coordinates == [
+        (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1),
+    ]  # fmt: skip
+
+
+def test_leaders_stand_on_the_last_stage_in_data_parallel_order() -> None:
+    layout = ParallelLayout(world_size=8, tp=2, pp=2)
+    assert layout.leaders() == [4, 6]
+    assert [layout.dp_rank(rank) for rank in layout.leaders()] == [0, 1]
+
+
+def test_every_rank_leads_without_model_parallelism() -> None:
+    assert ParallelLayout(world_size=3).leaders() == [0, 1, 2]
+
+
+def test_layout_refuses_partial_replicas() -> None:
+    with pytest.raises(AssertionError, match="6 ranks do not hold whole replicas of TP 2 x PP 2"):
+        ParallelLayout(world_size=6, tp=2, pp=2)

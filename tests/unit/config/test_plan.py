@@ -1,0 +1,54 @@
+"""The plan states every size of a run, as worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mindspeed_rlxf.config.plan import plan
+from mindspeed_rlxf.config.resolve import resolve
+
+CHANGES = {
+    "resource_pool.main": [4, 4],
+    "actor_rollout.tensor_model_parallel_size": 2,
+    "actor_rollout.pipeline_model_parallel_size": 2,
+    "actor_rollout.micro_batch_size": 12,
+    "actor_rollout.ppo_epochs": 3,
+    "actor_rollout.num_samples_per_step": 20,
+    "critic.micro_batch_size": 2,
+}
+
+
+def lines(make_tree: Callable[..., Any], changes: dict[str, Any]) -> list[str]:
+    return [" ".join(line.split()) for line in plan(resolve(make_tree(changes), "t")).splitlines()]
+
+
+def test_plan_shows_layouts_and_ranks(make_tree: Callable[..., Any]) -> None:
+    shown = lines(make_tree, CHANGES)
+    assert any(line.startswith("actor_rollout small main 8 2 2 2 fp32 ") for line in shown)
+    assert "reward rule main 8 - - 8 - -" in shown
+    assert "main 0 0-3 0-3 actor_rollout, ref, critic, reward" in shown
+    assert "main 1 0-3 4-7 actor_rollout, ref, critic, reward" in shown
+
+
+def test_plan_shows_every_batch_size(make_tree: Callable[..., Any]) -> None:
+    """96 samples; actor DP 2: 48 each, 2 mini-batches of 48 = 24 a rank = 2 x 12."""
+    shown = lines(make_tree, CHANGES)
+    assert "prompts (global_batch_size) 96" in shown
+    assert "samples per actor replica 48" in shown
+    assert "generated at once per replica 20 (rounds: 3)" in shown
+    assert "longest prompt + response 8 + 16 tokens" in shown
+    assert "actor_rollout 48 12 4" in shown  # forward: samples per rank, micro-batch, count
+    assert "actor_rollout 48 2 3 6 2 18 0.0001" in shown
+    assert "critic 32 3 1 3 2 9 1e-06" in shown
+
+
+def test_plan_shows_where_output_goes(make_tree: Callable[..., Any]) -> None:
+    shown = lines(make_tree, {"training.output_dir": "/somewhere/run"})
+    assert "output /somewhere/run" in shown
+    assert "runtime ray, own cluster on this host" in shown
+
+
+def test_plan_has_no_trailing_space(make_tree: Callable[..., Any]) -> None:
+    text = plan(resolve(make_tree(), "t"))
+    assert all(line == line.rstrip() for line in text.splitlines())

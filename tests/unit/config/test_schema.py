@@ -1,0 +1,98 @@
+"""The schema states defaults of the old toolkit and describes each key."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from mindspeed_rlxf.config import roles, sections
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.errors import ConfigError, UserError
+from mindspeed_rlxf.config.fields import Section
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.schema import (
+    AlgorithmConfig,
+    ArchitectureConfig,
+    OptimizerConfig,
+    RunConfig,
+)
+
+ARCHITECTURE = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 4,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+}
+
+
+def all_sections() -> list[type[BaseModel]]:
+    found = [value for module in (roles, sections) for value in vars(module).values()]
+    return [
+        RunConfig,
+        *(v for v in found if isinstance(v, type) and issubclass(v, Section) and v is not Section),
+    ]
+
+
+@pytest.mark.parametrize("section", all_sections(), ids=lambda section: section.__name__)
+def test_every_key_says_what_it_is_and_whether_resume_may_change_it(
+    section: type[BaseModel],
+) -> None:
+    for name, field in section.model_fields.items():
+        assert field.description, f"{section.__name__}.{name} has no description"
+        extra = field.json_schema_extra
+        assert isinstance(extra, dict) and extra["resume"] in ("fixed", "reshard", "free"), name
+
+
+def test_architecture_derives_heads_and_head_width() -> None:
+    plain = ArchitectureConfig(**ARCHITECTURE)
+    assert (plain.kv_heads, plain.head_dim) == (4, 16)
+    given = ArchitectureConfig(**ARCHITECTURE, num_query_groups=2, kv_channels=32)
+    assert (given.kv_heads, given.head_dim) == (2, 32)
+
+
+def test_nothing_can_be_written_after_construction() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        OptimizerConfig().lr = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("lr", ["1e-4", True, float("nan"), float("inf")])
+def test_a_number_is_not_guessed_from_something_else(lr: Any) -> None:
+    with pytest.raises(ValidationError):
+        OptimizerConfig(lr=lr)
+
+
+def test_null_disables_the_missing_eos_penalty() -> None:
+    assert AlgorithmConfig(missing_eos_penalty=None).missing_eos_penalty == 0.0  # type: ignore[arg-type]
+
+
+def test_run_config_answers_where_roles_live(make_tree: Callable[..., Any]) -> None:
+    tree = make_tree(
+        {
+            "resource_pool": {"main": [4, 4], "judge": 2},
+            "placement.critic": "judge",
+            "ref.tensor_model_parallel_size": 2,
+            "ref.pipeline_model_parallel_size": 2,
+            "actor_rollout.n_samples_per_prompt": 2,
+            "actor_rollout.do_sample": True,
+        }
+    )
+    config = resolve(tree, "test")
+    assert config.roles_of("main") == [Role.ACTOR_ROLLOUT, Role.REF, Role.REWARD]
+    assert config.pool_of(Role.CRITIC) == "judge"
+    assert config.layout(Role.REF) == ParallelLayout(world_size=8, tp=2, pp=2)
+    assert config.layout(Role.CRITIC) == ParallelLayout(world_size=2)
+    assert config.samples_per_iteration == 192
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_user_error_keeps_its_problems_across_processes() -> None:
+    error = pickle.loads(pickle.dumps(ConfigError(["one", "two"])))
+    assert isinstance(error, UserError) and error.problems == ["one", "two"]
+    assert str(error) == "one\ntwo"

@@ -1,0 +1,34 @@
+"""Every shipped configuration resolves, and says in its name what it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
+from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.schema import RunConfig
+
+
+def shipped(name: str) -> RunConfig:
+    return resolve(compose(name, ["device.kind=cpu"]), name)
+
+
+@pytest.mark.parametrize("name", config_names([builtin_config_dir()]))
+def test_shipped_config_is_valid(name: str) -> None:
+    assert shipped(name).training.run_name == name
+
+
+def test_tiny_scores_by_rule_on_one_pool_of_two_devices() -> None:
+    config = shipped("ppo_trainer_tiny")
+    assert config.reward.kind is RewardKind.RULE
+    assert config.resource_pool == {"main": [2]}
+    assert config.roles_of("main") == list(Role)
+    assert config.actor_rollout.do_sample
+
+
+def test_tiny_rm_scores_by_model() -> None:
+    config = shipped("ppo_trainer_tiny_rm")
+    assert config.reward.kind is RewardKind.MODEL
+    assert config.reward.load is not None and config.reward.load.endswith("models/rm")
+    assert config.reward.architecture == config.actor_rollout.architecture
