@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import normalizers
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DataConfig
@@ -146,6 +147,7 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped(make_tokenizer, write_jso
         ),
         ('{"prompt": "a\\ud800"}', "a prompt must be valid Unicode, \\ud800 is half a character"),
         ({"prompt": "a", "ground_truth": [1]}, "a ground truth must be text or a number"),
+        ({"prompt": "a", "ground_truth": True}, "a ground truth must be text or a number"),
         ({"prompt": "a", "data_source": 3}, "a row must name its data source in 'data_source'"),
         (b'{"prompt": "\xff"}', "text must be UTF-8, byte 0xff is not"),
         ({"prompt": "a" * 101}, "a prompt must fit actor_rollout.max_prompt_length=100, this one"),
@@ -250,6 +252,29 @@ def test_messages_without_a_chat_template_are_a_problem(make_tokenizer, write_js
     file = write_jsonl({"prompt": [{"role": "user", "content": "hi"}]})
     (problem,) = problems_of(file, make_tokenizer(chat_template=None))
     assert problem.startswith(f"{file}:1: the tokenizer's chat template must accept the messages: ")
+
+
+def test_a_prompt_without_a_token_is_a_problem(make_tokenizer, write_jsonl):
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("x", "")
+    file = write_jsonl({"prompt": "xx"})
+    (problem,) = problems_of(file, tokenizer)
+    assert problem.startswith(f"{file}:1: a prompt must have a token")
+
+
+def test_absent_fields_of_a_message_do_not_reach_the_template(
+    make_tokenizer, write_jsonl, monkeypatch
+):
+    """A parquet column has every key in every message, null where the writer gave none.
+
+    Newer transformers leave them out themselves; the double stands for an older one.
+    """
+    file = write_jsonl({"prompt": [{"role": "user", "content": "hi", "tool": None}]})
+    tokenizer = make_tokenizer()
+    double = lambda messages, **_: " ".join(messages[0])  # noqa: E731
+    monkeypatch.setattr(tokenizer, "apply_chat_template", double)
+    (prompt,) = load_prompts(file, tokenizer, data(), 100)
+    assert prompt.text == "role content"
 
 
 def test_text_is_utf8_under_an_ascii_locale(tmp_path):
