@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rlxf.data.sampler import PromptSampler
@@ -18,6 +18,7 @@ def take(sampler: PromptSampler, num_batches: int) -> list[int]:
     return [index for _ in range(num_batches) for index in sampler.next_batch()]
 
 
+@settings(deadline=None)  # a busy machine is no failure
 @given(sizes, sizes, seeds, st.booleans(), st.integers(1, 30))
 def test_every_epoch_shows_every_row_once(num_prompts, batch_size, seed, shuffle, num_batches):
     stream = take(PromptSampler(num_prompts, batch_size, seed, shuffle), num_batches)
@@ -29,6 +30,7 @@ def test_every_epoch_shows_every_row_once(num_prompts, batch_size, seed, shuffle
             assert set(epoch) == set(range(num_prompts))
 
 
+@settings(deadline=None)  # a busy machine is no failure
 @given(sizes, sizes, seeds, st.booleans(), st.integers(0, 20), sizes)
 def test_a_saved_position_continues_the_same_stream(
     num_prompts, batch_size, seed, shuffle, num_before, new_batch_size
@@ -40,8 +42,9 @@ def test_a_saved_position_continues_the_same_stream(
     resumed = PromptSampler(num_prompts, new_batch_size, seed, shuffle)
     take(resumed, 3)
     resumed.load_state_dict(state)
-    length = 5 * batch_size * new_batch_size
-    assert take(resumed, length // new_batch_size) == take(unbroken, length // batch_size)
+    length = 3 * num_prompts  # across the ends of epochs
+    expected = take(unbroken, -(-length // batch_size))[:length]
+    assert take(resumed, -(-length // new_batch_size))[:length] == expected
 
 
 def test_without_shuffle_rows_come_in_order():
