@@ -44,3 +44,28 @@ def ray_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+class OnePoolSetAtATime:
+    """A Runtime whose new pools take over the processes of those before."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime, self._pools = runtime, {}
+
+    def create_pools(self, processes_per_node: Any) -> dict[str, Any]:
+        self.end_pools()
+        self._pools = self._runtime.create_pools(processes_per_node)
+        return self._pools
+
+    def end_pools(self) -> None:
+        for pool in self._pools.values():
+            pool.shutdown()
+        self._pools = {}
+
+
+@pytest.fixture
+def warm_runtime(ray_runtime: Any) -> Iterator[OnePoolSetAtATime]:
+    """For tests that build one set of pools after another."""
+    runtime = OnePoolSetAtATime(ray_runtime)
+    yield runtime
+    runtime.end_pools()

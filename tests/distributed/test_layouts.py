@@ -63,25 +63,25 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {  # processes, layout, d
 @pytest.mark.parametrize("architecture", [PLAIN, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", ["actor", "critic"])
 def test_first_gradients_agree_in_every_layout(
-    ray_runtime: Any, tmp_path: Path, architecture: ArchitectureConfig, kind: str
+    warm_runtime: Any, tmp_path: Path, architecture: ArchitectureConfig, kind: str
 ) -> None:
     lm, scored = tmp_path / "lm", tmp_path / "scored"
     make_llama(lm, architecture)
     make_llama(scored, architecture, scored=True)
     before = read_folder(lm if kind == "actor" else scored)
     reference, reference_norm = first_gradient(
-        ray_runtime, tmp_path, architecture, kind, (1, {"micro_batch_size": 8}, False), before
+        warm_runtime, tmp_path, architecture, kind, (1, {"micro_batch_size": 8}, False), before
     )
     assert reference_norm > 0.01
     for name, layout in LAYOUTS.items():
-        gradient, norm = first_gradient(ray_runtime, tmp_path, architecture, kind, layout, before)
+        gradient, norm = first_gradient(warm_runtime, tmp_path, architecture, kind, layout, before)
         error = (gradient - reference).norm() / reference.norm()
         assert error < 1e-5, f"{name}: {error:.2e}"
         assert norm == pytest.approx(reference_norm, rel=1e-5), name
 
 
 def first_gradient(
-    ray_runtime: Any,
+    warm_runtime: Any,
     tmp_path: Path,
     architecture: ArchitectureConfig,
     kind: str,
@@ -102,7 +102,7 @@ def first_gradient(
         optimizer,
         critic={"cliprange_value": 0.5},
     )
-    pool = ray_runtime.create_pools({"main": [size]})["main"]
+    pool = warm_runtime.create_pools({"main": [size]})["main"]
     rollouts = make_rollouts()
     experience = make_experience(rollouts)
     target = tmp_path / "out"

@@ -58,11 +58,11 @@ class RecordingActor(ActorRole):
         return RoleOutput(experience)
 
 
-def test_first_mini_batch_has_ratio_one_and_no_clipping(ray_runtime: Any, tmp_path: Path) -> None:
+def test_first_mini_batch_has_ratio_one_and_no_clipping(warm_runtime: Any, tmp_path: Path) -> None:
     make_llama(tmp_path, TIED)
     settings = {"do_sample": True, "temperature": 0.7, "micro_batch_size": 2}
     config = run_config(tmp_path, tmp_path, TIED, actor_rollout=settings)
-    pool = ray_runtime.create_pools({"main": [1]})["main"]
+    pool = warm_runtime.create_pools({"main": [1]})["main"]
     group = RoleGroup(Role.ACTOR_ROLLOUT, config.layout(Role.ACTOR_ROLLOUT), pool)
     group.build(RecordingActor, config, (3,)).result()
     actor = ActorGroup(config, pool)
@@ -82,7 +82,7 @@ def test_first_mini_batch_has_ratio_one_and_no_clipping(ray_runtime: Any, tmp_pa
 
 
 def test_kl_to_the_reference_starts_at_zero_and_roles_may_live_anywhere(
-    ray_runtime: Any, tmp_path: Path
+    warm_runtime: Any, tmp_path: Path
 ) -> None:
     """Four pools of one process give what one pool of one process gives."""
     lm, scored = tmp_path / "lm", tmp_path / "scored"
@@ -101,8 +101,8 @@ def test_kl_to_the_reference_starts_at_zero_and_roles_may_live_anywhere(
             ),
         }
     )
-    first = metrics_of(together, ray_runtime)
-    second = metrics_of(apart, ray_runtime)
+    first = metrics_of(together, warm_runtime)
+    second = metrics_of(apart, warm_runtime)
     assert abs(first[0]["critic/kl"]) <= 1e-5
     assert first[0]["rollout/log_prob_gap_max"] < 1e-4
     for ours, theirs in zip(first, second, strict=True):
@@ -112,7 +112,7 @@ def test_kl_to_the_reference_starts_at_zero_and_roles_may_live_anywhere(
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K} (set RLXF_DATA)")
-def test_gsm8k_runs_at_dp2_tp2_and_pp2(ray_runtime: Any, tmp_path: Path) -> None:
+def test_gsm8k_runs_at_dp2_tp2_and_pp2(warm_runtime: Any, tmp_path: Path) -> None:
     lm, scored = tmp_path / "lm", tmp_path / "scored"
     architecture = TIED.model_copy(
         update={"vocab_size": VOCAB, "max_position_embeddings": 512, "hidden_size": 64}
@@ -146,7 +146,7 @@ def test_gsm8k_runs_at_dp2_tp2_and_pp2(ray_runtime: Any, tmp_path: Path) -> None
             actor_rollout={"max_prompt_length": 400, "max_new_tokens": 24, "do_sample": True},
             training={"seq_length": 424},
         )
-        curves[name] = metrics_of(config, ray_runtime)
+        curves[name] = metrics_of(config, warm_runtime)
     for name, curve in curves.items():
         assert len(curve) == 3, name
         assert abs(curve[0]["critic/kl"]) <= 1e-5, name
@@ -194,11 +194,11 @@ def small_run(
     return run_config(lm, scored, architecture, layout, pool, None, **merged)
 
 
-def metrics_of(config: RunConfig, ray_runtime: Any) -> list[dict[str, float]]:
+def metrics_of(config: RunConfig, warm_runtime: Any) -> list[dict[str, float]]:
     """The metrics of every iteration of a run on warm workers."""
     prepared = prepare(config)
     directory = RunDirectory.create(config)
-    train(config, prepared, directory, ray_runtime)
+    train(config, prepared, directory, warm_runtime)
     lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
     assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1))
     for part in ("actor_hf", "actor_megatron", "critic_hf", "critic_megatron"):
