@@ -1,8 +1,8 @@
 """The driver's view of a role: one object for all its ranks, typed calls, references for rows.
 
-    critic = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pools["critic"])
-    critic.build(CriticRole, config).result()
-    values = critic.call(CriticRole.compute_values, rollouts).rows()
+critic = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pools["critic"])
+critic.build(CriticRole, config).result()
+values = critic.call(CriticRole.compute_values, rollouts).rows()
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Pending:
             counts = [reply.num_rows for reply in self._leader_replies()]
         handles = [self._call.handles[rank] for rank in self._leaders]
         assert None not in counts, f"{handles} returned no rows"
-        return RowsRef(tuple(Piece(h, n) for h, n in zip(handles, counts) if n is not None))
+        found = zip(handles, counts, strict=True)
+        return RowsRef(tuple(Piece(handle, n) for handle, n in found if n is not None))
 
     def result(self) -> list[Any]:
         """The leaders' reports in data-parallel order. Raises WorkerError, RuntimeTimeout."""
@@ -110,14 +111,15 @@ class RoleGroup:
         if not isinstance(arg, Sharded):
             return [arg] * self.layout.dp
         assert len(arg.parts) == self.layout.dp, (
-            f"{self.role.value} has {self.layout.dp} data-parallel ranks, got {len(arg.parts)} parts"
+            f"{self.role.value} has {self.layout.dp} data-parallel ranks, "
+            f"got {len(arg.parts)} parts"
         )
         return arg.parts
 
     @staticmethod
     def _num_rows_in(shards: Sequence[Sequence[Any]], args: Sequence[Any], dp: int) -> int | None:
         """Rows of the first argument that is shared out between replicas."""
-        for shard, arg in zip(shards, args):
+        for shard, arg in zip(shards, args, strict=True):
             if isinstance(arg, (RowsRef, Sharded)):
                 num_rows = _num_rows(shard[dp])
                 if num_rows is not None:

@@ -37,5 +37,7 @@ def _items(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [(f"[{i}]", item) for i, item in enumerate(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return [
+            (f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)
+        ]
     return []

@@ -12,14 +12,17 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Rows
 from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
 from mindspeed_rlxf.runtime.process import COLLECTIVE_MARGIN_S
@@ -60,14 +63,14 @@ class LocalWorld:
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         device.setup(kind, threads, int(os.environ.get("LOCAL_RANK", "0")))
-        self._timeout_s, self._calls = timeout_s, itertools.count()
-        self._store: dist.Store = dist.HashStore()
+        self.timeout_s, self._calls = timeout_s, itertools.count()
+        self._store: Store = HashStore()
         if self.size > 1:
             self._store, _, _ = next(rendezvous("env://", self.rank, self.size))
         timeout = timedelta(seconds=timeout_s + COLLECTIVE_MARGIN_S)
         dist.init_process_group(
             device.backend(kind),
-            store=dist.PrefixStore("world", self._store),
+            store=PrefixStore("world", self._store),
             rank=self.rank,
             world_size=self.size,
             timeout=timeout,
@@ -100,10 +103,10 @@ class LocalWorld:
     def _await_all(self, number: int, what: str) -> None:
         keys = [self._key(number, rank) for rank in range(self.size)]
         try:
-            self._store.wait(keys, timedelta(seconds=self._timeout_s))
+            self._store.wait(keys, timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise RuntimeTimeout(what, self._timeout_s, missing) from error
+            raise RuntimeTimeout(what, self.timeout_s, missing) from error
 
     @staticmethod
     def _key(number: int, rank: int) -> str:
@@ -123,7 +126,9 @@ class LocalPool:
             outcome = self._host.run(mine)
         except WorkerError as error:
             outcome = error
-        return LocalCall(requests, self._world.exchange(outcome, f"{mine.role.value}.{mine.method}"))
+        return LocalCall(
+            requests, self._world.exchange(outcome, f"{mine.role.value}.{mine.method}")
+        )
 
     def shutdown(self) -> None:
         """Nothing of its own to end."""
@@ -133,10 +138,15 @@ class LocalRuntime:
     """Runs in the processes that are there."""
 
     def __init__(self, kind: DeviceKind, threads: int = 1, timeout_s: float = 1800.0) -> None:
-        self._world = LocalWorld(kind, threads, timeout_s)
+        self.world = LocalWorld(kind, threads, timeout_s)
+
+    @classmethod
+    def from_config(cls, config: RunConfig, log_dir: Path | None) -> LocalRuntime:
+        """log_dir is not used: output stays on the terminals the processes were started from."""
+        return cls(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
 
     def create_pools(self, processes_per_node: Mapping[str, Sequence[int]]) -> dict[str, LocalPool]:
-        size = self._world.size
+        size = self.world.size
         problems = [
             f"resource_pool.{name}={list(counts)} must add up to the {size} processes of "
             f"runtime=local; use {size}, or start {sum(counts)} with torchrun"
@@ -145,7 +155,7 @@ class LocalRuntime:
         ]
         if problems:
             raise UserError(problems)
-        return {name: LocalPool(name, self._world) for name in processes_per_node}
+        return {name: LocalPool(name, self.world) for name in processes_per_node}
 
     def shutdown(self) -> None:
-        self._world.close()
+        self.world.close()

@@ -96,9 +96,9 @@ def redirect_output(path: Path) -> None:
     """Append all further output of this process, C++ included, to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
-        stream.flush()
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        getattr(sys, name).flush()
         os.dup2(log, number)
+        stream = os.fdopen(number, "w", 1, "utf-8", "replace", closefd=False)
+        setattr(sys, name, stream)
     os.close(log)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)

@@ -100,6 +100,7 @@ def open_cluster(address: str | None, resources: dict[str, float]) -> RayCluster
 def _join(address: str) -> RayCluster:
     import ray
 
+    _keep_quiet()
     with _own_sigterm():
         context = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     logger.info("joined the Ray cluster at %s", context.address_info["address"])
@@ -109,10 +110,12 @@ def _join(address: str) -> RayCluster:
 def _start_own(resources: dict[str, float]) -> RayCluster:
     if "ray" not in sys.modules:  # too late otherwise: Ray's own defaults hold
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's word for: loopback only
+        os.environ.setdefault("RAY_worker_niceness", "0")  # its 15 slows the workers down
         if "RAY_AUTH_MODE" not in os.environ:
             os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     import ray
 
+    _keep_quiet()
     temp_dir = Path(tempfile.mkdtemp(prefix="rlxf-ray-", dir=_short_temp_root()))
     try:
         with _own_sigterm():
@@ -134,6 +137,13 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
     address = context.address_info["address"]
     logger.info("started an own Ray cluster at %s with %s", address, resources or "its devices")
     return RayCluster(own=True, address=address, temp_dir=temp_dir, guard=guard)
+
+
+def _keep_quiet() -> None:
+    """Ray has no option against the paragraph it prints here when a worker dies."""
+    import ray._private.worker
+
+    ray._private.worker.listen_error_messages = lambda *args, **kwargs: None
 
 
 def _start_guard(temp_dir: Path) -> subprocess.Popen[bytes]:

@@ -11,14 +11,14 @@ from typing import Any
 
 import ray
 
-from mindspeed_rlxf.runtime.errors import WorkerError
+from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
 from mindspeed_rlxf.runtime.process import ProcessSetup, WorkerProcess
 from mindspeed_rlxf.runtime.protocol import Reply, Request
 from mindspeed_rlxf.runtime.ray_wait import Origin, RayHandle, fetch_rows, gather, not_ready
 from mindspeed_rlxf.runtime.refs import find_refs
 from mindspeed_rlxf.runtime.worker import worker_error
 
-RESET_S = 5.0
+RESET_S = 3.0  # for the calls of an ended pool to finish, so that its processes can be kept
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Place:
 
 
 class RayWorker:
-    """The actor class. Errors are returned, not raised, so that Ray has nothing to say about them."""
+    """The actor class. Errors are returned, not raised: Ray then has nothing to say about them."""
 
     def __init__(self) -> None:
         self._timeout_s = 0.0
@@ -86,7 +86,7 @@ class RayWorkers:
         tasks = [(a.reset.remote(), o) for a, o in zip(self.actors, origins, strict=True)]
         try:
             gather(tasks, RESET_S)
-        except RuntimeError:
+        except (WorkerError, RuntimeTimeout):
             return False
         return True
 
@@ -140,13 +140,14 @@ class RayPool:
     ) -> None:
         """release: takes the workers back when the pool ends."""
         self.name, self.world_size, self.workers = name, len(workers.actors), workers
+        self.timeout_s = setups[0].timeout_s
         self._setups, self._release = setups, release
 
     def submit(self, requests: Sequence[Request]) -> RayCall:
         pairs = list(zip(self.workers.actors, requests, strict=True))
         origins = [self.origin(i, r.role.value, r.method) for i, r in enumerate(requests)]
         refs = [actor.run.remote(request) for actor, request in pairs]
-        return RayCall(requests, refs, origins, self._setups[0].timeout_s)
+        return RayCall(requests, refs, origins, self.timeout_s)
 
     def origin(self, rank: int, role: str, phase: str) -> Origin:
         setup = self._setups[rank]

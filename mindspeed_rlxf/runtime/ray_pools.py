@@ -40,10 +40,11 @@ class RayPools:
         log_dir: Path | None,
         keep_warm: bool,
     ) -> None:
-        self._cluster, self._settings, self._threads = cluster, settings, device.cpu_threads
+        self._cluster, self._threads = cluster, device.cpu_threads
+        self.timeout_s, self.start_timeout_s = settings.timeout_s, settings.start_timeout_s
         self._kind = device_facade.resolve_kind(device.kind)
         self._resource = resource_name(device)
-        self._log_dir, self._keep_warm, self._num_devices = log_dir, keep_warm, num_devices
+        self.log_dir, self._keep_warm, self._num_devices = log_dir, keep_warm, num_devices
         self._pools: list[RayPool] = []
         self._warm: list[RayWorkers] = []
 
@@ -116,8 +117,8 @@ class RayPools:
         self, shapes: Mapping[str, tuple[int, ...]], groups: Mapping[str, Any]
     ) -> None:
         own = self._cluster.own
-        limit = min(OWN_WAIT_S, self._settings.start_timeout_s) if own else None
-        deadline = time.monotonic() + (limit or self._settings.start_timeout_s)
+        limit = min(OWN_WAIT_S, self.start_timeout_s) if own else None
+        deadline = time.monotonic() + (limit or self.start_timeout_s)
         waiting = dict(groups)
         while waiting:
             name, group = next(iter(waiting.items()))
@@ -139,8 +140,8 @@ class RayPools:
         free = int(ray.available_resources().get(self._resource, 0))
         return (
             f"resource_pool.{name}={list(shape)} needs {sum(shape)} {self._resource}; the cluster "
-            f"at {self._cluster.address} has {counts} on its nodes, {free} free; ask for less, free "
-            "some, or add nodes"
+            f"at {self._cluster.address} has {counts} on its nodes, {free} free; ask for "
+            "less, free some, or add nodes"
         )
 
     def _start_processes(
@@ -152,7 +153,7 @@ class RayPools:
             for name, found in actors.items()
             for index, (_, actor) in enumerate(found)
         ]
-        places = iter(gather(tasks, self._settings.start_timeout_s))
+        places = iter(gather(tasks, self.start_timeout_s))
         workers = {}
         for name, found in actors.items():
             ordered = by_rank([(bundle, actor, next(places)) for bundle, actor in found])
@@ -175,11 +176,9 @@ class RayPools:
             found += [(bundle, factory.remote()) for _ in range(count)]
         return found
 
-    def _join_worlds(
-        self, workers: Mapping[str, RayWorkers]
-    ) -> dict[str, list[ProcessSetup]]:
+    def _join_worlds(self, workers: Mapping[str, RayWorkers]) -> dict[str, list[ProcessSetup]]:
         """Make each pool one torch.distributed world."""
-        limit = self._settings.start_timeout_s
+        limit = self.start_timeout_s
         ips = {n: LOOPBACK if self._cluster.own else w.places[0].ip for n, w in workers.items()}
         opening = [
             (
@@ -209,8 +208,8 @@ class RayPools:
                 world_size=world_size,
                 device_kind=self._kind,
                 threads=self._threads,
-                timeout_s=self._settings.timeout_s,
-                log_dir=str(self._log_dir.absolute()) if self._log_dir is not None else None,
+                timeout_s=self.timeout_s,
+                log_dir=str(self.log_dir.absolute()) if self.log_dir is not None else None,
                 loopback=self._cluster.own,
             )
             for rank in range(world_size)

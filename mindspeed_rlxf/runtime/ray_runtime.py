@@ -35,7 +35,7 @@ class RayRuntime:
         # Only now: Ray reads its environment, which depends on the cluster, when it is imported.
         from mindspeed_rlxf.runtime.ray_pools import RayPools
 
-        self._pools = RayPools(self.cluster, device, settings, num_devices, log_dir, keep_warm)
+        self.pools = RayPools(self.cluster, device, settings, num_devices, log_dir, keep_warm)
 
     @classmethod
     def from_config(cls, config: RunConfig, log_dir: Path | None) -> RayRuntime:
@@ -48,11 +48,11 @@ class RayRuntime:
         Raises DevicesMissing (joined cluster) or UserError (own) when the devices are not there,
         WorkerError when a process does not come up, RuntimeTimeout when it does not come back.
         """
-        return dict(self._pools.create(processes_per_node))
+        return dict(self.pools.create(processes_per_node))
 
     def shutdown(self) -> None:
         """End all pools, and an own cluster with everything in it."""
         try:
-            self._pools.end()
+            self.pools.end()
         finally:
             self.cluster.close()

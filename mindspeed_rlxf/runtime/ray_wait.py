@@ -9,8 +9,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import (
-    GetTimeoutError,
-    ObjectLostError,
     OutOfMemoryError,
     RayActorError,
     RayError,
@@ -122,19 +120,19 @@ def _read_one(ref: Any, origin: Origin) -> Any:
 
 def as_worker_error(error: RayError, origin: Origin) -> WorkerError:
     """What Ray says about a task, in one line."""
-    log = f"; its last words are in {origin.log}" if origin.log else ""
-    if isinstance(error, OutOfMemoryError):
-        return origin.error(f"the process was killed because its host ran out of memory{log}")
-    if isinstance(error, RayActorError):
-        if getattr(error, "_preempted", False):
-            return origin.error("its host was taken away by the cluster")
-        return origin.error(f"the process died (killed, crashed or out of memory){log}")
     if isinstance(error, RayTaskError):
         cause = error.cause
         return origin.error(f"{type(cause).__name__}: {cause}" if cause else str(error))
-    if isinstance(error, (ObjectLostError, GetTimeoutError)):
-        return origin.error(f"its rows were lost ({type(error).__name__})")
-    return origin.error(f"{type(error).__name__}: {error}")
+    if not isinstance(error, (RayActorError, OutOfMemoryError)):
+        return origin.error(f"its result was lost ({type(error).__name__})")
+    text = str(error)
+    if "creation task" in text:  # the process is alive, our actor class could not be made in it
+        return origin.error(text.strip().splitlines()[-1])
+    reason = "killed, crashed or out of memory"
+    if isinstance(error, OutOfMemoryError) or "low on memory" in text:
+        reason = "killed by Ray because its host ran out of memory"
+    log = f"; its last words are in {origin.log}" if origin.log else ""
+    return origin.error(f"the process died ({reason}){log}")
 
 
 def _first_cause(

@@ -44,12 +44,12 @@ class RowsRef:
         assert len(rows) > 0, "take needs at least one row"
         _check_range(rows, self.num_rows)
         wanted = rows if self.selection is None else [self.selection[row] for row in rows]
-        starts = self._starts()
+        starts = _starts(self.pieces)
         owner = [bisect_right(starts, row) - 1 for row in wanted]
         used = sorted(set(owner))
         kept = [self.pieces[i] for i in used]
-        new_start = dict(zip(used, itertools.accumulate([0] + [p.num_rows for p in kept])))
-        moved = (row - starts[i] + new_start[i] for row, i in zip(wanted, owner))
+        new_starts = dict(zip(used, _starts(kept), strict=True))
+        moved = (row - starts[i] + new_starts[i] for row, i in zip(wanted, owner, strict=True))
         return RowsRef(tuple(kept), tuple(moved))
 
     def split(self, n: int) -> list[RowsRef]:
@@ -64,17 +64,13 @@ class RowsRef:
     def by_piece(self) -> list[tuple[Piece, list[int], list[int]]]:
         """Per piece: the piece, its wanted rows, and their places in the result."""
         everything = range(sum(piece.num_rows for piece in self.pieces))
-        starts = self._starts()
+        starts = _starts(self.pieces)
         found = [(piece, [], []) for piece in self.pieces]  # type: ignore[var-annotated]
         for place, row in enumerate(everything if self.selection is None else self.selection):
             owner = bisect_right(starts, row) - 1
             found[owner][1].append(row - starts[owner])
             found[owner][2].append(place)
         return [entry for entry in found if entry[1]]
-
-    def _starts(self) -> list[int]:
-        sizes = [piece.num_rows for piece in self.pieces]
-        return list(itertools.accumulate([0, *sizes[:-1]]))
 
 
 def resolve(ref: RowsRef, fetch: Fetch) -> Rows:
@@ -136,6 +132,11 @@ def _children(value: Any) -> list[Any]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     return []
+
+
+def _starts(pieces: Sequence[Piece]) -> list[int]:
+    """Where each piece begins among the rows of all."""
+    return list(itertools.accumulate([0, *(piece.num_rows for piece in pieces[:-1])]))
 
 
 def _check_range(rows: Sequence[int], num_rows: int) -> None:

@@ -68,9 +68,7 @@ class RoleHost:
         return output
 
     @staticmethod
-    def _checked(
-        request: Request, output: RoleOutput, seconds: float
-    ) -> tuple[Rows | None, Reply]:
+    def _checked(request: Request, output: RoleOutput, seconds: float) -> tuple[Rows | None, Reply]:
         check_report(output.report, request.role.value, request.method)
         if not request.keeps_rows:
             return None, Reply(None, None, seconds)

@@ -1,0 +1,77 @@
+"""What every runtime has to do; run on Ray and on the local runtime alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.runtime.errors import WorkerError
+from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
+from mindspeed_rlxf.runtime.protocol import Pool
+from mindspeed_rlxf.runtime.refs import RowsRef
+from tests.distributed.runtime.stand_ins import Numbers, StandIn, Unbuildable
+
+
+def build(pool: Pool, role: Role = Role.ACTOR_ROLLOUT, tp: int = 1, offset: int = 0) -> RoleGroup:
+    group = RoleGroup(role, ParallelLayout(pool.world_size, tp), pool)
+    group.build(StandIn, offset).result()
+    return group
+
+
+def make_rows(group: RoleGroup, per_replica: int) -> RowsRef:
+    """Rows 0, 1, 2, ... over the replicas of the group."""
+    parts = [torch.arange(per_replica) + i * per_replica for i in range(group.layout.dp)]
+    return group.call(StandIn.make, Sharded([Numbers(part) for part in parts])).rows()
+
+
+def check_ranks_and_leaders(pool: Pool) -> None:
+    size = pool.world_size
+    assert build(pool).call(StandIn.rank).result() == [(rank, size) for rank in range(size)]
+    one_replica = build(pool, tp=size)
+    assert one_replica.call(StandIn.rank).result() == [(0, size)]
+    assert one_replica.call(StandIn.rank).seconds < 1
+
+
+def check_rows_between_layouts(producer_pool: Pool, consumer_pool: Pool) -> None:
+    """Producer: one replica per rank. Consumer: first one replica in all, then one per rank."""
+    producer = build(producer_pool)
+    rows = make_rows(producer, 6)
+    count = 6 * producer.layout.dp
+    assert rows.num_rows == count
+    whole = build(consumer_pool, Role.CRITIC, tp=consumer_pool.world_size)
+    backwards = list(reversed(range(count)))
+    report = whole.call(StandIn.read, rows.take(backwards)).result()
+    assert [fetched.numbers for fetched in report] == [backwards]
+    spread = build(consumer_pool, Role.REF)
+    reports = spread.call(StandIn.read, rows.take(backwards)).result()
+    assert [n for fetched in reports for n in fetched.numbers] == backwards
+    assert reports[0].total == sum(range(count))
+
+
+def check_two_roles_in_one_process(pool: Pool) -> None:
+    actor, critic = build(pool, offset=100), build(pool, Role.CRITIC, offset=7)
+    rows = make_rows(actor, 1).take([0])
+    parts = [Numbers(torch.tensor([1]))] * pool.world_size
+    assert critic.call(StandIn.make, Sharded(parts)).rows().num_rows == pool.world_size
+    inputs = (rows, "name", {"more": rows})
+    report = critic.call(StandIn.read_both, inputs).result()[0]
+    assert report == ["name", [100], [100]]
+
+
+def check_failures(pool: Pool) -> None:
+    """These leave no rank waiting for another, so that the pool lives on."""
+    group = build(pool)
+    with pytest.raises(WorkerError, match=r"actor_rollout\.leak must report plain Python") as leak:
+        group.call(StandIn.leak).result()
+    assert leak.value.phase == "leak" and leak.value.role == "actor_rollout"
+    last = pool.world_size - 1
+    with pytest.raises(WorkerError) as alone:
+        group.call(StandIn.fail_alone, last).result()
+    assert (alone.value.rank, alone.value.cause) == (last, "ValueError: only here")
+    with pytest.raises(WorkerError) as unbuilt:
+        RoleGroup(Role.REF, ParallelLayout(pool.world_size), pool).build(Unbuildable).result()
+    assert unbuilt.value.cause == "ValueError: no such model"
+    assert (unbuilt.value.role, unbuilt.value.phase) == ("ref", "build")
+    assert len(group.call(StandIn.rank).result()) == pool.world_size

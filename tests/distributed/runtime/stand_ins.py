@@ -1,0 +1,100 @@
+"""Roles that do nothing but what the runtime tests need."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rlxf.data.batch import RoleOutput, Rows
+
+
+@dataclass(frozen=True)
+class Numbers(Rows):
+    numbers: torch.Tensor  # [batch] int64
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What a rank read from a rows reference."""
+
+    numbers: list[int]
+    total: int  # of the ranks together
+
+
+class StandIn:
+    def __init__(self, offset: int = 0) -> None:
+        self.offset = offset
+
+    def rank(self) -> RoleOutput:
+        return RoleOutput(report=(dist.get_rank(), dist.get_world_size()))
+
+    def nap(self, seconds: float) -> RoleOutput:
+        time.sleep(seconds)
+        return RoleOutput()
+
+    def make(self, numbers: Numbers) -> RoleOutput:
+        return RoleOutput(Numbers(numbers.numbers + self.offset))
+
+    def read(self, rows: Numbers) -> RoleOutput:
+        total = rows.numbers.sum()
+        dist.all_reduce(total)
+        return RoleOutput(report=Fetched(rows.numbers.tolist(), int(total)))
+
+    def read_both(self, inputs: tuple[Numbers, str, dict[str, Numbers]]) -> RoleOutput:
+        first, name, more = inputs
+        return RoleOutput(report=[name, first.numbers.tolist(), more["more"].numbers.tolist()])
+
+    def make_late(self, numbers: Numbers, seconds: float) -> RoleOutput:
+        time.sleep(seconds)
+        return RoleOutput(numbers)
+
+    def leak(self) -> RoleOutput:
+        return RoleOutput(report={"losses": [torch.zeros(1)]})
+
+    def fail_on(self, rank: int) -> RoleOutput:
+        """One rank raises while the others wait for it."""
+        if dist.get_rank() == rank:
+            raise ValueError("a bad number")
+        dist.barrier()
+        return RoleOutput()
+
+    def fail_alone(self, rank: int) -> RoleOutput:
+        """One rank raises; the others end well."""
+        if dist.get_rank() == rank:
+            raise ValueError("only here")
+        return RoleOutput()
+
+    def fail_with_rows(self, numbers: Numbers) -> RoleOutput:
+        raise ValueError("no rows today")
+
+    def die_on(self, rank: int) -> RoleOutput:
+        """One rank is killed while the others wait for it."""
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), 9)
+        dist.barrier()
+        return RoleOutput()
+
+    def nap_on(self, rank: int, seconds: float) -> RoleOutput:
+        if dist.get_rank() == rank:
+            time.sleep(seconds)
+        return RoleOutput()
+
+    def process(self) -> RoleOutput:
+        return RoleOutput(report=os.getpid())
+
+    def environment(self, name: str) -> RoleOutput:
+        return RoleOutput(report=os.environ.get(name))
+
+    def say(self, text: str) -> RoleOutput:
+        print(text)
+        os.write(2, b"from C\n")
+        return RoleOutput()
+
+
+class Unbuildable:
+    def __init__(self) -> None:
+        raise ValueError("no such model")

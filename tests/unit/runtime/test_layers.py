@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+
+import mindspeed_rlxf
+from mindspeed_rlxf.runtime.ray_cluster import forwarded_environment
+
+PACKAGE = Path(mindspeed_rlxf.__file__).parent
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def test_only_the_ray_files_of_the_runtime_import_ray() -> None:
+    importers = {p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py") if "ray" in imports(p)}
+    assert importers == {
+        Path("runtime") / name
+        for name in ("ray_cluster.py", "ray_pool.py", "ray_pools.py", "ray_wait.py")
+    }
+
+
+def test_settings_of_communication_libraries_are_forwarded_but_no_visibility() -> None:
+    environment = {
+        "HCCL_CONNECT_TIMEOUT": "1",
+        "ASCEND_LAUNCH_BLOCKING": "1",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "TP_SOCKET_IFNAME": "eth0",
+        "NCCL_DEBUG": "INFO",
+    }
+    hidden = {"ASCEND_RT_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0", "HOME": os.sep}
+    assert forwarded_environment({**environment, **hidden}) == environment
