@@ -52,8 +52,9 @@ def choose_tokens(
         tokens = _inverse_cdf(_filtered(allowed, settings.top_k, settings.top_p), uniforms)
     else:
         tokens = allowed.argmax(dim=-1)
-    chosen = logits.gather(-1, tokens[:, None]).squeeze(-1)
-    return tokens, chosen - logits.logsumexp(dim=-1)
+    # not `chosen - logsumexp`, which loses the digits of a log-prob near 0 to large logits
+    log_probs = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])
+    return tokens, log_probs.squeeze(-1)
 
 
 def _forbid_early_eos(logits: Tensor, generated: Tensor, settings: SamplingSettings) -> Tensor:

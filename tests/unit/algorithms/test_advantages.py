@@ -1,0 +1,117 @@
+"""Slots, token rewards and GAE, against hand-worked numbers and a slow double loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from mindspeed_rlxf.algorithms.advantages import (
+    estimate_gae,
+    length_mask,
+    slot_counts,
+    token_rewards,
+)
+from mindspeed_rlxf.config.enums import ScorePosition
+
+
+def slow_gae(
+    rewards: Tensor, values: Tensor, lengths: list[int], gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """A_t = sum over l of (gamma lam)^l delta_(t + l), written out; 0 beyond each length."""
+    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    for row, length in enumerate(lengths):
+        for t in range(length):
+            total = 0.0
+            for s in range(t, length):
+                following = float(values[row, s + 1]) if s + 1 < length else 0.0
+                delta = float(rewards[row, s]) + gamma * following - float(values[row, s])
+                total += (gamma * lam) ** (s - t) * delta
+            advantages[row, t] = total
+            returns[row, t] = total + float(values[row, t])
+    return advantages, returns
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4),
+    gamma=st.floats(0, 1),
+    lam=st.floats(0, 1),
+    seed=st.integers(0, 2**16),
+)
+def test_gae_equals_the_written_out_sum(
+    lengths: list[int], gamma: float, lam: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), max(lengths) + 1)
+    rewards = torch.randn(shape, generator=generator, dtype=torch.float64)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    mask = length_mask(torch.tensor(lengths), shape[1])
+    expected = slow_gae(rewards, values, lengths, gamma, lam)
+    assert_close(estimate_gae(rewards, values, mask, gamma, lam), expected)
+
+
+def test_gae_of_three_tokens_by_hand() -> None:
+    # gamma 0.9, lambda 0.5, gamma * lambda = 0.45
+    # delta_2 = 1 - 0.7             =  0.3     A_2 = 0.3
+    # delta_1 = 0.9 * 0.7 - 0.6     =  0.03    A_1 = 0.03 + 0.45 * 0.3    = 0.165
+    # delta_0 = 0.9 * 0.6 - 0.5     =  0.04    A_0 = 0.04 + 0.45 * 0.165  = 0.11425
+    rewards = torch.tensor([[0.0, 0.0, 1.0]])
+    values = torch.tensor([[0.5, 0.6, 0.7]])
+    advantages, returns = estimate_gae(rewards, values, torch.ones(1, 3).bool(), 0.9, 0.5)
+    assert_close(advantages, torch.tensor([[0.11425, 0.165, 0.3]]))
+    assert_close(returns, torch.tensor([[0.61425, 0.765, 1.0]]))
+
+
+def test_gae_ignores_what_stands_after_the_last_slot() -> None:
+    rewards, values = torch.randn(2, 5), torch.randn(2, 5)
+    mask = length_mask(torch.tensor([3, 5]), 5)
+    clean = estimate_gae(rewards, values, mask, 0.99, 0.95)
+    rewards[0, 3:], values[0, 3:] = 100.0, -100.0
+    dirty = estimate_gae(rewards, values, mask, 0.99, 0.95)
+    assert_close(dirty, clean, rtol=0, atol=0)
+    assert not clean[0][0, 3:].any() and not clean[1][0, 3:].any()
+
+
+def test_undiscounted_return_is_the_reward_to_go() -> None:
+    # gamma = lambda = 1: the return of slot t is the sum of the rewards from t on, whatever V says
+    rewards = torch.tensor([[1.0, 2.0, 4.0, 0.0]])
+    mask = length_mask(torch.tensor([3]), 4)
+    _, returns = estimate_gae(rewards, torch.randn(1, 4), mask, 1.0, 1.0)
+    assert_close(returns, torch.tensor([[7.0, 6.0, 4.0, 0.0]]))
+
+
+@pytest.mark.parametrize(
+    ("length", "has_eos", "position", "limit", "slots"),
+    [
+        (3, True, ScorePosition.AFTER_EOS, 8, 4),  # EOS at slot 2, 3 < 8: one slot more
+        (7, True, ScorePosition.AFTER_EOS, 8, 8),  # the last slot that may exist
+        (8, True, ScorePosition.AFTER_EOS, 8, 8),  # EOS in the last slot: none after it
+        (8, False, ScorePosition.AFTER_EOS, 8, 8),  # cut at max_new_tokens
+        (3, False, ScorePosition.AFTER_EOS, 8, 3),  # no EOS, whatever room there is
+        (3, True, ScorePosition.EOS, 8, 3),  # verl's position
+        (3, True, ScorePosition.AFTER_EOS, 3, 3),  # batch width: the longest row has no slot more
+        (2, True, ScorePosition.AFTER_EOS, 3, 3),  # batch width: shorter rows have
+        (1, True, ScorePosition.AFTER_EOS, 1, 1),  # one token allowed, and it is EOS
+    ],
+)
+def test_slot_after_eos_exists_below_the_limit(
+    length: int, has_eos: bool, position: ScorePosition, limit: int, slots: int
+) -> None:
+    got = slot_counts(torch.tensor([length]), torch.tensor([has_eos]), position, limit)
+    assert got.tolist() == [slots] and got.dtype == torch.int64
+
+
+def test_score_stands_on_the_last_slot_and_the_penalty_on_every_token() -> None:
+    # two tokens and a slot after EOS; three tokens cut short
+    kl = torch.tensor([[1.0, -2.0, 0.0, 0.0], [0.5, 0.0, 1.0, 0.0]])
+    rewards = token_rewards(kl, torch.tensor([10.0, -10.0]), torch.tensor([3, 3]), 0.1)
+    assert_close(rewards, torch.tensor([[-0.1, 0.2, 10.0, 0.0], [-0.05, 0.0, -10.1, 0.0]]))
+
+
+def test_length_mask_is_true_below_the_length() -> None:
+    mask = length_mask(torch.tensor([0, 2, 3]), 3)
+    assert mask.int().tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 1]]

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from mindspeed_rlxf.algorithms.kl import KlController, kl_per_token
+from mindspeed_rlxf.config.enums import KlPenalty
+
+LN2 = math.log(2.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        # policy 1/2, reference 1/4: d = ln 2; policy 1/4, reference 1/2: d = -ln 2
+        (KlPenalty.KL, [LN2, -LN2]),
+        (KlPenalty.ABS, [LN2, LN2]),
+        (KlPenalty.MSE, [LN2**2 / 2, LN2**2 / 2]),
+        (KlPenalty.LOW_VAR_KL, [0.5 - 1 + LN2, 2 - 1 - LN2]),
+    ],
+)
+def test_kl_kinds_by_hand(kind: KlPenalty, expected: list[float]) -> None:
+    log_probs, ref = torch.tensor([0.5, 0.25]).log(), torch.tensor([0.25, 0.5]).log()
+    assert_close(kl_per_token(log_probs, ref, kind), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("kind", list(KlPenalty))
+def test_kl_of_equal_policies_is_zero(kind: KlPenalty) -> None:
+    log_probs = torch.tensor([-0.1, -7.0])
+    assert not kl_per_token(log_probs, log_probs, kind).any()
+
+
+@given(st.floats(-20, 0), st.floats(-20, 0))
+def test_low_variance_kl_is_never_negative(log_prob: float, ref: float) -> None:
+    numbers = torch.tensor([log_prob, ref], dtype=torch.float64)
+    assert kl_per_token(numbers[0], numbers[1], KlPenalty.LOW_VAR_KL) >= -1e-12
+
+
+def test_k1_and_k3_have_the_expected_value_of_the_true_kl() -> None:
+    # sum over the vocabulary of p * estimate = KL(p, q), for k1 and k3
+    p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.2, 0.5, 0.3])
+    true = (p * (p / q).log()).sum()
+    for kind in (KlPenalty.KL, KlPenalty.LOW_VAR_KL):
+        assert_close((p * kl_per_token(p.log(), q.log(), kind)).sum(), true)
+
+
+def test_fixed_coefficient_never_moves() -> None:
+    controller = KlController(0.05, adaptive=False, target_kl=6.0, horizon=10)
+    controller.update(100.0, 1000)
+    assert controller.value == 0.05
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"),
+    [
+        (2.2, 1.01),  # 2.2 / 2 - 1 = 0.1, times 100 samples of a horizon of 1000
+        (2.0, 1.0),
+        (50.0, 1.02),  # clipped at 0.2
+        (0.0, 0.98),  # clipped at -0.2
+    ],
+)
+def test_adaptive_coefficient_by_hand(kl: float, factor: float) -> None:
+    controller = KlController(0.1, adaptive=True, target_kl=2.0, horizon=1000)
+    controller.update(kl, 100)
+    assert controller.value == pytest.approx(0.1 * factor)
+
+
+def test_controller_goes_on_from_its_state() -> None:
+    first, second = (KlController(0.1, True, 2.0, 1000) for _ in range(2))
+    first.update(5.0, 100)
+    second.load_state_dict(first.state_dict())
+    assert second.value == first.value != 0.1
+    first.update(5.0, 100)
+    second.update(5.0, 100)
+    assert second.value == first.value

@@ -1,0 +1,165 @@
+"""The critic's experience against TRL's way of making it, written out over padded tensors.
+
+TRL (experimental.ppo 1.12.0): log-probs are 1 where padded, the score stands one slot after EOS
+where that is within the batch's width, GAE runs over the whole width without a mask.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from mindspeed_rlxf.algorithms.advantages import length_mask
+from mindspeed_rlxf.algorithms.masked import alone
+from mindspeed_rlxf.config.enums import AdvantageWhiten, ScorePosition
+from mindspeed_rlxf.config.schema import AlgorithmConfig
+from mindspeed_rlxf.data.batch import Experience, LogProbs, Rollouts, Scores, Values
+from mindspeed_rlxf.roles.critic import CriticRole
+
+KL_COEF = 0.1
+
+
+def rollouts_of(lengths: list[int], has_eos: list[bool], seed: int = 0) -> Rollouts:
+    rows, width = len(lengths), max(lengths)
+    generator = torch.Generator().manual_seed(seed)
+    mask = length_mask(torch.tensor(lengths), width)
+    return Rollouts(
+        sample_ids=list(range(rows)),
+        prompt_ids=torch.ones(rows, 2, dtype=torch.long),
+        prompt_lengths=torch.full((rows,), 2),
+        response_ids=torch.ones(rows, width, dtype=torch.long) * mask,
+        response_lengths=torch.tensor(lengths),
+        has_eos=torch.tensor(has_eos),
+        rollout_log_probs=-torch.rand(rows, width, generator=generator) * mask,
+        ground_truths=[""] * rows,
+        data_sources=[""] * rows,
+    )
+
+
+def inputs(rollouts: Rollouts, seed: int = 1) -> tuple[LogProbs, Values, Scores]:
+    rows, width = rollouts.response_ids.shape
+    generator = torch.Generator().manual_seed(seed)
+    lengths = rollouts.response_lengths
+    ref = -torch.rand(rows, width, generator=generator) * length_mask(lengths, width)
+    values = torch.randn(rows, width + 1, generator=generator)
+    values = values * length_mask(lengths + 1, width + 1)
+    return LogProbs(ref), Values(values), Scores(torch.randn(rows, generator=generator))
+
+
+def make_experience(
+    rollouts: Rollouts, slot_limit: int, algorithm: AlgorithmConfig
+) -> tuple[Experience, object]:
+    ref, values, scores = inputs(rollouts)
+    role = SimpleNamespace(algorithm=algorithm, engine=SimpleNamespace(sum_over_replicas=alone))
+    output = CriticRole.make_experience(
+        role,
+        rollouts,
+        None,
+        ref,
+        values,
+        scores,
+        KL_COEF,
+        slot_limit,  # type: ignore[arg-type]
+    )
+    assert isinstance(output.rows, Experience)
+    return output.rows, output.report
+
+
+def trl(rollouts: Rollouts, gamma: float, lam: float, penalty: float) -> dict[str, Tensor]:
+    """TRL's steps in its order, on [batch, T] tensors."""
+    ref, values, scores = inputs(rollouts)
+    width = rollouts.response_ids.size(1)
+    last = rollouts.response_lengths - 1
+    padding = torch.arange(width)[None, :] > last[:, None]
+    padding_p1 = torch.arange(width)[None, :] > (last + 1)[:, None]
+    old = rollouts.rollout_log_probs.masked_fill(padding, 1.0)
+    reference = ref.log_probs.masked_fill(padding, 1.0)
+    v = values.values[:, :width].masked_fill(padding_p1, 0.0)
+    rewards = -KL_COEF * (old - reference)
+    score = scores.scores.clone()
+    score[~rollouts.has_eos] -= penalty
+    for row in range(len(last)):
+        place = last[row] + 1 if last[row] + 1 < width else last[row]
+        rewards[row, place] += score[row]
+    advantages, following = torch.zeros_like(v), torch.zeros(len(last))
+    for t in reversed(range(width)):
+        next_value = v[:, t + 1] if t + 1 < width else torch.zeros(len(last))
+        following = rewards[:, t] + gamma * next_value - v[:, t] + gamma * lam * following
+        advantages[:, t] = following
+    returns = advantages + v
+    inside = advantages[~padding]
+    white = (advantages - inside.mean()) * torch.rsqrt(inside.var(unbiased=True) + 1e-8)
+    return {
+        "advantages": white.masked_fill(padding, 0.0),
+        "returns": returns.masked_fill(padding_p1, 0.0),
+        "values": v,
+        "value_mask": ~padding_p1,
+    }
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8)])
+def test_experience_is_trls_at_its_batch_width(gamma: float, lam: float) -> None:
+    # EOS early, EOS in the last column, cut at the width, one token only
+    rollouts = rollouts_of([3, 5, 5, 1], [True, True, False, True])
+    algorithm = AlgorithmConfig(gamma=gamma, lam=lam, missing_eos_penalty=1.0)
+    ours, _ = make_experience(rollouts, 5, algorithm)
+    theirs = trl(rollouts, gamma, lam, penalty=1.0)
+    assert_close(ours.advantages, theirs["advantages"])
+    assert not ours.value_mask[:, 5].any()
+    for name in ("returns", "values", "value_mask"):
+        assert_close(getattr(ours, name)[:, :5], theirs[name], msg=name)
+
+
+def test_slot_after_eos_does_not_depend_on_the_batch_width() -> None:
+    # max_new_tokens 8: the EOS at slot 4 of a batch 5 wide has its slot, alone or with a longer row
+    algorithm = AlgorithmConfig(advantage_whiten=AdvantageWhiten.NONE)
+    rollouts = rollouts_of([5, 5], [True, False])
+    ours, _ = make_experience(rollouts, 8, algorithm)
+    assert ours.value_mask.sum(1).tolist() == [6, 5]
+    assert ours.response_mask.sum(1).tolist() == [5, 5]
+
+
+def test_score_on_eos_has_no_slot_more() -> None:
+    algorithm = AlgorithmConfig(
+        score_position=ScorePosition.EOS, advantage_whiten=AdvantageWhiten.NONE
+    )
+    rollouts = rollouts_of([3, 5], [True, False])
+    ours, _ = make_experience(rollouts, 8, algorithm)
+    _, values, scores = inputs(rollouts)
+    assert ours.value_mask.sum(1).tolist() == [3, 5]
+    # at the last slot: A = score - kl_coef * kl - V, so the return is the reward there
+    kl = rollouts.rollout_log_probs[0, 2] - inputs(rollouts)[0].log_probs[0, 2]
+    expected = scores.scores[0] - KL_COEF * kl - values.values[0, 2]
+    assert_close(ours.advantages[0, 2], expected)
+
+
+def test_without_eos_the_score_less_the_penalty_is_on_the_last_token() -> None:
+    plain = AlgorithmConfig(advantage_whiten=AdvantageWhiten.NONE)
+    fined = AlgorithmConfig(advantage_whiten=AdvantageWhiten.NONE, missing_eos_penalty=2.0)
+    rollouts = rollouts_of([4, 2], [False, True])
+    before, _ = make_experience(rollouts, 4, plain)
+    after, report = make_experience(rollouts, 4, fined)
+    assert_close(after.returns[0, 3], before.returns[0, 3] - 2.0)
+    assert_close(after.returns[1], before.returns[1], rtol=0, atol=0)
+    score = inputs(rollouts)[2].scores
+    assert report.score.total == pytest.approx(float(score.sum()) - 2.0)  # type: ignore[attr-defined]
+
+
+def test_reported_kl_is_the_token_mean_of_each_sample() -> None:
+    rollouts = rollouts_of([3, 1], [True, True])
+    _, report = make_experience(rollouts, 4, AlgorithmConfig())
+    difference = rollouts.rollout_log_probs - inputs(rollouts)[0].log_probs
+    expected = [float(difference[0].sum() / 3), float(difference[1, 0])]
+    assert report.kl == pytest.approx(expected)  # type: ignore[attr-defined]
+
+
+def test_returns_are_made_before_whitening() -> None:
+    rollouts = rollouts_of([3, 5], [True, False])
+    white, _ = make_experience(rollouts, 8, AlgorithmConfig())
+    plain, _ = make_experience(rollouts, 8, AlgorithmConfig(advantage_whiten=AdvantageWhiten.NONE))
+    assert_close(white.returns, plain.returns, rtol=0, atol=0)
+    assert not torch.allclose(white.advantages, plain.advantages)

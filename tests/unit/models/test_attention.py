@@ -1,0 +1,126 @@
+"""Packed and padded attention against masked softmax written out for each sequence."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from mindspeed_rlxf.models import attention
+from mindspeed_rlxf.models.attention import CoreAttention, PackedSequences
+
+HEADS, GROUPS, DIM = 4, 2, 8
+
+
+def written_out(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[tokens, heads, d] of one sequence; query head h reads group h * groups / heads."""
+    tokens, heads = query.shape[:2]
+    key, value = (x.repeat_interleave(heads // x.size(1), dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) / query.size(-1) ** 0.5
+    later = torch.ones(tokens, tokens).triu(1).bool()
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), value)
+
+
+def random_tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    heads = (HEADS, GROUPS, GROUPS)
+    query, key, value = (
+        torch.randn(count, h, DIM, generator=generator, dtype=torch.float64) for h in heads
+    )
+    return query, key, value
+
+
+def each_alone(lengths: list[int], qkv: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    return torch.cat([written_out(*x) for x in zip(*(t.split(lengths) for t in qkv), strict=True)])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    limit=st.sampled_from([0.0, 2.0, float("inf")]),
+)
+def test_packed_sequences_attend_as_each_alone(lengths: list[int], limit: float) -> None:
+    qkv = random_tokens(sum(lengths))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "MAX_PADDED_AREA", limit)
+        got = PackedSequences(lengths=tuple(lengths)).attend(1, *qkv)
+    assert_close(got, each_alone(lengths, qkv))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "padded"),
+    [
+        ((5, 5, 4), True),  # 3 * 25 = 75 against 66: padding is cheap
+        ((1, 1, 9), False),  # 3 * 81 = 243 against 83: one call per sequence
+        ((7,), False),
+    ],
+)
+def test_padding_is_chosen_while_it_is_cheap(lengths: tuple[int, ...], padded: bool) -> None:
+    calls: list[torch.Size] = []
+    plain = attention.causal_attention
+
+    def counted(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        calls.append(query.shape)
+        return plain(query, key, value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "causal_attention", counted)
+        PackedSequences(lengths=lengths).attend(1, *random_tokens(sum(lengths)))
+    assert len(calls) == (1 if padded else len(lengths))
+
+
+@pytest.mark.parametrize("lengths", [[5, 5, 4], [1, 1, 9]])
+def test_packed_gradients_are_those_of_each_alone(lengths: list[int]) -> None:
+    def gradients(packed: bool) -> tuple[Tensor, ...]:
+        qkv = tuple(x.requires_grad_() for x in random_tokens(sum(lengths)))
+        out = (
+            PackedSequences(lengths=tuple(lengths)).attend(1, *qkv)
+            if packed
+            else each_alone(lengths, qkv)
+        )
+        weights = torch.arange(out.numel(), dtype=out.dtype).view_as(out).cos()
+        return torch.autograd.grad((out * weights).sum(), qkv)
+
+    assert_close(gradients(True), gradients(False))
+
+
+def core_attention() -> CoreAttention:
+    return CoreAttention(SimpleNamespace(), layer_number=1)
+
+
+def test_core_attention_of_padded_rows_is_that_of_each_row() -> None:
+    rows = [random_tokens(6, seed) for seed in (1, 2, 3)]
+    query, key, value = (torch.stack(x, dim=1) for x in zip(*rows, strict=True))
+    got = core_attention()(query, key, value, None)  # [s, b, heads * d]
+    assert got.shape == (6, 3, HEADS * DIM)
+    for row, qkv in enumerate(rows):
+        assert_close(got[:, row], written_out(*qkv).flatten(1))
+
+
+def test_core_attention_leaves_packed_tokens_to_the_pack() -> None:
+    qkv = random_tokens(7)
+    pack = PackedSequences(lengths=(3, 4))
+    got = core_attention()(*(x.unsqueeze(1) for x in qkv), None, packed_seq_params=pack)
+    assert_close(got, each_alone([3, 4], qkv).flatten(1)[:, None])
+
+
+def test_core_attention_refuses_a_mask_of_its_own() -> None:
+    tensors = [x.unsqueeze(1) for x in random_tokens(2)]
+    with pytest.raises(AssertionError, match="mask is causal"):
+        core_attention()(*tensors, torch.zeros(1, 1, 2, 2, dtype=torch.bool))
+
+
+def test_pack_asks_megatron_for_rotary_angles_token_by_token() -> None:
+    # "thd" would make Megatron restart positions at its own cumulative lengths
+    assert PackedSequences(lengths=(2,)).qkv_format == "sbhd"
+
+
+@pytest.mark.parametrize("lengths", [(), (3, 0)])
+def test_pack_needs_sequences_of_positive_length(lengths: tuple[int, ...]) -> None:
+    with pytest.raises(AssertionError, match="positive length"):
+        PackedSequences(lengths=lengths)

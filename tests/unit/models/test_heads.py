@@ -1,0 +1,212 @@
+"""Chunked, vocabulary-parallel log-probs against torch's log_softmax."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing import assert_close
+
+from mindspeed_rlxf.models import heads
+from mindspeed_rlxf.models.heads import full_logits, token_log_probs
+
+TOKENS, HIDDEN, VOCAB = 8, 6, 10
+
+
+@dataclass(frozen=True)
+class Group:
+    """The two questions that a head asks a process group."""
+
+    index: int = 0
+    count: int = 1
+
+    def rank(self) -> int:
+        return self.index
+
+    def size(self) -> int:
+        return self.count
+
+
+def on_ranks(
+    monkeypatch: pytest.MonkeyPatch, count: int, work: Callable[[Group], Any]
+) -> list[Any]:
+    """`work(group)` on threads, with collectives that really combine what the threads bring."""
+    meeting = threading.Barrier(count, timeout=10)
+    brought: list[Tensor] = [torch.empty(0)] * count
+
+    def meet(tensor: Tensor, group: Group) -> list[Tensor]:
+        brought[group.rank()] = tensor.clone()
+        meeting.wait()
+        everything = list(brought)
+        meeting.wait()
+        return everything
+
+    def all_reduce(tensor: Tensor, op: Any, group: Group) -> None:
+        stacked = torch.stack(meet(tensor, group))
+        tensor.copy_(stacked.amax(0) if op is dist.ReduceOp.MAX else stacked.sum(0))
+
+    def all_gather(parts: list[Tensor], tensor: Tensor, group: Group) -> None:
+        for part, theirs in zip(parts, meet(tensor, group), strict=True):
+            part.copy_(theirs)
+
+    monkeypatch.setattr(heads.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(heads.dist, "all_gather", all_gather)
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, [Group(i, count) for i in range(count)]))
+
+
+@pytest.fixture
+def problem() -> tuple[Tensor, Tensor, Tensor]:
+    """hidden [tokens, hidden], weight [vocab, hidden], labels [tokens] with both end ids."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator)
+    return hidden, weight, torch.tensor([0, 9, 3, 5, 5, 4, 9, 1])
+
+
+def by_torch(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    logs = torch.log_softmax(hidden @ weight.T / temperature, dim=-1)
+    chosen = logs.gather(-1, labels[:, None]).squeeze(-1)
+    return chosen, -(logs.exp() * logs).sum(-1).detach()
+
+
+def gradients(
+    log_probs: Callable[..., tuple[Tensor, Tensor]], hidden: Tensor, weight: Tensor
+) -> tuple[Tensor, ...]:
+    """Of a sum in which every token has its own weight."""
+    inputs = (hidden.clone().requires_grad_(), weight.clone().requires_grad_())
+    values, _ = log_probs(*inputs)
+    return torch.autograd.grad((values * torch.arange(1.0, len(values) + 1)).sum(), inputs)
+
+
+@pytest.mark.parametrize("chunk", [3, 4, 1024])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_entropy_and_gradients_are_those_of_log_softmax(
+    problem: tuple[Tensor, Tensor, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    chunk: int,
+    temperature: float,
+) -> None:
+    monkeypatch.setattr(heads, "CHUNK_TOKENS", chunk)
+    hidden, weight, labels = problem
+
+    def ours(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return token_log_probs(hidden, weight, labels, VOCAB, Group(), temperature)
+
+    def theirs(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return by_torch(hidden, weight, labels, temperature)
+
+    assert_close(ours(hidden, weight), theirs(hidden, weight))
+    assert_close(gradients(ours, hidden, weight), gradients(theirs, hidden, weight))
+
+
+def test_padding_ids_have_probability_zero_and_no_gradient(
+    problem: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    hidden, weight, labels = problem
+    padded = torch.cat((weight, torch.full((2, HIDDEN), 50.0)))
+
+    def ours(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return token_log_probs(hidden, weight, labels, VOCAB, Group())
+
+    assert_close(ours(hidden, padded), by_torch(hidden, weight, labels))
+    _, slope = gradients(ours, hidden, padded)
+    assert not slope[VOCAB:].any() and slope[:VOCAB].any(dim=1).all()
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 5), (3, 4), (4, 3)])
+def test_vocabulary_split_over_ranks_changes_nothing(
+    problem: tuple[Tensor, Tensor, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    rows: int,
+) -> None:
+    # 10 ids over 3 ranks of 4 rows, or 4 of 3: the last rank holds padding
+    hidden, weight, labels = problem
+    padded = torch.cat((weight, torch.ones(ranks * rows - VOCAB, HIDDEN)))
+
+    def work(group: Group) -> tuple[Any, ...]:
+        shard = padded.split(rows)[group.rank()]
+
+        def ours(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            return token_log_probs(hidden, weight, labels, VOCAB, group, 0.7)  # type: ignore[arg-type]
+
+        return ours(hidden, shard), gradients(ours, hidden, shard)
+
+    def theirs(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return by_torch(hidden, weight, labels, 0.7)
+
+    results = on_ranks(monkeypatch, ranks, work)
+    expected_hidden, expected_weight = gradients(theirs, hidden, weight)
+    for values, _ in results:
+        assert_close(values, theirs(hidden, weight))
+    # each rank has its share of the hidden gradient (Megatron sums them) and its rows of the weight
+    assert_close(torch.stack([slopes[0] for _, slopes in results]).sum(0), expected_hidden)
+    assert_close(torch.cat([slopes[1] for _, slopes in results])[:VOCAB], expected_weight)
+
+
+def test_a_rank_of_nothing_but_padding_takes_part(
+    problem: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, weight, labels = problem
+    padded = torch.cat((weight, torch.ones(VOCAB, HIDDEN)))
+
+    def work(group: Group) -> tuple[Tensor, Tensor]:
+        shard = padded.split(VOCAB)[group.rank()]
+        return token_log_probs(hidden, shard, labels, VOCAB, group)  # type: ignore[arg-type]
+
+    for values in on_ranks(monkeypatch, 2, work):
+        assert_close(values, by_torch(hidden, weight, labels))
+
+
+def test_full_logits_of_split_vocabulary_have_no_padding(
+    problem: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, weight, _ = problem
+    padded = torch.cat((weight, torch.ones(2, HIDDEN)))
+
+    def work(group: Group) -> Tensor:
+        return full_logits(hidden, padded.split(4)[group.rank()], VOCAB, group)  # type: ignore[arg-type]
+
+    for logits in on_ranks(monkeypatch, 3, work):
+        assert_close(logits, hidden @ weight.T)
+
+
+def test_large_logits_neither_overflow_nor_vanish() -> None:
+    hidden, weight = torch.tensor([[1000.0]]), torch.tensor([[1.0], [-1.0], [1.0]])
+    values, entropy = token_log_probs(hidden, weight, torch.tensor([0]), 3, Group())
+    assert_close(values, torch.tensor([0.5]).log())
+    assert_close(entropy, torch.tensor([2.0]).log())
+
+
+def test_low_precision_weights_have_fp32_softmax_sums() -> None:
+    # 512 equal logits: a bf16 sum of exponentials stops growing at 256
+    hidden, weight = torch.ones(1, 4, dtype=torch.bfloat16), torch.zeros(512, 4).bfloat16()
+    values, entropy = token_log_probs(hidden, weight, torch.tensor([3]), 512, Group())
+    assert values.dtype == entropy.dtype == torch.float32
+    assert_close(values, -torch.tensor([512.0]).log())
+
+
+def test_no_logits_of_a_whole_micro_batch_are_kept_for_backward(
+    problem: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "CHUNK_TOKENS", 2)
+    hidden, weight, labels = problem
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel() if tensor.data_ptr() != weight.data_ptr() else 0)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        token_log_probs(hidden.requires_grad_(), weight, labels, VOCAB, Group())
+    assert max(kept, default=0) < 2 * VOCAB

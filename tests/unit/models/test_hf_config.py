@@ -1,0 +1,170 @@
+"""config.json of transformers 5 and of older versions, and what disagrees with the YAML."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from mindspeed_rlxf.config.enums import RopeScaling
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.hf_config import disagreements, read_hf_config
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LLAMA3_KEYS = {
+    "rope_scaling_type": RopeScaling.LLAMA3,
+    "rope_scaling_factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def architecture(**keys: Any) -> ArchitectureConfig:
+    base: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "vocab_size": 99,
+        "max_position_embeddings": 512,
+        "rotary_base": 500000.0,
+        "norm_epsilon": 1e-6,
+        "untie_embeddings_and_output_weights": True,
+    }
+    return ArchitectureConfig(**(base | keys))
+
+
+def older(**keys: Any) -> dict[str, Any]:
+    """As transformers 4 wrote it: no head_dim, rope_theta at the top."""
+    base: dict[str, Any] = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 99,
+        "max_position_embeddings": 512,
+        "rope_theta": 500000.0,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+    }
+    return base | keys
+
+
+def newer(rope: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
+    """As the installed transformers writes it."""
+    base = older()
+    for name in ("model_type", "rope_theta", "rope_scaling"):
+        del base[name]
+    parameters = {"rope_theta": 500000.0, **(rope or {"rope_type": "default"})}
+    return json.loads(LlamaConfig(**(base | keys), rope_parameters=parameters).to_json_string())
+
+
+def test_transformers_5_config_agrees() -> None:
+    assert "rope_parameters" in newer() and "rope_theta" not in newer()
+    assert disagreements(architecture(), newer(), scored=False) == []
+
+
+def test_older_config_agrees() -> None:
+    assert disagreements(architecture(), older(), scored=False) == []
+
+
+def test_a_null_count_of_key_value_heads_is_one_per_query_head() -> None:
+    config = older(num_key_value_heads=None)
+    assert disagreements(architecture(num_query_groups=None), config, scored=False) == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [newer(LLAMA3_ROPE), older(rope_scaling=LLAMA3_ROPE)],
+    ids=["rope_parameters", "rope_scaling"],
+)
+def test_llama3_scaling_is_compared_in_both_spellings(config: dict[str, Any]) -> None:
+    assert disagreements(architecture(**LLAMA3_KEYS), config, scored=False) == []
+    wrong = architecture(**(LLAMA3_KEYS | {"rope_scaling_factor": 4.0}))
+    assert disagreements(wrong, config, scored=False) == ["rope_scaling_factor: 4.0, 8.0"]
+    assert "rope_scaling_type: None, llama3" in disagreements(architecture(), config, scored=False)
+
+
+def test_the_oldest_spelling_of_linear_scaling_is_read() -> None:
+    config = older(rope_scaling={"type": "linear", "factor": 2.0})
+    ours = architecture(rope_scaling_type=RopeScaling.LINEAR, rope_scaling_factor=2.0)
+    assert disagreements(ours, config, scored=False) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"num_layers": 4}, "num_layers: 4, 2"),
+        ({"ffn_hidden_size": 64}, "ffn_hidden_size: 64, 48"),
+        ({"num_query_groups": None}, "num_query_groups: 4, 2"),
+        ({"kv_channels": 16}, "kv_channels: 16, 8"),
+        ({"vocab_size": 100}, "vocab_size: 100, 99"),
+        ({"rotary_base": 10000.0}, "rotary_base: 10000.0, 500000.0"),
+        ({"norm_epsilon": 1e-5}, "norm_epsilon: 1e-05, 1e-06"),
+        ({"max_position_embeddings": 256}, "max_position_embeddings: 256, 512"),
+        (
+            {"untie_embeddings_and_output_weights": False},
+            "untie_embeddings_and_output_weights: False, True",
+        ),
+    ],
+)
+def test_each_field_that_differs_is_named_with_both_values(keys: dict[str, Any], line: str) -> None:
+    for config in (newer(), older()):
+        assert disagreements(architecture(**keys), config, scored=False) == [line]
+
+
+def test_all_differences_are_listed() -> None:
+    ours = architecture(num_layers=1, vocab_size=1)
+    assert len(disagreements(ours, newer(), scored=False)) == 2
+
+
+def test_tying_does_not_matter_to_a_score_head() -> None:
+    tied = newer(tie_word_embeddings=True)
+    assert disagreements(architecture(), tied, scored=False)
+    assert disagreements(architecture(), tied, scored=True) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"model_type": "qwen2"}, "model_type: one of llama, qwen2"),
+        ({"attention_bias": True}, "attention_bias/mlp_bias: false, true"),
+        ({"hidden_act": "gelu"}, "hidden_act: silu, gelu"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling_type: None, dynamic"),
+    ],
+)
+def test_what_the_model_cannot_do_is_named(keys: dict[str, Any], line: str) -> None:
+    assert line in disagreements(architecture(), older(**keys), scored=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"config\.json is missing; give the folder"),
+        ("{", r"config\.json is not valid JSON .*; copy it again"),
+        ("[1]", r"config\.json is not a JSON object \(list\); copy it again"),
+    ],
+)
+def test_a_broken_config_is_the_users_error(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        read_hf_config(tmp_path)
+
+
+def test_config_is_read_from_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(older()), encoding="utf-8")
+    assert read_hf_config(tmp_path) == older()

@@ -1,0 +1,192 @@
+"""The parameter map: names and shapes of transformers, Megatron's order, an exact tiling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.parameters import (
+    Head,
+    Split,
+    StageParameter,
+    hf_shapes,
+    padded_vocab_size,
+    shard_slices,
+    stage_layers,
+    stage_parameters,
+)
+
+
+def architecture(**keys: Any) -> ArchitectureConfig:
+    base: dict[str, Any] = {
+        "num_layers": 4,
+        "hidden_size": 16,
+        "ffn_hidden_size": 24,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "kv_channels": 6,
+        "vocab_size": 37,
+        "max_position_embeddings": 32,
+        "untie_embeddings_and_output_weights": True,
+    }
+    return ArchitectureConfig(**(base | keys))
+
+
+def of_transformers(a: ArchitectureConfig, head: Head) -> dict[str, tuple[int, ...]]:
+    config = LlamaConfig(
+        num_hidden_layers=a.num_layers,
+        hidden_size=a.hidden_size,
+        intermediate_size=a.ffn_hidden_size,
+        num_attention_heads=a.num_attention_heads,
+        num_key_value_heads=a.kv_heads,
+        head_dim=a.head_dim,
+        vocab_size=a.vocab_size,
+        tie_word_embeddings=not a.untie_embeddings_and_output_weights,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    kind = LlamaForCausalLM if head is Head.LANGUAGE_MODEL else LlamaForSequenceClassification
+    with torch.device("meta"):
+        model = kind(config)
+    # named_parameters leaves out the second name of a tied weight, as a safetensors file does
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("head", list(Head))
+@pytest.mark.parametrize("untied", [True, False])
+def test_names_and_shapes_are_those_of_transformers(head: Head, untied: bool) -> None:
+    a = architecture(untie_embeddings_and_output_weights=untied)
+    assert hf_shapes(a, head) == of_transformers(a, head)
+    assert ("lm_head.weight" in hf_shapes(a, head)) == (untied and head is Head.LANGUAGE_MODEL)
+
+
+def coverage(
+    a: ArchitectureConfig, parameter: StageParameter, tp: int, shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """How many tensor-parallel ranks hold each element of each source."""
+    counts = {source: torch.zeros(shapes[source], dtype=torch.int) for source in parameter.sources}
+    for rank in range(tp):
+        for part in shard_slices(parameter, a, rank, tp):
+            counts[part.source].narrow(part.dim, part.start, part.size).add_(1)
+    return counts
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tp=st.sampled_from([1, 2, 4]),
+    groups_per_rank=st.integers(1, 2),
+    heads_per_group=st.integers(1, 3),
+    head_dim=st.integers(1, 3),
+    ffn_per_rank=st.integers(1, 3),
+    vocab=st.integers(1, 11),
+    head=st.sampled_from(list(Head)),
+    untied=st.booleans(),
+)
+def test_the_ranks_hold_every_element_once(
+    tp: int,
+    groups_per_rank: int,
+    heads_per_group: int,
+    head_dim: int,
+    ffn_per_rank: int,
+    vocab: int,
+    head: Head,
+    untied: bool,
+) -> None:
+    a = architecture(
+        num_layers=1,
+        hidden_size=5,
+        num_query_groups=tp * groups_per_rank,
+        num_attention_heads=tp * groups_per_rank * heads_per_group,
+        kv_channels=head_dim,
+        ffn_hidden_size=tp * ffn_per_rank,
+        vocab_size=vocab,
+        untie_embeddings_and_output_weights=untied,
+    )
+    shapes = hf_shapes(a, head)
+    seen = set()
+    for parameter in stage_parameters(a, head):
+        copies = tp if parameter.split is Split.REPLICATED else 1
+        for source, count in coverage(a, parameter, tp, shapes).items():
+            assert source not in seen, f"{source} is in two parameters"
+            assert (count == copies).all(), source
+            seen.add(source)
+    assert seen == set(shapes)
+
+
+def shard(
+    parameter: StageParameter,
+    a: ArchitectureConfig,
+    tensors: dict[str, Tensor],
+    rank: int,
+    tp: int,
+) -> Tensor:
+    parts = shard_slices(parameter, a, rank, tp)
+    pieces = [tensors[p.source].narrow(p.dim, p.start, p.size) for p in parts]
+    return torch.cat(pieces, dim=parts[0].dim)
+
+
+def parameter_named(a: ArchitectureConfig, name: str) -> StageParameter:
+    return next(p for p in stage_parameters(a, Head.LANGUAGE_MODEL) if p.name == name)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_query_key_value_rows_are_interleaved_by_group_as_megatron_splits_them(tp: int) -> None:
+    # Megatron views its output as [groups, (queries of the group, key, value), head_dim]
+    a = architecture()
+    parameter = parameter_named(a, "decoder.layers.0.self_attention.linear_qkv.weight")
+    shapes = hf_shapes(a, Head.LANGUAGE_MODEL)
+    tensors = {s: torch.randn(shapes[s]) for s in parameter.sources}
+    query, key, value = (tensors[s].view(4, -1, 6, 16) for s in parameter.sources)
+    whole = torch.cat((query, key, value), dim=1).view(-1, 16)
+    for rank, expected in enumerate(whole.chunk(tp)):
+        assert_close(shard(parameter, a, tensors, rank, tp), expected, rtol=0, atol=0)
+
+
+def test_each_rank_holds_gate_rows_then_up_rows() -> None:
+    a = architecture()
+    parameter = parameter_named(a, "decoder.layers.0.mlp.linear_fc1.weight")
+    gate, up = torch.randn(2, 24, 16)
+    tensors = dict(zip(parameter.sources, (gate, up), strict=True))
+    expected = torch.cat((gate[12:], up[12:]))
+    assert_close(shard(parameter, a, tensors, 1, 2), expected, rtol=0, atol=0)
+
+
+def test_vocabulary_is_padded_at_its_end_to_a_multiple_of_tp() -> None:
+    a = architecture(vocab_size=5)
+    assert [padded_vocab_size(a, tp) for tp in (1, 2, 4, 5)] == [5, 6, 8, 5]
+    embedding = parameter_named(a, "embedding.word_embeddings.weight")
+    parts = [shard_slices(embedding, a, rank, 4)[0] for rank in range(4)]
+    assert [(p.start, p.stop) for p in parts] == [(0, 2), (2, 4), (4, 5), (5, 5)]
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("head", list(Head))
+@pytest.mark.parametrize("untied", [True, False])
+def test_stages_share_the_model_out(pp: int, head: Head, untied: bool) -> None:
+    a = architecture(untie_embeddings_and_output_weights=untied)
+    stages = [list(stage_parameters(a, head, rank, pp)) for rank in range(pp)]
+    sources = [s for stage in stages for parameter in stage for s in parameter.sources]
+    tied_twice = pp > 1 and head is Head.LANGUAGE_MODEL and not untied
+    extra = ["model.embed_tokens.weight"] if tied_twice else []
+    assert sorted(sources) == sorted([*hf_shapes(a, head), *extra])
+    for stage in stages:
+        names = [parameter.name for parameter in stage]
+        assert len(names) == len(set(names))
+    assert [n for rank in range(pp) for n in stage_layers(4, rank, pp)] == [0, 1, 2, 3]
+
+
+def test_a_later_stage_counts_its_layers_from_zero() -> None:
+    norm = next(
+        p
+        for p in stage_parameters(architecture(), Head.LANGUAGE_MODEL, 1, 2)
+        if p.name == "decoder.layers.1.input_layernorm.weight"
+    )
+    assert norm.sources == ("model.layers.3.input_layernorm.weight",)

@@ -1,0 +1,84 @@
+"""Frequencies and angles against transformers' LlamaRotaryEmbedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from mindspeed_rlxf.config.enums import RopeScaling
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.rope import inverse_frequencies, rotary_angles
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+CASES = [
+    (None, {}, {"rope_type": "default"}),
+    (RopeScaling.LINEAR, {"rope_scaling_factor": 4.0}, LINEAR),
+    (
+        RopeScaling.LLAMA3,
+        {"rope_scaling_factor": 8.0, "original_max_position_embeddings": 128},
+        LLAMA3,
+    ),
+]
+
+
+def architecture(scaling: RopeScaling | None = None, **keys: Any) -> ArchitectureConfig:
+    return ArchitectureConfig(
+        num_layers=1,
+        hidden_size=64,
+        ffn_hidden_size=64,
+        num_attention_heads=2,
+        kv_channels=48,
+        vocab_size=8,
+        max_position_embeddings=1024,
+        rotary_base=500.0,
+        rope_scaling_type=scaling,
+        **keys,
+    )
+
+
+def theirs(rope: dict[str, Any]) -> LlamaRotaryEmbedding:
+    config = LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=2,
+        head_dim=48,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_theta": 500.0, **rope},
+    )
+    return LlamaRotaryEmbedding(config)
+
+
+@pytest.mark.parametrize(("scaling", "keys", "rope"), CASES)
+def test_frequencies_are_those_of_transformers(
+    scaling: RopeScaling | None, keys: dict[str, Any], rope: dict[str, Any]
+) -> None:
+    ours = inverse_frequencies(architecture(scaling, **keys))
+    assert ours.shape == (24,) and ours.dtype == torch.float32
+    assert_close(ours, theirs(rope).inv_freq)
+
+
+def test_llama3_case_has_kept_blended_and_divided_frequencies() -> None:
+    plain = inverse_frequencies(architecture())
+    ratio = inverse_frequencies(architecture(CASES[2][0], **CASES[2][1])) / plain
+    assert ratio[0] == 1.0 and torch.isclose(ratio[-1], torch.tensor(1 / 8))
+    assert ((ratio > 0.2) & (ratio < 0.9)).any()
+
+
+def test_angles_are_those_of_transformers() -> None:
+    positions = torch.tensor([0, 1, 5, 700, 3, 0])
+    angles = rotary_angles(positions, inverse_frequencies(architecture()))
+    assert angles.shape == (6, 1, 1, 48)
+    cosine, sine = theirs({"rope_type": "default"})(torch.zeros(1, 1), positions[None])
+    assert_close(angles[:, 0, 0].cos(), cosine[0])
+    assert_close(angles[:, 0, 0].sin(), sine[0])

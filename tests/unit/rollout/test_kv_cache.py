@@ -1,0 +1,106 @@
+"""Prefill and decode through the cache against causal attention over the whole sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from mindspeed_rlxf.models.attention import PackedSequences
+from mindspeed_rlxf.rollout.kv_cache import DecodeStep, KvCache, Prefill
+
+LAYERS, HEADS, GROUPS, DIM = 2, 4, 2, 8
+
+
+@pytest.fixture(autouse=True)
+def unset_memory_is_nan() -> Iterator[None]:
+    """torch fills new memory with nan while deterministic algorithms are asked for."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def new_cache(slots: int, max_length: int = 16) -> KvCache:
+    return KvCache(LAYERS, slots, GROUPS, max_length, DIM, torch.float64, torch.device("cpu"))
+
+
+def random_tokens(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    heads = (HEADS, GROUPS, GROUPS)
+    query, key, value = (
+        torch.randn(count, h, DIM, generator=generator, dtype=torch.float64) for h in heads
+    )
+    return query, key, value
+
+
+def prefill(
+    cache: KvCache, layer: int, qkv: list[tuple[Tensor, ...]], lengths: list[int], first: int = 0
+) -> Tensor:
+    """The first lengths[i] tokens of sequence i into slot first + i."""
+    tokens = [x[:n] for parts, n in zip(qkv, lengths, strict=True) for x in parts]
+    slots = torch.arange(first, first + len(lengths))
+    attend = Prefill(
+        lengths=tuple(lengths),
+        cache=cache,
+        slot=slots.repeat_interleave(torch.tensor(lengths)),
+        position=torch.cat([torch.arange(n) for n in lengths]),
+    )
+    query, key, value = (torch.cat(tokens[i::3]) for i in range(3))
+    return attend.attend(layer, query, key, value)
+
+
+def decode(cache: KvCache, layer: int, qkv: list[tuple[Tensor, ...]], places: list[int]) -> Tensor:
+    """Token places[i] of the sequence in slot i."""
+    query, key, value = (
+        torch.stack([parts[i][p] for parts, p in zip(qkv, places, strict=True)]) for i in range(3)
+    )
+    step = DecodeStep(cache=cache, position=torch.tensor(places))
+    return step.attend(layer, query, key, value)
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_prefill_then_decode_is_causal_attention_of_the_whole_sequence(layer: int) -> None:
+    prompts, total = [3, 7, 1], 10
+    qkv = [random_tokens(total, seed) for seed in range(3)]
+    whole = [PackedSequences(lengths=(total,)).attend(layer, *parts) for parts in qkv]
+    cache = new_cache(slots=3)
+    out = prefill(cache, layer, qkv, prompts)
+    expected = torch.cat([w[:n] for w, n in zip(whole, prompts, strict=True)])
+    assert_close(out, expected)
+    for step in range(3):
+        places = [n + step for n in prompts]
+        out = decode(cache, layer, qkv, places)
+        assert_close(out, torch.stack([w[p] for w, p in zip(whole, places, strict=True)]))
+
+
+def test_layers_do_not_share_keys() -> None:
+    cache = new_cache(slots=1)
+    first, second = random_tokens(4, 1), random_tokens(4, 2)
+    prefill(cache, 1, [first], [3])
+    prefill(cache, 2, [second], [3])
+    expected = PackedSequences(lengths=(4,)).attend(1, *first)[3:]
+    assert_close(decode(cache, 1, [first], [3]), expected)
+
+
+def test_a_moved_row_goes_on_in_its_new_slot() -> None:
+    cache = new_cache(slots=3)
+    qkv = [random_tokens(8, seed) for seed in range(3)]
+    prefill(cache, 1, qkv, [6, 2, 4])
+    cache.move(source=2, target=0, length=4)  # the row of slot 0 has finished
+    out = decode(cache, 1, [qkv[2], qkv[1]], [4, 2])
+    for row, (index, place) in enumerate([(2, 4), (1, 2)]):
+        whole = PackedSequences(lengths=(8,)).attend(1, *qkv[index])
+        assert_close(out[row], whole[place])
+
+
+def test_a_reused_slot_shows_nothing_of_the_row_before() -> None:
+    cache = new_cache(slots=2)
+    old = [random_tokens(9, 1), random_tokens(9, 2)]
+    prefill(cache, 1, old, [9, 9])
+    new = random_tokens(4, 3)
+    prefill(cache, 1, [new], [2], first=1)
+    out = decode(cache, 1, [old[0], new], [8, 2])
+    assert_close(out[1], PackedSequences(lengths=(4,)).attend(1, *new)[2])

@@ -1,0 +1,218 @@
+"""The generation loop with a tiny model whose next token depends on the whole sequence."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mindspeed_rlxf.models.attention import Attend, PackedSequences
+from mindspeed_rlxf.rollout import native
+from mindspeed_rlxf.rollout.native import NativeRollout
+from mindspeed_rlxf.rollout.sampling import SamplingSettings
+
+VOCAB, HEADS, GROUPS, DIM, EOS = 11, 4, 2, 4, 0
+SEED = 5
+
+
+class TinyModel(nn.Module):
+    """Embedding, positions, one attention layer: what NativeRollout asks of a TransformerModel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+
+        def weight(*shape: int) -> nn.Parameter:
+            values = torch.randn(shape, generator=generator, dtype=torch.float64)
+            return nn.Parameter(values * 0.5)
+
+        self.embedding, self.places = weight(VOCAB, 16), weight(64, 16)
+        self.qkv = weight((HEADS + 2 * GROUPS) * DIM, 16)
+        self.output_weight = weight(VOCAB, HEADS * DIM)
+        self.config = SimpleNamespace(
+            num_layers=1,
+            num_query_groups=GROUPS,
+            tensor_model_parallel_size=1,
+            kv_channels=DIM,
+            params_dtype=torch.float64,
+        )
+        self.architecture = SimpleNamespace(vocab_size=VOCAB)
+        self.tp_group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+        self.calls: list[int] = []  # tokens of each forward
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        self.calls.append(token_ids.numel())
+        hidden = self.embedding[token_ids[0]] + self.places[positions]
+        heads = (hidden @ self.qkv.T).view(len(hidden), -1, DIM)
+        query, key, value = heads.split((HEADS, GROUPS, GROUPS), dim=1)
+        return attend.attend(1, query, key, value).flatten(1)[:, None]
+
+
+def settings(**keys: Any) -> SamplingSettings:
+    base: dict[str, Any] = {
+        "do_sample": False,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_new_tokens": 0,
+        "max_new_tokens": 9,
+        "eos_token_ids": (EOS,),
+    }
+    return SamplingSettings(**(base | keys))
+
+
+@pytest.fixture
+def prompts() -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    return [random.integers(1, VOCAB, size=n) for n in (3, 8, 1, 5, 2, 7, 4, 4)]
+
+
+def generate(
+    prompts: list[np.ndarray], max_rows: int = 3, ids: Any = None, **keys: Any
+) -> tuple[list[list[int]], list[list[float]], NativeRollout, TinyModel]:
+    model = TinyModel()
+    rollout = NativeRollout(model, settings(**keys), max_rows)  # type: ignore[arg-type]
+    tokens, log_probs = rollout.generate(prompts, ids or range(len(prompts)), SEED)
+    return tokens, log_probs, rollout, model
+
+
+@torch.no_grad()
+def without_cache(prompt: np.ndarray, limit: int) -> tuple[list[int], list[float]]:
+    """Greedy, the whole sequence anew for every token."""
+    model, tokens, log_probs = TinyModel(), list(prompt), []
+    while len(log_probs) < limit and (not log_probs or tokens[-1] != EOS):
+        attend = PackedSequences(lengths=(len(tokens),))
+        hidden = model(torch.tensor([tokens]), torch.arange(len(tokens)), attend)
+        logs = torch.log_softmax(hidden[-1, 0] @ model.output_weight.T, -1)
+        tokens.append(int(logs.argmax()))
+        log_probs.append(float(logs.max()))
+    return tokens[len(prompt) :], log_probs
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 100])
+def test_greedy_responses_are_those_of_the_model_without_cache(
+    prompts: list[np.ndarray], max_rows: int
+) -> None:
+    tokens, log_probs, _, _ = generate(prompts, max_rows)
+    for prompt, row, logs in zip(prompts, tokens, log_probs, strict=True):
+        expected_tokens, expected_logs = without_cache(prompt, 9)
+        assert row == expected_tokens
+        assert logs == pytest.approx(expected_logs, abs=1e-6)
+
+
+def test_responses_here_end_both_ways_and_at_different_times(prompts: list[np.ndarray]) -> None:
+    # what makes the tests around this one worth anything
+    tokens, _, _, _ = generate(prompts, do_sample=True, temperature=2.0)
+    lengths = {len(row) for row in tokens}
+    assert len(lengths) > 2 and 9 in lengths
+    assert {row[-1] == EOS for row in tokens} == {True, False}
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 5, 100])
+def test_sampled_responses_do_not_depend_on_how_many_grow_together(
+    prompts: list[np.ndarray], max_rows: int
+) -> None:
+    keys = {"do_sample": True, "temperature": 2.0, "top_p": 0.9}
+    expected = generate(prompts, 3, **keys)
+    got = generate(prompts, max_rows, **keys)
+    assert got[0] == expected[0]
+    for ours, theirs in zip(got[1], expected[1], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-6)
+
+
+def test_a_sample_is_the_same_in_another_batch(prompts: list[np.ndarray]) -> None:
+    keys = {"do_sample": True, "temperature": 2.0}
+    together, _, _, _ = generate(prompts, ids=range(20, 28), **keys)
+    some, _, _, _ = generate([prompts[6], prompts[1]], ids=[26, 21], **keys)
+    assert some == [together[6], together[1]]
+
+
+def test_copies_of_a_prompt_get_responses_of_their_own(prompts: list[np.ndarray]) -> None:
+    tokens, _, _, _ = generate([prompts[0]] * 6, do_sample=True, temperature=2.0)
+    assert len({tuple(row) for row in tokens}) > 1
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 100])
+def test_nothing_is_computed_beyond_what_is_produced(
+    prompts: list[np.ndarray], max_rows: int
+) -> None:
+    tokens, _, rollout, model = generate(prompts, max_rows, do_sample=True, temperature=2.0)
+    produced, given = sum(map(len, tokens)), sum(map(len, prompts))
+    stats = rollout.stats
+    assert stats.sampled_tokens == produced
+    assert stats.decoded_tokens == produced - len(prompts)  # the last token is never run
+    assert stats.prompt_tokens == given
+    assert sum(model.calls) == given + produced - len(prompts)
+
+
+def test_waiting_prompts_take_the_place_of_finished_rows(
+    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    decode = NativeRollout._decode
+
+    def counted(self: NativeRollout, active: list[Any], cache: Any) -> None:
+        rows.append(len(active))
+        decode(self, active, cache)
+
+    monkeypatch.setattr(NativeRollout, "_decode", counted)
+    generate(prompts, 3, do_sample=True, temperature=2.0)
+    # full steps while a prompt waits; rows become fewer at the very end only
+    assert rows == sorted(rows, reverse=True)
+    assert rows[0] == 3 and rows[-1] < 3
+
+
+def test_prefill_passes_are_limited_by_tokens(
+    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _, _, _ = generate(prompts, 100)
+    monkeypatch.setattr(native, "PREFILL_TOKENS", 6)
+    tokens, _, _, model = generate(prompts, 100)
+    assert tokens == expected
+    # 3 | 8 alone, though above the limit | 1 + 5 | 2 | 7 | 4 | 4
+    assert model.calls[:7] == [3, 8, 6, 2, 7, 4, 4]
+
+
+def test_no_prompts_give_no_responses() -> None:
+    tokens, log_probs, rollout, model = generate([])
+    assert tokens == [] and log_probs == []
+    assert rollout.stats.sampled_tokens == 0 and model.calls == []
+
+
+def test_one_token_responses_need_no_decoding(prompts: list[np.ndarray]) -> None:
+    tokens, _, rollout, _ = generate(prompts, max_new_tokens=1)
+    assert {len(row) for row in tokens} == {1} and rollout.stats.decoded_tokens == 0
+
+
+def test_every_eos_token_ends_a_response_and_min_new_tokens_holds_it_back(
+    prompts: list[np.ndarray],
+) -> None:
+    ends = (EOS, 1, 2, 3)
+    keys = {"do_sample": True, "temperature": 3.0, "eos_token_ids": ends, "max_new_tokens": 20}
+    for minimum in (0, 4):
+        tokens, _, _, _ = generate(prompts, min_new_tokens=minimum, **keys)
+        assert all(len(row) > minimum for row in tokens)
+        assert not any(token in ends for row in tokens for token in row[:-1])
+        assert len({row[-1] for row in tokens} & set(ends)) > 1
+
+
+def test_tensor_parallel_ranks_take_the_tokens_of_the_first(
+    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a rank that rounds differently would stop at another step and wait in a collective for ever
+    def broadcast(tokens: Tensor, source: int, group: object) -> None:
+        assert source == 40
+        tokens.fill_(7)
+
+    monkeypatch.setattr(native, "full_logits", lambda h, w, vocab, group: (h @ w.T).float())
+    monkeypatch.setattr(native.dist, "get_global_rank", lambda group, rank: 40 + rank)
+    monkeypatch.setattr(native.dist, "broadcast", broadcast)
+    model = TinyModel()
+    model.tp_group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+    rollout = NativeRollout(model, settings(max_new_tokens=3), 2)  # type: ignore[arg-type]
+    tokens, _ = rollout.generate(prompts, range(len(prompts)), SEED)
+    assert tokens == [[7, 7, 7]] * len(prompts)
