@@ -1,0 +1,96 @@
+"""Rows: selection, splitting and joining along the sample axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from mindspeed_rlxf.data.batch import Experience, Rollouts, Rows, pad_columns
+
+
+@dataclass(frozen=True)
+class Sample(Rows):
+    names: list[str]
+    ids: Tensor  # [batch, width] int64
+    scores: Tensor  # [batch] fp32
+    mask: Tensor  # [batch, width] bool
+
+
+def sample(rows: int, width: int, first: int = 0) -> Sample:
+    numbers = torch.arange(first, first + rows)
+    ids = numbers[:, None] * 10 + torch.arange(1, width + 1)
+    names = [str(n) for n in numbers.tolist()]
+    return Sample(names, ids, numbers.float(), torch.ones(rows, width, dtype=torch.bool))
+
+
+def assert_equal(got: Sample, expected: Sample) -> None:
+    assert got.names == expected.names
+    for name in ("ids", "scores", "mask"):
+        assert_close(getattr(got, name), getattr(expected, name), rtol=0, atol=0)
+
+
+def test_select_takes_rows_in_the_order_asked_for() -> None:
+    got = sample(4, 2).select([3, 0, 3])
+    assert got.num_rows == 3 and got.names == ["3", "0", "3"]
+    assert got.ids.tolist() == [[31, 32], [1, 2], [31, 32]]
+    assert got.scores.tolist() == [3.0, 0.0, 3.0]
+
+
+def test_select_of_no_rows_keeps_types_and_widths() -> None:
+    got = sample(4, 2).select([])
+    assert got.num_rows == 0 and got.names == []
+    assert got.ids.shape == (0, 2) and got.mask.dtype == torch.bool
+
+
+def test_joining_pads_narrower_parts_with_zeros() -> None:
+    got = Sample.concat([sample(1, 2), sample(2, 3, first=1)])
+    assert got.names == ["0", "1", "2"]
+    assert got.ids.tolist() == [[1, 2, 0], [11, 12, 13], [21, 22, 23]]
+    assert got.mask.tolist() == [[True, True, False], [True] * 3, [True] * 3]
+    assert got.ids.dtype == torch.int64 and got.mask.dtype == torch.bool
+
+
+def test_empty_parts_join_without_a_trace() -> None:
+    parts = [sample(0, 0), sample(2, 3), sample(0, 5).select([])]
+    got = Sample.concat(parts)
+    assert got.names == ["0", "1"] and got.ids[:, :3].tolist() == sample(2, 3).ids.tolist()
+    assert not got.ids[:, 3:].any()
+    assert Sample.concat([sample(0, 0), sample(0, 0)]).num_rows == 0
+
+
+def test_one_part_is_joined_without_a_copy() -> None:
+    part = sample(2, 3)
+    assert Sample.concat([part]) is part
+
+
+@given(rows=st.integers(0, 12), parts=st.integers(1, 6))
+def test_split_parts_are_even_and_join_to_the_whole(rows: int, parts: int) -> None:
+    whole = sample(rows, 3)
+    pieces = whole.split(parts)
+    sizes = [piece.num_rows for piece in pieces]
+    assert len(pieces) == parts and max(sizes) - min(sizes) <= 1
+    assert_equal(Sample.concat(pieces), whole)
+
+
+def test_selection_does_not_share_memory_with_its_source() -> None:
+    whole = sample(3, 2)
+    whole.select([1]).ids.zero_()
+    assert whole.ids[1].tolist() == [11, 12]
+
+
+def test_columns_are_padded_on_the_right_with_the_value() -> None:
+    assert pad_columns(torch.ones(1, 2), 4, 7.0).tolist() == [[1, 1, 7, 7]]
+    assert pad_columns(torch.ones(1, 2, dtype=torch.bool), 3).tolist() == [[True, True, False]]
+
+
+@pytest.mark.parametrize("kind", [Rollouts, Experience])
+def test_row_types_count_by_their_first_field(kind: type[Rows]) -> None:
+    width = {"advantages": torch.zeros(3, 2), "sample_ids": [4, 5, 6]}
+    columns = {f: width.get(f, torch.zeros(3, 2)) for f in kind.__dataclass_fields__}
+    assert kind(**columns).num_rows == 3

@@ -1,0 +1,87 @@
+"""What the adaptor changes, seen in a process of its own: it cannot be taken back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROBE = """
+import json
+import torch
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.enums import DeviceKind
+
+where = device.setup(DeviceKind.CPU, threads=1)
+again = device.setup(DeviceKind.CPU, threads=2)
+threads = torch.get_num_threads()
+try:
+    device.setup(DeviceKind.CUDA)
+    other = "taken"
+except AssertionError as error:
+    other = str(error)
+
+torch.cuda.manual_seed(3)
+state = torch.cuda.get_rng_state()
+first = torch.rand(2, device="cuda").tolist()
+torch.cuda.set_rng_state(state)
+second = torch.rand(2, device="cuda").tolist()
+
+print(json.dumps({
+    "where": [str(where), str(again), str(device.current_device())],
+    "threads": threads,
+    "other": other,
+    "made": [str(t.device) for t in (
+        torch.zeros(2, device="cuda"),
+        torch.arange(3, device=torch.device("cuda", 1)),
+        torch.empty_like(torch.ones(1), device="cuda:0"),
+        torch.ones(1).to("cuda"),
+        torch.ones(1).to(device=torch.device("cuda"), dtype=torch.float64),
+        torch.ones(1).cuda(),
+        torch.nn.Linear(1, 1).cuda().weight,
+    )],
+    "current": str(torch.cuda.current_device()),
+    "type": torch.ones(1).type(),
+    "cast": torch.ones(1).type(torch.bfloat16).dtype is torch.bfloat16,
+    "random": first == second,
+    "memory": device.memory_allocated(),
+    "idle": [device.synchronize(), device.empty_cache()],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_cuda_tensors_are_made_on_the_cpu(seen: dict[str, object]) -> None:
+    assert seen["made"] == ["cpu"] * 7 and seen["current"] == "cpu"
+
+
+def test_tensor_types_carry_the_prefix_that_the_distributed_optimizer_compares(
+    seen: dict[str, object],
+) -> None:
+    assert seen["type"] == "torch.cuda.FloatTensor" and seen["cast"]
+
+
+def test_device_random_state_is_the_cpus(seen: dict[str, object]) -> None:
+    assert seen["random"]
+
+
+def test_setup_again_only_sets_threads_and_another_kind_is_refused(
+    seen: dict[str, object],
+) -> None:
+    assert seen["where"] == ["cpu", "cpu", "cpu"] and seen["threads"] == 2
+    assert seen["other"] == "device already set up as cpu, not cuda"
+
+
+def test_memory_is_the_resident_set(seen: dict[str, object]) -> None:
+    memory = seen["memory"]
+    assert isinstance(memory, int) and 50e6 < memory < 5e9 and seen["idle"] == [None, None]

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.enums import DeviceKind
+
+CPU, CUDA, NPU, AUTO = DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.NPU, DeviceKind.AUTO
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A machine with or without torch_npu and GPUs."""
+    find = importlib.util.find_spec
+
+    def make(torch_npu: bool, gpus: int) -> None:
+        monkeypatch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda name, package=None: (
+                ("spec" if torch_npu else None) if name == "torch_npu" else find(name, package)
+            ),
+        )
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("torch_npu", "gpus", "kind"), [(True, 2, NPU), (False, 2, CUDA), (False, 0, CPU)]
+)
+def test_auto_prefers_npu_then_cuda_then_cpu(
+    machine: Any, torch_npu: bool, gpus: int, kind: DeviceKind
+) -> None:
+    machine(torch_npu, gpus)
+    assert device.resolve_kind(AUTO) is kind
+
+
+def test_a_named_kind_is_taken_as_it_is(machine: Any) -> None:
+    machine(True, 2)
+    assert [device.resolve_kind(k) for k in (CPU, CUDA, NPU)] == [CPU, CUDA, NPU]
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "resource", "variable"),
+    [
+        (CPU, "gloo", "rlxf_cpu", None),
+        (CUDA, "nccl", "GPU", "CUDA_VISIBLE_DEVICES"),
+        (NPU, "hccl", "NPU", "ASCEND_RT_VISIBLE_DEVICES"),
+    ],
+)
+def test_facts_of_each_kind(
+    kind: DeviceKind, backend: str, resource: str, variable: str | None
+) -> None:
+    assert device.backend(kind) == backend
+    assert device.ray_resource(kind) == resource
+    assert device.visible_devices_variable(kind) == variable
+
+
+def test_facts_of_auto_are_those_of_what_it_resolves_to(machine: Any) -> None:
+    machine(False, 3)
+    assert device.backend(AUTO) == "nccl" and device.device_count(AUTO) == 3
+    machine(False, 0)
+    assert device.backend(AUTO) == "gloo" and device.device_count(AUTO) is None
+
+
+def test_npu_without_torch_npu_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    for use in (device.device_count, device.setup):
+        with pytest.raises(ValueError, match=r"device\.kind=npu needs torch_npu.*install it"):
+            use(NPU)
+
+
+def test_the_device_of_a_process_is_unknown_before_setup() -> None:
+    # this process stays as it is: the CPU adaptor rewrites torch for good
+    with pytest.raises(AssertionError, match=r"device\.setup has not run"):
+        device.current_device()
+
+
+def test_seeding_fixes_python_numpy_and_torch() -> None:
+    import random
+
+    import numpy as np
+
+    def draw() -> tuple[float, float, float]:
+        device.seed_all(2**33 + 1)
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    assert draw() == draw()

@@ -1,0 +1,237 @@
+"""Files that a run cannot use: refused with exit 2 and one line each, before anything is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from mindspeed_rlxf.cli.train import main
+
+VOCAB = 12
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that a run needs, and its configuration `good.yaml`."""
+    folder = tmp_path_factory.mktemp("good")
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=VOCAB,
+        max_position_embeddings=32,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        num_labels=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "lm")
+    LlamaForSequenceClassification(config).save_pretrained(folder / "scored")
+    write_tokenizer(folder / "tokenizer", VOCAB)
+    rows = [{"prompt": "1 2", "ground_truth": "3", "data_source": "arithmetic"}] * 4
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    write_config(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path, size: int) -> None:
+    words = ["<pad>", "<eos>", *(str(i) for i in range(size - 2))]
+    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="0"))
+    from tokenizers import pre_tokenizers
+
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.save_pretrained(folder)
+
+
+def write_config(folder: Path) -> None:
+    tree = {
+        "model": {
+            "small": {
+                "num_layers": 2,
+                "hidden_size": 16,
+                "ffn_hidden_size": 24,
+                "num_attention_heads": 2,
+                "num_query_groups": 1,
+                "vocab_size": VOCAB,
+                "max_position_embeddings": 32,
+            }
+        },
+        "training": {
+            "model": "small",
+            "train_iters": 1,
+            "global_batch_size": 2,
+            "seq_length": 16,
+            "tokenizer_name_or_path": str(folder / "tokenizer"),
+            "output_dir": str(folder / "run"),
+        },
+        "actor_rollout": {
+            "load": str(folder / "lm"),
+            "max_prompt_length": 8,
+            "ppo_mini_batch_size": 2,
+        },
+        "ref": {"load": str(folder / "lm")},
+        "critic": {"load": str(folder / "lm"), "critic_mini_batch_size": 2},
+        "reward": {"load": str(folder / "scored")},
+        "data": {"train_files": str(folder / "train.jsonl")},
+        "device": {"kind": "cpu"},
+        "resource_pool": {"actor_rollout": 1, "ref": 1, "critic": 1, "reward": 1},
+    }
+    (folder / "good.yaml").write_text(json.dumps(tree), encoding="utf-8")
+
+
+def problems(good: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
+    """The `error:` lines of a refused run; asserts exit 2, no traceback and nothing written."""
+    before = sorted(good.rglob("*"))
+    status = main(["--config-dir", str(good), "--config-name", "good", *overrides])
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert status == 2, lines
+    assert all(line.startswith("error: ") for line in lines), lines
+    assert sorted(good.rglob("*")) == before
+    return lines
+
+
+def test_the_good_configuration_has_no_problem(
+    good: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(good.rglob("*"))
+    assert main(["--config-dir", str(good), "--config-name", "good", "dry_run=true"]) == 0
+    assert sorted(good.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("key", "rule"),
+    [
+        ("actor_rollout.load", "is not a folder"),
+        ("reward.load", "is not a folder"),
+        ("training.tokenizer_name_or_path", "tokenizer"),
+        ("data.train_files", "no such file"),
+    ],
+)
+def test_missing_files_are_named(
+    good: Path, capsys: pytest.CaptureFixture[str], key: str, rule: str
+) -> None:
+    (line,) = problems(good, capsys, f"{key}=./absent")
+    assert "absent" in line and rule in line
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("", "at least one"),
+        ('{"ground_truth": "3", "data_source": "arithmetic"}', "prompt"),
+        ('{"prompt": 7, "ground_truth": "3", "data_source": "arithmetic"}', "prompt"),
+        ('{"prompt": "1", "ground_truth": "3", "data_source": "chess"}', "chess"),
+        ('{"prompt": "1" "ground_truth"', "JSON"),
+    ],
+    ids=["empty file", "no prompt", "number as prompt", "unknown source", "broken line"],
+)
+def test_rows_that_cannot_be_used_are_named(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, rule: str
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(text, encoding="utf-8")
+    reward = ["reward.kind=rule"] if "chess" in text else []
+    (line,) = problems(good, capsys, f"data.train_files={file}", *reward)
+    assert rule in line
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tokenizer(tmp_path, VOCAB + 3)
+    (line,) = problems(good, capsys, f"training.tokenizer_name_or_path={tmp_path}")
+    assert f"vocab_size={VOCAB}" in line and str(VOCAB + 2) in line
+
+
+def truncate(file: Path) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2])
+
+
+def transpose_one(file: Path) -> None:
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = tensors[name].T.contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def drop_one(file: Path) -> None:
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def pickle_instead(file: Path) -> None:
+    torch.save(load_file(file), file.with_name("pytorch_model.bin"))
+    file.unlink()
+
+
+def more_layers(file: Path) -> None:
+    config = file.with_name("config.json")
+    tree = json.loads(config.read_text())
+    config.write_text(json.dumps({**tree, "num_hidden_layers": 3}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "rule"),
+    [
+        (truncate, "damaged or truncated"),
+        (transpose_one, "model.layers.1.mlp.down_proj.weight is [24, 16], the model needs"),
+        (drop_one, "model.norm.weight is missing"),
+        (pickle_instead, "only safetensors are read"),
+        (Path.unlink, "holds neither"),
+        (more_layers, "num_layers: 2, 3"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_weights_that_do_not_fit_are_refused(
+    good: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], Any],
+    rule: str,
+) -> None:
+    LlamaForCausalLM.from_pretrained(good / "lm").save_pretrained(tmp_path)
+    damage(tmp_path / "model.safetensors")
+    (line,) = problems(good, capsys, f"ref.load={tmp_path}")
+    assert line.startswith(f"error: ref.load={tmp_path}: ") and rule in line
+
+
+def test_a_reward_model_needs_its_score_head_and_a_critic_does_not(
+    good: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = problems(good, capsys, f"reward.load={good / 'lm'}")
+    assert "score.weight is missing" in line
+
+
+def test_all_problems_are_told_at_once(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = problems(good, capsys, "data.train_files=./absent", "ref.load=./gone")
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize("used_by", ["a file", "another run"])
+def test_an_output_folder_that_cannot_be_used_is_refused(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], used_by: str
+) -> None:
+    (tmp_path / "run").mkdir()
+    target = tmp_path / "run" / "metrics.jsonl"
+    target.write_text("")
+    folder = target if used_by == "a file" else target.parent
+    (line,) = problems(good, capsys, f"training.output_dir={folder}")
+    assert "training.output_dir" in line

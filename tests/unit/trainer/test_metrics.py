@@ -1,0 +1,106 @@
+"""Metrics of an iteration by the names of the run directory's contract."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed_rlxf.roles.reports import (
+    ExperienceReport,
+    GenerateReport,
+    LogProbReport,
+    ScoreReport,
+    Summary,
+    UpdateReport,
+)
+from mindspeed_rlxf.trainer.metrics import (
+    experience_metrics,
+    log_prob_metrics,
+    rollout_metrics,
+    score_metrics,
+    throughput_metrics,
+    update_metrics,
+)
+
+
+def generated(prompts: list[int], responses: list[int], has_eos: list[bool]) -> GenerateReport:
+    return GenerateReport(
+        sample_ids=list(range(len(prompts))),
+        data_sources=[""] * len(prompts),
+        prompt_lengths=prompts,
+        response_lengths=responses,
+        has_eos=has_eos,
+        prompt_tokens=sum(prompts),
+        decoded_tokens=sum(responses) - len(responses),
+        sampled_tokens=sum(responses),
+        sync_s=0.0,
+    )
+
+
+REPLICAS = [generated([4, 6], [1, 9], [True, False]), generated([2], [5], [True])]
+
+
+def test_lengths_are_over_the_samples_of_all_replicas() -> None:
+    metrics = rollout_metrics(REPLICAS)
+    assert metrics["prompt_length/mean"] == 4 and metrics["prompt_length/max"] == 6
+    assert metrics["prompt_length/min"] == 2
+    assert metrics["response_length/mean"] == 5 and metrics["response_length/max"] == 9
+    assert metrics["response_length/min"] == 1
+    assert metrics["response_length/eos_fraction"] == pytest.approx(2 / 3)
+
+
+def test_throughput_counts_prompts_and_responses() -> None:
+    metrics = throughput_metrics(REPLICAS, seconds=2.0, num_devices=3)
+    assert metrics["throughput/tokens_per_s"] == 13.5  # 12 + 15 tokens
+    assert metrics["throughput/tokens_per_s_per_device"] == 4.5
+
+
+def test_log_prob_gap_is_weighed_by_tokens() -> None:
+    reports = [
+        LogProbReport(Summary.of(torch.tensor([0.1, 0.3]))),
+        LogProbReport(Summary(1, 1, 1, 1)),
+    ]
+    metrics = log_prob_metrics(reports)
+    assert metrics["rollout/log_prob_gap_mean"] == pytest.approx(1.4 / 3)
+    assert metrics["rollout/log_prob_gap_max"] == 1
+
+
+def test_reward_parts_are_averaged_over_samples() -> None:
+    reports = [ScoreReport([1.0], [{"accuracy": 1.0}]), ScoreReport([0.0], [{"format": 0.5}])]
+    assert score_metrics(reports) == {"reward/accuracy": 0.5, "reward/format": 0.25}
+    assert score_metrics([ScoreReport([1.0])]) == {}
+
+
+def experience(kl: list[float], *numbers: float) -> ExperienceReport:
+    summary = Summary.of(torch.tensor(numbers))
+    return ExperienceReport(kl, summary, summary, summary, summary, summary)
+
+
+def test_kl_is_the_mean_over_samples_whatever_their_replica() -> None:
+    reports = [experience([0.2], 1.0), experience([0.4, 0.6], -3.0, 5.0)]
+    metrics = experience_metrics(reports, kl_coef=0.05)
+    assert metrics["critic/kl"] == pytest.approx(0.4) and metrics["critic/kl_coeff"] == 0.05
+    for name in ("score", "rewards", "advantages", "returns", "values"):
+        values = [metrics[f"critic/{name}/{end}"] for end in ("mean", "max", "min")]
+        assert values == [1.0, 5.0, -3.0], name
+    assert len(metrics) == 2 + 15
+
+
+def test_update_metrics_are_means_over_steps() -> None:
+    steps = [{"pg_loss": 0.5, "grad_norm": 1.0}, {"pg_loss": -0.1, "grad_norm": 3.0}]
+    metrics = update_metrics("actor", UpdateReport(steps, lr=1e-6))
+    assert metrics == {
+        "actor/pg_loss": pytest.approx(0.2),
+        "actor/pg_loss_abs": pytest.approx(0.3),  # |0.5| and |-0.1|
+        "actor/grad_norm": 2.0,
+        "actor/lr": 1e-6,
+    }
+    critic = update_metrics("critic", UpdateReport([{"vf_loss": 2.0}], lr=1e-5))
+    assert critic == {"critic/vf_loss": 2.0, "critic/lr": 1e-5}
+
+
+def test_summaries_merge_as_if_made_at_once() -> None:
+    parts = [torch.tensor([1.0, 2.0]), torch.tensor([[-7.0]]), torch.tensor([4.0, 4.0, 5.0])]
+    merged = Summary.merge(Summary.of(part) for part in parts)
+    assert merged == Summary.of(torch.cat([part.flatten() for part in parts]))
+    assert merged.mean == 1.5 and merged.count == 6

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import numpy as np
+
+from mindspeed_rlxf.data.prompts import Prompt
+from mindspeed_rlxf.data.sampler import PromptSampler
+from mindspeed_rlxf.trainer.prompt_source import PromptSource, as_rows
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [
+        Prompt(
+            index=i,
+            text=f"{i}",
+            token_ids=np.array([i, i + 1]),
+            ground_truth=f"truth {i}",
+            data_source=f"source {i % 2}",
+        )
+        for i in range(count)
+    ]
+
+
+def source(per_prompt: int = 1, shuffle: bool = False) -> PromptSource:
+    sampler = PromptSampler(num_prompts=5, batch_size=2, seed=1, shuffle=shuffle)
+    return PromptSource(prompts(5), sampler, per_prompt)
+
+
+def test_each_prompt_stands_n_times_in_a_row_with_all_that_belongs_to_it() -> None:
+    batch = source(per_prompt=3).next_prompts()
+    assert [ids.tolist() for ids in batch.token_ids] == [[0, 1]] * 3 + [[1, 2]] * 3
+    assert batch.ground_truths == ["truth 0"] * 3 + ["truth 1"] * 3
+    assert batch.data_sources == ["source 0"] * 3 + ["source 1"] * 3
+
+
+def test_sample_ids_are_unique_over_the_run() -> None:
+    prompts_of_run = source(per_prompt=2)
+    ids = [i for _ in range(4) for i in prompts_of_run.next_prompts().sample_ids]
+    assert ids == list(range(16))
+
+
+def test_a_source_goes_on_from_its_state() -> None:
+    first, second = source(2, shuffle=True), source(2, shuffle=True)
+    for _ in range(3):  # beyond the first epoch of five prompts
+        first.next_prompts()
+    second.load_state_dict(first.state_dict())
+    for _ in range(3):
+        ours, theirs = first.next_prompts(), second.next_prompts()
+        assert ours.sample_ids == theirs.sample_ids
+        assert ours.ground_truths == theirs.ground_truths
+
+
+def test_rows_are_numbered_from_the_first_id() -> None:
+    rows = as_rows(prompts(3), first_sample_id=7)
+    assert rows.sample_ids == [7, 8, 9] and rows.num_rows == 3
+    assert as_rows([]).num_rows == 0
