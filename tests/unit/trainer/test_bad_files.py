@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -52,8 +53,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_tokenizer(folder: Path, size: int) -> None:
     words = ["<pad>", "<eos>", *(str(i) for i in range(size - 2))]
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="0"))
-    from tokenizers import pre_tokenizers
-
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
     tokenizer.save_pretrained(folder)
@@ -126,8 +125,8 @@ def test_the_good_configuration_has_no_problem(
 def test_missing_files_are_named(
     good: Path, capsys: pytest.CaptureFixture[str], key: str, rule: str
 ) -> None:
-    (line,) = problems(good, capsys, f"{key}=./absent")
-    assert "absent" in line and rule in line
+    (line,) = problems(good, capsys, f"{key}=./absent.jsonl")
+    assert "absent.jsonl" in line and rule in line
 
 
 @pytest.mark.parametrize(
@@ -207,10 +206,10 @@ def test_weights_that_do_not_fit_are_refused(
     damage: Callable[[Path], Any],
     rule: str,
 ) -> None:
-    LlamaForCausalLM.from_pretrained(good / "lm").save_pretrained(tmp_path)
-    damage(tmp_path / "model.safetensors")
-    (line,) = problems(good, capsys, f"ref.load={tmp_path}")
-    assert line.startswith(f"error: ref.load={tmp_path}: ") and rule in line
+    folder = shutil.copytree(good / "lm", tmp_path / "lm")
+    damage(folder / "model.safetensors")
+    (line,) = problems(good, capsys, f"ref.load={folder}")
+    assert line.startswith(f"error: ref.load={folder}: ") and rule in line
 
 
 def test_a_reward_model_needs_its_score_head_and_a_critic_does_not(
