@@ -26,8 +26,9 @@ def check_host(config: RunConfig) -> list[str]:
 
 
 def joined_address(config: RunConfig) -> str | None:
-    """The Ray cluster to join; None = start an own one."""
-    return config.runtime.address or os.environ.get("RAY_ADDRESS") or None
+    """The Ray cluster to join; None (`local` in Ray's words) = start an own one."""
+    address = config.runtime.address or os.environ.get("RAY_ADDRESS") or "local"
+    return None if address == "local" else address
 
 
 def _pool_sizes(config: RunConfig) -> dict[str, int]:

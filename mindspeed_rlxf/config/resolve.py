@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -47,7 +48,7 @@ def resolve(tree: Mapping[str, Any], name: str) -> RunConfig:
 
 
 def _mentions(problem: str, paths: Iterable[str]) -> bool:
-    return any(path in problem for path in paths)
+    return any(re.search(rf"\b{re.escape(path)}[.=:]", problem) for path in paths)
 
 
 def _validate(draft: Draft) -> RunConfig | None:

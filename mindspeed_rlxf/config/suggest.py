@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from math import isqrt
 
 
 def closest(word: str, words: Iterable[str]) -> str | None:
@@ -29,7 +30,8 @@ def multiples_around(value: int, step: int) -> list[int]:
 
 def divisors(number: int) -> list[int]:
     """All divisors of a positive number."""
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def use(numbers: Iterable[int]) -> str:

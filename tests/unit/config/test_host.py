@@ -40,6 +40,7 @@ def test_devices_of_a_joined_cluster_are_not_counted_here(
     assert problems({**changes, "runtime.address": "head:6379"}) == []
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     assert problems(changes) == []
+    assert problems({**changes, "runtime.address": "local"}) != []
 
 
 def test_cpu_processes_must_fit_in_memory(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.enums import DeviceKind, KlPenalty, Role, RuntimeKind
+from mindspeed_rlxf.config.keys import ARCHITECTURE_KEYS, TOP_LEVEL, known_keys
 from mindspeed_rlxf.config.resolve import resolve
 
 MakeTree = Callable[..., dict[str, Any]]
@@ -233,3 +234,23 @@ def test_a_wrong_value_brings_no_second_problem(problems: Problems) -> None:
     (problem,) = problems({"actor_rollout.ppo_mini_batch_size": -4})
     assert problem == "actor_rollout.ppo_mini_batch_size=-4 must be at least 1; use 1 or more"
     assert len(problems({"actor_rollout.tensor_model_parallel_size": "two"})) == 1
+
+
+def test_no_problem_hides_behind_a_broken_section_of_like_name(problems: Problems) -> None:
+    """`data` is wrong; a rule that speaks of the data-parallel size is checked all the same."""
+    found = problems({"data.train_files": 3, "data.prompt_key": 3, "resource_pool.main": 7})
+    assert any("data-parallel size 7" in problem for problem in found)
+
+
+GARBAGE = [None, True, 0, -1, 10**9, 1.5, "", "x", [], [None], [[1]], {}, {"x": 1}, {"x": {"y": 1}}]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=repr)
+def test_any_value_anywhere_is_accepted_or_explained(problems: Problems, garbage: Any) -> None:
+    """Each is resolved or refused with one-line problems; nothing else is ever raised."""
+    known = [f"{section}.{key}" for section, keys in known_keys().items() for key in keys]
+    models = [f"model.small.{key}" for key in ARCHITECTURE_KEYS]
+    pools = ["resource_pool.main", "resource_pool.new", "model.small", "model.new"]
+    for path in sorted({*known, *models, *pools, *TOP_LEVEL}):
+        found = problems({path: garbage})
+        assert all(problem and "\n" not in problem for problem in found), (path, found)

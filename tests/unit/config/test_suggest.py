@@ -1,0 +1,27 @@
+"""Numbers and words that error messages recommend."""
+
+from __future__ import annotations
+
+from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_around, use
+
+
+def test_divisors_are_all_and_in_order() -> None:
+    assert divisors(1) == [1]
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(16) == [1, 2, 4, 8, 16]
+    assert len(divisors(10**9)) == 100  # 2^9 * 5^9: no long wait for a mistyped batch size
+
+
+def test_neighbours_leave_out_what_is_not_positive() -> None:
+    assert around(5, [1, 4, 6, 12]) == [4, 6]
+    assert around(1, [1, 2]) == [2]
+    assert multiples_around(100, 8) == [96, 104]
+    assert multiples_around(3, 8) == [8]
+    assert use([96, 104]) == "use 96 or 104"
+
+
+def test_misspelt_and_shortened_words_find_theirs() -> None:
+    known = ["actor_rollout", "critic", "ref"]
+    assert closest("critc", known) == "critic"
+    assert closest("actor", known) == "actor_rollout"
+    assert closest("zz", known) is None
