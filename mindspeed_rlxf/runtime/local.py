@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
@@ -30,6 +30,7 @@ from mindspeed_rlxf.runtime.protocol import Reply, Request
 from mindspeed_rlxf.runtime.worker import RoleHost
 
 Outcome = tuple[Rows | None, Reply]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +98,19 @@ class LocalWorld:
             dist.all_gather_object(outcomes, outcome, group=self._host_group)
         return outcomes
 
+    def from_first(self, make: Callable[[], T]) -> T:
+        result: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                result[0] = make()
+            except Exception as error:
+                result[1] = error
+        if self.size > 1:
+            dist.broadcast_object_list(result, src=0, group=self._host_group)
+        if result[1] is not None:
+            raise result[1]
+        return result[0]
+
     def close(self) -> None:
         dist.destroy_process_group()
 
@@ -144,6 +158,15 @@ class LocalRuntime:
     def from_config(cls, config: RunConfig, log_dir: Path | None) -> LocalRuntime:
         """log_dir is not used: output stays on the terminals the processes were started from."""
         return cls(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
+
+    @property
+    def is_first(self) -> bool:
+        """This process writes the files of the run."""
+        return self.world.rank == 0
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make()` returns on rank 0, or raises there, on every rank."""
+        return self.world.from_first(make)
 
     def create_pools(self, processes_per_node: Mapping[str, Sequence[int]]) -> dict[str, LocalPool]:
         size = self.world.size

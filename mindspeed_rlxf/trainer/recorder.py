@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.config.schema import RunConfig
@@ -17,13 +21,21 @@ from mindspeed_rlxf.runtime.role_groups import ActorGroup
 class Recorder:
     """Owns the open files of the run directory and the console's progress."""
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, tokenizer: Any) -> None:
+    def __init__(
+        self, config: RunConfig, directory: RunDirectory, tokenizer: Any, writes: bool = True
+    ) -> None:
+        """writes: False on all but the first rank of torchrun, which run the same driver code."""
         self.tokenizer = tokenizer
         limit = config.logging.samples
-        self._metrics = MetricsWriter(directory.metrics)
-        self._samples = SampleWriter(directory.samples, limit)
-        self._val_samples = SampleWriter(directory.val_samples, limit)
-        self._progress = Progress(config.training.train_iters, config.logging.console_metrics)
+        nowhere = Path(os.devnull)
+        self._metrics = MetricsWriter(directory.metrics if writes else nowhere)
+        self._samples = SampleWriter(directory.samples if writes else nowhere, limit)
+        self._val_samples = SampleWriter(directory.val_samples if writes else nowhere, limit)
+        self._progress = Progress(
+            config.training.train_iters,
+            config.logging.console_metrics,
+            sys.stdout if writes else io.StringIO(),
+        )
 
     def iteration(self, iteration: int, metrics: dict[str, float], seconds: float) -> None:
         """seconds: of the whole iteration."""

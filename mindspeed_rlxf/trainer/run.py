@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.sampler import PromptSampler
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
-from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.errors import DevicesMissing, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.runtime.protocol import Runtime
 from mindspeed_rlxf.runtime.role_groups import RoleGroups
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
@@ -31,60 +31,87 @@ logger = logging.getLogger(__name__)
 
 def run(config: RunConfig, prepared: Prepared) -> int:
     """Train to the end; returns the exit code of `design`, section 3."""
-    directory = RunDirectory.create(config)
-    _log_to(directory)
-    print(f"run directory: {directory.path}", flush=True)
+    started: list[RunDirectory] = []
     try:
         with _stops_as_interrupt():
-            _train(config, prepared, directory)
+            if config.runtime.kind is RuntimeKind.LOCAL:
+                _run_locally(config, prepared, started)
+            else:
+                _run_on_ray(config, prepared, started)
     except UserError:
         raise
     except KeyboardInterrupt:
         print("stopped before train_iters was reached", file=sys.stderr)
         return EXIT_STOPPED
+    except DevicesMissing as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return EXIT_STOPPED
     except (WorkerError, RuntimeTimeout) as error:
-        return _failed(directory, error, str(error))
+        return _failed(started, error, str(error))
     except Exception as error:
         logger.exception("the driver failed")
-        return _failed(directory, error, f"driver: {type(error).__name__}: {error}")
-    print(f"done: {config.training.train_iters} iterations, {directory.path}", flush=True)
+        return _failed(started, error, f"driver: {type(error).__name__}: {error}")
     return EXIT_DONE
 
 
-def _train(config: RunConfig, prepared: Prepared, directory: RunDirectory) -> None:
-    runtime = make_runtime(config, directory)
+def _run_on_ray(config: RunConfig, prepared: Prepared, started: list[RunDirectory]) -> None:
+    from mindspeed_rlxf.runtime.ray_runtime import RayRuntime
+
+    directory = _start(RunDirectory.create(config), started)
+    runtime = RayRuntime.from_config(config, directory.logs)
     try:
         train(config, prepared, directory, runtime)
     finally:
         runtime.shutdown()
+    _say_done(config, directory)
+
+
+def _run_locally(config: RunConfig, prepared: Prepared, started: list[RunDirectory]) -> None:
+    """In this process, or in all processes of torchrun, of which the first one writes."""
+    from mindspeed_rlxf.runtime.local import LocalRuntime
+
+    runtime = LocalRuntime.from_config(config, log_dir=None)
+    try:
+        directory = runtime.from_first(lambda: RunDirectory.create(config))
+        if runtime.is_first:
+            _start(directory, started)
+        train(config, prepared, directory, runtime, writes=runtime.is_first)
+    finally:
+        runtime.shutdown()
+    if runtime.is_first:
+        _say_done(config, directory)
+
+
+def _start(directory: RunDirectory, started: list[RunDirectory]) -> RunDirectory:
+    started.append(directory)
+    _log_to(directory)
+    print(f"run directory: {directory.path}", flush=True)
+    return directory
+
+
+def _say_done(config: RunConfig, directory: RunDirectory) -> None:
+    print(f"done: {config.training.train_iters} iterations, {directory.path}", flush=True)
 
 
 def train(
-    config: RunConfig, prepared: Prepared, directory: RunDirectory, runtime: Runtime
-) -> RoleGroups:
-    """Start the roles, run the loop, write the final weights."""
+    config: RunConfig,
+    prepared: Prepared,
+    directory: RunDirectory,
+    runtime: Runtime,
+    writes: bool = True,
+) -> None:
+    """Start the roles, run the loop, write the final weights.
+
+    writes: this process writes the metric and sample files.
+    """
     pools = runtime.create_pools(config.resource_pool)
     roles = RoleGroups.build(config, pools, prepared.eos_token_ids)
-    recorder = Recorder(config, directory, prepared.tokenizer)
+    recorder = Recorder(config, directory, prepared.tokenizer, writes)
     try:
         make_trainer(config, prepared, roles, recorder).fit()
         _export(roles, directory)
     finally:
         recorder.close()
-    return roles
-
-
-def make_runtime(config: RunConfig, directory: RunDirectory) -> Runtime:
-    """The runtime that the configuration names; Ray is imported only where it is used."""
-    if config.runtime.kind is RuntimeKind.LOCAL:
-        from mindspeed_rlxf.runtime.local import LocalRuntime
-
-        return LocalRuntime(
-            config.device.kind, config.device.cpu_threads, config.runtime.timeout_s
-        )
-    from mindspeed_rlxf.runtime.ray_runtime import RayRuntime
-
-    return RayRuntime.from_config(config, directory.logs)
 
 
 def make_trainer(
@@ -117,9 +144,13 @@ def _export(roles: RoleGroups, directory: RunDirectory) -> None:
         export.result()
 
 
-def _failed(directory: RunDirectory, error: Exception, message: str) -> int:
-    """One message on the console, the whole story in failure.json and logs/driver.log."""
-    print(f"failed: {message}\nlogs: {directory.logs}", file=sys.stderr, flush=True)
+def _failed(started: list[RunDirectory], error: Exception, message: str) -> int:
+    """One message on the console, the whole story in failure.json and the logs."""
+    print(f"failed: {message}", file=sys.stderr, flush=True)
+    if not started:  # no run directory of our own: it was not made, or another rank writes
+        return EXIT_FAILED
+    directory = started[0]
+    print(f"logs: {directory.logs}", file=sys.stderr, flush=True)
     details = {
         "message": message,
         "error": type(error).__name__,
