@@ -38,7 +38,10 @@ setup(
     python_requires=">=3.10",
     # The YAML of ./configs travels in the wheel as the package `mindspeed_rlxf.configs`, so that
     # `mindspeed-rlxf train --config-name ...` works outside a clone.
-    packages=[*find_packages(include=["mindspeed_rlxf", "mindspeed_rlxf.*"]), "mindspeed_rlxf.configs"],
+    packages=[
+        *find_packages(include=["mindspeed_rlxf", "mindspeed_rlxf.*"]),
+        "mindspeed_rlxf.configs",
+    ],
     package_dir={"mindspeed_rlxf.configs": "configs"},
     package_data={
         "mindspeed_rlxf": ["py.typed"],

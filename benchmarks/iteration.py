@@ -1,7 +1,7 @@
 """Seconds per PPO iteration of the tiny model with four roles, and from start to the first one.
 
-Batch 64, prompt and response 16 tokens, four roles with models on one pool. Prints one JSON line; the
-peer in the same run is the bare work: the forward and backward passes of one iteration in plain
+Batch 64, prompt and response 16 tokens, four roles with models on one pool. Prints one JSON line;
+the peer in the same run is the bare work: the forward and backward passes of one iteration in plain
 transformers, without generation, roles or runtime.
 
     python benchmarks/iteration.py [--iterations 12] [--devices 2] [--runtime ray|local]
@@ -108,9 +108,7 @@ def write_inputs(folder: Path) -> None:
     words = ["<pad>", "<eos>", *(f"w{i}" for i in range(VOCAB - 2))]
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="w0"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
     tokenizer.save_pretrained(folder / "tokenizer")
     generator = torch.Generator().manual_seed(0)
     with open(folder / "train.jsonl", "w", encoding="utf-8") as stream:
@@ -157,7 +155,7 @@ def train(folder: Path, arguments: argparse.Namespace) -> list[dict]:
         "data": {"train_files": str(folder / "train.jsonl")},
         "device": {"kind": "cpu"},
         "runtime": arguments.runtime,
-        "placement": {r: "main" for r in ("actor_rollout", "ref", "critic", "reward")},
+        "placement": dict.fromkeys(("actor_rollout", "ref", "critic", "reward"), "main"),
         "resource_pool": {"main": arguments.devices},
     }
     # JSON is YAML: no need of another library here.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RewardConfig, RoleConfig, RunConfig

@@ -19,6 +19,8 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -76,9 +78,12 @@ class MegatronEngine:
                 self.module, role.architecture, head, self.groups.tp, self.groups.pp
             )
             self.fresh = self._load(seed)
-            self.optimizer = self.scheduler = None
+            self.optimizer: MegatronOptimizer | None = None
+            self.scheduler: OptimizerParamScheduler | None = None
             if optimizer is None:
-                self.model: torch.nn.Module = self.module.requires_grad_(False)
+                self.model: Any = self.module.requires_grad_(
+                    False
+                )  # or wrapped for data parallelism
             else:
                 self.model = self._wrap(optimizer)
                 self.optimizer = build_optimizer(optimizer, self.model, self.dtype)
@@ -88,7 +93,11 @@ class MegatronEngine:
     def _build_module(self) -> TransformerModel:
         role, groups = self.role, self.groups
         config = transformer_config(
-            role.architecture, groups.tp.size(), groups.pp.size(), role.sequence_parallel, self.dtype
+            role.architecture,
+            groups.tp.size(),
+            groups.pp.size(),
+            role.sequence_parallel,
+            self.dtype,
         )
         module = TransformerModel(
             config, role.architecture, self.head, groups.is_first_stage, groups.is_last_stage
@@ -115,6 +124,7 @@ class MegatronEngine:
 
     def _connect(self) -> None:
         """What Megatron leaves to its caller: without these nothing is reduced, silently."""
+        assert self.optimizer is not None, "a frozen model has no gradients to finalise"
         config = self.module.config
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss

@@ -38,7 +38,7 @@ class RMSNorm(MegatronModule):
         self.eps = eps
         self.weight = Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Megatron sums such gradients over the tensor-parallel ranks, each of which saw a part.
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
         normed = F.rms_norm(hidden.float(), (hidden.size(-1),), eps=self.eps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -112,29 +113,33 @@ class ActorRole:
         metrics = []
         for rows in steps:
             advantages = self._step_advantages(experience, rows)
-
-            def policy_loss_step(
-                model: TransformerModel, batch: MicroBatch, hidden: Tensor
-            ) -> LossOutput:
-                log_probs, entropy = read_log_probs(
-                    model, batch, hidden, self.sampling.logit_temperature
-                )
-                mask = experience.response_mask[batch.rows]
-                old = experience.old_log_probs[batch.rows][mask].to(log_probs.device)
-                advantage = advantages[batch.rows][mask].to(log_probs.device)
-                token = clipped_policy_loss(log_probs, old, advantage, self.config.clip_ratio)
-                per_token = {
-                    "pg_loss": token.loss,
-                    "pg_clipfrac": token.clipped,
-                    "ppo_kl": old - log_probs,
-                    "entropy": entropy,
-                }
-                return normalised_loss(token.loss, per_token, self._micro_batch_mean)
-
+            loss_step = partial(self.policy_loss_step, experience, advantages)
             groups = chunk_rows(rows, self.config.micro_batch_size)
             batches = self.engine.micro_batches(rollouts, groups)
-            metrics.append(self.engine.train_step(batches, policy_loss_step))
+            metrics.append(self.engine.train_step(batches, loss_step))
         return RoleOutput(report=UpdateReport(metrics, self.engine.end_iteration()))
+
+    def policy_loss_step(
+        self,
+        experience: Experience,
+        advantages: Tensor,
+        model: TransformerModel,
+        batch: MicroBatch,
+        hidden: Tensor,
+    ) -> LossOutput:
+        """Loss of one micro-batch on the last stage, inside Megatron's schedule."""
+        log_probs, entropy = read_log_probs(model, batch, hidden, self.sampling.logit_temperature)
+        mask = experience.response_mask[batch.rows]
+        old = experience.old_log_probs[batch.rows][mask].to(log_probs.device)
+        advantage = advantages[batch.rows][mask].to(log_probs.device)
+        token = clipped_policy_loss(log_probs, old, advantage, self.config.clip_ratio)
+        per_token = {
+            "pg_loss": token.loss,
+            "pg_clipfrac": token.clipped,
+            "ppo_kl": old - log_probs,
+            "entropy": entropy,
+        }
+        return normalised_loss(token.loss, per_token, self._micro_batch_mean)
 
     @property
     def _micro_batch_mean(self) -> bool:

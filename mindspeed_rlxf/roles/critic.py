@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from mindspeed_rlxf.algorithms.advantages import (
@@ -104,28 +104,26 @@ class CriticRole:
     ) -> RoleOutput:
         """One optimizer step for each entry of `steps`: this rank's rows of a mini-batch."""
 
-        def value_loss_step(
-            model: TransformerModel, batch: MicroBatch, hidden: Tensor
-        ) -> LossOutput:
-            mask = experience.value_mask[batch.rows]
-            values = _read_values(model, batch, hidden, mask.sum(1))
-            old = experience.values[batch.rows][mask].to(values.device)
-            returns = experience.returns[batch.rows][mask].to(values.device)
-            token = clipped_value_loss(values, old, returns, self.config.cliprange_value)
-            per_token = {
-                "vf_loss": token.loss,
-                "vf_clipfrac": token.clipped,
-                "vpred_mean": values,
-            }
-            mean = self.algorithm.loss_normalizer is LossNormalizer.MICRO_BATCH_MEAN
-            return normalised_loss(token.loss, per_token, mean, self.config.vf_coef)
-
+        loss_step = partial(self.value_loss_step, experience)
         metrics = []
         for rows in steps:
             groups = chunk_rows(rows, self.config.micro_batch_size)
             batches = self.engine.micro_batches(rollouts, groups)
-            metrics.append(self.engine.train_step(batches, value_loss_step))
+            metrics.append(self.engine.train_step(batches, loss_step))
         return RoleOutput(report=UpdateReport(metrics, self.engine.end_iteration()))
+
+    def value_loss_step(
+        self, experience: Experience, model: TransformerModel, batch: MicroBatch, hidden: Tensor
+    ) -> LossOutput:
+        """Loss of one micro-batch on the last stage, inside Megatron's schedule."""
+        mask = experience.value_mask[batch.rows]
+        values = _read_values(model, batch, hidden, mask.sum(1))
+        old = experience.values[batch.rows][mask].to(values.device)
+        returns = experience.returns[batch.rows][mask].to(values.device)
+        token = clipped_value_loss(values, old, returns, self.config.cliprange_value)
+        per_token = {"vf_loss": token.loss, "vf_clipfrac": token.clipped, "vpred_mean": values}
+        mean = self.algorithm.loss_normalizer is LossNormalizer.MICRO_BATCH_MEAN
+        return normalised_loss(token.loss, per_token, mean, self.config.vf_coef)
 
     def export(self, hf_folder: Path, megatron_folder: Path | None) -> RoleOutput:
         """Write the weights; a collective over the role's ranks."""

@@ -21,9 +21,7 @@ class Summary:
     def of(cls, values: Tensor) -> Summary:
         """values: any shape, at least one number."""
         wide = values.double()
-        return cls(
-            wide.numel(), float(wide.sum()), float(wide.max()), float(wide.min())
-        )
+        return cls(wide.numel(), float(wide.sum()), float(wide.max()), float(wide.min()))
 
     @classmethod
     def merge(cls, parts: Iterable[Summary]) -> Summary:

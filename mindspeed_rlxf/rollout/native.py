@@ -67,6 +67,8 @@ class NativeRollout:
         """
         self.model.eval()
         self.stats = GenerationStats()
+        if not prompts:
+            return [], []
         finished: dict[int, Growing] = {}
         waiting = deque(
             self._sequence(index, prompt, sample_id, seed)
@@ -89,9 +91,7 @@ class NativeRollout:
         count = self.settings.max_new_tokens if self.settings.do_sample else 0
         return Growing(index, prompt, uniform_numbers(seed, sample_id, count))
 
-    def _new_cache(self, sequences: list[Growing]) -> KvCache | None:
-        if not sequences:
-            return None
+    def _new_cache(self, sequences: list[Growing]) -> KvCache:
         config = self.model.config
         longest = max(len(s.prompt) for s in sequences)
         return KvCache(

@@ -82,12 +82,13 @@ class LocalWorld:
         """Outcomes by rank, on every rank. A failure on one rank is raised on all that arrive."""
         number = next(self._calls)
         error = outcome if isinstance(outcome, WorkerError) else None
-        self._store.set(self._key(number, self.rank), pickle.dumps(error))
+        self._store.set(self._key(number, self.rank), pickle.dumps(error).hex())  # type: ignore[arg-type]
         if isinstance(outcome, WorkerError):
             raise outcome
         self._await_all(number, what)
         for rank in range(self.size):
-            failure = pickle.loads(self._store.get(self._key(number, rank)))
+            flag = self._store.get(self._key(number, rank))
+            failure = pickle.loads(bytes.fromhex(flag.decode()))
             if failure is not None:
                 raise failure
         if number > 0:  # every rank has read the flags of the call before

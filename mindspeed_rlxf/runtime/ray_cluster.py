@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,9 +21,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from mindspeed_rlxf import device as device_facade
+from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DeviceConfig
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ QUIET = {
 }
 OBJECT_STORE_LIMIT = 2 * 2**30  # bytes; what does not fit is spilled to disk
 LOOPBACK = "127.0.0.1"
+KNOCK_S = 10.0
 
 
 @dataclass
@@ -101,10 +104,25 @@ def _join(address: str) -> RayCluster:
     import ray
 
     _keep_quiet()
-    with _own_sigterm():
-        context = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        _knock(address)
+        with _own_sigterm():
+            context = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError) as error:  # a ConnectionError of Ray is an OSError
+        raise UserError(
+            f"runtime.address={address} must be that of a running Ray cluster "
+            f"({str(error).splitlines()[0]}); start one, correct it, or leave it and "
+            "RAY_ADDRESS out for an own cluster"
+        ) from error
     logger.info("joined the Ray cluster at %s", context.address_info["address"])
     return RayCluster(own=False, address=context.address_info["address"])
+
+
+def _knock(address: str) -> None:
+    """Raise OSError when nobody listens at `host:port`; Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
 
 
 def _start_own(resources: dict[str, float]) -> RayCluster:
@@ -166,7 +184,8 @@ def _short_temp_root() -> str:
 
 
 def _object_store_bytes() -> int:
-    return max(min(OBJECT_STORE_LIMIT, psutil.virtual_memory().total // 10), 100 * 2**20)
+    tenth = int(psutil.virtual_memory().total) // 10
+    return max(min(OBJECT_STORE_LIMIT, tenth), 100 * 2**20)
 
 
 class _own_sigterm:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +10,7 @@ from typing import Any
 import ray
 
 from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.places import Place
 from mindspeed_rlxf.runtime.process import ProcessSetup, WorkerProcess
 from mindspeed_rlxf.runtime.protocol import Reply, Request
 from mindspeed_rlxf.runtime.ray_wait import Origin, RayHandle, fetch_rows, gather, not_ready
@@ -21,16 +20,6 @@ from mindspeed_rlxf.runtime.worker import worker_error
 RESET_S = 3.0  # for the calls of an ended pool to finish, so that its processes can be kept
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a worker process is."""
-
-    host: str
-    ip: str
-    pid: int
-    devices: tuple[int, ...]  # ids that Ray gave it; empty for logical devices
-
-
 class RayWorker:
     """The actor class. Errors are returned, not raised: Ray then has nothing to say about them."""
 
@@ -38,11 +27,11 @@ class RayWorker:
         self._timeout_s = 0.0
         self._process = WorkerProcess(lambda handles: fetch_rows(handles, self._timeout_s))
 
-    def place(self) -> Place:
+    def place(self, entry: int) -> Place:
         context = ray.get_runtime_context()
         ids = [i for found in context.get_accelerator_ids().values() for i in found]
         devices = tuple(int(i) for i in ids if i.isdigit())
-        return Place(socket.gethostname(), ray.util.get_node_ip_address(), os.getpid(), devices)
+        return Place(socket.gethostname(), ray.util.get_node_ip_address(), entry, devices)
 
     def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
         return self._process.open_store(ip, world_size, timeout_s)
@@ -89,21 +78,6 @@ class RayWorkers:
         except (WorkerError, RuntimeTimeout):
             return False
         return True
-
-
-def by_rank(found: Sequence[tuple[int, Any, Place]]) -> tuple[tuple[Any, ...], tuple[Place, ...]]:
-    """Actors and places ordered by node, then device id: the same after a restart.
-
-    found: (index of the reservation's bundle, actor, place)
-    """
-
-    def key(entry: tuple[int, Any, Place]) -> tuple[Any, ...]:
-        bundle, _, place = entry
-        ip = ipaddress.ip_address(place.ip)
-        return ip.version, int(ip), bundle, place.devices
-
-    ordered = sorted(found, key=key)
-    return tuple(entry[1] for entry in ordered), tuple(entry[2] for entry in ordered)
 
 
 class RayCall:

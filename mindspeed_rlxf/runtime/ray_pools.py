@@ -17,9 +17,10 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
 from mindspeed_rlxf.runtime.errors import DevicesMissing
+from mindspeed_rlxf.runtime.places import by_rank
 from mindspeed_rlxf.runtime.process import ProcessSetup
 from mindspeed_rlxf.runtime.ray_cluster import LOOPBACK, RayCluster, resource_name
-from mindspeed_rlxf.runtime.ray_pool import RayPool, RayWorker, RayWorkers, by_rank
+from mindspeed_rlxf.runtime.ray_pool import RayPool, RayWorker, RayWorkers
 from mindspeed_rlxf.runtime.ray_wait import Origin, gather
 
 logger = logging.getLogger(__name__)
@@ -149,14 +150,14 @@ class RayPools:
     ) -> dict[str, RayWorkers]:
         actors = {name: self._actors(shape, groups[name]) for name, shape in shapes.items()}
         tasks = [
-            (actor.place.remote(), Origin(name, index, "a host not known yet", "start"))
+            (actor.place.remote(entry), Origin(name, index, "a host not known yet", "start"))
             for name, found in actors.items()
-            for index, (_, actor) in enumerate(found)
+            for index, (entry, actor) in enumerate(found)
         ]
         places = iter(gather(tasks, self.start_timeout_s))
         workers = {}
         for name, found in actors.items():
-            ordered = by_rank([(bundle, actor, next(places)) for bundle, actor in found])
+            ordered = by_rank([(actor, next(places)) for _, actor in found])
             workers[name] = RayWorkers(shapes[name], groups[name], *ordered)
         return workers
 

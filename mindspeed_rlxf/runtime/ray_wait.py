@@ -90,9 +90,10 @@ def not_ready(handles: Sequence[RayHandle]) -> list[RayHandle]:
     """Those whose rows do not exist yet."""
     if not handles:
         return []
-    unique = list({handle.ref: handle for handle in handles})
-    _, missing = ray.wait(unique, num_returns=len(unique), timeout=0)
-    return [h for h in {handle.ref: handle for handle in handles}.values() if h.ref in set(missing)]
+    by_ref = {handle.ref: handle for handle in handles}
+    unique = list(by_ref)
+    _, missing = ray.wait(unique, num_returns=len(unique), timeout=0, fetch_local=False)
+    return [by_ref[ref] for ref in missing]
 
 
 def _wait(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:

@@ -51,7 +51,8 @@ def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> d
 def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
     """Means over the optimizer steps of the iteration.
 
-    `pg_loss_abs` is the mean of |mini-batch loss|: with whitened advantages the plain mean is near 0.
+    `pg_loss_abs` is the mean of |mini-batch loss|: with whitened advantages the plain mean is
+    near 0.
     """
     steps = report.steps
     names = steps[0]

@@ -8,6 +8,8 @@ from typing import Any
 from mindspeed_rlxf.algorithms.kl import KlController
 from mindspeed_rlxf.config.enums import KlControl, OldLogProbs, ScoreSlotLimit
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.roles.reports import GenerateReport
+from mindspeed_rlxf.runtime.group import Pending
 from mindspeed_rlxf.runtime.refs import RowsRef
 from mindspeed_rlxf.runtime.role_groups import RoleGroups
 from mindspeed_rlxf.trainer import metrics as names
@@ -17,7 +19,7 @@ from mindspeed_rlxf.trainer.validation import Validator
 
 
 class PpoTrainer:
-    """Drives the roles through `train_iters` iterations. Holds references to rows, never tensors."""
+    """Drives the roles through `train_iters` iterations; holds references to rows, no tensors."""
 
     def __init__(
         self,
@@ -95,7 +97,12 @@ class PpoTrainer:
             self._finish(measured, rollouts, generated, scores, time.monotonic() - started)
 
     def _finish(
-        self, measured: dict[str, float], rollouts: RowsRef, generated: Any, scores: Any, all_s: float
+        self,
+        measured: dict[str, float],
+        rollouts: RowsRef,
+        generated: Pending,
+        scores: Pending,
+        all_s: float,
     ) -> None:
         """Write the iteration down; validate where it is due."""
         reports = generated.result()
@@ -115,7 +122,7 @@ class PpoTrainer:
     def _recompute(self) -> bool:
         return self.config.algorithm.old_log_probs is OldLogProbs.RECOMPUTE
 
-    def _slot_limit(self, generated: Any) -> int:
+    def _slot_limit(self, generated: list[GenerateReport]) -> int:
         if self.config.algorithm.score_slot_limit is ScoreSlotLimit.BATCH_WIDTH:
             return max(n for report in generated for n in report.response_lengths)
         return self.config.actor_rollout.max_new_tokens

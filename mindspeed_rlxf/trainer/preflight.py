@@ -84,9 +84,7 @@ def _prompts(
     config: RunConfig, prepared: Prepared, files: tuple[str, ...], problems: list[str]
 ) -> list[Prompt]:
     length = config.actor_rollout.max_prompt_length
-    read = _collect(
-        problems, lambda: load_prompts(files, prepared.tokenizer, config.data, length)
-    )
+    read = _collect(problems, lambda: load_prompts(files, prepared.tokenizer, config.data, length))
     return read or []
 
 

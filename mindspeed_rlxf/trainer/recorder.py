@@ -89,7 +89,7 @@ class Recorder:
         texts = actor.sample_texts(rollouts, count)
         values = [score for report in scores for score in report.scores]
         parts = [part for report in scores for part in report.parts] or [{}] * len(values)
-        truths = ground_truths or [None] * count
+        truths: Sequence[str | None] = ground_truths or [None] * count
         rows = zip(texts, values[:count], parts[:count], truths[:count], strict=True)
         decode = self.tokenizer.decode
         writer.write(

@@ -118,9 +118,7 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_a_rank_reads_only_its_own_shard(warm_runtime: Any, tmp_path: Path, layout: str) -> None:
     make_llama(tmp_path, PLAIN)
-    role = RoleConfig(
-        model="test", architecture=PLAIN, load=str(tmp_path), **LAYOUTS[layout]
-    )
+    role = RoleConfig(model="test", architecture=PLAIN, load=str(tmp_path), **LAYOUTS[layout])
     # Every process leads a replica of its own as far as reports go, so that each one answers.
     group = probe_group(warm_runtime, role, Head.LANGUAGE_MODEL)
     everyone = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(2, 1, 1), group.pool)
@@ -174,15 +172,11 @@ def test_greedy_generation_equals_transformers_token_by_token(
 
 def make_prompts(count: int) -> Prompts:
     rollouts = make_rollouts(seed=7).select(range(count))
-    ids = [
-        rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]].numpy() for row in range(count)
-    ]
+    ids = [rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]].numpy() for row in range(count)]
     return Prompts(list(range(count)), ids, [""] * count, ["test"] * count)
 
 
-def test_sampled_tokens_do_not_depend_on_batch_or_layout(
-    warm_runtime: Any, tmp_path: Path
-) -> None:
+def test_sampled_tokens_do_not_depend_on_batch_or_layout(warm_runtime: Any, tmp_path: Path) -> None:
     make_llama(tmp_path, TIED)
     produced = {}
     for name, layout, size, rows in (
@@ -225,4 +219,3 @@ def test_values_equal_transformers_at_every_state(warm_runtime: Any, tmp_path: P
 class ValuesAsReport(CriticRole):
     def report_values(self, rollouts: Rollouts) -> Any:
         return RoleOutput(report=self.values(rollouts).rows.values.tolist())
-

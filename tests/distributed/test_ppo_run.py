@@ -223,7 +223,5 @@ def write_tokenizer(folder: Path, texts: list[str]) -> None:
         show_progress=False,
     )
     core.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
     tokenizer.save_pretrained(folder)

@@ -1,15 +1,14 @@
-"""A driver for the tests that end it: prints one JSON line when its workers are busy, then waits.
+"""A driver for the tests that end it.
 
-`own`: starts and ends a cluster, then starts another. `join`: joins the one at RAY_ADDRESS.
+Starts a cluster, or joins the one at RAY_ADDRESS, prints one JSON line when its worker is busy and
+waits. After an interrupt it shuts down and does the same again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import sys
 from typing import Any
-
-import psutil
 
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
@@ -18,21 +17,11 @@ from tests.distributed.runtime.group_checks import build
 from tests.distributed.runtime.stand_ins import StandIn
 
 
-def start() -> RayRuntime:
-    return RayRuntime(DeviceConfig(kind=DeviceKind.CPU), RuntimeConfig(), 2)
-
-
-def main(mode: str) -> None:
-    facts: dict[str, Any] = {}
-    if mode == "own":
-        first = start()
-        facts["first_temp_dir"] = str(first.cluster.temp_dir)
-        first.shutdown()
-        facts["left_after_normal_end"] = [p.name() for p in psutil.Process().children(True)]
-    runtime = start()
+def serve() -> None:
+    runtime = RayRuntime(DeviceConfig(kind=DeviceKind.CPU), RuntimeConfig(), 1)
     try:
         group = build(runtime.create_pools({"pool": [1]})["pool"])
-        facts["own"] = runtime.cluster.own
+        facts: dict[str, Any] = {"own": runtime.cluster.own}
         facts["worker"] = group.call(StandIn.process).result()[0]
         facts["forwarded"] = group.call(StandIn.environment, "NCCL_RLXF_TEST").result()[0]
         facts["temp_dir"] = str(runtime.cluster.temp_dir)
@@ -44,4 +33,6 @@ def main(mode: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    with contextlib.suppress(KeyboardInterrupt):
+        serve()
+    serve()

@@ -61,3 +61,14 @@ def test_losses_are_per_token() -> None:
     logs = torch.zeros(4)
     assert clipped_policy_loss(logs, logs, torch.randn(4), 0.2).loss.shape == (4,)
     assert clipped_value_loss(logs, logs, torch.randn(4), 0.2).loss.shape == (4,)
+
+
+def test_values_within_the_range_are_not_clipped_whatever_the_rounding() -> None:
+    # old + (v - old) is not v in floating point
+    generator = torch.Generator().manual_seed(0)
+    values, old, returns = torch.randn(3, 10000, generator=generator).clamp(-2, 2) / 9
+    values.requires_grad_()
+    token = clipped_value_loss(values, old, returns, 0.5)
+    (slope,) = torch.autograd.grad(token.loss.sum(), values)
+    assert not token.clipped.any()
+    assert_close(slope, (values - returns).detach())

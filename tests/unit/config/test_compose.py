@@ -94,6 +94,7 @@ def test_bad_file_is_one_line_with_its_place(folder: Path, text: str, message: s
 def test_bad_override_is_one_line(folder: Path, override: str) -> None:
     problem = error(folder, "run", override)
     assert problem.startswith("config run cannot be composed: ") and "\n" not in problem
+    assert "hydra.cc" not in problem  # the grammar of another project is no remedy
 
 
 def test_composing_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

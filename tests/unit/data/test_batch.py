@@ -49,10 +49,10 @@ def test_select_of_no_rows_keeps_types_and_widths() -> None:
 
 
 def test_joining_pads_narrower_parts_with_zeros() -> None:
-    got = Sample.concat([sample(1, 2), sample(2, 3, first=1)])
+    got = Sample.concat([sample(1, 2), sample(1, 3, first=1), sample(1, 1, first=2)])
     assert got.names == ["0", "1", "2"]
-    assert got.ids.tolist() == [[1, 2, 0], [11, 12, 13], [21, 22, 23]]
-    assert got.mask.tolist() == [[True, True, False], [True] * 3, [True] * 3]
+    assert got.ids.tolist() == [[1, 2, 0], [11, 12, 13], [21, 0, 0]]
+    assert got.mask.tolist() == [[True, True, False], [True] * 3, [True, False, False]]
     assert got.ids.dtype == torch.int64 and got.mask.dtype == torch.bool
 
 

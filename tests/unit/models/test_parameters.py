@@ -154,7 +154,8 @@ def test_each_rank_holds_gate_rows_then_up_rows() -> None:
     a = architecture()
     parameter = parameter_named(a, "decoder.layers.0.mlp.linear_fc1.weight")
     gate, up = torch.randn(2, 24, 16)
-    tensors = dict(zip(parameter.sources, (gate, up), strict=True))
+    mlp = "model.layers.0.mlp."
+    tensors = {mlp + "gate_proj.weight": gate, mlp + "up_proj.weight": up}
     expected = torch.cat((gate[12:], up[12:]))
     assert_close(shard(parameter, a, tensors, 1, 2), expected, rtol=0, atol=0)
 

@@ -4,8 +4,11 @@ import ast
 import os
 from pathlib import Path
 
+import pytest
+
 import mindspeed_rlxf
-from mindspeed_rlxf.runtime.ray_cluster import forwarded_environment
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.runtime.ray_cluster import forwarded_environment, open_cluster
 
 PACKAGE = Path(mindspeed_rlxf.__file__).parent
 

@@ -1,4 +1,4 @@
-"""Files that a run cannot use: refused with exit 2 and one line each, before anything is written."""
+"""Files that a run cannot use: refused with exit 2, one line each, before anything is written."""
 
 from __future__ import annotations
 
