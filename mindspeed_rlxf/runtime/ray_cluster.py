@@ -101,11 +101,11 @@ def open_cluster(address: str | None, resources: dict[str, float]) -> RayCluster
 
 
 def _join(address: str) -> RayCluster:
-    import ray
-
-    _keep_quiet()
     try:
         _knock(address)
+        import ray
+
+        _keep_quiet()
         with _own_sigterm():
             context = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError) as error:  # a ConnectionError of Ray is an OSError

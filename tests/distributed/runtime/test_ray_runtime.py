@@ -83,23 +83,6 @@ def test_calls_and_references_do_not_wait(make_pools: MakePools) -> None:
     assert pending.seconds < 0.9  # the wait for its inputs is not the method's time
 
 
-def test_an_exception_arrives_as_one_worker_error(
-    make_pools: MakePools, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (pool,) = make_pools(2)
-    group = build(pool, Role.CRITIC)
-    started = time.perf_counter()
-    with pytest.raises(WorkerError) as caught:
-        group.call(StandIn.fail_on, 1).result()  # rank 0 waits for rank 1, for ever
-    assert time.perf_counter() - started < 5
-    error = caught.value
-    assert (error.role, error.rank, error.phase) == ("critic", 1, "fail_on")
-    assert error.cause == "ValueError: a bad number"
-    assert 'raise ValueError("a bad number")' in error.remote_traceback
-    assert error.__cause__ is None and "ray" not in str(error)
-    assert capfd.readouterr() == ("", "")
-
-
 def test_the_failure_of_a_producer_is_reported_and_not_its_consumers(
     make_pools: MakePools,
 ) -> None:
@@ -109,26 +92,6 @@ def test_the_failure_of_a_producer_is_reported_and_not_its_consumers(
         consumer.call(StandIn.read, rows).result()
     assert (caught.value.phase, caught.value.rank) == ("fail_with_rows", 0)
     assert caught.value.cause == "ValueError: no rows today"
-
-
-def test_a_killed_worker_is_named(make_pools: MakePools, capfd: pytest.CaptureFixture[str]) -> None:
-    (pool,) = make_pools(2)
-    group = build(pool)
-    with pytest.raises(WorkerError, match=r"rank 1 .* failed in die_on: the process died") as died:
-        group.call(StandIn.die_on, 1).result()  # rank 0 sees its connection close
-    assert died.value.rank == 1 and "rank_00001.log" in died.value.cause
-    assert "ray" not in "".join(capfd.readouterr())
-
-
-def test_rows_of_a_killed_worker_are_reported_with_its_rank(make_pools: MakePools) -> None:
-    producer, consumer = [build(pool) for pool in make_pools(1, 2)]
-    (pid,) = producer.call(StandIn.process).result()
-    late = producer.call(StandIn.make_late, Sharded([Numbers(torch.arange(2))]), 60.0).rows()
-    pending = consumer.call(StandIn.read, late)
-    psutil.Process(pid).kill()
-    with pytest.raises(WorkerError, match="the process died") as died:
-        pending.result()
-    assert (died.value.rank, died.value.phase) == (0, "make_late")
 
 
 def test_a_hang_ends_and_names_the_ranks_that_did_not_arrive(
@@ -178,3 +141,43 @@ def test_output_of_workers_goes_to_one_file_per_rank(
     for rank in range(2):
         log = ray_runtime.pools.log_dir / "pool_0" / f"rank_{rank:05d}.log"
         assert log.read_text(encoding="utf-8").endswith("hällo\nfrom C\n")
+
+
+# The last tests end processes, which the others would have to start again.
+
+
+def test_an_exception_arrives_as_one_worker_error(
+    make_pools: MakePools, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (pool,) = make_pools(2)
+    group = build(pool, Role.CRITIC)
+    started = time.perf_counter()
+    with pytest.raises(WorkerError) as caught:
+        group.call(StandIn.fail_on, 1).result()  # rank 0 waits for rank 1, for ever
+    assert time.perf_counter() - started < 5
+    error = caught.value
+    assert (error.role, error.rank, error.phase) == ("critic", 1, "fail_on")
+    assert error.cause == "ValueError: a bad number"
+    assert 'raise ValueError("a bad number")' in error.remote_traceback
+    assert error.__cause__ is None and "ray" not in str(error)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_killed_worker_is_named(make_pools: MakePools, capfd: pytest.CaptureFixture[str]) -> None:
+    (pool,) = make_pools(2)
+    group = build(pool)
+    with pytest.raises(WorkerError, match=r"rank 1 .* failed in die_on: the process died") as died:
+        group.call(StandIn.die_on, 1).result()  # rank 0 sees its connection close
+    assert died.value.rank == 1 and "rank_00001.log" in died.value.cause
+    assert "ray" not in "".join(capfd.readouterr())
+
+
+def test_rows_of_a_killed_worker_are_reported_with_its_rank(make_pools: MakePools) -> None:
+    producer, consumer = [build(pool) for pool in make_pools(1, 2)]
+    (pid,) = producer.call(StandIn.process).result()
+    late = producer.call(StandIn.make_late, Sharded([Numbers(torch.arange(2))]), 60.0).rows()
+    pending = consumer.call(StandIn.read, late)
+    psutil.Process(pid).kill()
+    with pytest.raises(WorkerError, match="the process died") as died:
+        pending.result()
+    assert (died.value.rank, died.value.phase) == (0, "make_late")

@@ -1,14 +1,9 @@
 from __future__ import annotations
 
 import ast
-import os
 from pathlib import Path
 
-import pytest
-
 import mindspeed_rlxf
-from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.runtime.ray_cluster import forwarded_environment, open_cluster
 
 PACKAGE = Path(mindspeed_rlxf.__file__).parent
 
@@ -29,15 +24,3 @@ def test_only_the_ray_files_of_the_runtime_import_ray() -> None:
         Path("runtime") / name
         for name in ("ray_cluster.py", "ray_pool.py", "ray_pools.py", "ray_wait.py")
     }
-
-
-def test_settings_of_communication_libraries_are_forwarded_but_no_visibility() -> None:
-    environment = {
-        "HCCL_CONNECT_TIMEOUT": "1",
-        "ASCEND_LAUNCH_BLOCKING": "1",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "TP_SOCKET_IFNAME": "eth0",
-        "NCCL_DEBUG": "INFO",
-    }
-    hidden = {"ASCEND_RT_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0", "HOME": os.sep}
-    assert forwarded_environment({**environment, **hidden}) == environment
