@@ -9,7 +9,7 @@ from math import isqrt
 
 def closest(word: str, words: Iterable[str]) -> str | None:
     """The known word most like a misspelt or shortened one; None when none is near."""
-    known = list(words)
+    known = sorted(words, key=lambda name: (len(name), name))
     matches = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     longer = [name for name in known if len(word) > 2 and name.startswith(word)]
     return next(iter(matches + longer), None)

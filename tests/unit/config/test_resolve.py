@@ -237,10 +237,11 @@ def test_a_wrong_value_brings_no_second_problem(problems: Problems) -> None:
     assert len(problems({"actor_rollout.tensor_model_parallel_size": "two"})) == 1
 
 
-def test_no_problem_hides_behind_a_broken_section_of_like_name(problems: Problems) -> None:
-    """`data` is wrong; a rule that speaks of the data-parallel size is checked all the same."""
-    found = problems({"data.train_files": 3, "data.prompt_key": 3, "resource_pool.main": 7})
-    assert any("data-parallel size 7" in problem for problem in found)
+def test_no_problem_hides_behind_a_broken_section_that_it_names(problems: Problems) -> None:
+    """The critic's section cannot be read; the size of its pool is checked all the same."""
+    changes = {"critic": 3, "placement.critic": "judge", "resource_pool": {"main": 8, "judge": 7}}
+    found = problems(changes)
+    assert any("the critic's data-parallel size 7" in problem for problem in found), found
 
 
 GARBAGE = [None, True, 0, -1, 10**9, 1.5, "", "x", [], [None], [[1]], {}, {"x": 1}, {"x": {"y": 1}}]

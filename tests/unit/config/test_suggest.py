@@ -21,7 +21,7 @@ def test_neighbours_leave_out_what_is_not_positive() -> None:
 
 
 def test_misspelt_and_shortened_words_find_theirs() -> None:
-    known = ["actor_rollout", "critic", "ref"]
+    known = ["actor_rollout_ref", "actor_rollout", "critic", "ref"]
     assert closest("critc", known) == "critic"
     assert closest("actor", known) == "actor_rollout"
     assert closest("zz", known) is None
