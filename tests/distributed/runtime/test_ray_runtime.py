@@ -105,7 +105,7 @@ def test_a_hang_ends_and_names_the_ranks_that_did_not_arrive(
         consumer.call(StandIn.nap_on, 1, 2.0).result()
     assert str(hang.value) == "critic.nap_on: rank 1 did not arrive within 1 s"
     assert hang.value.missing == [1]
-    rows = producer.call(StandIn.make_late, Sharded([Numbers(torch.arange(2))]), 3.0).rows()
+    rows = producer.call(StandIn.make_late, Sharded([Numbers(torch.arange(2))]), 2.0).rows()
     with pytest.raises(RuntimeTimeout, match=r"ranks 0, 1 .* waiting for rows of actor_rollout"):
         consumer.call(StandIn.read, rows).result()
 
