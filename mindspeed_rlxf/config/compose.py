@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -54,16 +54,25 @@ def compose(
             warnings.simplefilter("ignore", UserWarning)  # a defaults list without `_self_`
             config = hydra_compose(config_name, [*edits, f"hydra.searchpath=[{search}]"])
         tree = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except MissingConfigException as error:
-        raise ConfigError(_missing_part(config_name, error, directories)) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(_bad_yaml(config_name, error)) from error
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        lines = [line for line in str(error).splitlines() if line and "hydra.cc/docs" not in line]
-        text = "; ".join(line.strip() for line in lines)
-        raise ConfigError(f"config {config_name} cannot be composed: {text}") from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        raise ConfigError(_explain(error, config_name, directories)) from error
     assert isinstance(tree, dict), "hydra composes a mapping"
     return {str(name): value for name, value in tree.items()}
+
+
+def _explain(error: Exception, config_name: str, directories: Sequence[Path]) -> str:
+    """What hydra, omegaconf or the YAML parser found wrong, as one line."""
+    if isinstance(error, MissingConfigException):
+        return _missing_part(config_name, error, directories)
+    if isinstance(error, yaml.YAMLError):
+        return _bad_yaml(config_name, error)
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override.removeprefix('++')}: cannot be read; write key=value, and quotes "
+            "around a value with unusual signs, as in key='\"a(b)\"'"
+        )
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"config {config_name} cannot be composed: {'; '.join(lines)}"
 
 
 def _hydra(directory: Path) -> initialize_config_dir:
@@ -97,11 +106,13 @@ def _check_name(config_name: str, directories: Sequence[Path]) -> None:
 
 def _add_if_new(override: str, directories: Sequence[Path]) -> str:
     """`key=value` becomes `++key=value`, unless hydra's own sign or a config group leads it."""
-    name = override.partition("=")[0]
+    name, _, value = override.partition("=")
     is_group = any((directory / name).is_dir() for directory in directories) if name else False
     if override.startswith(("+", "~")) or "=" not in override or is_group:
         return override
-    return f"++{override}"
+    if not value.isascii() and value[0] not in "[{'\"":  # hydra's grammar is ASCII outside quotes
+        value = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return f"++{name}={value}"
 
 
 def _missing_part(
