@@ -1,0 +1,140 @@
+"""Imports point down only, and devices and Ray are each known to one package."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "mindspeed_rlxf"
+
+# From the top down; packages of one line import each other only where SIDEWAYS says so.
+LAYERS = [
+    {"cli"},
+    {"trainer"},
+    {"runtime"},
+    {"roles"},
+    {"rollout"},
+    {"engine"},
+    {"rewards"},
+    {"checkpoint"},
+    {"models"},
+    {"data"},
+    {"reporting"},
+    {"algorithms"},
+    {"config", "device"},
+]
+HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
+
+# (importing module, imported module): the facade reads the device kinds, and the checks of a config
+# ask the facade how many devices there are.
+SIDEWAYS = {
+    ("mindspeed_rlxf.device.facade", "mindspeed_rlxf.config.enums"),
+    ("mindspeed_rlxf.config.host", "mindspeed_rlxf.device"),
+}
+DEVICE_WORDS = re.compile(r"torch\.cuda|torch\.npu|torch_npu|nccl|hccl")
+
+
+def modules(source: str, name: str, is_package: bool = False) -> Iterator[str]:
+    """Every module that `source` (of the module `name`) imports, inside functions too.
+
+    `from a import b` counts as `a` and `a.b`, so that no module hides behind its package.
+    """
+    parent = name if is_package else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = parent.rsplit(".", node.level - 1)[0]
+                base = f"{above}.{base}" if base else above
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and "import_module" in ast.dump(node.func):
+            # A name made at run time would escape this test.
+            argument = node.args[0]
+            assert isinstance(argument, ast.Constant), f"{name} imports a module by a made-up name"
+            yield str(argument.value)
+
+
+def package_files() -> dict[str, Path]:
+    """Module name -> file, of the whole package."""
+    found = {}
+    for file in sorted((ROOT / PACKAGE).rglob("*.py")):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+FILES = package_files()
+
+
+def imports_of(name: str) -> set[str]:
+    file = FILES[name]
+    return set(modules(file.read_text(encoding="utf-8"), name, file.name == "__init__.py"))
+
+
+def layer(module: str) -> str | None:
+    """The package below `mindspeed_rlxf` that a module is in; None for the top and for others."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == PACKAGE and len(parts) > 1 else None
+
+
+def points_up(importer: str, imported: str) -> bool:
+    """Whether this import is of a higher or an equal layer, and not one of SIDEWAYS."""
+    source, target = layer(importer), layer(imported)
+    if target not in HEIGHT or source == target:
+        return False  # another library, our own layer, or a name such as `__version__`
+    if source is None:
+        return True  # `mindspeed_rlxf/__init__.py` is under everything
+    allowed = any(
+        importer == a and (imported == b or imported.startswith(b + ".")) for a, b in SIDEWAYS
+    )
+    return HEIGHT[target] >= HEIGHT[source] and not allowed
+
+
+def test_every_package_has_a_layer() -> None:
+    assert {layer(name) for name in FILES} - {None} == set(HEIGHT)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_point_down(name: str) -> None:
+    wrong = sorted(imported for imported in imports_of(name) if points_up(name, imported))
+    assert not wrong, f"{name} imports from above: {wrong}"
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if layer(name) == "algorithms"])
+def test_algorithms_import_torch_and_the_enums_only(name: str) -> None:
+    own = (f"{PACKAGE}.algorithms", f"{PACKAGE}.config.enums")
+    ours = {m for m in imports_of(name) if layer(m) and not m.startswith(own)}
+    assert not ours, f"{name} imports {sorted(ours)}"
+    libraries = {m.split(".")[0] for m in imports_of(name)} - {PACKAGE}
+    assert libraries <= {"torch", "math", "dataclasses", "typing", "collections", "__future__"}
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if layer(name) != "runtime"])
+def test_ray_is_known_to_the_runtime_only(name: str) -> None:
+    assert "ray" not in {module.split(".")[0] for module in imports_of(name)}
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if layer(name) != "device"])
+def test_devices_are_named_in_the_facade_only(name: str) -> None:
+    lines = FILES[name].read_text(encoding="utf-8").splitlines()
+    named = [f"{i}: {line}" for i, line in enumerate(lines, 1) if DEVICE_WORDS.search(line)]
+    assert not named, f"{FILES[name]}: {named}"
+
+
+def test_imports_are_seen_wherever_they_stand() -> None:
+    source = "import a.b\ndef f():\n    from c import d\n    from . import e\n    from .. import g\n"
+    found = set(modules(source, "mindspeed_rlxf.data.batch"))
+    expected = {"a.b", "c", "c.d", "mindspeed_rlxf.data.e", "mindspeed_rlxf", "mindspeed_rlxf.g"}
+    assert expected <= found
+    assert points_up("mindspeed_rlxf.data.batch", "mindspeed_rlxf.models.rope")
+    assert points_up("mindspeed_rlxf.config.checks", "mindspeed_rlxf.device")
+    assert not points_up("mindspeed_rlxf.config.host", "mindspeed_rlxf.device.facade")
+    assert not points_up("mindspeed_rlxf.models.rope", "mindspeed_rlxf.data.batch")
