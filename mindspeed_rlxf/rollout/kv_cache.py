@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_rlxf.models.attention import Attend, PackedSequences
@@ -28,8 +29,8 @@ class KvCache:
         device: torch.device,
     ) -> None:
         shape = (num_layers, slots * groups, max_length, head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        # Places that a row has not reached have weight 0: 0 * nan of unset memory would be nan.
+        # Places that a row has not reached are masked, which does not silence nan of unset memory.
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.groups, self.max_length = groups, max_length
 
@@ -67,22 +68,24 @@ class DecodeStep(Attend):
 
     cache: KvCache = None  # type: ignore[assignment]
     position: Tensor = None  # type: ignore[assignment]  # [n] position of the new token
-    _hidden_places: Tensor = field(init=False)
+    _visible: Tensor = field(init=False)  # [n, 1, 1, length] bool
 
     def __post_init__(self) -> None:
-        self.length = int(self.position.max()) + 1
-        places = torch.arange(self.length, device=self.position.device)
-        self._hidden_places = places[None, :] > self.position[:, None]
+        self._length = int(self.position.max()) + 1
+        places = torch.arange(self._length, device=self.position.device)
+        self._visible = (places[None, :] <= self.position[:, None])[:, None, None, :]
         self._slot = torch.arange(len(self.position), device=self.position.device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rows, heads, head_dim = query.shape
         groups = key.size(1)
         self.cache.write(layer, self._slot, self.position, key, value)
-        keys = self.cache.keys[layer - 1][: rows * groups, : self.length]
-        values = self.cache.values[layer - 1][: rows * groups, : self.length]
-        queries = query.reshape(rows * groups, heads // groups, head_dim)
-        scores = torch.bmm(queries, keys.transpose(1, 2)).float() * head_dim**-0.5
-        hidden = self._hidden_places.repeat_interleave(groups, dim=0)[:, None, :]
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1).to(query.dtype)
-        return torch.bmm(weights, values).view(rows, heads, head_dim)
+        keys, values = (
+            stored[layer - 1][: rows * groups, : self._length].unflatten(0, (rows, groups))
+            for stored in (self.cache.keys, self.cache.values)
+        )
+        # The queries of a group stand where a sequence would: no key is copied for them, and scores
+        # stay fp32 inside the kernel.
+        queries = query.reshape(rows, groups, heads // groups, head_dim)
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self._visible)
+        return out.reshape(rows, heads, head_dim)

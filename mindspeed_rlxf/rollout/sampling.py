@@ -58,9 +58,9 @@ def choose_tokens(
 
 
 def _forbid_early_eos(logits: Tensor, generated: Tensor, settings: SamplingSettings) -> Tensor:
-    early = generated < settings.min_new_tokens
-    if not settings.eos_token_ids or not bool(early.any()):
+    if not settings.eos_token_ids or settings.min_new_tokens == 0:
         return logits
+    early = generated < settings.min_new_tokens
     forbidden = torch.zeros_like(logits, dtype=torch.bool)
     forbidden[:, list(settings.eos_token_ids)] = True
     return logits.masked_fill(forbidden & early[:, None], float("-inf"))

@@ -104,3 +104,15 @@ def test_a_reused_slot_shows_nothing_of_the_row_before() -> None:
     prefill(cache, 1, [new], [2], first=1)
     out = decode(cache, 1, [old[0], new], [8, 2])
     assert_close(out[1], PackedSequences(lengths=(4,)).attend(1, *new)[2])
+
+
+def test_scores_of_a_decode_step_are_not_rounded_to_low_precision() -> None:
+    # raw scores 256 and 257, which bf16 cannot tell apart; head_dim 4: their softmax is that of
+    # 0 and 1 / sqrt(4), so that the second key weighs 1 / (1 + exp(-0.5)) = 0.62246
+    cache = KvCache(1, 1, 1, 2, 4, torch.bfloat16, torch.device("cpu"))
+    rows = torch.tensor([[[16.0, 0, 0, 0]], [[16.0, 1, 0, 0]]]).bfloat16()
+    values = torch.tensor([[[0.0, 0, 0, 0]], [[1.0, 1, 1, 1]]]).bfloat16()
+    cache.write(1, torch.tensor([0]), torch.tensor([0]), rows[:1], values[:1])
+    query = torch.tensor([[[16.0, 1, 0, 0]]]).bfloat16()
+    out = DecodeStep(cache=cache, position=torch.tensor([1])).attend(1, query, rows[1:], values[1:])
+    assert_close(out, torch.full((1, 1, 4), 0.62246).bfloat16())
