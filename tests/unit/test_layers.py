@@ -130,7 +130,9 @@ def test_devices_are_named_in_the_facade_only(name: str) -> None:
 
 
 def test_imports_are_seen_wherever_they_stand() -> None:
-    source = "import a.b\ndef f():\n    from c import d\n    from . import e\n    from .. import g\n"
+    source = (
+        "import a.b\ndef f():\n    from c import d\n    from . import e\n    from .. import g\n"
+    )
     found = set(modules(source, "mindspeed_rlxf.data.batch"))
     expected = {"a.b", "c", "c.d", "mindspeed_rlxf.data.e", "mindspeed_rlxf", "mindspeed_rlxf.g"}
     assert expected <= found
