@@ -29,7 +29,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def hf_architecture(config: dict[str, Any]) -> dict[str, Any]:
-    """ArchitectureConfig fields that config.json determines.
+    """ArchitectureConfig fields that config.json determines; None for what it leaves out.
 
     transformers 5 nests the rotary settings in `rope_parameters`; older files have `rope_theta`
     and `rope_scaling` at the top.
@@ -43,8 +43,7 @@ def hf_architecture(config: dict[str, Any]) -> dict[str, Any]:
         "ffn_hidden_size": config.get("intermediate_size"),
         "num_attention_heads": config.get("num_attention_heads"),
         "num_query_groups": config.get("num_key_value_heads") or config.get("num_attention_heads"),
-        "kv_channels": config.get("head_dim")
-        or config["hidden_size"] // config["num_attention_heads"],
+        "kv_channels": config.get("head_dim") or _head_dim(config),
         "vocab_size": config.get("vocab_size"),
         "max_position_embeddings": config.get("max_position_embeddings"),
         "rotary_base": float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
@@ -53,12 +52,16 @@ def hf_architecture(config: dict[str, Any]) -> dict[str, Any]:
         "rope_scaling_type": None if kind == "default" else kind,
     }
     if kind != "default":
-        fields["rope_scaling_factor"] = float(scaling["factor"])
+        fields["rope_scaling_factor"] = scaling.get("factor")
     if kind == "llama3":
-        fields["low_freq_factor"] = float(scaling["low_freq_factor"])
-        fields["high_freq_factor"] = float(scaling["high_freq_factor"])
-        fields["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+        for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+            fields[name] = scaling.get(name)
     return fields
+
+
+def _head_dim(config: dict[str, Any]) -> int | None:
+    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    return width // heads if width and heads else None
 
 
 def disagreements(

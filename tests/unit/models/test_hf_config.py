@@ -126,6 +126,19 @@ def test_each_field_that_differs_is_named_with_both_values(keys: dict[str, Any],
         assert disagreements(architecture(**keys), config, scored=False) == [line]
 
 
+def test_what_config_json_leaves_out_is_a_difference() -> None:
+    config = older(rope_scaling={"rope_type": "llama3"})
+    del config["hidden_size"]
+    assert disagreements(architecture(**LLAMA3_KEYS), config, scored=False) == [
+        "hidden_size: 32, None",
+        "kv_channels: 8, None",
+        "rope_scaling_factor: 8.0, None",
+        "low_freq_factor: 1.0, None",
+        "high_freq_factor: 4.0, None",
+        "original_max_position_embeddings: 64, None",
+    ]
+
+
 def test_all_differences_are_listed() -> None:
     ours = architecture(num_layers=1, vocab_size=1)
     assert len(disagreements(ours, newer(), scored=False)) == 2
