@@ -81,7 +81,7 @@ def setup(kind: DeviceKind, threads: int = 1, local_rank: int = 0) -> torch.devi
         torch.cuda.set_device(local_rank % max(torch.cuda.device_count(), 1))
     else:
         torch_npu = _torch_npu()
-        torch_npu.npu.set_device(local_rank)
+        torch_npu.npu.set_device(local_rank % max(torch_npu.npu.device_count(), 1))
         import mindspeed.megatron_adaptor  # noqa: F401  (patches Megatron on import)
     _active = kind
     return current_device()

@@ -174,10 +174,10 @@ class MegatronEngine:
         return rate
 
     def sum_over_replicas(self, tensor: Tensor) -> Tensor:
-        """The sum of a small CPU tensor over the data-parallel ranks, on the CPU."""
-        total = tensor.to(device.current_device())
-        dist.all_reduce(total, group=self.groups.dp)
-        return total.cpu()
+        """The sum of a small CPU tensor over the data-parallel ranks, computed on the host."""
+        total = tensor.clone()
+        dist.all_reduce(total, group=self.groups.dp_host)
+        return total
 
     def export(self, hf_folder: Path, megatron_folder: Path | None) -> None:
         """Write the weights as a Hugging Face folder and, if named, as a Megatron checkpoint.
@@ -238,9 +238,8 @@ class MegatronEngine:
         if not self.groups.is_last_stage:
             return {}
         names = list(outputs[0].metrics)
-        sums = [torch.stack([o.metrics[n].double() for o in outputs]).sum() for n in names]
+        sums = [torch.stack([o.metrics[n].double().cpu() for o in outputs]).sum() for n in names]
         weight = torch.tensor(float(sum(o.weight for o in outputs)), dtype=torch.float64)
-        total = torch.stack([*(s.to(weight) for s in sums), weight]).to(device.current_device())
-        dist.all_reduce(total, group=self.groups.dp)
+        total = self.sum_over_replicas(torch.stack([*sums, weight]))
         means = (total[:-1] / total[-1]).tolist()
         return dict(zip(names, means, strict=True))

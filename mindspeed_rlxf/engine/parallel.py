@@ -46,6 +46,8 @@ class ParallelGroups:
         self.tp = parallel_state.get_tensor_model_parallel_group()
         self.pp = parallel_state.get_pipeline_model_parallel_group()
         self.dp = parallel_state.get_data_parallel_group()
+        # For sums in fp64 on the host, which not every device's collectives can do.
+        self.dp_host = parallel_state.get_data_parallel_group_gloo()
         vars(parallel_state).update(outside)
         tracker.set_states(outside_random)
 

@@ -63,6 +63,7 @@ def prepare(config: RunConfig) -> Prepared:
             )
             or ()
         )
+        problems += _eos_problems(prepared.eos_token_ids, actor.architecture.vocab_size)
         prepared.train_prompts = _prompts(config, prepared, config.data.train_files, problems)
         prepared.val_prompts = _prompts(config, prepared, config.data.val_files, problems)
         prepared.val_prompts = prepared.val_prompts[: config.validation.max_samples]
@@ -78,6 +79,15 @@ def _collect(problems: list[str], action: Callable[[], T]) -> T | None:
     except UserError as error:
         problems += error.problems
         return None
+
+
+def _eos_problems(eos_token_ids: tuple[int, ...], vocab_size: int) -> list[str]:
+    return [
+        f"EOS id {i} must be below vocab_size={vocab_size}; correct actor_rollout.stop_token_ids, "
+        "or the generation_config.json of actor_rollout.load"
+        for i in eos_token_ids
+        if i >= vocab_size
+    ]
 
 
 def _prompts(

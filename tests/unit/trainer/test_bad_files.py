@@ -219,6 +219,15 @@ def test_a_reward_model_needs_its_score_head_and_a_critic_does_not(
     assert "score.weight is missing" in line
 
 
+def test_an_eos_id_beyond_the_vocabulary_is_refused(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(good / "lm", tmp_path / "lm")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 99]}))
+    (line,) = problems(good, capsys, f"actor_rollout.load={folder}")
+    assert "EOS id 99" in line
+
+
 def test_all_problems_are_told_at_once(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = problems(good, capsys, "data.train_files=./absent", "ref.load=./gone")
     assert len(lines) == 2

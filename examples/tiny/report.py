@@ -1,0 +1,74 @@
+"""What a run of the demo did: the curve of validation accuracy, and three samples.
+
+python examples/tiny/report.py RUN_DIRECTORY
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ACCURACY = "val/arithmetic/accuracy"
+SCORE = "critic/score/mean"
+WIDTH = 50  # characters of a full bar
+SHOWN = 3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("run", type=Path, help="run directory")
+    run = parser.parse_args().run
+    try:
+        metrics, samples = _lines(run / "metrics.jsonl"), _lines(run / "val_samples.jsonl")
+    except FileNotFoundError as error:
+        print(f"error: {error.filename} is missing; give the run directory", file=sys.stderr)
+        return 2
+    print("\n".join(["", *curve(metrics), "", *before_and_after(samples), "", f"run: {run}"]))
+    return 0
+
+
+def curve(metrics: list[dict[str, Any]]) -> list[str]:
+    """One bar per validation."""
+    lines = ["validation accuracy (greedy)"]
+    for line in metrics:
+        if ACCURACY in line["metrics"]:
+            accuracy = line["metrics"][ACCURACY]
+            bar = "#" * round(accuracy * WIDTH)
+            lines.append(f"  iteration {line['iteration']:>4}  {accuracy:6.1%}  |{bar:<{WIDTH}}|")
+    scores = [line["metrics"][SCORE] for line in metrics if SCORE in line["metrics"]]
+    if scores:
+        lines.append(f"mean training score: {scores[0]:.3f} at first, {scores[-1]:.3f} at last")
+    return lines
+
+
+def before_and_after(samples: list[dict[str, Any]]) -> list[str]:
+    """The same prompts before and after, those first that changed from wrong to right."""
+    iterations = sorted({sample["iteration"] for sample in samples})
+    if len(iterations) < 2:
+        return ["no samples of two validations to compare"]
+    first, last = (_by_id(samples, iteration) for iteration in (iterations[0], iterations[-1]))
+    improved = [i for i in first if i in last and last[i]["score"] > first[i]["score"]]
+    others = [i for i in first if i in last and i not in improved]
+    lines = ["sample        before       after        truth"]
+    for sample_id in (improved + others)[:SHOWN]:
+        before, after = first[sample_id], last[sample_id]
+        lines.append(
+            f"{before['prompt']:<12}  {before['response']:<11}  {after['response']:<11}  "
+            f"{before['ground_truth']}"
+        )
+    return lines
+
+
+def _by_id(samples: list[dict[str, Any]], iteration: int) -> dict[int, dict[str, Any]]:
+    return {s["sample_id"]: s for s in samples if s["iteration"] == iteration}
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

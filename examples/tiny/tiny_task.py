@@ -1,0 +1,120 @@
+"""Two-digit addition with a character tokenizer: a task that is learnt in seconds on a CPU.
+
+A prompt is `12+34=` (always 6 tokens, no padding), a response the digits of the sum and EOS. RL
+trains on `train`, validates on `val`; no prompt of `val` is ever trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+TOKENS = ["<pad>", "<bos>", "<eos>", *"0123456789", "+", "=", "<unk>"]
+PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
+NUM_TRAIN, NUM_VAL = 4000, 512
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One addition; `prompt` ends with the equals sign, `answer` is the decimal sum."""
+
+    left: int
+    right: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.left}+{self.right}="
+
+    @property
+    def answer(self) -> str:
+        return str(self.left + self.right)
+
+
+@dataclass(frozen=True)
+class Split:
+    """`train` and `val` are the data sets of RL; `spare` is every other problem."""
+
+    train: list[Problem]
+    val: list[Problem]
+    spare: list[Problem]
+
+
+def make_split(seed: int) -> Split:
+    """All 8,100 problems shuffled and cut: NUM_TRAIN, NUM_VAL, the rest."""
+    problems = [Problem(left, right) for left in range(10, 100) for right in range(10, 100)]
+    random.Random(seed).shuffle(problems)
+    end = NUM_TRAIN + NUM_VAL
+    return Split(problems[:NUM_TRAIN], problems[NUM_TRAIN:end], problems[end:])
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One id per character, 16 in all; adds no special token by itself."""
+    vocab = {token: index for index, token in enumerate(TOKENS)}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=64,
+    )
+
+
+def write_jsonl(path: Path, problems: list[Problem]) -> None:
+    """One row per problem, with the keys that the trainer reads by default."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for problem in problems:
+            row = {
+                "prompt": problem.prompt,
+                "ground_truth": problem.answer,
+                "data_source": "arithmetic",
+            }
+            file.write(json.dumps(row) + "\n")
+
+
+def corrupt(answer: str, rng: random.Random, *, max_length: int) -> tuple[str, bool]:
+    """A wrong response as (text, ends with EOS); near misses are the most frequent.
+
+    Kinds: one digit off by a little, any digit replaced, a digit too few, digits too many, digits
+    at random, a stray sign, and the right digits without EOS, run on to `max_length` tokens.
+    """
+    kind = rng.choices(
+        ["near", "digit", "short", "long", "random", "sign", "endless"], [45, 25, 8, 6, 6, 4, 6]
+    )[0]
+    while True:
+        text, ends = _wrong(kind, answer, rng, max_length)
+        if not (ends and text == answer):
+            return text, ends
+
+
+def _wrong(kind: str, answer: str, rng: random.Random, max_length: int) -> tuple[str, bool]:
+    def digits(count: int) -> str:
+        return "".join(rng.choice("0123456789") for _ in range(count))
+
+    place = rng.randrange(len(answer))
+    if kind == "near":
+        return str(
+            max(0, int(answer) + rng.choice([-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20, 100]))
+        ), True
+    if kind == "digit":
+        return answer[:place] + digits(1) + answer[place + 1 :], True
+    if kind == "short":
+        return answer[:place] + answer[place + 1 :] if rng.random() < 0.7 else "", True
+    if kind == "long":
+        return answer + digits(rng.randint(1, max_length - 1 - len(answer))), True
+    if kind == "random":
+        return digits(rng.randint(1, max_length - 1)), True
+    if kind == "sign":
+        return answer[:place] + rng.choice("+=") + answer[place:], True
+    return (answer + digits(max_length))[:max_length], False
