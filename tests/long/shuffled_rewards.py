@@ -1,0 +1,28 @@
+"""`ray_gpt.py` in one process, with every score given to another sample than the one that earned it.
+
+Validation is scored as it is. Used by test_demo_learns.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from mindspeed_rlxf.cli.train import main
+from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, Scores
+from mindspeed_rlxf.roles import reward
+
+original = reward.RewardRole.score
+
+
+def score(self: reward.RewardRole, rollouts: Rollouts) -> RoleOutput:
+    output = original(self, rollouts)
+    generator = torch.Generator().manual_seed(rollouts.sample_ids[0])
+    order = torch.randperm(rollouts.num_rows, generator=generator)
+    return RoleOutput(Scores(output.rows.scores[order]), output.report)
+
+
+if __name__ == "__main__":
+    reward.RewardRole.score = score
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,65 @@
+"""The demo's claim: PPO learns the tiny task, and learns it from the reward alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ACCURACY = "val/arithmetic/accuracy"
+ALONE = ["runtime=local", "resource_pool.main=1"]
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the demo's models and data under outputs/tiny."""
+    folder = tmp_path_factory.mktemp("demo")
+    make = [sys.executable, str(ROOT / "examples" / "tiny" / "make.py")]
+    subprocess.run([*make, "--output", "outputs/tiny"], cwd=folder, check=True, timeout=600)
+    return folder
+
+
+def metrics_of(folder: Path, name: str, *overrides: str, script: str = "ray_gpt.py") -> list[dict]:
+    config = "ppo_trainer_tiny_rm" if "rm" in name else "ppo_trainer_tiny"
+    command = [sys.executable, str(ROOT / script), "--config-name", config, "device.kind=cpu"]
+    command += [f"training.output_dir={name}", *overrides]
+    subprocess.run(command, cwd=folder, check=True, timeout=900)
+    text = (folder / name / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line)["metrics"] for line in text.splitlines()]
+
+
+def accuracies(lines: list[dict]) -> list[float]:
+    return [line[ACCURACY] for line in lines if ACCURACY in line]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_rule_reward_lifts_accuracy_from_under_60_to_90_percent(tiny: Path, seed: int) -> None:
+    curve = accuracies(metrics_of(tiny, f"rule-{seed}", f"training.seed={seed}"))
+    assert curve[0] < 0.6
+    assert curve[-1] >= 0.9
+
+
+def test_reward_model_lifts_its_score_and_not_at_the_cost_of_accuracy(tiny: Path) -> None:
+    lines = metrics_of(tiny, "rm-1")
+    scores = [line["critic/score/mean"] for line in lines if "critic/score/mean" in line]
+    assert sum(scores[-10:]) / 10 > sum(scores[:10]) / 10
+    curve = accuracies(lines)
+    assert curve[-1] >= curve[0]
+
+
+@pytest.mark.parametrize("cause", ["learning rate 0", "shuffled rewards"])
+def test_nothing_is_learnt_without_learning_rate_or_reward(tiny: Path, cause: str) -> None:
+    if cause == "learning rate 0":
+        rates = ["actor_rollout.lr=0.0", "critic.lr=0.0"]
+        lines = metrics_of(tiny, "zero", "training.train_iters=40", *rates)
+    else:
+        script = "tests/long/shuffled_rewards.py"
+        lines = metrics_of(tiny, "shuffled", "training.train_iters=40", *ALONE, script=script)
+    curve = accuracies(lines)
+    assert all(abs(accuracy - curve[0]) <= 0.03 for accuracy in curve)
