@@ -1,4 +1,4 @@
-"""`ray_gpt.py` in one process, with every score given to another sample than the one that earned it.
+"""`ray_gpt.py` in one process, with each score given to another sample than the one that earned it.
 
 Validation is scored as it is. Used by test_demo_learns.
 """
