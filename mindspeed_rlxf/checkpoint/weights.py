@@ -30,6 +30,7 @@ SIDE_FILES = (
     "tokenizer_config.json",
     "tokenizer.model",
     "special_tokens_map.json",
+    "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd, lcm
 
-from mindspeed_rlxf.config.enums import LrDecayStyle, RewardKind, Role, RopeScaling
+from mindspeed_rlxf.config.enums import RewardKind, Role, RopeScaling
 from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RoleConfig, RunConfig
 from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_around, use
 
@@ -177,8 +177,7 @@ def _schedules(config: RunConfig) -> Iterator[str]:
         "critic": config.critic.optimizer,
     }
     for name, optimizer in optimizers.items():
-        decays = optimizer.lr_decay_style is not LrDecayStyle.CONSTANT
-        if decays and optimizer.min_lr > optimizer.lr:
+        if optimizer.min_lr > optimizer.lr:  # Megatron asserts it for a constant rate too
             yield (
                 f"{name}.min_lr={optimizer.min_lr:g} must be at most {name}.lr={optimizer.lr:g}; "
                 f"use {optimizer.lr:g} or less"

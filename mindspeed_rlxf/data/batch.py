@@ -56,13 +56,13 @@ def _join(columns: list[Any]) -> Any:
         return [item for column in columns for item in column]
     if columns[0].dim() == 2:
         width = max(column.size(1) for column in columns)
-        columns = [pad_columns(column, width) for column in columns]
+        columns = [fit_columns(column, width) for column in columns]
     return torch.cat(columns)
 
 
-def pad_columns(column: Tensor, width: int, value: float = 0) -> Tensor:
-    """[batch, w] -> [batch, width], padded on the right with `value`."""
-    return torch.nn.functional.pad(column, (0, width - column.size(1)), value=value)
+def fit_columns(column: Tensor, width: int) -> Tensor:
+    """[batch, w] -> [batch, width]: zeros added on the right, or columns beyond `width` cut off."""
+    return torch.nn.functional.pad(column, (0, width - column.size(1)))
 
 
 @dataclass(frozen=True)

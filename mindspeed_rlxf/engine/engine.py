@@ -6,6 +6,7 @@ runs over tensor, pipeline and data parallel ranks is decided here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,6 +163,8 @@ class MegatronEngine:
             outputs = self._run(micro_batches, loss_step, forward_only=False)
             updated, grad_norm, _ = self.optimizer.step()
             assert updated, "the optimizer skipped its step"
+            if not math.isfinite(grad_norm):
+                raise FloatingPointError(f"the gradient norm is {grad_norm}; its step is lost")
             metrics = self._mean_metrics(outputs)
         metrics["grad_norm"] = float(grad_norm)
         return metrics

@@ -15,11 +15,14 @@ from megatron.core import parallel_state, tensor_parallel
 
 
 def _globals() -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(parallel_state).items()
-        if name.startswith("_") and name.upper() == name and not name.startswith("__")
-    }
+    return {name: value for name, value in vars(parallel_state).items() if _is_state(name)}
+
+
+def _is_state(name: str) -> bool:
+    """The groups and ranks, and the list that would keep every group alive for ever."""
+    if name == "_global_process_group_list":
+        return True
+    return name.startswith("_") and name.upper() == name and not name.startswith("__")
 
 
 _PRISTINE = _globals()

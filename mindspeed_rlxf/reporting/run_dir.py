@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-import yaml
-
+from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 
@@ -58,7 +57,7 @@ class RunDirectory:
         directory = cls.choose(config)
         try:
             directory.logs.mkdir(parents=True, exist_ok=True)
-            _write_atomically(directory.config, _yaml(config))
+            _write_atomically(directory.config, to_yaml(config))
         except OSError as error:
             raise UserError(_not_writable(directory.path, error.strerror or str(error))) from error
         return directory
@@ -103,11 +102,6 @@ def _not_writable(path: Path, found: str) -> str:
         f"training.output_dir={str(path)!r} must be a folder that can be written: {found}; "
         "set training.output_dir to another one"
     )
-
-
-def _yaml(config: RunConfig) -> str:
-    tree = config.model_dump(mode="json")
-    return str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100))
 
 
 def _write_atomically(file: Path, text: str) -> None:

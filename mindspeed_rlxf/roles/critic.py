@@ -25,7 +25,7 @@ from mindspeed_rlxf.data.batch import (
     Rollouts,
     Scores,
     Values,
-    pad_columns,
+    fit_columns,
 )
 from mindspeed_rlxf.engine.engine import LossOutput, MegatronEngine
 from mindspeed_rlxf.engine.losses import normalised_loss
@@ -72,17 +72,21 @@ class CriticRole:
         old: recomputed log-probs, or None where the rollout's own are used
         slot_limit: slots that a response can have at most
         """
+        _check_finite(scores.scores, rollouts.sample_ids)
         algorithm, width = self.algorithm, rollouts.response_ids.size(1)
+        # Each role pads to the longest response that its own replica saw.
         old_log_probs = rollouts.rollout_log_probs if old is None else old.log_probs
+        old_log_probs = fit_columns(old_log_probs, width)
+        ref_log_probs = fit_columns(ref.log_probs, width)
         response_mask = length_mask(rollouts.response_lengths, width)
         slots = slot_counts(
             rollouts.response_lengths, rollouts.has_eos, algorithm.score_position, slot_limit
         )
         value_mask = length_mask(slots, width + 1)
-        kl = kl_per_token(old_log_probs, ref.log_probs, algorithm.kl_penalty) * response_mask
+        kl = kl_per_token(old_log_probs, ref_log_probs, algorithm.kl_penalty) * response_mask
         score = scores.scores - algorithm.missing_eos_penalty * (~rollouts.has_eos)
-        rewards = token_rewards(pad_columns(kl, width + 1), score, slots, kl_coef)
-        kept_values = values.values * value_mask
+        rewards = token_rewards(fit_columns(kl, width + 1), score, slots, kl_coef)
+        kept_values = fit_columns(values.values, width + 1) * value_mask
         advantages, returns = estimate_gae(
             rewards, kept_values, value_mask, algorithm.gamma, algorithm.lam
         )
@@ -129,6 +133,13 @@ class CriticRole:
         """Write the weights; a collective over the role's ranks."""
         self.engine.export(hf_folder, megatron_folder)
         return RoleOutput()
+
+
+def _check_finite(scores: Tensor, sample_ids: list[int]) -> None:
+    """One score that is no number would spoil every advantage of the batch."""
+    wrong = [i for i, good in zip(sample_ids, scores.isfinite().tolist(), strict=True) if not good]
+    if wrong:
+        raise ValueError(f"scores must be finite numbers, those of samples {wrong[:8]} are not")
 
 
 def _read_values(

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from mindspeed_rlxf.algorithms.kl import KlController
-from mindspeed_rlxf.config.enums import KlControl, OldLogProbs, ScoreSlotLimit
+from mindspeed_rlxf.config.enums import KlControl, OldLogProbs, RuntimeKind, ScoreSlotLimit
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.roles.reports import GenerateReport
 from mindspeed_rlxf.runtime.group import Pending
@@ -108,8 +108,7 @@ class PpoTrainer:
         reports = generated.result()
         measured["timing/sync"] = max(report.sync_s for report in reports)
         measured["timing/all"] = all_s
-        devices = sum(sum(processes) for processes in self.config.resource_pool.values())
-        measured.update(names.throughput_metrics(reports, all_s, devices))
+        measured.update(names.throughput_metrics(reports, all_s, self._num_devices))
         self.recorder.samples(self.iteration, self.actor, rollouts, scores.result())
         last = self.iteration == self.config.training.train_iters
         validation = self.config.validation
@@ -117,6 +116,12 @@ class PpoTrainer:
         if due or (last and validation.after):
             measured.update(self.validator.validate(self.iteration))
         self.recorder.iteration(self.iteration, measured, all_s)
+
+    @property
+    def _num_devices(self) -> int:
+        """Devices of all pools; the pools of a local runtime are the same processes."""
+        sizes = [sum(processes) for processes in self.config.resource_pool.values()]
+        return max(sizes) if self.config.runtime.kind is RuntimeKind.LOCAL else sum(sizes)
 
     @property
     def _recompute(self) -> bool:

@@ -83,7 +83,7 @@ class Recorder:
         ground_truths: Sequence[str] = (),
     ) -> None:
         """The first samples only: no more leave the workers than are written."""
-        count = writer.num_kept(rollouts.num_rows)
+        count = writer.num_kept(len(ground_truths) or rollouts.num_rows)
         if not count:
             return
         texts = actor.sample_texts(rollouts, count)

@@ -44,7 +44,7 @@ class Validator:
         metrics["timing/val"] = generated.seconds + scored.seconds
         self.recorder.validation(iteration, metrics)
         self.recorder.validation_samples(
-            iteration, self.roles.actor, rollouts, scored.result(), self._filled.ground_truths
+            iteration, self.roles.actor, rollouts, scored.result(), self.prompts.ground_truths
         )
         return metrics
 

@@ -121,7 +121,7 @@ def run_config(
         ),
         algorithm=AlgorithmConfig(**sections.get("algorithm", {})),
         actor_rollout=ActorConfig(**{**role, "load": str(lm), **learn, **actor}),
-        ref=RefConfig(**{**role, "load": str(lm)}),
+        ref=RefConfig(**{**role, "load": str(lm), **sections.get("ref", {})}),
         critic=CriticConfig(**{**role, "load": str(scored), **learn, **sections.get("critic", {})}),
         reward=RewardConfig(
             **{"kind": RewardKind.MODEL, **role, "load": str(scored), **sections.get("reward", {})}

@@ -111,6 +111,40 @@ def test_kl_to_the_reference_starts_at_zero_and_roles_may_live_anywhere(
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
 
 
+def test_roles_may_have_different_layouts(warm_runtime: Any, tmp_path: Path) -> None:
+    """Replicas of different roles see different samples, so different longest responses."""
+    lm, scored = tmp_path / "lm", tmp_path / "scored"
+    architecture = PLAIN.model_copy(update={"vocab_size": VOCAB})
+    make_llama(lm, architecture)
+    make_llama(scored, architecture, scored=True)
+    prompts = [f"count to {n}" for n in range(40)]
+    write_prompts(tmp_path / "train.jsonl", prompts)
+    write_tokenizer(tmp_path / "tokenizer", prompts)
+    tp2, pp2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+    # Every eighth token ends a response: early, and at very different lengths.
+    stops = {"stop_token_ids": tuple(range(0, VOCAB, 8))}
+    same = small_run(tmp_path, "same", lm, scored, architecture, {}, 2, actor_rollout=stops)
+    mixed = small_run(
+        tmp_path,
+        "mixed",
+        lm,
+        scored,
+        architecture,
+        {},
+        2,
+        actor_rollout={**stops, **pp2},
+        ref=tp2,
+        reward=pp2,
+    )
+    for ours, theirs in zip(
+        metrics_of(same, warm_runtime), metrics_of(mixed, warm_runtime), strict=True
+    ):
+        assert ours["response_length/min"] < ours["response_length/max"]
+        for name in ours:
+            if not name.startswith(("timing", "throughput", "rollout")):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+
+
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K} (set RLXF_DATA)")
 def test_gsm8k_runs_at_dp2_tp2_and_pp2(warm_runtime: Any, tmp_path: Path) -> None:
     lm, scored = tmp_path / "lm", tmp_path / "scored"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from mindspeed_rlxf.data.batch import Experience, Rollouts, Rows, pad_columns
+from mindspeed_rlxf.data.batch import Experience, Rollouts, Rows, fit_columns
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,9 @@ def test_selection_does_not_share_memory_with_its_source() -> None:
 
 
 def test_columns_are_padded_on_the_right_with_the_value() -> None:
-    assert pad_columns(torch.ones(1, 2), 4, 7.0).tolist() == [[1, 1, 7, 7]]
-    assert pad_columns(torch.ones(1, 2, dtype=torch.bool), 3).tolist() == [[True, True, False]]
+    assert fit_columns(torch.ones(1, 2), 4).tolist() == [[1, 1, 0, 0]]
+    assert fit_columns(torch.ones(1, 2, dtype=torch.bool), 3).tolist() == [[True, True, False]]
+    assert fit_columns(torch.tensor([[1, 2, 3]]), 2).tolist() == [[1, 2]]
 
 
 @pytest.mark.parametrize("kind", [Rollouts, Experience])
