@@ -78,7 +78,7 @@ class MegatronEngine:
             self.weights = StageWeights(
                 self.module, role.architecture, head, self.groups.tp, self.groups.pp
             )
-            self.fresh = self._load(seed)
+            self._load(seed)
             self.optimizer: MegatronOptimizer | None = None
             self.scheduler: OptimizerParamScheduler | None = None
             if optimizer is None:
@@ -105,7 +105,7 @@ class MegatronEngine:
         )
         return module.to(device=device.current_device(), dtype=self.dtype)
 
-    def _load(self, seed: int) -> list[str]:
+    def _load(self, seed: int) -> None:
         """Fill the weights; a score head that the folder lacks is drawn from the seed."""
         absent = self.weights.load(HfFolder(self.source))
         if absent:
@@ -113,7 +113,6 @@ class MegatronEngine:
             head = self.module.score.weight
             noise = torch.randn(head.shape, generator=generator)
             head.data.copy_(noise * self.role.architecture.init_method_std)
-        return absent
 
     def _wrap(self, optimizer: OptimizerConfig) -> DistributedDataParallel:
         config = DistributedDataParallelConfig(

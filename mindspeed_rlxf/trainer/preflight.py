@@ -38,6 +38,7 @@ class Prepared:
     train_prompts: list[Prompt] = field(default_factory=list)
     val_prompts: list[Prompt] = field(default_factory=list)
     validate_by_rule: bool = True
+    notices: list[str] = field(default_factory=list)  # legal, but worth a line before the run
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -70,7 +71,21 @@ def prepare(config: RunConfig) -> Prepared:
         problems += _reward_problems(config, prepared)
     if problems:
         raise UserError(problems)
+    prepared.notices = _notices(config)
     return prepared
+
+
+def _notices(config: RunConfig) -> list[str]:
+    actor, notices = config.actor_rollout, []
+    if not actor.do_sample:
+        notices.append("actor_rollout.do_sample=false: greedy responses explore nothing")
+    if actor.do_sample and (actor.top_k or actor.top_p < 1.0):
+        notices.append(
+            "actor_rollout.top_k/top_p filter what is sampled; log-probs are the unfiltered ones"
+        )
+    if "score.weight" not in HfFolder(str(config.critic.load)):
+        notices.append(f"critic.load={config.critic.load} has no score head: it starts fresh")
+    return notices
 
 
 def _collect(problems: list[str], action: Callable[[], T]) -> T | None:

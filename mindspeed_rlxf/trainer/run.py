@@ -57,7 +57,7 @@ def run(config: RunConfig, prepared: Prepared) -> int:
 def _run_on_ray(config: RunConfig, prepared: Prepared, started: list[RunDirectory]) -> None:
     from mindspeed_rlxf.runtime.ray_runtime import RayRuntime
 
-    directory = _start(RunDirectory.create(config), started)
+    directory = _start(RunDirectory.create(config), prepared, started)
     runtime = RayRuntime.from_config(config, directory.logs)
     try:
         train(config, prepared, directory, runtime)
@@ -74,7 +74,7 @@ def _run_locally(config: RunConfig, prepared: Prepared, started: list[RunDirecto
     try:
         directory = runtime.from_first(lambda: RunDirectory.create(config))
         if runtime.is_first:
-            _start(directory, started)
+            _start(directory, prepared, started)
         train(config, prepared, directory, runtime, writes=runtime.is_first)
     finally:
         runtime.shutdown()
@@ -82,10 +82,14 @@ def _run_locally(config: RunConfig, prepared: Prepared, started: list[RunDirecto
         _say_done(config, directory)
 
 
-def _start(directory: RunDirectory, started: list[RunDirectory]) -> RunDirectory:
+def _start(
+    directory: RunDirectory, prepared: Prepared, started: list[RunDirectory]
+) -> RunDirectory:
     started.append(directory)
     _log_to(directory)
     print(f"run directory: {directory.path}", flush=True)
+    for notice in prepared.notices:
+        print(f"note: {notice}", flush=True)
     return directory
 
 

@@ -1,0 +1,66 @@
+"""The demo's task: data, tokenizer, wrong responses."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from tiny_task import (
+    EOS_ID,
+    PAD_ID,
+    TOKENS,
+    Problem,
+    corrupt,
+    make_split,
+    make_tokenizer,
+    write_jsonl,
+)
+from transformers import AutoTokenizer
+
+
+def test_no_problem_is_in_two_parts_and_none_is_lost() -> None:
+    split = make_split(1)
+    everything = split.train + split.val + split.spare
+    assert len(everything) == len(set(everything)) == 90 * 90
+    assert (len(split.train), len(split.val)) == (4000, 512)
+
+
+def test_the_seed_alone_decides_the_split() -> None:
+    assert make_split(1) == make_split(1)
+    assert make_split(1).val != make_split(2).val
+
+
+def test_rows_carry_the_keys_that_the_trainer_reads(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "data" / "val.jsonl", [Problem(12, 34), Problem(99, 99)])
+    lines = (tmp_path / "data" / "val.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"prompt": "12+34=", "ground_truth": "46", "data_source": "arithmetic"},
+        {"prompt": "99+99=", "ground_truth": "198", "data_source": "arithmetic"},
+    ]
+
+
+def test_a_saved_tokenizer_gives_one_id_per_character_and_adds_none(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    ids = tokenizer("90+17=107")["input_ids"]
+    assert ids == [TOKENS.index(c) for c in "90+17=107"]
+    assert tokenizer.decode([*ids, EOS_ID, PAD_ID], skip_special_tokens=True) == "90+17=107"
+    assert len(tokenizer) == 16
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (PAD_ID, EOS_ID)
+    assert PAD_ID != EOS_ID
+
+
+@pytest.mark.parametrize("answer", ["20", "46", "198"])
+def test_a_corrupted_response_is_wrong_and_fits(answer: str) -> None:
+    rng = random.Random(0)
+    drawn = [corrupt(answer, rng, max_length=8) for _ in range(2000)]
+    assert (answer, True) not in drawn
+    assert all(len(text) + ends <= 8 for text, ends in drawn)
+    # A response without EOS is cut off by the limit, never before it.
+    assert {len(text) for text, ends in drawn if not ends} == {8}
+    near = sum(
+        ends and text.isdigit() and abs(int(text) - int(answer)) <= 20 for text, ends in drawn
+    )
+    assert near > 800
