@@ -55,7 +55,7 @@ $(BIN)/python:
 	  if "$$candidate" -c "$$good" 2>/dev/null; then found="$$candidate"; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then \
-	  echo 'error: $(or $(PYTHON:%=PYTHON=%),no python3 on PATH) is a Python >= 3.10 with venv;' \
+	  echo 'error: $(if $(PYTHON),PYTHON=$(PYTHON) must be,no interpreter on PATH is) a Python >= 3.10 with venv;' \
 	    'install one (for example python3.11 and python3.11-venv) or set PYTHON=path' >&2; \
 	  exit 1; \
 	fi; \
