@@ -17,7 +17,7 @@ import torch
 from tiny_task import make_split, make_tokenizer, write_jsonl
 from train_models import teach_policy, teach_reward_model
 
-VERSION = 2  # raise it when what is made changes
+VERSION = 3  # raise it when what is made changes
 MARKER = "made.json"
 
 

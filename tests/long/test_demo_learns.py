@@ -50,16 +50,15 @@ def test_reward_model_lifts_its_score_and_not_at_the_cost_of_accuracy(tiny: Path
     scores = [line["critic/score/mean"] for line in lines if "critic/score/mean" in line]
     assert sum(scores[-10:]) / 10 > sum(scores[:10]) / 10
     curve = accuracies(lines)
-    assert curve[-1] >= curve[0]
+    assert min(curve) >= curve[0]
 
 
 @pytest.mark.parametrize("cause", ["learning rate 0", "shuffled rewards"])
 def test_nothing_is_learnt_without_learning_rate_or_reward(tiny: Path, cause: str) -> None:
     if cause == "learning rate 0":
-        rates = ["actor_rollout.lr=0.0", "critic.lr=0.0"]
-        lines = metrics_of(tiny, "zero", "training.train_iters=40", *rates)
+        lines = metrics_of(tiny, "zero", "actor_rollout.lr=0.0", "critic.lr=0.0")
     else:
-        script = "tests/long/shuffled_rewards.py"
-        lines = metrics_of(tiny, "shuffled", "training.train_iters=40", *ALONE, script=script)
+        lines = metrics_of(tiny, "shuffled", *ALONE, script="tests/long/shuffled_rewards.py")
     curve = accuracies(lines)
+    assert len(curve) > 3
     assert all(abs(accuracy - curve[0]) <= 0.03 for accuracy in curve)

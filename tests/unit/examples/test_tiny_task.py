@@ -64,3 +64,13 @@ def test_a_corrupted_response_is_wrong_and_fits(answer: str) -> None:
         ends and text.isdigit() and abs(int(text) - int(answer)) <= 20 for text, ends in drawn
     )
     assert near > 800
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "careless"),
+    [(12, 34, "46"), (15, 37, "42"), (95, 17, "102"), (99, 99, "188")],
+)
+def test_the_careless_answer_leaves_out_the_carry_of_the_ones(
+    left: int, right: int, careless: str
+) -> None:
+    assert Problem(left, right).careless_answer == careless
