@@ -21,8 +21,8 @@ def check_host(config: RunConfig) -> list[str]:
     if config.runtime.kind is RuntimeKind.LOCAL:
         return [*_local_world(config), *_devices(config, max(_pool_sizes(config).values()))]
     if joined_address(config):
-        return []
-    return list(_devices(config, sum(_pool_sizes(config).values())))
+        return list(_resource(config))
+    return [*_resource(config), *_devices(config, sum(_pool_sizes(config).values()))]
 
 
 def joined_address(config: RunConfig) -> str | None:
@@ -47,6 +47,19 @@ def _local_world(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _resource(config: RunConfig) -> Iterator[str]:
+    """Ray gives each worker a device of its own for its own resources only."""
+    from mindspeed_rlxf import device
+
+    kind, name = device.resolve_kind(config.device.kind), config.device.resource_name
+    own = device.ray_resource(kind)
+    if kind is not DeviceKind.CPU and name not in (None, own):
+        yield (
+            f"device.resource_name={name} must be {own} with device.kind={kind.value}, because Ray "
+            f"hands out devices one by one for {own} only; remove it"
+        )
+
+
 def _devices(config: RunConfig, wanted: int) -> Iterator[str]:
     from mindspeed_rlxf import device
 
@@ -69,19 +82,12 @@ def _devices(config: RunConfig, wanted: int) -> Iterator[str]:
 
 
 def _cpu_memory(pools: str, wanted: int) -> Iterator[str]:
-    room = memory_bytes() // PROCESS_BYTES
+    from mindspeed_rlxf import device
+
+    memory = device.host_memory()
+    room = memory // PROCESS_BYTES
     if wanted > room:
         yield (
             f"resource_pool ({pools}) needs {wanted} processes of 0.5 GiB each and the memory of "
-            f"this host, {memory_bytes() / GIB:.1f} GiB, holds {room}; use {room} or fewer"
+            f"this host, {memory / GIB:.1f} GiB, holds {room}; use {room} or fewer"
         )
-
-
-def memory_bytes() -> int:
-    """Memory of this host, or of the container where that is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            return min(total, int(file.read()))
-    except (OSError, ValueError):  # no limit, or no such control group
-        return total

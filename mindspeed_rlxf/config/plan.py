@@ -78,16 +78,22 @@ def _span(first: int, count: int) -> str:
 def _batch(config: RunConfig) -> list[tuple[str, object]]:
     actor = config.actor_rollout
     per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
-    at_once = min(actor.num_samples_per_step, per_rank)
     return [
         ("prompts (global_batch_size)", config.training.global_batch_size),
         ("samples per prompt", actor.n_samples_per_prompt),
         ("samples", config.samples_per_iteration),
         ("samples per actor replica", per_rank),
-        ("generated at once per replica", f"{at_once} (rounds: {-(-per_rank // at_once)})"),
+        ("generated at once per replica", _at_once(actor.num_samples_per_step, per_rank)),
         ("longest prompt + response", f"{actor.max_prompt_length} + {actor.max_new_tokens} tokens"),
         ("decoding", f"sample, temperature {actor.temperature:g}" if actor.do_sample else "greedy"),
     ]
+
+
+def _at_once(limit: int | None, per_rank: int) -> str:
+    if limit is None:
+        return f"{per_rank}, or as many as the KV cache holds"
+    at_once = min(limit, per_rank)
+    return f"{at_once} (rounds: {-(-per_rank // at_once)})"
 
 
 def _forwards(config: RunConfig) -> list[list[object]]:

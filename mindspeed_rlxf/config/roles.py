@@ -85,7 +85,9 @@ class ActorConfig(RoleConfig):
         ..., "longest response, tokens; absent = seq_length - max_prompt_length", ge=1
     )
     stop_token_ids: Integers = key((), "token ids that end a response besides EOS")
-    num_samples_per_step: int = key(256, "rows generated at once on one rank", "free", ge=1)
+    num_samples_per_step: int | None = key(
+        None, "rows generated at once on one rank; null = as many as the cache holds", "free", ge=1
+    )
     n_samples_per_prompt: int = key(1, "responses per prompt", ge=1)
     ppo_mini_batch_size: int = key(1, "samples per optimizer step over all DP ranks", ge=1)
     ppo_epochs: int = key(1, "passes over the samples of an iteration", ge=1)

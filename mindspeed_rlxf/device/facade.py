@@ -115,6 +115,23 @@ def empty_cache() -> None:
         getattr(torch, FACTS[_active].torch_type).empty_cache()
 
 
+def memory_total() -> int:
+    """Bytes of memory of this device; on CPU those of the host."""
+    if _active in (DeviceKind.CUDA, DeviceKind.NPU):
+        return int(getattr(torch, FACTS[_active].torch_type).mem_get_info()[1])
+    return host_memory()
+
+
+def host_memory() -> int:
+    """Bytes of memory of this host, or of the container where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            return min(total, int(file.read()))
+    except (OSError, ValueError):  # no limit, or no such control group
+        return total
+
+
 def memory_allocated() -> int:
     """Bytes of device memory in use by tensors; on CPU the resident set of the process."""
     if _active in (DeviceKind.CUDA, DeviceKind.NPU):

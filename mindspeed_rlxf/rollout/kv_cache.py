@@ -15,24 +15,31 @@ from torch import Tensor
 from mindspeed_rlxf.models.attention import Attend, PackedSequences
 
 
+@dataclass(frozen=True)
+class CacheShape:
+    """What one slot of the cache holds on this rank."""
+
+    num_layers: int
+    groups: int
+    max_length: int  # tokens
+    head_dim: int
+    dtype: torch.dtype
+
+    def slots_in(self, memory: int) -> int:
+        """Slots that fit in so many bytes, at least one."""
+        numbers = 2 * self.num_layers * self.groups * self.max_length * self.head_dim
+        return max(1, memory // (numbers * self.dtype.itemsize))
+
+
 class KvCache:
     """Keys and values of all layers: [layer][slots * groups, max_length, head_dim]."""
 
-    def __init__(
-        self,
-        num_layers: int,
-        slots: int,
-        groups: int,
-        max_length: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        shape = (num_layers, slots * groups, max_length, head_dim)
+    def __init__(self, shape: CacheShape, slots: int, device: torch.device) -> None:
+        self.groups, self.max_length, self.slots = shape.groups, shape.max_length, slots
+        size = (shape.num_layers, slots * shape.groups, shape.max_length, shape.head_dim)
         # Places that a row has not reached are masked, which does not silence nan of unset memory.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.groups, self.max_length = groups, max_length
+        self.keys = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.values = torch.zeros(size, dtype=shape.dtype, device=device)
 
     def write(self, layer: int, slot: Tensor, position: Tensor, key: Tensor, value: Tensor) -> None:
         """Store key, value [tokens, groups, d] of the tokens at (slot, position)."""

@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_rlxf import device
 from mindspeed_rlxf.models.heads import full_logits
 from mindspeed_rlxf.models.transformer import TransformerModel
-from mindspeed_rlxf.rollout.kv_cache import DecodeStep, KvCache, Prefill
+from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache, Prefill
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, choose_tokens, uniform_numbers
 
+CACHE_SHARE = 0.3  # of a device's memory, for the KV cache where the number of rows is left open
 PREFILL_TOKENS = 16384  # prompt tokens of one prefill pass at most (one prompt at least)
 
 
@@ -50,8 +52,10 @@ class Growing:
 class NativeRollout:
     """One tensor-parallel replica; all its ranks run the same steps on the same prompts."""
 
-    def __init__(self, model: TransformerModel, settings: SamplingSettings, max_rows: int) -> None:
-        """max_rows: sequences that grow at the same time."""
+    def __init__(
+        self, model: TransformerModel, settings: SamplingSettings, max_rows: int | None = None
+    ) -> None:
+        """max_rows: sequences that grow at the same time; None = as many as CACHE_SHARE holds."""
         self.model, self.settings, self.max_rows = model, settings, max_rows
         self.stats = GenerationStats()
         self._device = next(model.parameters()).device
@@ -77,8 +81,8 @@ class NativeRollout:
         cache = self._new_cache(list(waiting))
         active: list[Growing] = []
         while waiting or active:
-            if waiting and len(active) < self.max_rows:
-                admitted = self._admit(waiting, self.max_rows - len(active))
+            if waiting and len(active) < cache.slots:
+                admitted = self._admit(waiting, cache.slots - len(active))
                 self._prefill(admitted, len(active), cache)
                 active += admitted
             else:
@@ -94,15 +98,24 @@ class NativeRollout:
     def _new_cache(self, sequences: list[Growing]) -> KvCache:
         config = self.model.config
         longest = max(len(s.prompt) for s in sequences)
-        return KvCache(
+        shape = CacheShape(
             num_layers=config.num_layers,
-            slots=min(self.max_rows, len(sequences)),
             groups=config.num_query_groups // config.tensor_model_parallel_size,
             max_length=longest + self.settings.max_new_tokens,
             head_dim=config.kv_channels,
             dtype=config.params_dtype,
-            device=self._device,
         )
+        # From the total and not from what is free, so that a run repeats itself.
+        slots = self.max_rows or shape.slots_in(int(CACHE_SHARE * _memory_of_one_process()))
+        agreed = torch.tensor(min(slots, len(sequences)), device=self._device)
+        self._as_first_rank(agreed)
+        return KvCache(shape, int(agreed), self._device)
+
+    def _as_first_rank(self, values: Tensor) -> None:
+        """Give all ranks the values of the first; ranks that differ would wait for ever."""
+        group = self.model.tp_group
+        if group.size() > 1:
+            dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
 
     def _admit(self, waiting: deque[Growing], room: int) -> list[Growing]:
         admitted: list[Growing] = []
@@ -152,9 +165,7 @@ class NativeRollout:
             torch.tensor([len(s.tokens) for s in sequences], device=logits.device),
             self.settings,
         )
-        group = self.model.tp_group
-        if group.size() > 1:  # ranks that differ in one token would wait for each other for ever
-            dist.broadcast(tokens, dist.get_global_rank(group, 0), group=group)
+        self._as_first_rank(tokens)
         self.stats.sampled_tokens += len(sequences)
         for sequence, token, log_prob in zip(
             sequences, tokens.tolist(), log_probs.tolist(), strict=True
@@ -181,3 +192,9 @@ class NativeRollout:
     def _is_finished(self, sequence: Growing) -> bool:
         full = len(sequence.tokens) == self.settings.max_new_tokens
         return full or sequence.tokens[-1] in self.settings.eos_token_ids
+
+
+def _memory_of_one_process() -> int:
+    """Bytes; processes on CPU share what is there, and we count those of the pool."""
+    on_cpu = device.current_device().type == "cpu"
+    return device.memory_total() // (dist.get_world_size() if on_cpu else 1)

@@ -18,6 +18,7 @@ class Place:
     ip: str
     entry: int  # which number of `processes_per_node` it was started for
     devices: tuple[int, ...]  # ids that Ray gave it; empty for logical devices
+    build: str  # of this package, as `installed.build`
 
 
 def by_rank(found: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[Place, ...]]:

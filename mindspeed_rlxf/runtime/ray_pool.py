@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.installed import build
 from mindspeed_rlxf.runtime.places import Place
 from mindspeed_rlxf.runtime.process import ProcessSetup, WorkerProcess
 from mindspeed_rlxf.runtime.protocol import Reply, Request
@@ -31,7 +32,8 @@ class RayWorker:
         context = ray.get_runtime_context()
         ids = [i for found in context.get_accelerator_ids().values() for i in found]
         devices = tuple(int(i) for i in ids if i.isdigit())
-        return Place(socket.gethostname(), ray.util.get_node_ip_address(), entry, devices)
+        ip = ray.util.get_node_ip_address()
+        return Place(socket.gethostname(), ip, entry, devices, build())
 
     def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
         return self._process.open_store(ip, world_size, timeout_s)

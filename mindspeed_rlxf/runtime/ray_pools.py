@@ -17,6 +17,7 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
 from mindspeed_rlxf.runtime.errors import DevicesMissing
+from mindspeed_rlxf.runtime.installed import check_builds
 from mindspeed_rlxf.runtime.places import by_rank
 from mindspeed_rlxf.runtime.process import ProcessSetup
 from mindspeed_rlxf.runtime.ray_cluster import LOOPBACK, RayCluster, resource_name
@@ -154,8 +155,9 @@ class RayPools:
             for name, found in actors.items()
             for index, (entry, actor) in enumerate(found)
         ]
-        places = iter(gather(tasks, self.start_timeout_s))
-        workers = {}
+        found_places = gather(tasks, self.start_timeout_s)
+        check_builds(found_places)
+        places, workers = iter(found_places), {}
         for name, found in actors.items():
             ordered = by_rank([(actor, next(places)) for _, actor in found])
             workers[name] = RayWorkers(shapes[name], groups[name], *ordered)

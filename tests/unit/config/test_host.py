@@ -46,9 +46,9 @@ def test_devices_of_a_joined_cluster_are_not_counted_here(
 def test_cpu_processes_must_fit_in_memory(
     problems: Problems, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "memory_bytes", lambda: 4 * host.GIB)
+    monkeypatch.setattr(device, "host_memory", lambda: 4 * host.GIB)
     assert problems() == []  # 8 x 0.5 GiB
-    monkeypatch.setattr(host, "memory_bytes", lambda: 3 * host.GIB)
+    monkeypatch.setattr(device, "host_memory", lambda: 3 * host.GIB)
     (problem,) = problems()
     assert problem == (
         "resource_pool (main=8) needs 8 processes of 0.5 GiB each and the memory of this host, "
@@ -63,3 +63,13 @@ def test_local_runtime_needs_as_many_processes_as_torchrun_started(
     assert problem.startswith("resource_pool.main=8 must equal the 1 processes of this run")
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert problems({"runtime": "local"}) == []
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("address", ["local", "head:6379"])
+def test_devices_are_handed_out_by_rays_own_resource_only(problems: Problems, address: str) -> None:
+    changes = {"resource_pool.main": 2, "device.kind": "cuda", "runtime.address": address}
+    assert problems({**changes, "device.resource_name": "GPU"}) == []
+    (problem,) = problems({**changes, "device.resource_name": "slot"})
+    assert problem.startswith("device.resource_name=slot must be GPU with device.kind=cuda")
+    assert problems({"device.kind": "cpu", "device.resource_name": "NPU"}) == []

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from mindspeed_rlxf.models.attention import PackedSequences
-from mindspeed_rlxf.rollout.kv_cache import DecodeStep, KvCache, Prefill
+from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache, Prefill
 
 LAYERS, HEADS, GROUPS, DIM = 2, 4, 2, 8
 
@@ -24,7 +24,8 @@ def unset_memory_is_nan() -> Iterator[None]:
 
 
 def new_cache(slots: int, max_length: int = 16) -> KvCache:
-    return KvCache(LAYERS, slots, GROUPS, max_length, DIM, torch.float64, torch.device("cpu"))
+    shape = CacheShape(LAYERS, GROUPS, max_length, DIM, torch.float64)
+    return KvCache(shape, slots, torch.device("cpu"))
 
 
 def random_tokens(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,10 +110,18 @@ def test_a_reused_slot_shows_nothing_of_the_row_before() -> None:
 def test_scores_of_a_decode_step_are_not_rounded_to_low_precision() -> None:
     # raw scores 256 and 257, which bf16 cannot tell apart; head_dim 4: their softmax is that of
     # 0 and 1 / sqrt(4), so that the second key weighs 1 / (1 + exp(-0.5)) = 0.62246
-    cache = KvCache(1, 1, 1, 2, 4, torch.bfloat16, torch.device("cpu"))
+    cache = KvCache(CacheShape(1, 1, 2, 4, torch.bfloat16), 1, torch.device("cpu"))
     rows = torch.tensor([[[16.0, 0, 0, 0]], [[16.0, 1, 0, 0]]]).bfloat16()
     values = torch.tensor([[[0.0, 0, 0, 0]], [[1.0, 1, 1, 1]]]).bfloat16()
     cache.write(1, torch.tensor([0]), torch.tensor([0]), rows[:1], values[:1])
     query = torch.tensor([[[16.0, 1, 0, 0]]]).bfloat16()
     out = DecodeStep(cache=cache, position=torch.tensor([1])).attend(1, query, rows[1:], values[1:])
     assert_close(out, torch.full((1, 1, 4), 0.62246).bfloat16())
+
+
+def test_as_many_slots_as_fit_and_always_one() -> None:
+    shape = CacheShape(num_layers=2, groups=3, max_length=10, head_dim=4, dtype=torch.bfloat16)
+    one = 2 * 2 * 3 * 10 * 4 * 2  # keys and values, of two bytes each
+    held = KvCache(shape, 5, torch.device("cpu"))
+    assert held.keys.nbytes + held.values.nbytes == 5 * one
+    assert [shape.slots_in(memory) for memory in (5 * one, 6 * one - 1, one - 1)] == [5, 5, 1]

@@ -72,7 +72,7 @@ def prompts() -> list[np.ndarray]:
 
 
 def generate(
-    prompts: list[np.ndarray], max_rows: int = 3, ids: Any = None, **keys: Any
+    prompts: list[np.ndarray], max_rows: int | None = 3, ids: Any = None, **keys: Any
 ) -> tuple[list[list[int]], list[list[float]], NativeRollout, TinyModel]:
     model = TinyModel()
     rollout = NativeRollout(model, settings(**keys), max_rows)  # type: ignore[arg-type]
@@ -102,6 +102,27 @@ def test_greedy_responses_are_those_of_the_model_without_cache(
         expected_tokens, expected_logs = without_cache(prompt, 9)
         assert row == expected_tokens
         assert logs == pytest.approx(expected_logs, abs=1e-6)
+
+
+def test_without_a_number_as_many_rows_grow_as_the_cache_holds(
+    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    class Cache(native.KvCache):
+        def __init__(self, shape: Any, slots: int, on: torch.device) -> None:
+            sizes.append(slots)
+            super().__init__(shape, slots, on)
+            three_slots = 3 * (self.keys.nbytes + self.values.nbytes) // slots
+            monkeypatch.setattr(
+                native, "_memory_of_one_process", lambda: three_slots / native.CACHE_SHARE + 10
+            )
+
+    monkeypatch.setattr(native, "KvCache", Cache)
+    monkeypatch.setattr(native, "_memory_of_one_process", lambda: 2**40)
+    expected = generate(prompts, None)
+    assert generate(prompts, None)[0] == expected[0]
+    assert sizes == [len(prompts), 3]
 
 
 def test_responses_here_end_both_ways_and_at_different_times(prompts: list[np.ndarray]) -> None:
