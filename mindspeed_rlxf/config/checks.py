@@ -20,6 +20,7 @@ TITLES = {
 def check(config: RunConfig) -> list[str]:
     """Every rule that the configuration breaks, each `rule, value, remedy`; empty when none."""
     problems = [*_pools(config), *_lengths(config), *_generation(config), *_schedules(config)]
+    problems += _data(config)
     for role in Role:
         problems += [*_weights(config, role), *_model(config, role), *_parallel(config, role)]
     if not _misplaced(config):
@@ -182,10 +183,26 @@ def _schedules(config: RunConfig) -> Iterator[str]:
                 f"{name}.min_lr={optimizer.min_lr:g} must be at most {name}.lr={optimizer.lr:g}; "
                 f"use {optimizer.lr:g} or less"
             )
-    if config.validation.interval and not config.data.val_files:
+
+
+def _data(config: RunConfig) -> Iterator[str]:
+    data, interval = config.data, config.validation.interval
+    if not data.train_files and not data.data_path:
         yield (
-            f"validation.interval={config.validation.interval} needs data.val_files; name a file, "
-            "or use validation.interval=0"
+            "data.train_files is required; name files of prompts, or an indexed data set by "
+            "data.data_path=PREFIX"
+        )
+    pairs = {
+        "data.train_files and data.data_path": data.train_files and data.data_path,
+        "data.val_files and data.val_data_path": data.val_files and data.val_data_path,
+    }
+    for names, both in pairs.items():
+        if both:
+            yield f"{names} must not both be given, each names all prompts; remove one of them"
+    if interval and not data.val_files and not data.val_data_path:
+        yield (
+            f"validation.interval={interval} needs data.val_files or data.val_data_path; name a "
+            "file, or use validation.interval=0"
         )
 
 

@@ -7,15 +7,20 @@ from typing import Any
 
 from mindspeed_rlxf.config.draft import Draft, Tree
 from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.sections import DeviceConfig
+from mindspeed_rlxf.config.suggest import multiples_around, use
 
+MAX_DEVICES = 100_000
 ROLE_NAMES = {role.value for role in Role}
 
 
 def place_roles(draft: Draft, sections: Tree) -> None:
     """`resource_pool` as lists of processes per node, and a pool for every role."""
     pools = {}
+    default = DeviceConfig().devices_per_node
+    per_node = draft.payload["device"].get("devices_per_node", default)
     for name, size in sections["resource_pool"].items():
-        sizes = _node_sizes(draft, str(name), size)
+        sizes = _node_sizes(draft, str(name), size, per_node)
         underscored = str(name).replace("-", "_")
         if sizes:
             pools[underscored if underscored in ROLE_NAMES else str(name)] = sizes
@@ -29,15 +34,30 @@ def place_roles(draft: Draft, sections: Tree) -> None:
     draft.payload |= {"resource_pool": pools, "placement": placement}
 
 
-def _node_sizes(draft: Draft, name: str, size: Any) -> list[int]:
-    """`8` and `[8, 8]`: processes per node; an empty list is a pool that is not there."""
+def _node_sizes(draft: Draft, name: str, size: Any, per_node: Any) -> list[int]:
+    """`8` and `[8, 8]`: processes per node; a count beyond `per_node` fills whole nodes, an empty
+    list is a pool that is not there."""
     sizes = size if isinstance(size, list) else [size]
-    if all(type(count) is int and count > 0 for count in sizes):
-        return sizes
-    path = f"resource_pool.{name}"
-    rule = "must be a number of devices of at least 1, or a list with one such number per node"
-    draft.reject(path, f"{path}={size!r} {rule}; use 1 or [8, 8]")
-    return []
+    if not all(type(count) is int and 0 < count <= MAX_DEVICES for count in sizes):
+        path = f"resource_pool.{name}"
+        rule = f"must be a number of devices from 1 to {MAX_DEVICES}, or a list of such per node"
+        draft.reject(path, f"{path}={size!r} {rule}; use 1 or [8, 8]")
+        return []
+    if type(size) is int and type(per_node) is int and size > per_node > 0:
+        return _whole_nodes(draft, name, size, per_node)
+    return sizes
+
+
+def _whole_nodes(draft: Draft, name: str, size: int, per_node: int) -> list[int]:
+    if size % per_node:
+        path = f"resource_pool.{name}"
+        draft.reject(
+            path,
+            f"{path}={size} must fill whole hosts of {per_node} devices (device.devices_per_node); "
+            f"{use(multiples_around(size, per_node))}, or give a list with a number per host",
+        )
+        return []
+    return [per_node] * (size // per_node)
 
 
 def max_new_tokens(draft: Draft) -> None:
@@ -62,7 +82,8 @@ def absolute_paths(payload: Tree) -> None:
     training, data = payload["training"], payload["data"]
     places = [(payload[role.value], "load") for role in Role]
     places += [(training, "tokenizer_name_or_path"), (training, "output_dir")]
-    for section, key in [*places, (data, "train_files"), (data, "val_files")]:
+    places += [(data, k) for k in ("train_files", "val_files", "data_path", "val_data_path")]
+    for section, key in places:
         value = section.get(key)
         if isinstance(value, str):
             section[key] = _absolute(value)

@@ -105,6 +105,8 @@ class OverlongPrompts(str, Enum):
 
     ERROR = "error"
     DROP = "drop"
+    KEEP_HEAD = "keep_head"
+    KEEP_TAIL = "keep_tail"
 
 
 class RuntimeKind(str, Enum):

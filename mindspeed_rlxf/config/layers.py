@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.config.derived import absolute_paths, max_new_tokens, place_roles
 from mindspeed_rlxf.config.draft import Draft, Tree
 from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.hf_config import hf_architecture, read_hf_config, unsupported
 from mindspeed_rlxf.config.keys import (
     ARCHITECTURE_KEYS,
     NESTED_ROLES,
@@ -27,6 +29,9 @@ from mindspeed_rlxf.config.keys import (
 )
 from mindspeed_rlxf.config.schema import KlControlConfig, TrainingConfig
 from mindspeed_rlxf.config.suggest import closest
+
+AUTO = "auto"
+"""`model: auto` takes the architecture from the folder that a role loads."""
 
 VERBATIM = ("model", "resource_pool", "rules")
 """Sections whose keys are names that the user chose."""
@@ -120,10 +125,35 @@ def _roles(draft: Draft, sections: Tree) -> None:
             draft.payload[role.value] = {key: own[key] for key in ("kind", "rules") if key in own}
             continue
         chosen = own.get("model", training.get("model"))
-        layers = {f"model.{chosen}": models.get(str(chosen), {}), "training": training}
+        if chosen == AUTO:
+            architecture = _from_folder(draft, role, own.get("load", training.get("load")))
+        else:
+            architecture = models.get(str(chosen))
+        layers = {f"model.{chosen}": architecture or {}, "training": training}
         merged = _merge(draft, role, {**layers, role.value: own})
         draft.payload[role.value] = _typed_shape(role, merged)
-        _require_model(draft, role, chosen, models)
+        if architecture is None:
+            del draft.payload[role.value]["architecture"]
+            if chosen != AUTO:
+                _report_missing_model(draft, role, chosen, models)
+
+
+def _from_folder(draft: Draft, role: Role, load: Any) -> Tree | None:
+    """The architecture that config.json of the role's folder describes."""
+    path = f"{role.value}.load"
+    try:
+        if not isinstance(load, str):
+            raise ValueError("must name a Hugging Face folder with model=auto; set it")
+        config = read_hf_config(Path(load).expanduser())
+        if found := unsupported(config):
+            raise ValueError(
+                f"config.json asks for what no model here has (field: possible, config.json): "
+                f"{'; '.join(found)}; use another model"
+            )
+    except ValueError as error:
+        draft.reject(path, f"{path}={load}: {error}")
+        return None
+    return {name: value for name, value in hf_architecture(config).items() if value is not None}
 
 
 def _models(draft: Draft, values: Tree) -> dict[str, Tree]:
@@ -160,13 +190,12 @@ def _typed_shape(role: Role, merged: Tree) -> Tree:
     return shaped
 
 
-def _require_model(draft: Draft, role: Role, chosen: Any, models: Mapping[str, Tree]) -> None:
-    if str(chosen) in models:
-        return
-    del draft.payload[role.value]["architecture"]
+def _report_missing_model(
+    draft: Draft, role: Role, chosen: Any, models: Mapping[str, Tree]
+) -> None:
     path = draft.origins.get((role.value, "model"), f"{role.value}.model")
     guess = closest(str(chosen), models)
-    remedy = f"did you mean {guess}?" if guess else "add its file to the defaults list"
+    remedy = f"did you mean {guess}?" if guess else "add its file to the defaults list, or use auto"
     there = ", ".join(models) or "none"
     problem = f"{path}={chosen!r}: no such model" if chosen is not None else f"{path} is required"
     draft.reject(path, f"{problem}; {remedy} (models loaded: {there})")

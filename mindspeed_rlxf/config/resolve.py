@@ -23,7 +23,6 @@ LAYOUT_KEYS = ("parallel_size", "resource_pool", "placement")
 
 STAND_INS: Mapping[str, Any] = {
     "tokenizer_name_or_path": "-",
-    "train_files": ["-"],
     "model": "-",
 }
 """For required texts; a required number is stood in for by 2."""

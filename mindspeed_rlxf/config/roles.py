@@ -9,7 +9,7 @@ from mindspeed_rlxf.config.fields import Integers, Section, Word, key
 
 
 class ArchitectureConfig(Section):
-    """A decoder of the Llama family, in Megatron's names; `model.<name>` in the YAML."""
+    """A decoder of the Llama or Qwen family, in Megatron's names; `model.<name>` in the YAML."""
 
     num_layers: int = key(..., "transformer layers", ge=1)
     hidden_size: int = key(..., "width of the residual stream", ge=1)
@@ -27,6 +27,8 @@ class ArchitectureConfig(Section):
     original_max_position_embeddings: int | None = key(
         None, "llama3 scaling: longest sequence before stretching, tokens", ge=1
     )
+    add_qkv_bias: bool = key(False, "query, key and value projections have a bias (Qwen2)")
+    qk_layernorm: bool = key(False, "queries and keys of each head are normed (Qwen3)")
     norm_epsilon: float = key(1e-5, "RMSNorm epsilon", gt=0)
     untie_embeddings_and_output_weights: bool = key(False, "output layer has its own weights")
     init_method_std: float = key(0.02, "standard deviation of new weights", gt=0)

@@ -88,10 +88,14 @@ class AlgorithmConfig(Section):
 
 
 class DataConfig(Section):
-    """Prompts: jsonl or parquet files and the names of their columns (dots reach inside)."""
+    """Prompts: files or indexed data sets, and the names of their columns (dots reach inside)."""
 
-    train_files: Strings = key(..., "files of training prompts", min_length=1)
+    train_files: Strings = key((), "jsonl, json or parquet files of training prompts", min_length=1)
     val_files: Strings = key((), "files of validation prompts", "free")
+    data_path: Strings = key(
+        (), "in place of train_files: prefixes that preprocess_data.py wrote", min_length=1
+    )
+    val_data_path: Strings = key((), "in place of val_files: such prefixes", "free")
     prompt_key: str = key("prompt", "column of the prompt: text or chat messages")
     ground_truth_key: str = key("ground_truth", "column of the expected answer")
     data_source_key: str = key("data_source", "column that chooses the reward rule")
@@ -101,7 +105,7 @@ class DataConfig(Section):
     )
     shuffle: bool = key(True, "a new order of the prompts in each epoch")
 
-    @field_validator("train_files", "val_files", mode="before")
+    @field_validator("train_files", "val_files", "data_path", "val_data_path", mode="before")
     @classmethod
     def _one_file_is_a_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
@@ -132,6 +136,9 @@ class DeviceConfig(Section):
 
     kind: Annotated[DeviceKind, Word] = key(DeviceKind.AUTO, "npu, cuda, cpu, or auto", "reshard")
     resource_name: str | None = key(None, "Ray resource of one device; null = the kind's", "free")
+    devices_per_node: int = key(
+        8, "devices of one host; a resource_pool count beyond it fills whole hosts", "reshard", ge=1
+    )
     cpu_threads: int = key(1, "threads of one worker process", "free", ge=1)
 
 

@@ -79,20 +79,32 @@ def _layer(name: str, split: Split, *sources: str) -> Parameter:
     return Parameter(_MEGATRON_LAYER + name, tuple(_HF_LAYER + s for s in sources), split)
 
 
-LLAMA_LAYER = (
-    _layer("input_layernorm.weight", Split.REPLICATED, "input_layernorm.weight"),
+def _qkv(kind: str) -> Parameter:
+    sources = (f"self_attn.{name}_proj.{kind}" for name in "qkv")
+    return _layer(f"self_attention.linear_qkv.{kind}", Split.QKV, *sources)
+
+
+QKV_BIAS = (_qkv("bias"),)
+QK_NORM = tuple(
     _layer(
-        "self_attention.linear_qkv.weight",
-        Split.QKV,
-        "self_attn.q_proj.weight",
-        "self_attn.k_proj.weight",
-        "self_attn.v_proj.weight",
-    ),
+        f"self_attention.{name}_layernorm.weight", Split.REPLICATED, f"self_attn.{name}_norm.weight"
+    )
+    for name in "qk"
+)
+LAYER = (
+    _layer("input_layernorm.weight", Split.REPLICATED, "input_layernorm.weight"),
+    _qkv("weight"),
     _layer("self_attention.linear_proj.weight", Split.COLUMNS, "self_attn.o_proj.weight"),
     _layer("pre_mlp_layernorm.weight", Split.REPLICATED, "post_attention_layernorm.weight"),
     _layer("mlp.linear_fc1.weight", Split.GATE_UP, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
     _layer("mlp.linear_fc2.weight", Split.COLUMNS, "mlp.down_proj.weight"),
 )
+
+
+def layer_parameters(architecture: ArchitectureConfig) -> tuple[Parameter, ...]:
+    """The parameters of one decoder layer."""
+    bias = QKV_BIAS if architecture.add_qkv_bias else ()
+    return LAYER + bias + (QK_NORM if architecture.qk_layernorm else ())
 
 
 def padded_vocab_size(architecture: ArchitectureConfig, tp: int) -> int:
@@ -115,7 +127,7 @@ def stage_parameters(
     if first:
         yield _resolved(EMBEDDING, 0, 0)
     for local, layer in enumerate(stage_layers(architecture.num_layers, pp_rank, pp)):
-        for parameter in LLAMA_LAYER:
+        for parameter in layer_parameters(architecture):
             yield _resolved(parameter, local, layer)
     if last:
         yield _resolved(FINAL_NORM, 0, 0)
@@ -137,6 +149,12 @@ def _resolved(parameter: Parameter, local: int, layer: int) -> StageParameter:
 
 def hf_shapes(architecture: ArchitectureConfig, head: Head) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every Hugging Face tensor that the model is made of."""
+    sources = (s for parameter in stage_parameters(architecture, head) for s in parameter.sources)
+    return {source: hf_shape(source, architecture) for source in sources}
+
+
+def hf_shape(source: str, architecture: ArchitectureConfig) -> tuple[int, ...]:
+    """Shape of the Hugging Face tensor of that name."""
     a = architecture
     queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
     by_suffix = {
@@ -146,17 +164,18 @@ def hf_shapes(architecture: ArchitectureConfig, head: Head) -> dict[str, tuple[i
         "q_proj.weight": (queries, a.hidden_size),
         "k_proj.weight": (keys, a.hidden_size),
         "v_proj.weight": (keys, a.hidden_size),
+        "q_proj.bias": (queries,),
+        "k_proj.bias": (keys,),
+        "v_proj.bias": (keys,),
+        "q_norm.weight": (a.head_dim,),
+        "k_norm.weight": (a.head_dim,),
         "o_proj.weight": (a.hidden_size, queries),
         "gate_proj.weight": (a.ffn_hidden_size, a.hidden_size),
         "up_proj.weight": (a.ffn_hidden_size, a.hidden_size),
         "down_proj.weight": (a.hidden_size, a.ffn_hidden_size),
         "norm.weight": (a.hidden_size,),  # also input_layernorm, post_attention_layernorm
     }
-    shapes = {}
-    for parameter in stage_parameters(architecture, head):
-        for source in parameter.sources:
-            shapes[source] = next(s for suffix, s in by_suffix.items() if source.endswith(suffix))
-    return shapes
+    return next(shape for suffix, shape in by_suffix.items() if source.endswith(suffix))
 
 
 def shard_slices(
@@ -170,7 +189,7 @@ def shard_slices(
     a = architecture
     sources = parameter.sources
     if parameter.split is Split.REPLICATED:
-        return [Slice(sources[0], 0, 0, hf_shapes_row(sources[0], a))]
+        return [Slice(sources[0], 0, 0, hf_shape(sources[0], a)[0])]
     if parameter.split is Split.VOCAB:
         rows = padded_vocab_size(a, tp) // tp
         start = min(tp_rank * rows, a.vocab_size)
@@ -181,11 +200,6 @@ def shard_slices(
     if parameter.split is Split.GATE_UP:
         return [Slice(source, 0, *_part(a.ffn_hidden_size, tp_rank, tp)) for source in sources]
     return _qkv_slices(sources, a, tp_rank, tp)
-
-
-def hf_shapes_row(source: str, architecture: ArchitectureConfig) -> int:
-    """Length of the first axis of a replicated tensor: 1 for the score head, else a norm weight."""
-    return 1 if source == "score.weight" else architecture.hidden_size
 
 
 def _query_size(a: ArchitectureConfig) -> int:

@@ -162,10 +162,13 @@ class TransformerModel(LanguageModule):
 
 def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Megatron's local layer with our norm and core attention, for the layers of this stage."""
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    layer.self_attention.submodules.core_attention = CoreAttention
+    attention = layer.self_attention.submodules
+    attention.core_attention = CoreAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     num_layers = get_num_layers_to_build(config)
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
 
@@ -191,6 +194,8 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
+        add_qkv_bias=a.add_qkv_bias,
+        qk_layernorm=a.qk_layernorm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=tp,

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from mindspeed_rlxf.checkpoint.hf_folder import HfFolder, shape_problems
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.hf_config import disagreements, read_hf_config
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
 from mindspeed_rlxf.data.tokenizer import check_vocabulary, eos_token_ids, load_tokenizer
-from mindspeed_rlxf.models.hf_config import disagreements, read_hf_config
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.rewards.manager import RewardManager

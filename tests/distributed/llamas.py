@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+)
 
 from mindspeed_rlxf.config.enums import DeviceKind, RewardKind, Role, RopeScaling, RuntimeKind
 from mindspeed_rlxf.config.schema import (
@@ -36,6 +46,8 @@ PLAIN = ArchitectureConfig(
     untie_embeddings_and_output_weights=True,
 )
 TIED = PLAIN.model_copy(update={"untie_embeddings_and_output_weights": False})
+QWEN2 = PLAIN.model_copy(update={"add_qkv_bias": True})
+QWEN3 = PLAIN.model_copy(update={"qk_layernorm": True, "kv_channels": 12})
 SCALED = PLAIN.model_copy(
     update={
         "num_query_groups": 4,
@@ -47,6 +59,11 @@ SCALED = PLAIN.model_copy(
         "original_max_position_embeddings": 32,
     }
 )
+CLASSES = {  # by add_qkv_bias, qk_layernorm
+    (False, False): (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification),
+    (True, False): (Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification),
+    (False, True): (Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification),
+}
 
 
 def make_llama(
@@ -63,12 +80,14 @@ def make_llama(
             "high_freq_factor": a.high_freq_factor,
             "original_max_position_embeddings": a.original_max_position_embeddings,
         }
-    config = LlamaConfig(
+    config_class, language_model, scorer = CLASSES[a.add_qkv_bias, a.qk_layernorm]
+    config = config_class(
         num_hidden_layers=a.num_layers,
         hidden_size=a.hidden_size,
         intermediate_size=a.ffn_hidden_size,
         num_attention_heads=a.num_attention_heads,
         num_key_value_heads=a.kv_heads,
+        head_dim=a.head_dim,
         vocab_size=a.vocab_size,
         max_position_embeddings=a.max_position_embeddings,
         rms_norm_eps=a.norm_epsilon,
@@ -81,11 +100,13 @@ def make_llama(
         num_labels=1,
     )
     torch.manual_seed(seed)
-    model = (LlamaForSequenceClassification if scored else LlamaForCausalLM)(config)
+    model = (scorer if scored else language_model)(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.uniform_(-1.0, 1.0)
     model.save_pretrained(folder)
     return model.eval()
 

@@ -17,7 +17,7 @@ from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
 from mindspeed_rlxf.runtime.role_groups import ActorGroup, CriticGroup
-from tests.distributed.llamas import PLAIN, SCALED, TIED, make_llama, run_config
+from tests.distributed.llamas import PLAIN, QWEN2, QWEN3, SCALED, TIED, make_llama, run_config
 from tests.distributed.probe import EngineProbe
 from tests.distributed.samples import make_rollouts
 
@@ -34,7 +34,14 @@ LAYOUTS = {
     "pp2": {"pipeline_model_parallel_size": 2},
     "pp2-padded": {"pipeline_model_parallel_size": 2, "packed_sequences": False},
 }
-FAMILIES = {"plain": PLAIN, "tied": TIED, "scaled-rope": SCALED}
+FAMILIES = {
+    "plain": PLAIN,
+    "tied": TIED,
+    "scaled-rope": SCALED,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+}
+EXPORTED = ["untied", "tied", "qwen2", "qwen3"]
 
 
 def world_size(layout: dict[str, Any]) -> int:
@@ -89,7 +96,7 @@ def probe_group(warm_runtime: Any, role: RoleConfig, head: Head) -> RoleGroup:
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2"])
-@pytest.mark.parametrize("architecture", [PLAIN, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("architecture", [PLAIN, TIED, QWEN2, QWEN3], ids=EXPORTED)
 def test_export_gives_back_every_tensor_byte_for_byte(
     warm_runtime: Any, tmp_path: Path, layout: str, architecture: ArchitectureConfig
 ) -> None:

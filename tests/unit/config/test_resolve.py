@@ -182,7 +182,7 @@ def test_unknown_key_is_named_with_the_nearest_known_one(
         ("logging.samples", -1, "=-1 must be at least 0 or all"),
         ("data.train_files", [], "=[] must not be empty; give at least one"),
         ("data", "x.jsonl", "='x.jsonl' must be a section of keys"),
-        ("resource_pool.main", 0, "=0 must be a number of devices of at least 1"),
+        ("resource_pool.main", 0, "=0 must be a number of devices from 1 to 100000"),
         ("resource_pool.main", "two", "='two' must be a number of devices"),
         ("resource_pool.main", [2, -1], "=[2, -1] must be a number of devices"),
         ("critic.model", "smal", "='smal': no such model; did you mean small?"),

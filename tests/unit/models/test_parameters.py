@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+)
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import (
@@ -40,8 +50,22 @@ def architecture(**keys: Any) -> ArchitectureConfig:
     return ArchitectureConfig(**(base | keys))
 
 
-def of_transformers(a: ArchitectureConfig, head: Head) -> dict[str, tuple[int, ...]]:
-    config = LlamaConfig(
+FAMILIES: dict[str, Any] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, {}),
+    "qwen2": (
+        Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification, {"add_qkv_bias": True},
+    ),
+    "qwen3": (
+        Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification, {"qk_layernorm": True},
+    ),
+}  # fmt: skip
+
+
+def of_transformers(
+    a: ArchitectureConfig, head: Head, family: str = "llama"
+) -> dict[str, tuple[int, ...]]:
+    config_class, language_model, scorer, _ = FAMILIES[family]
+    config = config_class(
         num_hidden_layers=a.num_layers,
         hidden_size=a.hidden_size,
         intermediate_size=a.ffn_hidden_size,
@@ -53,7 +77,7 @@ def of_transformers(a: ArchitectureConfig, head: Head) -> dict[str, tuple[int, .
         num_labels=1,
         pad_token_id=0,
     )
-    kind = LlamaForCausalLM if head is Head.LANGUAGE_MODEL else LlamaForSequenceClassification
+    kind = language_model if head is Head.LANGUAGE_MODEL else scorer
     with torch.device("meta"):
         model = kind(config)
     # named_parameters leaves out the second name of a tied weight, as a safetensors file does
@@ -62,9 +86,11 @@ def of_transformers(a: ArchitectureConfig, head: Head) -> dict[str, tuple[int, .
 
 @pytest.mark.parametrize("head", list(Head))
 @pytest.mark.parametrize("untied", [True, False])
-def test_names_and_shapes_are_those_of_transformers(head: Head, untied: bool) -> None:
-    a = architecture(untie_embeddings_and_output_weights=untied)
-    assert hf_shapes(a, head) == of_transformers(a, head)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_shapes_are_those_of_transformers(head: Head, untied: bool, family: str) -> None:
+    width = {"kv_channels": 2} if family == "qwen2" else {}  # hidden_size / heads, nothing else
+    a = architecture(untie_embeddings_and_output_weights=untied, **FAMILIES[family][3], **width)
+    assert hf_shapes(a, head) == of_transformers(a, head, family)
     assert ("lm_head.weight" in hf_shapes(a, head)) == (untied and head is Head.LANGUAGE_MODEL)
 
 
@@ -89,6 +115,8 @@ def coverage(
     vocab=st.integers(1, 11),
     head=st.sampled_from(list(Head)),
     untied=st.booleans(),
+    bias=st.booleans(),
+    norm=st.booleans(),
 )
 def test_the_ranks_hold_every_element_once(
     tp: int,
@@ -99,8 +127,12 @@ def test_the_ranks_hold_every_element_once(
     vocab: int,
     head: Head,
     untied: bool,
+    bias: bool,
+    norm: bool,
 ) -> None:
     a = architecture(
+        add_qkv_bias=bias,
+        qk_layernorm=norm,
         num_layers=1,
         hidden_size=5,
         num_query_groups=tp * groups_per_rank,

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen2Config
 
 from mindspeed_rlxf.config.enums import RopeScaling
 from mindspeed_rlxf.config.schema import ArchitectureConfig
-from mindspeed_rlxf.models.hf_config import disagreements, read_hf_config
+from mindspeed_rlxf.config.hf_config import disagreements, hf_architecture, read_hf_config
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -114,7 +114,9 @@ def test_the_oldest_spelling_of_linear_scaling_is_read() -> None:
         ({"vocab_size": 100}, "vocab_size: 100, 99"),
         ({"rotary_base": 10000.0}, "rotary_base: 10000.0, 500000.0"),
         ({"norm_epsilon": 1e-5}, "norm_epsilon: 1e-05, 1e-06"),
-        ({"max_position_embeddings": 256}, "max_position_embeddings: 256, 512"),
+        ({"max_position_embeddings": 1024}, "max_position_embeddings: 1024, 512"),
+        ({"add_qkv_bias": True}, "add_qkv_bias: True, False"),
+        ({"qk_layernorm": True}, "qk_layernorm: True, False"),
         (
             {"untie_embeddings_and_output_weights": False},
             "untie_embeddings_and_output_weights: False, True",
@@ -153,7 +155,8 @@ def test_tying_does_not_matter_to_a_score_head() -> None:
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        ({"model_type": "qwen2"}, "model_type: one of llama, qwen2"),
+        ({"model_type": "gemma"}, "model_type: one of llama, qwen2, qwen3, gemma"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window: false, true"),
         ({"attention_bias": True}, "attention_bias/mlp_bias: false, true"),
         ({"hidden_act": "gelu"}, "hidden_act: silu, gelu"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling_type: None, dynamic"),
@@ -181,3 +184,22 @@ def test_a_broken_config_is_the_users_error(tmp_path: Path, text: str | None, me
 def test_config_is_read_from_the_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(older()), encoding="utf-8")
     assert read_hf_config(tmp_path) == older()
+
+
+def test_a_yaml_may_allow_shorter_sequences() -> None:
+    assert disagreements(architecture(max_position_embeddings=64), older(), scored=False) == []
+
+
+def test_qwen2_has_a_bias_that_config_json_does_not_mention() -> None:
+    config = json.loads(Qwen2Config(**{**older(), "model_type": "qwen2"}).to_json_string())
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    assert "attention_bias" not in config
+    assert hf_architecture(config)["add_qkv_bias"]
+    assert disagreements(architecture(add_qkv_bias=True), older(model_type="qwen2"), False) == []
+
+
+def test_qwen3_norms_its_heads_and_has_a_head_width_of_its_own() -> None:
+    ours = architecture(qk_layernorm=True, kv_channels=128)
+    assert disagreements(ours, older(model_type="qwen3"), False) == []
+    ours = architecture(qk_layernorm=True, kv_channels=16)
+    assert disagreements(ours, older(model_type="qwen3", head_dim=16), False) == []

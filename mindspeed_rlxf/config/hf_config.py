@@ -8,7 +8,15 @@ from typing import Any
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 
-SUPPORTED = ("llama",)
+FAMILIES = {
+    "llama": {"add_qkv_bias": False, "qk_layernorm": False},
+    "qwen2": {"add_qkv_bias": True, "qk_layernorm": False},
+    "qwen3": {"add_qkv_bias": False, "qk_layernorm": True},
+}
+"""model_type -> what its config.json leaves unsaid."""
+
+HEAD_DIM = {"qwen3": 128}
+"""head_dim of a config.json without one, where it is not hidden_size / heads."""
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -44,6 +52,7 @@ def hf_architecture(config: dict[str, Any]) -> dict[str, Any]:
         "num_attention_heads": config.get("num_attention_heads"),
         "num_query_groups": config.get("num_key_value_heads") or config.get("num_attention_heads"),
         "kv_channels": config.get("head_dim") or _head_dim(config),
+        **FAMILIES.get(str(config.get("model_type")), {}),
         "vocab_size": config.get("vocab_size"),
         "max_position_embeddings": config.get("max_position_embeddings"),
         "rotary_base": float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
@@ -60,8 +69,24 @@ def hf_architecture(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _head_dim(config: dict[str, Any]) -> int | None:
+    fixed = HEAD_DIM.get(str(config.get("model_type")))
+    if fixed:
+        return fixed
     width, heads = config.get("hidden_size"), config.get("num_attention_heads")
     return width // heads if width and heads else None
+
+
+def unsupported(config: dict[str, Any]) -> list[str]:
+    """What config.json asks for and no model here has, as `name: possible, config.json`."""
+    if config.get("model_type") not in FAMILIES:
+        return [f"model_type: one of {', '.join(FAMILIES)}, {config.get('model_type')}"]
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        return ["attention_bias/mlp_bias: false, true"]
+    if config.get("hidden_act", "silu") != "silu":
+        return [f"hidden_act: silu, {config['hidden_act']}"]
+    if config.get("use_sliding_window"):
+        return ["use_sliding_window: false, true"]
+    return []
 
 
 def disagreements(
@@ -69,18 +94,17 @@ def disagreements(
 ) -> list[str]:
     """Fields in which the model YAML and config.json differ, as `name: yaml, config.json`.
 
+    A YAML may allow shorter sequences than config.json: that changes no number.
     scored: the role has a score head, for which tying does not matter.
     """
-    if config.get("model_type") not in SUPPORTED:
-        return [f"model_type: one of {', '.join(SUPPORTED)}, {config.get('model_type')}"]
-    if config.get("attention_bias") or config.get("mlp_bias"):
-        return ["attention_bias/mlp_bias: false, true"]
-    if config.get("hidden_act", "silu") != "silu":
-        return [f"hidden_act: silu, {config['hidden_act']}"]
-    found = []
+    found = unsupported(config)
+    if found:
+        return found
     for name, theirs in hf_architecture(config).items():
         ours = _resolved(architecture, name)
         if scored and name == "untie_embeddings_and_output_weights":
+            continue
+        if name == "max_position_embeddings" and theirs is not None and ours <= theirs:
             continue
         if ours != theirs:
             found.append(f"{name}: {ours}, {theirs}")

@@ -1,0 +1,94 @@
+"""`model: auto`: the architecture comes from the folder that the role loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.config.resolve import resolve
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "vocab_size": 99,
+    "max_position_embeddings": 512,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+
+
+def write_config(folder: Path, **keys: Any) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN3 | keys), encoding="utf-8")
+    return str(folder)
+
+
+def test_each_role_has_the_architecture_of_its_folder(
+    make_tree: Callable[..., Any], tmp_path: Path
+) -> None:
+    small, large = write_config(tmp_path / "a"), write_config(tmp_path / "b", num_hidden_layers=6)
+    changes = {"training.model": "auto", "training.load": small, "critic.load": large}
+    config = resolve(make_tree(changes, drop=("model",)), "test")
+    actor, critic = config.actor_rollout.architecture, config.critic.architecture
+    assert (actor.num_layers, critic.num_layers) == (2, 6)
+    assert (actor.head_dim, actor.kv_heads, actor.vocab_size) == (12, 2, 99)
+    assert actor.qk_layernorm and not actor.add_qkv_bias
+    assert (actor.rotary_base, actor.norm_epsilon) == (1e6, 1e-6)
+    assert not actor.untie_embeddings_and_output_weights
+
+
+def test_keys_of_the_role_are_laid_over_it(make_tree: Callable[..., Any], tmp_path: Path) -> None:
+    changes = {"training.model": "auto", "training.load": write_config(tmp_path / "a")}
+    tree = make_tree({**changes, "critic.max_position_embeddings": 64}, drop=("model",))
+    config = resolve(tree, "test")
+    assert config.critic.architecture.max_position_embeddings == 64
+    assert config.ref.architecture.max_position_embeddings == 512
+
+
+@pytest.mark.parametrize(
+    ("keys", "end"),
+    [
+        ({"model_type": "gemma"}, "model_type: one of llama, qwen2, qwen3, gemma; use another"),
+        ({"hidden_act": "gelu"}, "hidden_act: silu, gelu; use another model"),
+    ],
+)
+def test_what_no_model_here_has_is_named(
+    problems: Callable[..., list[str]], tmp_path: Path, keys: dict[str, Any], end: str
+) -> None:
+    folder = write_config(tmp_path / "a", **keys)
+    (problem,) = problems({"critic.model": "auto", "critic.load": folder})
+    assert problem.startswith(f"critic.load={folder}: ")
+    assert end in problem
+
+
+@pytest.mark.parametrize(
+    ("load", "end"),
+    [
+        ("nowhere", "config.json is missing; give the folder of a Hugging Face model"),
+        (None, "must name a Hugging Face folder with model=auto; set it"),
+    ],
+)
+def test_a_folder_that_is_not_there_is_one_problem(
+    problems: Callable[..., list[str]], load: str | None, end: str
+) -> None:
+    (problem,) = problems({"critic.model": "auto", "critic.load": load, "training.load": None})
+    assert problem.startswith(f"critic.load={load}: ")
+    assert problem.endswith(end)
+
+
+def test_numbers_that_do_not_fit_are_named_as_of_auto(
+    problems: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    folder = write_config(tmp_path / "a", num_hidden_layers=0)
+    (problem,) = problems({"critic.model": "auto", "critic.load": folder})
+    assert problem.startswith("model.auto.num_layers=0 must be")

@@ -1,0 +1,44 @@
+"""Values that follow from other keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.schema import RunConfig
+
+
+def pools(make_tree: Any, size: Any, **device: Any) -> RunConfig:
+    changes = {"resource_pool.main": size, "runtime.address": "head:6379"}
+    changes |= {f"device.{name}": value for name, value in device.items()}
+    return resolve(make_tree(changes), "test")
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "nodes"),
+    [
+        (2, {}, [2]),
+        (8, {}, [8]),
+        (16, {}, [8, 8]),
+        (16, {"devices_per_node": 16}, [16]),
+        (4, {"devices_per_node": 2}, [2, 2]),
+        ([4, 4], {"devices_per_node": 2}, [4, 4]),
+    ],
+)
+def test_a_count_beyond_one_host_fills_whole_hosts(
+    make_tree: Any, size: Any, device: dict[str, int], nodes: list[int]
+) -> None:
+    assert pools(make_tree, size, **device).resource_pool == {"main": nodes}
+
+
+def test_a_count_that_leaves_a_host_half_empty_is_refused(make_tree: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        pools(make_tree, 12)
+    (problem,) = caught.value.problems
+    assert problem == (
+        "resource_pool.main=12 must fill whole hosts of 8 devices (device.devices_per_node); "
+        "use 8 or 16, or give a list with a number per host"
+    )

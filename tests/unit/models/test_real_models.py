@@ -1,0 +1,177 @@
+"""The shipped architectures, from 0.5 B to 70 B: transformers' names and shapes, tiled by ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+)
+
+from mindspeed_rlxf.config.compose import builtin_config_dir
+from mindspeed_rlxf.config.hf_config import disagreements
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.parameters import (
+    Head,
+    Slice,
+    Split,
+    hf_shapes,
+    shard_slices,
+    stage_parameters,
+)
+
+LLAMA = (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification)
+QWEN2 = (Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification)
+QWEN3 = (Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification)
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def published(
+    layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int, length: int,
+    theta: float, eps: float, tied: bool = False, **rest: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """The numbers of a published config.json."""
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "vocab_size": vocab,
+        "max_position_embeddings": length,
+        "rope_theta": theta,
+        "rms_norm_eps": eps,
+        "tie_word_embeddings": tied,
+        **rest,
+    }
+
+
+# Billions of parameters as published, family, numbers of config.json (model cards on the hub).
+MODELS: dict[str, tuple[float, Any, dict[str, Any]]] = {
+    "llama2-7b": (6.74, LLAMA, published(32, 4096, 11008, 32, 32, 32000, 4096, 1e4, 1e-5)),
+    "llama3-8b": (8.03, LLAMA, published(32, 4096, 14336, 32, 8, 128256, 8192, 5e5, 1e-5)),
+    "llama31-8b": (
+        8.03, LLAMA,
+        published(32, 4096, 14336, 32, 8, 128256, 131072, 5e5, 1e-5,
+                  rope_scaling={**LLAMA3_ROPE, "factor": 8.0}),
+    ),
+    "llama32-1b": (
+        1.24, LLAMA,
+        published(16, 2048, 8192, 32, 8, 128256, 131072, 5e5, 1e-5, True, head_dim=64,
+                  rope_scaling={**LLAMA3_ROPE, "factor": 32.0}),
+    ),
+    "llama3-70b": (70.6, LLAMA, published(80, 8192, 28672, 64, 8, 128256, 8192, 5e5, 1e-5)),
+    "qwen25-7b": (7.62, QWEN2, published(28, 3584, 18944, 28, 4, 152064, 32768, 1e6, 1e-6)),
+    "qwen25-32b": (32.8, QWEN2, published(64, 5120, 27648, 40, 8, 152064, 32768, 1e6, 1e-6)),
+    "qwen3-8b": (
+        8.19, QWEN3, published(36, 4096, 12288, 32, 8, 151936, 40960, 1e6, 1e-6, head_dim=128)
+    ),
+}  # fmt: skip
+KV_HEADS = {name: numbers["num_key_value_heads"] for name, (_, _, numbers) in MODELS.items()}
+SHIPPED = sorted(p.stem for p in (builtin_config_dir() / "model").glob("*.yaml"))
+QWEN25_05B = (0.494, QWEN2, published(24, 896, 4864, 14, 2, 151936, 32768, 1e6, 1e-6, True))
+
+
+def architecture(name: str) -> ArchitectureConfig:
+    text = (builtin_config_dir() / "model" / f"{name}.yaml").read_text(encoding="utf-8")
+    keys = yaml.safe_load(text)[name]
+    return ArchitectureConfig(
+        **{k: float(v) if k == "norm_epsilon" else v for k, v in keys.items()}
+    )
+
+
+def test_every_shipped_model_is_checked_here() -> None:
+    assert set(SHIPPED) - {"tiny"} == set(MODELS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_yaml_says_what_config_json_says(name: str) -> None:
+    _, (config_class, _, _), numbers = MODELS[name]
+    json = {**numbers, "model_type": config_class.model_type}
+    assert disagreements(architecture(name), json, scored=False) == []
+
+
+@pytest.mark.parametrize("head", list(Head))
+@pytest.mark.parametrize("name", MODELS)
+def test_names_and_shapes_are_those_of_transformers(name: str, head: Head) -> None:
+    billions, (config_class, language_model, scorer), numbers = MODELS[name]
+    config = config_class(**numbers, num_labels=1, pad_token_id=0)
+    with torch.device("meta"):
+        model = (language_model if head is Head.LANGUAGE_MODEL else scorer)(config)
+    found = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    assert hf_shapes(architecture(name), head) == found
+    if head is Head.LANGUAGE_MODEL:
+        assert sum(p.numel() for p in model.parameters()) == pytest.approx(billions * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [(name, tp) for name in MODELS for tp in (1, 2, 4, 8) if KV_HEADS[name] % tp == 0],
+)
+def test_every_rank_holds_its_part_and_together_they_hold_all(name: str, tp: int, pp: int) -> None:
+    check_tiling(architecture(name), tp, pp)
+
+
+def check_tiling(a: ArchitectureConfig, tp: int, pp: int) -> None:
+    shapes = hf_shapes(a, Head.LANGUAGE_MODEL)
+    held: dict[str, list[list[Slice]]] = defaultdict(list)  # source -> what each rank holds of it
+    for stage in range(pp):
+        for parameter in stage_parameters(a, Head.LANGUAGE_MODEL, stage, pp):
+            for rank in range(tp):
+                mine: dict[str, list[Slice]] = defaultdict(list)
+                for part in shard_slices(parameter, a, rank, tp):
+                    mine[part.source].append(part)
+                for source, parts in mine.items():
+                    held[source].append(parts)
+                    if parameter.split is Split.REPLICATED:
+                        assert (parts[0].start, parts[0].stop) == (0, shapes[source][0])
+    assert held.keys() == shapes.keys()
+    for source, ranks in held.items():
+        if "norm" in source:
+            continue  # whole on every rank
+        copies = 2 if len(ranks) > tp else 1  # a tied embedding is on the first and the last stage
+        spans = sorted((p.start, p.stop) for parts in ranks[:tp] for p in parts)
+        assert len(ranks) == copies * tp
+        assert spans[0][0] == 0 and spans[-1][1] == shapes[source][ranks[0][0].dim], source
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
+        sizes = {sum(p.size for p in parts) for parts in ranks}
+        assert len(sizes) == 1 or "embed" in source or "lm_head" in source
+
+
+def test_half_a_billion_parameters_fit_the_map_too() -> None:
+    billions, (config_class, language_model, _), numbers = QWEN25_05B
+    with torch.device("meta"):
+        model = language_model(config_class(**numbers))
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(billions * 1e9, rel=0.01)
+    a = ArchitectureConfig(
+        num_layers=24,
+        hidden_size=896,
+        ffn_hidden_size=4864,
+        num_attention_heads=14,
+        num_query_groups=2,
+        vocab_size=151936,
+        max_position_embeddings=32768,
+        add_qkv_bias=True,
+    )
+    found = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    assert hf_shapes(a, Head.LANGUAGE_MODEL) == found
+    check_tiling(a, tp=2, pp=4)
