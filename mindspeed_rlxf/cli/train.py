@@ -6,22 +6,19 @@ Exit codes: 0 = done; 2 = the user's mistake, one `error:` line per problem; oth
 from __future__ import annotations
 
 import argparse
-import io
-import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
+from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.config.plan import plan
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, or prints what would be trained, and returns the exit code."""
-    _speak_utf8()
+    speak_utf8()
     try:
         arguments = _parse(argv)
         tree = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
@@ -31,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return _dry_run(config) if config.dry_run else _train(config)
     except UserError as error:
-        _print_problems(error.problems)
+        print_problems(error.problems)
         return 2
 
 
@@ -43,23 +40,23 @@ def _train(config: RunConfig) -> int:
 
 
 def _dry_run(config: RunConfig) -> int:
-    """The plan, then every problem of the files it names."""
+    """The plan, then all that does not fit and every problem of the files it names."""
+    from mindspeed_rlxf.planning.plan import plan
     from mindspeed_rlxf.trainer.preflight import prepare
 
-    print(plan(config), flush=True)
-    prepare(config)
+    planned = plan(config)
+    print(planned.text, flush=True)
+    try:
+        prepare(config)
+    except UserError as error:
+        raise UserError([*planned.problems, *error.problems]) from error
+    if planned.problems:
+        raise UserError(planned.problems)
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a bad command line like any other mistake of the user."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see --help")
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="train", description="PPO training from a YAML configuration.")
+    parser = Parser(prog="train", description="PPO training from a YAML configuration.")
     parser.add_argument("--config-name", "-cn", help="configuration, without .yaml")
     parser.add_argument("--config-dir", "-cd", help="folder to look in before the built-in one")
     parser.add_argument("--cfg", "-c", choices=["job"], help="print the resolved YAML and stop")
@@ -69,15 +66,3 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         names = ", ".join(config_names([builtin_config_dir()])) or "none"
         parser.error(f"--config-name is required; built-in names: {names}")
     return arguments
-
-
-def _print_problems(problems: Sequence[str]) -> None:
-    for problem in problems:
-        print("error: " + " ".join(problem.split()), file=sys.stderr)
-
-
-def _speak_utf8() -> None:
-    """Paths and prompts may hold any letter, whatever the locale."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")

@@ -1,1 +1,1 @@
-"""Configuration: compose the YAML, resolve it into the typed schema, check it, print the plan."""
+"""Configuration: compose the YAML, resolve it into the typed schema, check it."""

@@ -46,8 +46,8 @@ def _rule(error: ErrorDetails) -> tuple[str, str]:
         if limit in context:
             number = f"{context[limit]:g}"
             return rule.format(number), remedy.format(number)
-    if kind in ("too_short", "string_too_short"):
-        return "must not be empty", "give at least one" if kind == "too_short" else "give a name"
+    if kind == "string_too_short":
+        return "must not be empty", "give a name"
     return TYPES.get(kind.split("_")[0], (f"is not valid ({error['msg']})", "mend it"))
 
 

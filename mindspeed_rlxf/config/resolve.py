@@ -74,8 +74,6 @@ def _report(draft: Draft, details: list[ErrorDetails]) -> None:
         path = draft.path(loc)
         if path in reported or loc[-1] == "architecture":
             continue  # a model that is missing
-        if detail["type"] == "too_short" and detail["input"]:
-            continue  # only after its bad elements were taken away
         by_path.setdefault(path, []).append(detail)
         draft.broken |= {
             path,

@@ -90,6 +90,9 @@ class ActorConfig(RoleConfig):
     num_samples_per_step: int | None = key(
         None, "rows generated at once on one rank; null = as many as the cache holds", "free", ge=1
     )
+    fixed_responses: str | None = key(
+        None, "jsonl file of responses that are taken in place of generated ones"
+    )
     n_samples_per_prompt: int = key(1, "responses per prompt", ge=1)
     ppo_mini_batch_size: int = key(1, "samples per optimizer step over all DP ranks", ge=1)
     ppo_epochs: int = key(1, "passes over the samples of an iteration", ge=1)

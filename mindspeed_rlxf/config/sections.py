@@ -90,11 +90,9 @@ class AlgorithmConfig(Section):
 class DataConfig(Section):
     """Prompts: files or indexed data sets, and the names of their columns (dots reach inside)."""
 
-    train_files: Strings = key((), "jsonl, json or parquet files of training prompts", min_length=1)
+    train_files: Strings = key((), "jsonl, json or parquet files of training prompts")
     val_files: Strings = key((), "files of validation prompts", "free")
-    data_path: Strings = key(
-        (), "in place of train_files: prefixes that preprocess_data.py wrote", min_length=1
-    )
+    data_path: Strings = key((), "in place of train_files: prefixes of preprocess_data.py")
     val_data_path: Strings = key((), "in place of val_files: such prefixes", "free")
     prompt_key: str = key("prompt", "column of the prompt: text or chat messages")
     ground_truth_key: str = key("ground_truth", "column of the expected answer")
@@ -138,6 +136,9 @@ class DeviceConfig(Section):
     resource_name: str | None = key(None, "Ray resource of one device; null = the kind's", "free")
     devices_per_node: int = key(
         8, "devices of one host; a resource_pool count beyond it fills whole hosts", "reshard", ge=1
+    )
+    memory_gib: float | None = key(
+        None, "memory of one device for the plan, GiB; null = ask the device", "free", gt=0
     )
     cpu_threads: int = key(1, "threads of one worker process", "free", ge=1)
 

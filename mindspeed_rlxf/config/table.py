@@ -28,4 +28,5 @@ def pairs(rows: Sequence[tuple[str, object]], indent: int = 2) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    return cell.replace(",", "").replace(".", "").isdigit() or cell == "-"
+    number = cell.removesuffix(" GiB").removesuffix(" MiB")
+    return number.replace(",", "").replace(".", "").isdigit() or cell == "-"

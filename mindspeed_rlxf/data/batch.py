@@ -85,6 +85,7 @@ class Prompts(Rows):
     token_ids: list[Any]  # numpy int64 arrays, one per prompt, no padding
     ground_truths: list[str]
     data_sources: list[str]
+    responses: list[list[int]]  # empty, or the tokens that are taken in place of generated ones
 
 
 @dataclass(frozen=True)

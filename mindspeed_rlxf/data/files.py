@@ -1,9 +1,10 @@
-"""Rows of prompt files (jsonl, parquet) and the problems found in them, named by file and row."""
+"""Rows of data files (jsonl, json, parquet) and what is wrong with them, named by file and row."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +40,56 @@ class FileProblems:
         return f"{where}: {message}{more}"
 
 
-def read_rows(file: str, problems: FileProblems) -> Iterator[tuple[int, Row]]:
-    """(row number from 1, row) of a .jsonl or .parquet file; what is unreadable goes to `problems`.
+@dataclass(frozen=True)
+class BadRow:
+    """A row that could not be read.
 
-    jsonl is UTF-8 whatever the locale; blank lines are skipped but counted.
+    reason:  what counts of dropped rows call it
+    problem: `rule, value; remedy`
+    raw:     the row as it stands in the file
     """
-    readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
+
+    reason: str
+    problem: str
+    raw: str
+
+
+class BrokenFile(ValueError):
+    """A file that is not what its name says; `row` is the last one that was good."""
+
+    def __init__(self, row: int, problem: str) -> None:
+        super().__init__(problem)
+        self.row = row
+
+
+def scan_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
+    """(row number from 1, row) of a file whose ending is one of READERS.
+
+    Text is UTF-8 whatever the locale; blank lines are skipped but counted.
+    Raises BrokenFile, or OSError when the file cannot be read.
+    """
+    yield from READERS[Path(file).suffix.lower()](file)
+
+
+def read_rows(file: str, problems: FileProblems) -> Iterator[tuple[int, Row]]:
+    """(row number from 1, row) of a data file; what is unreadable goes to `problems`."""
     suffix = Path(file).suffix.lower()
     count = 0
-    if suffix not in readers:
+    if suffix not in READERS:
         problems.add(
-            0, f"a data file must be .jsonl or .parquet, not {suffix!r}; convert or rename it"
+            0,
+            f"a data file must be .jsonl, .json or .parquet, not {suffix!r}; convert or rename it",
         )
         return
     try:
-        for numbered_row in readers[suffix](file, problems):
-            count += 1
-            yield numbered_row
+        for number, row in scan_rows(file):
+            if isinstance(row, BadRow):
+                problems.add(number, row.problem)
+            else:
+                count += 1
+                yield number, row
+    except BrokenFile as error:
+        problems.add(error.row, str(error))
     except FileNotFoundError:
         problems.add(0, "no such file; correct data.train_files or data.val_files")
         return
@@ -83,51 +117,71 @@ def look_up(row: Row, key: str) -> Any:
     return value
 
 
-def describe_keys(row: Row) -> str:
+def describe_keys(row: Iterable[str]) -> str:
     """The row's keys for an error message, a long list cut short."""
     keys = list(row)
     shown = ", ".join(keys[:MAX_KEYS_SHOWN]) or "none"
     return shown + (", ..." if len(keys) > MAX_KEYS_SHOWN else "")
 
 
-def _jsonl_rows(file: str, problems: FileProblems) -> Iterator[tuple[int, Row]]:
+def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
     with open(file, "rb") as stream:  # bytes: a line that is not UTF-8 can then be named
         for number, line in enumerate(stream, start=1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")  # byte order mark
-            if not line.strip():
-                continue
-            row = _parse_line(line, number, problems)
-            if row is not None:
-                yield number, row
+            if line.strip():
+                yield number, _parse_line(line)
 
 
-def _parse_line(line: bytes, number: int, problems: FileProblems) -> Row | None:
+def _parse_line(line: bytes) -> Row | BadRow:
     try:
         row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        return _unreadable(line, error)
+    if isinstance(row, dict):
+        return row
+    rule = "a line must be one JSON object, this one is"
+    problem = f"{rule} {type(row).__name__}; write one {{...}} per line"
+    return BadRow("not an object", problem, line.decode("utf-8").strip())
+
+
+def _unreadable(line: bytes, error: Exception) -> BadRow:
+    raw = line.decode("utf-8", "backslashreplace").strip()
+    rule, remedy = "a line must be one JSON object, this one is", "repair or remove the line"
+    if isinstance(error, UnicodeDecodeError):
         bad = line[error.start]
-        problems.add(number, f"text must be UTF-8, byte 0x{bad:02x} is not; save the file as UTF-8")
-        return None
-    except json.JSONDecodeError as error:
-        start = line.decode("utf-8").strip()[:40]
-        problems.add(
-            number,
-            f"a line must be one JSON object, this one is not JSON ({error.msg} at column "
-            f"{error.colno}: {start!r}); repair or remove the line",
-        )
-        return None
-    if not isinstance(row, dict):
-        problems.add(
-            number,
-            f"a line must be one JSON object, this one is {type(row).__name__}; "
-            "write one {...} per line",
-        )
-        return None
-    return row
+        problem = f"text must be UTF-8, byte 0x{bad:02x} is not; save the file as UTF-8"
+        return BadRow("invalid unicode", problem, raw)
+    if isinstance(error, json.JSONDecodeError):
+        found = f"{error.msg} at column {error.colno}: {raw[:40]!r}"
+        return BadRow("not JSON", f"{rule} not JSON ({found}); {remedy}", raw)
+    return BadRow("not JSON", f"{rule} too long or too deep ({error}); {remedy}", raw)
 
 
-def _parquet_rows(file: str, problems: FileProblems) -> Iterator[tuple[int, Row]]:
+def _json_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
+    """A .json file is one array of objects, or it has one object per line."""
+    with open(file, "rb") as stream:
+        start = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not start.startswith(b"["):
+        yield from _jsonl_rows(file)
+        return
+    try:
+        rows = json.loads(Path(file).read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        problem = (
+            f"must be a JSON array of objects ({error}); repair it or write one {{...}} a line"
+        )
+        raise BrokenFile(0, problem) from error
+    for number, row in enumerate(rows, start=1):
+        yield number, row if isinstance(row, dict) else _not_an_object(row)
+
+
+def _not_an_object(row: Any) -> BadRow:
+    problem = f"an element must be an object, this one is {type(row).__name__}; write {{...}}"
+    return BadRow("not an object", problem, json.dumps(row))
+
+
+def _parquet_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -138,6 +192,15 @@ def _parquet_rows(file: str, problems: FileProblems) -> Iterator[tuple[int, Row]
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-    except pa.ArrowException as error:
+    except (pa.ArrowException, ValueError) as error:  # ValueError: a value Python has no type for
         message = str(error).splitlines()[0]
-        problems.add(number, f"must be a parquet file ({message}); write it again or use jsonl")
+        problem = f"must be a parquet file ({message}); write it again or use jsonl"
+        raise BrokenFile(number, problem) from error
+
+
+READERS: dict[str, Callable[[str], Iterator[tuple[int, Row | BadRow]]]] = {
+    ".jsonl": _jsonl_rows,
+    ".json": _json_rows,
+    ".parquet": _parquet_rows,
+}
+"""File name ending -> what reads it."""

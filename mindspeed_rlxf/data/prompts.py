@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.files import FileProblems, describe_keys, look_up, read_rows
+from mindspeed_rlxf.data.lengths import LengthLimit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 ENCODE_CHUNK = 1024  # texts per tokenizer call; fast tokenizers share a call between threads
 
@@ -29,7 +26,8 @@ class Prompt:
     """One prompt of a data set.
 
     index:        position in the data set, from 0, over all files, without dropped rows
-    text:         what was tokenized (a chat after its template)
+    text:         what was tokenized (a chat after its template); of a prompt that was cut, or read
+                  from an indexed data set, the decoded ids
     token_ids:    [prompt] int64, at least 1 and at most max_prompt_length, no EOS appended
     ground_truth: what a rule compares with, "" when the row has none
     data_source:  picks the rule and names the validation metrics
@@ -63,27 +61,24 @@ def load_prompts(
 
     A prompt is a string, tokenized as `tokenizer(text, add_special_tokens=True)` without the EOS
     some tokenizers append, or a list of chat messages, put through the tokenizer's chat template
-    with the generation prompt. Prompts over `max_prompt_length` tokens are problems, or dropped,
-    counted and logged (`data.overlong_prompts`).
+    with the generation prompt. Prompts over `max_prompt_length` tokens are problems, or dropped or
+    cut, counted and logged (`data.overlong_prompts`).
     Raises UserError with every problem, each `file:row: rule, value, remedy`.
     """
     names = [files] if isinstance(files, str) else list(files)
-    num_eos = _num_appended_eos(tokenizer)
+    num_eos = num_appended_eos(tokenizer)
     problems: list[str] = []
     prompts: list[Prompt] = []
     for name in names:
         found = FileProblems(name)
-        num_dropped = 0
+        limit = LengthLimit(name, max_prompt_length, data.overlong_prompts)
         rows = list(_text_rows(name, tokenizer, data, found))
         for row, token_ids in _tokenized(tokenizer, rows, num_eos):
-            too_long = len(token_ids) > max_prompt_length
-            if too_long and data.overlong_prompts is OverlongPrompts.DROP:
-                num_dropped += 1
-            elif problem := _length_problem(len(token_ids), max_prompt_length):
-                found.add(row.row, problem)
-            else:
-                prompts.append(_prompt(len(prompts), row, token_ids))
-        _report_dropped(num_dropped, len(rows), max_prompt_length, name, found)
+            kept = limit.fit(row.row, token_ids, found)
+            if kept is not None:
+                text = row.text if kept is token_ids else str(tokenizer.decode(kept))
+                prompts.append(_prompt(len(prompts), row, text, kept))
+        limit.report(len(rows), found)
         problems += found.lines()
     if problems:
         raise UserError(problems)
@@ -102,8 +97,8 @@ def _text_rows(
                 f"a row must have a {data.prompt_key!r}, this one has {describe_keys(row)}; "
                 "set data.prompt_key to the key of the prompt, or complete the row"
             )
-        ground_truth, ground_truth_problem = _ground_truth(look_up(row, data.ground_truth_key))
-        source, source_problem = _data_source(look_up(row, data.data_source_key), data)
+        ground_truth, ground_truth_problem = ground_truth_of(look_up(row, data.ground_truth_key))
+        source, source_problem = data_source_of(look_up(row, data.data_source_key), data)
         found = [p for p in (problem, ground_truth_problem, source_problem) if p]
         for message in found:
             problems.add(number, message)
@@ -150,7 +145,7 @@ def _is_message(message: Any) -> bool:
     )
 
 
-def _ground_truth(value: Any) -> tuple[str, str]:
+def ground_truth_of(value: Any) -> tuple[str, str]:
     """(text, "") of a ground truth, absent = "", or ("", problem)."""
     if value is None:
         return "", ""
@@ -162,7 +157,7 @@ def _ground_truth(value: Any) -> tuple[str, str]:
     )
 
 
-def _data_source(value: Any, data: DataConfig) -> tuple[str, str]:
+def data_source_of(value: Any, data: DataConfig) -> tuple[str, str]:
     """(name, "") of a row's data source, or ("", problem)."""
     if value is None:
         value = data.default_data_source
@@ -198,7 +193,7 @@ def _token_ids(
     return ids
 
 
-def _num_appended_eos(tokenizer: PreTrainedTokenizerBase) -> int:
+def num_appended_eos(tokenizer: PreTrainedTokenizerBase) -> int:
     """How many EOS tokens the tokenizer itself puts behind a text: 0, or 1 for some.
 
     An EOS that the text spells out stays: only the difference to the bare text counts.
@@ -214,30 +209,6 @@ def _num_appended_eos(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(trailing_eos(True) - trailing_eos(False), 0)
 
 
-def _length_problem(length: int, max_prompt_length: int) -> str:
-    if length == 0:
-        return "a prompt must have a token, the tokenizer makes none of this one; remove the row"
-    if length > max_prompt_length:
-        return (
-            f"a prompt must fit actor_rollout.max_prompt_length={max_prompt_length}, this one has "
-            f"{length} tokens; raise it or set data.overlong_prompts=drop"
-        )
-    return ""
-
-
-def _report_dropped(
-    num_dropped: int, num_rows: int, max_prompt_length: int, file: str, problems: FileProblems
-) -> None:
-    """Says how many rows were dropped; a file of which nothing is left is a problem."""
-    if not num_dropped:
-        return
-    count = f"{num_dropped} of {num_rows} prompts are over {max_prompt_length} tokens"
-    if num_dropped == num_rows:
-        problems.add(0, f"{count} and none is left; raise actor_rollout.max_prompt_length")
-    else:
-        logger.warning("%s: %s and dropped (data.overlong_prompts=drop)", file, count)
-
-
-def _prompt(index: int, row: _TextRow, token_ids: list[int]) -> Prompt:
+def _prompt(index: int, row: _TextRow, text: str, token_ids: list[int]) -> Prompt:
     ids = np.asarray(token_ids, dtype=np.int64)
-    return Prompt(index, row.text, ids, row.ground_truth, row.data_source)
+    return Prompt(index, text, ids, row.ground_truth, row.data_source)

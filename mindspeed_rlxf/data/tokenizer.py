@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Sequence
@@ -18,9 +19,10 @@ logger = logging.getLogger(__name__)
 KEY = "training.tokenizer_name_or_path"
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
     """The tokenizer of a local folder (or of a name in the local Hugging Face cache).
 
+    key: what errors call the path.
     No network and no code of the folder's is used. Raises UserError when there is no tokenizer, or
     when what loads knows no ordinary token (transformers builds such an empty one, without a word,
     for a model folder whose tokenizer files are missing).
@@ -33,9 +35,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         )
     except Exception as error:  # transformers and tokenizers raise many kinds, bare ones too
         found = _first_line(error) if Path(path).is_dir() else "there is no such folder"
-        raise UserError([_missing(path, found)]) from error
+        raise UserError([_missing(key, path, found)]) from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise UserError([_missing(path, "its tokenizer files are missing")])
+        raise UserError([_missing(key, path, "its tokenizer files are missing")])
     return tokenizer
 
 
@@ -73,6 +75,15 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> lis
     ]
 
 
+def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of all (id, token) pairs: tokenizers with the same one mean the same by an id.
+
+    Files are not hashed: saving a tokenizer again, or a new chat template, leaves the ids alone.
+    """
+    pairs = sorted((i, token) for token, i in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(pairs).encode("ascii")).hexdigest()
+
+
 def _generation_config_eos(file: Path) -> list[int]:
     """`eos_token_id` of a generation_config.json: absent, null, an id or a list of ids."""
     if not file.is_file():
@@ -88,9 +99,9 @@ def _generation_config_eos(file: Path) -> list[int]:
         raise UserError([message]) from error
 
 
-def _missing(path: str, found: str) -> str:
+def _missing(key: str, path: str, found: str) -> str:
     return (
-        f"{KEY}={path!r} must be a folder with a Hugging Face tokenizer (tokenizer.json or "
+        f"{key}={path!r} must be a folder with a Hugging Face tokenizer (tokenizer.json or "
         f"tokenizer.model): {found}; give the folder of the model's tokenizer"
     )
 

@@ -6,12 +6,15 @@ applies its adaptor (MindSpeed on NPU, nothing on CUDA, our own on CPU).
 
 from mindspeed_rlxf.device.facade import (
     backend,
+    communicator_bytes,
     current_device,
     device_count,
     empty_cache,
     host_memory,
     memory_allocated,
     memory_total,
+    memory_unclaimed,
+    process_bytes,
     ray_resource,
     resolve_kind,
     seed_all,
@@ -22,12 +25,15 @@ from mindspeed_rlxf.device.facade import (
 
 __all__ = [
     "backend",
+    "communicator_bytes",
     "current_device",
     "device_count",
     "empty_cache",
     "host_memory",
     "memory_allocated",
     "memory_total",
+    "memory_unclaimed",
+    "process_bytes",
     "ray_resource",
     "resolve_kind",
     "seed_all",

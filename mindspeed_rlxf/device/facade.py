@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import subprocess
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,13 +20,18 @@ class DeviceFacts:
     backend: str  # torch.distributed backend
     ray_resource: str  # resource that stands for one device
     visible_devices: str | None  # variable that hides devices from a process
+    process_mib: int  # device memory of a process without tensors: context, libraries' workspace
+    communicator_mib: int  # device memory of one process group's buffers
 
 
+# A communicator of HCCL holds 2 x HCCL_BUFFSIZE, 200 MiB each; the others are rules of thumb.
 FACTS = {
-    DeviceKind.CPU: DeviceFacts("cpu", "gloo", "rlxf_cpu", None),
-    DeviceKind.CUDA: DeviceFacts("cuda", "nccl", "GPU", "CUDA_VISIBLE_DEVICES"),
-    DeviceKind.NPU: DeviceFacts("npu", "hccl", "NPU", "ASCEND_RT_VISIBLE_DEVICES"),
+    DeviceKind.CPU: DeviceFacts("cpu", "gloo", "rlxf_cpu", None, 0, 0),
+    DeviceKind.CUDA: DeviceFacts("cuda", "nccl", "GPU", "CUDA_VISIBLE_DEVICES", 512, 128),
+    DeviceKind.NPU: DeviceFacts("npu", "hccl", "NPU", "ASCEND_RT_VISIBLE_DEVICES", 512, 400),
 }
+MIB = 1024**2
+MEMORY_QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 
 _active: DeviceKind | None = None
 
@@ -120,6 +126,31 @@ def memory_total() -> int:
     if _active in (DeviceKind.CUDA, DeviceKind.NPU):
         return int(getattr(torch, FACTS[_active].torch_type).mem_get_info()[1])
     return host_memory()
+
+
+def memory_unclaimed(kind: DeviceKind) -> int | None:
+    """Bytes of the smallest device of this host, asked without claiming one; None = unknown.
+
+    Only CUDA's can be asked: its tool answers without a context. On CPU there is none.
+    """
+    if resolve_kind(kind) is not DeviceKind.CUDA:
+        return None
+    try:
+        answer = subprocess.run(MEMORY_QUERY, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(line) for line in answer.stdout.split() if line.isdigit()]
+    return min(sizes) * MIB if sizes else None
+
+
+def process_bytes(kind: DeviceKind) -> int:
+    """Device memory that a process takes before any tensor."""
+    return FACTS[resolve_kind(kind)].process_mib * MIB
+
+
+def communicator_bytes(kind: DeviceKind) -> int:
+    """Device memory that the buffers of one process group take."""
+    return FACTS[resolve_kind(kind)].communicator_mib * MIB
 
 
 def host_memory() -> int:

@@ -63,7 +63,7 @@ class ActorRole:
         )
 
     def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> RoleOutput:
-        """Responses to the prompts of this rollout replica.
+        """Responses to the prompts of this rollout replica: generated, or those that come along.
 
         seed: of this call; with the sample ids it determines every sampled token.
         greedy: most likely tokens whatever `do_sample` says (validation).
@@ -71,7 +71,11 @@ class ActorRole:
         settings = self.greedy if greedy else self.sampling
         with self.hybrid.ready() as model:
             rollout = NativeRollout(model, settings, self.config.num_samples_per_step)
-            tokens, log_probs = rollout.generate(prompts.token_ids, prompts.sample_ids, seed)
+            if any(prompts.responses):
+                tokens = prompts.responses
+                log_probs = rollout.score(prompts.token_ids, tokens)
+            else:
+                tokens, log_probs = rollout.generate(prompts.token_ids, prompts.sample_ids, seed)
         if self.hybrid.groups.tp.rank() != 0:
             return RoleOutput()
         rows = _rollouts(prompts, tokens, log_probs, settings)

@@ -16,13 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.models.heads import full_logits
+from mindspeed_rlxf.config.memory import CACHE_SHARE, PREFILL_TOKENS
+from mindspeed_rlxf.models.attention import PackedSequences
+from mindspeed_rlxf.models.heads import full_logits, token_log_probs
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache, Prefill
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, choose_tokens, uniform_numbers
-
-CACHE_SHARE = 0.3  # of a device's memory, for the KV cache where the number of rows is left open
-PREFILL_TOKENS = 16384  # prompt tokens of one prefill pass at most (one prompt at least)
 
 
 @dataclass
@@ -90,6 +89,55 @@ class NativeRollout:
             active = self._retire(active, cache, finished)
         ordered = [finished[i] for i in range(len(prompts))]
         return [s.tokens for s in ordered], [s.log_probs for s in ordered]
+
+    @torch.no_grad()
+    def score(
+        self, prompts: Sequence[np.ndarray], responses: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """Log-probabilities that generation would have reported for these responses."""
+        self.model.eval()
+        self.stats = GenerationStats()
+        log_probs: list[list[float]] = []
+        waiting = deque(zip(prompts, responses, strict=True))
+        while waiting:
+            pack = [waiting.popleft()]
+            tokens = sum(map(len, pack[0]))
+            while waiting and tokens + sum(map(len, waiting[0])) <= PREFILL_TOKENS:
+                tokens += sum(map(len, waiting[0]))
+                pack.append(waiting.popleft())
+            log_probs += self._score_pack(pack)
+        return log_probs
+
+    def _score_pack(self, pack: list[tuple[np.ndarray, Sequence[int]]]) -> list[list[float]]:
+        """One packed forward; the last token of a sequence predicts nothing and stays out."""
+        prompts = [len(prompt) for prompt, _ in pack]
+        lengths = [p + len(response) - 1 for p, (_, response) in zip(prompts, pack, strict=True)]
+        ids = [np.concatenate((prompt, response))[:-1] for prompt, response in pack]
+        starts = np.cumsum([0, *lengths[:-1]])
+        places = [
+            np.arange(start + p - 1, start + n)
+            for start, p, n in zip(starts, prompts, lengths, strict=True)
+        ]
+        token_ids, place, position, label = (
+            torch.from_numpy(np.concatenate(parts)).to(self._device)
+            for parts in (
+                ids,
+                places,
+                [np.arange(n) for n in lengths],
+                [np.asarray(response, dtype=np.int64) for _, response in pack],
+            )
+        )
+        hidden = self.model(token_ids[None, :], position, PackedSequences(lengths=tuple(lengths)))
+        self.stats.prompt_tokens += sum(lengths)
+        found, _ = token_log_probs(
+            hidden.squeeze(1)[place],
+            self.model.output_weight,
+            label,
+            self.model.architecture.vocab_size,
+            self.model.tp_group,
+            self.settings.logit_temperature,
+        )
+        return [part.tolist() for part in found.split([len(response) for _, response in pack])]
 
     def _sequence(self, index: int, prompt: np.ndarray, sample_id: int, seed: int) -> Growing:
         count = self.settings.max_new_tokens if self.settings.do_sample else 0

@@ -156,7 +156,8 @@ class RayPools:
             for index, (entry, actor) in enumerate(found)
         ]
         found_places = gather(tasks, self.start_timeout_s)
-        check_builds(found_places)
+        if not self._cluster.own:
+            check_builds(found_places)
         places, workers = iter(found_places), {}
         for name, found in actors.items():
             ordered = by_rank([(actor, next(places)) for _, actor in found])

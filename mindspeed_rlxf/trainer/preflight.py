@@ -12,21 +12,17 @@ from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.hf_config import disagreements, read_hf_config
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
+from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
+from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
 from mindspeed_rlxf.data.tokenizer import check_vocabulary, eos_token_ids, load_tokenizer
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
+from mindspeed_rlxf.models.sizes import HEADS
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.rewards.manager import RewardManager
 
 T = TypeVar("T")
 MAX_SHAPE_PROBLEMS = 3  # of one folder: the first few tell which model it is
-
-HEADS = {
-    Role.ACTOR_ROLLOUT: Head.LANGUAGE_MODEL,
-    Role.REF: Head.LANGUAGE_MODEL,
-    Role.CRITIC: Head.SCORE,
-    Role.REWARD: Head.SCORE,
-}
 
 
 @dataclass
@@ -37,6 +33,7 @@ class Prepared:
     eos_token_ids: tuple[int, ...] = ()
     train_prompts: list[Prompt] = field(default_factory=list)
     val_prompts: list[Prompt] = field(default_factory=list)
+    fixed_responses: FixedResponses | None = None
     validate_by_rule: bool = True
     notices: list[str] = field(default_factory=list)  # legal, but worth a line before the run
 
@@ -57,18 +54,22 @@ def prepare(config: RunConfig) -> Prepared:
     )
     if prepared.tokenizer is not None:
         problems += check_vocabulary(prepared.tokenizer, actor.architecture.vocab_size)
+        data = config.data
+        training = _prompts(config, prepared, data.train_files, data.data_path, problems)
+        validation = _prompts(config, prepared, data.val_files, data.val_data_path, problems)
+        prepared.train_prompts = training.prompts
+        prepared.val_prompts = validation.prompts[: config.validation.max_samples]
+        stop_ids = {*actor.stop_token_ids, *training.stop_token_ids, *validation.stop_token_ids}
         prepared.eos_token_ids = (
             _collect(
                 problems,
-                lambda: eos_token_ids(prepared.tokenizer, actor.load, actor.stop_token_ids),
+                lambda: eos_token_ids(prepared.tokenizer, actor.load, sorted(stop_ids)),
             )
             or ()
         )
         problems += _eos_problems(prepared.eos_token_ids, actor.architecture.vocab_size)
-        prepared.train_prompts = _prompts(config, prepared, config.data.train_files, problems)
-        prepared.val_prompts = _prompts(config, prepared, config.data.val_files, problems)
-        prepared.val_prompts = prepared.val_prompts[: config.validation.max_samples]
         problems += _reward_problems(config, prepared)
+        prepared.fixed_responses = _collect(problems, lambda: _fixed_responses(config, prepared))
     if problems:
         raise UserError(problems)
     prepared.notices = _notices(config)
@@ -106,11 +107,18 @@ def _eos_problems(eos_token_ids: tuple[int, ...], vocab_size: int) -> list[str]:
 
 
 def _prompts(
-    config: RunConfig, prepared: Prepared, files: tuple[str, ...], problems: list[str]
-) -> list[Prompt]:
-    length = config.actor_rollout.max_prompt_length
-    read = _collect(problems, lambda: load_prompts(files, prepared.tokenizer, config.data, length))
-    return read or []
+    config: RunConfig,
+    prepared: Prepared,
+    files: tuple[str, ...],
+    prefixes: tuple[str, ...],
+    problems: list[str],
+) -> IndexedPrompts:
+    """The prompts of files, which name no stop tokens, or of indexed data sets."""
+    arguments = prepared.tokenizer, config.data, config.actor_rollout.max_prompt_length
+    if prefixes:
+        indexed = _collect(problems, lambda: load_indexed_prompts(prefixes, *arguments))
+        return indexed or IndexedPrompts()
+    return IndexedPrompts(_collect(problems, lambda: load_prompts(files, *arguments)) or [])
 
 
 def weight_problems(config: RunConfig, role: Role) -> list[str]:
@@ -146,6 +154,20 @@ def _folder_problems(section: RoleConfig, role: Role) -> list[str]:
     if len(found) > len(shown):
         shown.append(f"and {len(found) - len(shown)} more tensors")
     return [f"{problem}; give the folder of model.{section.model}" for problem in shown]
+
+
+def _fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | None:
+    actor = config.actor_rollout
+    if actor.fixed_responses is None:
+        return None
+    return load_fixed_responses(
+        actor.fixed_responses,
+        prepared.tokenizer,
+        prepared.eos_token_ids,
+        actor.architecture.vocab_size,
+        actor.max_new_tokens,
+        config.training.train_iters * config.samples_per_iteration,
+    )
 
 
 def _reward_problems(config: RunConfig, prepared: Prepared) -> list[str]:

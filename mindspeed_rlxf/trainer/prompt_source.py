@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_rlxf.data.batch import Prompts
+from mindspeed_rlxf.data.fixed_responses import FixedResponses
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.data.sampler import PromptSampler
 
@@ -14,9 +15,14 @@ class PromptSource:
     """Training prompts in sampled order; numbers every sample of the run."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], sampler: PromptSampler, n_samples_per_prompt: int
+        self,
+        prompts: Sequence[Prompt],
+        sampler: PromptSampler,
+        n_samples_per_prompt: int,
+        fixed: FixedResponses | None = None,
     ) -> None:
-        self.prompts, self.sampler = prompts, sampler
+        """fixed: responses that are taken in place of generated ones."""
+        self.prompts, self.sampler, self.fixed = prompts, sampler, fixed
         self.n_samples_per_prompt = n_samples_per_prompt
         self._next_sample_id = 0
 
@@ -27,7 +33,7 @@ class PromptSource:
             for index in self.sampler.next_batch()
             for _ in range(self.n_samples_per_prompt)
         ]
-        batch = as_rows(chosen, self._next_sample_id)
+        batch = as_rows(chosen, self._next_sample_id, self.fixed)
         self._next_sample_id += len(chosen)
         return batch
 
@@ -39,10 +45,14 @@ class PromptSource:
         self._next_sample_id = state["next_sample_id"]
 
 
-def as_rows(prompts: Sequence[Prompt], first_sample_id: int = 0) -> Prompts:
+def as_rows(
+    prompts: Sequence[Prompt], first_sample_id: int = 0, fixed: FixedResponses | None = None
+) -> Prompts:
+    sample_ids = list(range(first_sample_id, first_sample_id + len(prompts)))
     return Prompts(
-        sample_ids=list(range(first_sample_id, first_sample_id + len(prompts))),
+        sample_ids=sample_ids,
         token_ids=[p.token_ids for p in prompts],
         ground_truths=[p.ground_truth for p in prompts],
         data_sources=[p.data_source for p in prompts],
+        responses=fixed.of(sample_ids) if fixed else [[] for _ in prompts],
     )

@@ -129,7 +129,10 @@ def make_trainer(
         config.data.shuffle,
     )
     source = PromptSource(
-        prepared.train_prompts, sampler, config.actor_rollout.n_samples_per_prompt
+        prepared.train_prompts,
+        sampler,
+        config.actor_rollout.n_samples_per_prompt,
+        prepared.fixed_responses,
     )
     validator = Validator(
         roles, as_rows(prepared.val_prompts), prepared.validate_by_rule, training.seed, recorder

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -15,6 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import ArchitectureConfig, RunConfig
 from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
+from mindspeed_rlxf.data.conversation import MapKeys
+from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.roles import actor as actor_module
 from mindspeed_rlxf.roles.actor import ActorRole
@@ -195,6 +199,54 @@ def test_gsm8k_runs_at_dp2_tp2_and_pp2(warm_runtime: Any, tmp_path: Path) -> Non
         for ours, theirs in zip(curves["dp2"], curve, strict=True):
             for key in ("critic/score/mean", "critic/vf_loss", "actor/entropy", "critic/kl"):
                 assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-5), (name, key)
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K} (set RLXF_DATA)")
+def test_the_run_from_the_indexed_form_is_that_from_parquet(
+    warm_runtime: Any, tmp_path: Path
+) -> None:
+    architecture = PLAIN.model_copy(update={"vocab_size": VOCAB, "max_position_embeddings": 512})
+    make_llama(tmp_path / "lm", architecture)
+    make_llama(tmp_path / "scored", architecture, scored=True)
+    rows = (GSM8K / "train.jsonl").read_text(encoding="utf-8").splitlines()[:64]
+    table = pa.Table.from_pylist([json.loads(row) for row in rows])
+    parquet, prefix = tmp_path / "train.parquet", tmp_path / "indexed" / "gsm8k"
+    pq.write_table(table, parquet)
+    tokenizer = tmp_path / "tokenizer"
+    write_tokenizer(tokenizer, table["question"].to_pylist())
+    keys = MapKeys(prompt="question")
+    preprocess(PreprocessOptions((str(parquet),), str(prefix), str(tokenizer), map_keys=keys))
+    runs = {}
+    places = {"parquet": {"train_files": str(parquet)}, "indexed": {"data_path": str(prefix)}}
+    for name, place in places.items():
+        config = small_run(
+            tmp_path,
+            name,
+            tmp_path / "lm",
+            tmp_path / "scored",
+            architecture,
+            {"micro_batch_size": 2},
+            2,
+            data={
+                "prompt_key": "question",
+                "ground_truth_key": "answer",
+                "default_data_source": "openai/gsm8k",
+                "train_files": (),
+                **place,
+            },
+            reward={"kind": RewardKind.RULE, "model": None, "architecture": None, "load": None},
+            actor_rollout={"max_prompt_length": 400, "max_new_tokens": 24, "do_sample": True},
+            training={"seq_length": 424},
+        )
+        metrics = metrics_of(config, warm_runtime)
+        samples = (tmp_path / name / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+        kept = ("timing/", "throughput/")
+        runs[name] = (
+            [{k: v for k, v in line.items() if not k.startswith(kept)} for line in metrics],
+            [json.loads(sample) for sample in samples],
+        )
+    assert len(runs["parquet"][1]) == 3 * 8
+    assert runs["indexed"] == runs["parquet"]
 
 
 def small_run(

@@ -16,6 +16,7 @@ PACKAGE = "mindspeed_rlxf"
 LAYERS = [
     {"cli"},
     {"trainer"},
+    {"planning"},
     {"runtime"},
     {"roles"},
     {"rollout"},

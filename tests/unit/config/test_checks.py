@@ -129,7 +129,18 @@ def test_micro_batch_that_fits_no_mini_batch_has_a_remedy(problems: Problems) ->
         ),
         (
             {"validation.interval": 2},
-            "validation.interval=2 needs data.val_files; name a file, or use validation.interval=0",
+            "validation.interval=2 needs data.val_files or data.val_data_path; name a file, or use "
+            "validation.interval=0",
+        ),
+        (
+            {"data.data_path": "prompts/a"},
+            "data.train_files and data.data_path must not both be given, each names all prompts; "
+            "remove one of them",
+        ),
+        (
+            {"data.val_files": "a.jsonl", "data.val_data_path": "prompts/a"},
+            "data.val_files and data.val_data_path must not both be given, each names all prompts; "
+            "remove one of them",
         ),
         (
             {"placement.ref": "mian"},

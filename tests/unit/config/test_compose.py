@@ -65,7 +65,8 @@ def test_missing_name_lists_what_there_is(folder: Path) -> None:
 
 def test_missing_model_file_lists_what_there_is(folder: Path) -> None:
     problem = error(folder, "run", "model=[mine-7b]")
-    assert "defaults name model/mine-7b, which does not exist; there are: mine-1b, " in problem
+    assert "defaults name model/mine-7b, which does not exist; there are: " in problem
+    assert " mine-1b, " in problem
 
 
 def test_missing_config_dir_is_an_error(tmp_path: Path) -> None:
@@ -117,4 +118,4 @@ def test_composing_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_builtin_names_are_listed() -> None:
     assert "ppo_trainer_tiny" in config_names([builtin_config_dir()])
-    assert config_names([builtin_config_dir()], "model") == ["tiny"]
+    assert "tiny" in config_names([builtin_config_dir()], "model")

@@ -10,8 +10,8 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config
 
 from mindspeed_rlxf.config.enums import RopeScaling
-from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.config.hf_config import disagreements, hf_architecture, read_hf_config
+from mindspeed_rlxf.config.schema import ArchitectureConfig
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -100,6 +100,17 @@ def test_paths_are_absolute_from_the_working_folder(
     assert config.data.val_files == (str(tmp_path / "a.jsonl"), "/b.jsonl")
 
 
+def test_prefixes_of_data_sets_are_absolute_and_take_the_place_of_files(
+    make_tree: MakeTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    changes = {"data.data_path": "a/b", "data.val_data_path": ["c"], "validation.interval": 2}
+    data = resolve(make_tree(changes, drop=("data.train_files",)), "test").data
+    assert data.data_path == (str(tmp_path / "a/b"),)
+    assert data.val_data_path == (str(tmp_path / "c"),)
+    assert data.train_files == ()
+
+
 def test_runtime_may_be_one_word(make_tree: MakeTree) -> None:
     tree = make_tree({"runtime": "local", "resource_pool.main": 1})
     assert resolve(tree, "test").runtime.kind is RuntimeKind.LOCAL
@@ -180,7 +191,7 @@ def test_unknown_key_is_named_with_the_nearest_known_one(
         ("training.bf16", 1, "=1 must be true or false"),
         ("logging.samples", "some", "='some' must be an integer or all"),
         ("logging.samples", -1, "=-1 must be at least 0 or all"),
-        ("data.train_files", [], "=[] must not be empty; give at least one"),
+        ("data.train_files", [], " is required; name files of prompts, or an indexed data set"),
         ("data", "x.jsonl", "='x.jsonl' must be a section of keys"),
         ("resource_pool.main", 0, "=0 must be a number of devices from 1 to 100000"),
         ("resource_pool.main", "two", "='two' must be a number of devices"),

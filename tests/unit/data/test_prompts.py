@@ -185,7 +185,7 @@ def test_all_problems_of_all_files_come_at_once(make_tokenizer, write_jsonl, tmp
     ]
     assert "at least one row, this one is empty" in problems[3]
     assert "no such file" in problems[4]
-    assert "must be .jsonl or .parquet, not '.csv'" in problems[5]
+    assert "must be .jsonl, .json or .parquet, not '.csv'" in problems[5]
 
 
 def test_a_folder_in_place_of_a_file_cannot_be_read(make_tokenizer, tmp_path):

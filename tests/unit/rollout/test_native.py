@@ -125,6 +125,18 @@ def test_without_a_number_as_many_rows_grow_as_the_cache_holds(
     assert sizes == [len(prompts), 3]
 
 
+@pytest.mark.parametrize("keys", [{}, {"do_sample": True, "temperature": 2.0}])
+def test_a_given_response_scores_what_generating_it_reported(
+    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+) -> None:
+    tokens, log_probs, rollout, _ = generate(prompts, **keys)
+    for limit in (1, 20, 10000):  # every sequence alone, a few, all in one pack
+        monkeypatch.setattr(native, "PREFILL_TOKENS", limit)
+        for ours, theirs in zip(rollout.score(prompts, tokens), log_probs, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5)
+    assert rollout.stats.prompt_tokens == sum(map(len, prompts)) + sum(len(t) - 1 for t in tokens)
+
+
 def test_responses_here_end_both_ways_and_at_different_times(prompts: list[np.ndarray]) -> None:
     # what makes the tests around this one worth anything
     tokens, _, _, _ = generate(prompts, do_sample=True, temperature=2.0)

@@ -20,6 +20,11 @@ from transformers import (
 )
 
 from mindspeed_rlxf.cli.train import main
+from mindspeed_rlxf.config.compose import compose
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.data.conversation import MapKeys
+from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
+from mindspeed_rlxf.trainer.preflight import prepare
 
 VOCAB = 12
 
@@ -127,6 +132,36 @@ def test_missing_files_are_named(
 ) -> None:
     (line,) = problems(good, capsys, f"{key}=./absent.jsonl")
     assert "absent.jsonl" in line and rule in line
+
+
+def test_an_absent_data_set_is_named(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = problems(good, capsys, "data.train_files=[]", "data.data_path=./absent")
+    assert "absent: must be the --output-prefix of an indexed data set" in line
+
+
+def test_stop_tokens_of_indexed_data_sets_end_responses(good: Path, tmp_path: Path) -> None:
+    """1 is the tokenizer's EOS, 2 the model's; each data set brings one, that of validation too."""
+    for name, stop in (("train", 5), ("val", 7)):
+        options = PreprocessOptions(
+            (str(good / "train.jsonl"),),
+            str(tmp_path / name),
+            str(good / "tokenizer"),
+            map_keys=MapKeys("prompt"),
+        )
+        preprocess(options)
+        sidecar = tmp_path / f"{name}_packed_meta.json"
+        sidecar.write_text(
+            json.dumps({**json.loads(sidecar.read_text()), "stop_token_ids": [stop]})
+        )
+    prefixes = [f"data.data_path={tmp_path}/train", f"data.val_data_path={tmp_path}/val"]
+    tree = compose("good", ["data.train_files=[]", *prefixes], str(good))
+    prepared = prepare(resolve(tree, "good"))
+    assert prepared.eos_token_ids == (1, 2, 5, 7)
+    prompts = (prepared.train_prompts, prepared.val_prompts)
+    assert [[p.token_ids.tolist() for p in part] for part in prompts] == [[[3, 4]] * 4] * 2
+    assert {(p.ground_truth, p.data_source) for part in prompts for p in part} == {
+        ("3", "arithmetic")
+    }
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_rlxf.config.plan import plan
 from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.planning.plan import plan
 
 CHANGES = {
     "resource_pool.main": [4, 4],
@@ -20,23 +20,26 @@ CHANGES = {
 
 
 def lines(make_tree: Callable[..., Any], changes: dict[str, Any]) -> list[str]:
-    return [" ".join(line.split()) for line in plan(resolve(make_tree(changes), "t")).splitlines()]
+    text = plan(resolve(make_tree(changes), "t")).text
+    return [" ".join(line.split()) for line in text.splitlines()]
 
 
 def test_plan_shows_layouts_and_ranks(make_tree: Callable[..., Any]) -> None:
     shown = lines(make_tree, CHANGES)
     assert any(line.startswith("actor_rollout small main 8 2 2 2 fp32 ") for line in shown)
     assert "reward rule main 8 - - 8 - -" in shown
-    assert "main 0 0-3 0-3 actor_rollout, ref, critic, reward" in shown
-    assert "main 1 0-3 4-7 actor_rollout, ref, critic, reward" in shown
+    assert "main 1 2 6 0,1,1 0,0,6 0,0,6 0,0,6" in shown
 
 
 def test_plan_shows_every_batch_size(make_tree: Callable[..., Any]) -> None:
-    """96 samples; actor DP 2: 48 each, 2 mini-batches of 48 = 24 a rank = 2 x 12."""
+    """96 samples; actor DP 2: 48 each, 2 mini-batches of 48 = 24 a rank = 2 x 12.
+
+    The rollout has no pipeline, so 4 replicas of TP 2 generate 24 each.
+    """
     shown = lines(make_tree, CHANGES)
     assert "prompts (global_batch_size) 96" in shown
     assert "samples per actor replica 48" in shown
-    assert "generated at once per replica 20 (rounds: 3)" in shown
+    assert "generated at once per rollout replica 20 (rounds: 2)" in shown
     assert "longest prompt + response 8 + 16 tokens" in shown
     assert "actor_rollout 48 12 4" in shown  # forward: samples per rank, micro-batch, count
     assert "actor_rollout 48 2 3 6 2 18 0.0001" in shown
@@ -50,5 +53,5 @@ def test_plan_shows_where_output_goes(make_tree: Callable[..., Any]) -> None:
 
 
 def test_plan_has_no_trailing_space(make_tree: Callable[..., Any]) -> None:
-    text = plan(resolve(make_tree(), "t"))
+    text = plan(resolve(make_tree(), "t")).text
     assert all(line == line.rstrip() for line in text.splitlines())

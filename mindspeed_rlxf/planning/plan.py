@@ -2,37 +2,53 @@
 
 from __future__ import annotations
 
-from mindspeed_rlxf.config.enums import RewardKind, Role, RuntimeKind
+from dataclasses import dataclass
+
+from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.host import joined_address
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.table import pairs, table
+from mindspeed_rlxf.planning.fit import fit
+from mindspeed_rlxf.planning.memory import cache_rows, has_model
+from mindspeed_rlxf.planning.topology import topology
 
 NONE = "-"
 
 
-def plan(config: RunConfig) -> str:
-    """The whole plan as text; no device is touched and nothing is written."""
+@dataclass(frozen=True)
+class Plan:
+    """The plan as text, and what does not fit, each `rule, value, remedy`."""
+
+    text: str
+    problems: list[str]
+
+
+def plan(config: RunConfig) -> Plan:
+    """The whole plan; no device is claimed and nothing is written."""
+    fitting = fit(config)
     sections = {
         f"Run {config.training.run_name}": pairs(_run(config)),
         "Roles": table(_roles(config)),
-        "Processes": table(_processes(config)),
+        "Places of the ranks": topology(config),
         "Batch of an iteration": pairs(_batch(config)),
         "Forward passes": table(_forwards(config)),
         "Optimizer": table(_updates(config)),
+        **fitting.sections,
     }
-    return "\n\n".join(f"{title}\n{body}" for title, body in sections.items())
+    text = "\n\n".join(f"{title}\n{body}" for title, body in sections.items())
+    return Plan(text, fitting.problems)
 
 
 def _run(config: RunConfig) -> list[tuple[str, object]]:
-    training, runtime = config.training, config.runtime
+    training, runtime, data = config.training, config.runtime, config.data
     address = joined_address(config)
     cluster = f"cluster at {address}" if address else "own cluster on this host"
     return [
         ("iterations", training.train_iters),
         ("output", training.output_dir),
         ("tokenizer", training.tokenizer_name_or_path),
-        ("training prompts", ", ".join(config.data.train_files)),
-        ("validation prompts", ", ".join(config.data.val_files) or "none"),
+        ("training prompts", ", ".join(data.train_files or data.data_path)),
+        ("validation prompts", ", ".join(data.val_files or data.val_data_path) or "none"),
         ("runtime", f"ray, {cluster}" if runtime.kind is RuntimeKind.RAY else "local"),
         ("device", config.device.kind.value),
         ("reward", f"{config.reward.kind.value}"),
@@ -46,33 +62,13 @@ def _roles(config: RunConfig) -> list[list[object]]:
     for role in Role:
         section, layout = config.role(role), config.layout(role)
         where: list[object] = [config.pool_of(role), layout.world_size]
-        if _is_rule(config, role):
+        if not has_model(config, role):
             rows.append([role.value, "rule", *where, NONE, NONE, layout.dp, NONE, NONE])
             continue
         precision = "bf16" if section.bf16 else "fp32"
         sizes = [layout.tp, layout.pp, layout.dp]
         rows.append([role.value, section.model, *where, *sizes, precision, section.load])
     return rows
-
-
-def _is_rule(config: RunConfig, role: Role) -> bool:
-    return role is Role.REWARD and config.reward.kind is RewardKind.RULE
-
-
-def _processes(config: RunConfig) -> list[list[object]]:
-    """One line per pool and host: its devices and the ranks on them, in this order."""
-    rows: list[list[object]] = [["pool", "host", "devices", "ranks", "roles"]]
-    for pool, per_host in config.resource_pool.items():
-        roles = ", ".join(role.value for role in config.roles_of(pool))
-        first = 0
-        for host, count in enumerate(per_host):
-            rows.append([pool, host, _span(0, count), _span(first, count), roles])
-            first += count
-    return rows
-
-
-def _span(first: int, count: int) -> str:
-    return str(first) if count == 1 else f"{first}-{first + count - 1}"
 
 
 def _batch(config: RunConfig) -> list[tuple[str, object]]:
@@ -83,23 +79,24 @@ def _batch(config: RunConfig) -> list[tuple[str, object]]:
         ("samples per prompt", actor.n_samples_per_prompt),
         ("samples", config.samples_per_iteration),
         ("samples per actor replica", per_rank),
-        ("generated at once per replica", _at_once(actor.num_samples_per_step, per_rank)),
+        ("generated at once per rollout replica", _at_once(config)),
         ("longest prompt + response", f"{actor.max_prompt_length} + {actor.max_new_tokens} tokens"),
         ("decoding", f"sample, temperature {actor.temperature:g}" if actor.do_sample else "greedy"),
     ]
 
 
-def _at_once(limit: int | None, per_rank: int) -> str:
-    if limit is None:
-        return f"{per_rank}, or as many as the KV cache holds"
-    at_once = min(limit, per_rank)
-    return f"{at_once} (rounds: {-(-per_rank // at_once)})"
+def _at_once(config: RunConfig) -> str:
+    """On replicas of the rollout, which has no pipeline."""
+    layout = config.layout(Role.ACTOR_ROLLOUT)
+    per_replica = -(-config.samples_per_iteration // (layout.dp * layout.pp))
+    rows = cache_rows(config)
+    return f"{rows} (rounds: {-(-per_replica // rows)})"
 
 
 def _forwards(config: RunConfig) -> list[list[object]]:
     rows: list[list[object]] = [["role", "samples per rank", "micro-batch", "micro-batches"]]
     for role in Role:
-        if not _is_rule(config, role):
+        if has_model(config, role):
             samples = config.samples_per_iteration // config.layout(role).dp
             micro = min(config.role(role).micro_batch_size, samples)
             rows.append([role.value, samples, micro, -(-samples // micro)])

@@ -1,0 +1,196 @@
+"""How many bytes each part of a run takes: one function for each row of `docs/memory.md`.
+
+`numbers` are parameters that one rank holds, `itemsize` the bytes of a weight or an activation (2
+in bf16, 4 in fp32). Results are bytes on one rank unless a docstring says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import lcm
+
+from mindspeed_rlxf.config.roles import ArchitectureConfig, RoleConfig
+
+FP32 = 4
+CACHE_SHARE = 0.3  # of a device's memory, for the KV cache where the number of rows is left open
+PREFILL_TOKENS = 16384  # prompt tokens of one prefill pass at most (one prompt at least)
+
+
+def itemsize(role: RoleConfig) -> int:
+    """Bytes of one weight or activation of a role."""
+    return 2 if role.bf16 else FP32
+
+
+def buffer_numbers(sizes: Sequence[int], dp: int, distributed: bool) -> int:
+    """Numbers of Megatron's gradient buffer (`sizes`: of each parameter).
+
+    The distributed optimizer starts each parameter at a multiple of 64 and cuts the whole in `dp`
+    equal parts, a multiple of 128; its weights lie in a buffer of the same size.
+    """
+    if not distributed:
+        return sum(sizes)
+    return _filled(sum(_filled(size, 64) for size in sizes), lcm(dp, 128))
+
+
+def _filled(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def weight_bytes(numbers: int, itemsize: int) -> int:
+    """Weights in the precision of the model."""
+    return numbers * itemsize
+
+
+def gradient_bytes(numbers: int) -> int:
+    """The fp32 buffer that micro-batches are summed in, never sharded."""
+    return numbers * FP32
+
+
+def optimizer_bytes(numbers: int, itemsize: int, shards: int) -> int:
+    """Adam's two fp32 moments, and an fp32 copy of weights that are not fp32 themselves.
+
+    shards: ranks that share it, DP with the distributed optimizer, else 1.
+    """
+    return numbers // shards * optimizer_number_bytes(itemsize)
+
+
+def optimizer_number_bytes(itemsize: int) -> int:
+    """Bytes of the optimizer's state for one parameter."""
+    return (2 if itemsize == FP32 else 3) * FP32
+
+
+def optimizer_step_bytes(numbers: int, shards: int) -> int:
+    """The roots of all second moments, which torch's Adam makes at once."""
+    return numbers // shards * FP32
+
+
+def layer_activation_bytes(
+    a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
+) -> int:
+    """What one layer keeps for its backward pass; also more than it works with without one.
+
+    Two norms keep their input in fp32, the normed value and the output; attention its projections,
+    rotated queries and keys, cosines and sines, the output twice and the log of the normaliser; the
+    gated MLP its two halves together, the activated half, the other half and their product.
+    """
+    queries, keys = a.num_attention_heads * a.head_dim // tp, a.kv_heads * a.head_dim // tp
+    norms = 2 * ((FP32 + 2 * itemsize) * a.hidden_size + FP32)
+    attention = itemsize * (4 * queries + 3 * keys + 4 * a.head_dim)
+    attention += FP32 * a.num_attention_heads // tp
+    if a.qk_layernorm:
+        attention += (FP32 + itemsize) * (queries + keys)
+    mlp = 5 * itemsize * a.ffn_hidden_size // tp
+    norm_tokens = tokens // tp if sequence_parallel else tokens
+    return norm_tokens * norms + tokens * (attention + mlp)
+
+
+def in_flight(pp_rank: int, pp: int, micro_batches: int) -> int:
+    """Micro-batches whose activations a stage holds at once in the 1F1B schedule."""
+    return min(pp - pp_rank, micro_batches)
+
+
+def stage_transfer_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:
+    """Hidden states that a pipeline stage receives and sends for one micro-batch."""
+    return 2 * tokens * hidden_size * itemsize
+
+
+def last_hidden_bytes(tokens: int, read: int, hidden_size: int, itemsize: int) -> int:
+    """The final norm's input in fp32 and normed value, all hidden states, and those that are read.
+
+    read: tokens whose log-prob or value is wanted
+    """
+    return hidden_size * (tokens * (FP32 + 2 * itemsize) + read * itemsize)
+
+
+def log_prob_head_bytes(tokens: int, vocab: int, chunk: int) -> int:
+    """Logits, shifted logits, exponentials and a product of one chunk, in fp32.
+
+    vocab: rows of the output layer on this rank
+    """
+    return 4 * FP32 * min(tokens, chunk) * vocab
+
+
+def score_head_bytes(tokens: int, hidden_size: int) -> int:
+    """The read hidden states in fp32."""
+    return FP32 * tokens * hidden_size
+
+
+def weight_gradient_bytes(sizes: Sequence[int], itemsize: int) -> int:
+    """The largest parameter's gradient, before it is added to the buffer."""
+    return max(sizes) * itemsize
+
+
+def kv_cache_bytes(rows: int, length: int, a: ArchitectureConfig, tp: int, itemsize: int) -> int:
+    """Keys and values of `rows` sequences of `length` tokens, in all layers."""
+    return 2 * rows * length * a.num_layers * (a.kv_heads // tp) * a.head_dim * itemsize
+
+
+def kv_cache_rows(limit: int | None, waiting: int, row_bytes: int, memory: int | None) -> int:
+    """Sequences that a rank generates at once.
+
+    limit:  num_samples_per_step; without it as many as CACHE_SHARE of the memory holds, at least
+            one; all where the memory is not known
+    memory: bytes of a device
+    """
+    if limit is None:
+        limit = waiting if memory is None else max(1, int(CACHE_SHARE * memory) // row_bytes)
+    return min(limit, waiting)
+
+
+def prefill_tokens(rows: int, prompt: int) -> int:
+    """Prompt tokens of the largest prefill pass."""
+    return min(rows * prompt, max(PREFILL_TOKENS, prompt))
+
+
+def sampling_bytes(rows: int, vocab: int, do_sample: bool) -> int:
+    """Choosing the next tokens: logits and scaled logits in fp32, then a log-softmax, or
+    probabilities in fp64 twice (softmax and running sum).
+
+    vocab: the whole vocabulary, which every tensor-parallel rank gathers
+    """
+    return rows * vocab * (2 * FP32 + (16 if do_sample else FP32))
+
+
+def gather_buffer_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:
+    """Megatron's lasting buffer for the tokens that sequence parallel gathers."""
+    return tokens * hidden_size * itemsize
+
+
+def communicators(tp: int, pp: int, dp: int, trains: bool, generates: bool) -> int:
+    """Groups of more than one rank that a role makes device buffers for."""
+    model = trains and tp * pp > 1  # sums the gradient norm
+    return sum((tp > 1, pp > 1, dp > 1, model, generates and tp > 1))
+
+
+def sample_bytes(prompt: int, response: int) -> int:
+    """Host memory of one sample's rows, over all roles (fields of `data.batch`).
+
+    Prompt ids 8; response ids 8, log-probs of rollout, actor and reference 4 each; values 4; then
+    advantages 4, mask 1, old log-probs 4, returns 4, values 4, mask 1; values, returns, their copy
+    and mask have one slot more. Lengths, id, end flag and score: 29.
+    """
+    return 8 * prompt + 42 * response + 3 * 4 + 1 + 29
+
+
+def store_bytes(samples: int, sample_bytes: int) -> int:
+    """Host memory of the rows of an iteration; those of the one before go as they are replaced."""
+    return 2 * samples * sample_bytes
+
+
+def driver_bytes(process: int, samples: int, prompt: int) -> int:
+    """Host memory of the driver: the process and an iteration's prompts, 8 bytes for each token."""
+    return process + 8 * samples * prompt
+
+
+def export_bytes(numbers: int, itemsize: int, stored_itemsize: int) -> int:
+    """Disk of a role's final weights: the Hugging Face folder in the precision of the folder they
+    came from, the Megatron folder in that of the model.
+
+    numbers: of the whole model
+    """
+    return numbers * (stored_itemsize + itemsize)
+
+
+def checkpoint_bytes(numbers: int, itemsize: int) -> int:
+    """Disk of one checkpoint of a role: weights and optimizer. numbers: of the whole model."""
+    return numbers * (itemsize + optimizer_number_bytes(itemsize))

@@ -1,0 +1,116 @@
+"""Responses from a file in place of generation: to compare runs, and to replay one.
+
+A file has one JSON object per line with `response_ids` (token ids, EOS included) or `response`
+(text, tokenized without special tokens and ended by the first EOS id where there is room). Every
+row names the `sample_id` it answers, as `samples.jsonl` does, or none does and their order counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.data.files import FileProblems, read_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KEY = "actor_rollout.fixed_responses"
+
+
+class FixedResponses:
+    """Token ids of the response to each sample of a run."""
+
+    def __init__(self, by_sample_id: Mapping[int, list[int]]) -> None:
+        self._by_sample_id = dict(by_sample_id)
+
+    def of(self, sample_ids: Sequence[int]) -> list[list[int]]:
+        return [self._by_sample_id[sample_id] for sample_id in sample_ids]
+
+    def missing(self, num_samples: int) -> list[int]:
+        """Ids of 0 .. num_samples - 1 that have no response."""
+        return [i for i in range(num_samples) if i not in self._by_sample_id]
+
+
+def load_fixed_responses(
+    file: str,
+    tokenizer: PreTrainedTokenizerBase,
+    eos_token_ids: Sequence[int],
+    vocab_size: int,
+    max_new_tokens: int,
+    num_samples: int,
+) -> FixedResponses:
+    """All responses of `file`.
+
+    num_samples: samples of the whole run, each of which needs a response
+    Raises UserError with every problem, each `file:row: rule, value, remedy`.
+    """
+    problems = FileProblems(file)
+    reader = _Reader(tokenizer, tuple(eos_token_ids), vocab_size, max_new_tokens)
+    found: dict[int, list[int]] = {}
+    named: set[bool] = set()
+    if Path(file).suffix.lower() != ".jsonl":
+        raise UserError(f"{KEY}={file} must be a .jsonl file; convert or rename it")
+    for number, row in read_rows(file, problems):
+        sample_id = row.get("sample_id", len(found))
+        named.add("sample_id" in row)
+        ids, problem = reader.response(row)
+        if type(sample_id) is not int or sample_id in found:
+            problem = f"a sample_id must be a number that no earlier row has, not {sample_id!r:.40}"
+        if problem:
+            problems.add(number, f"{problem}; repair or remove the row")
+        found[sample_id if type(sample_id) is int else -number] = ids
+    if len(named) > 1:
+        problems.add(0, "all rows or none must have a sample_id; complete or remove them")
+    responses = FixedResponses(found)
+    lacking = responses.missing(num_samples)
+    if lacking and not problems.lines():
+        problems.add(
+            0,
+            f"the run's {num_samples} samples must have a response each, {len(lacking)} have none "
+            f"(the first: {lacking[0]}); complete the file or lower training.train_iters",
+        )
+    if problems.lines():
+        raise UserError([f"{KEY}: {line}" for line in problems.lines()])
+    return responses
+
+
+class _Reader:
+    """Token ids of a row, checked."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: tuple[int, ...],
+        vocab_size: int,
+        max_new_tokens: int,
+    ) -> None:
+        self._tokenizer, self._eos = tokenizer, eos_token_ids
+        self._vocab_size, self._longest = vocab_size, max_new_tokens
+
+    def response(self, row: Mapping[str, Any]) -> tuple[list[int], str]:
+        """(token ids, "") of a row, or ([], problem)."""
+        if "response_ids" in row:
+            ids = row["response_ids"]
+        elif isinstance(row.get("response"), str):
+            ids = self._tokenizer(row["response"], add_special_tokens=False)["input_ids"]
+            ids = ids + list(self._eos[:1]) if len(ids) < self._longest else ids
+        else:
+            return [], "a row must have response_ids or a text `response`"
+        problem = self._problem(ids)
+        return ([], problem) if problem else (ids, "")
+
+    def _problem(self, ids: Any) -> str:
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            return f"response_ids must be a list of token ids, not {ids!r:.40}"
+        if not 1 <= len(ids) <= self._longest:
+            return (
+                f"a response must have 1 to {self._longest} tokens (max_new_tokens), not {len(ids)}"
+            )
+        outside = [i for i in ids if not 0 <= i < self._vocab_size]
+        if outside:
+            return f"token ids must be from 0 to {self._vocab_size - 1}, not {outside[0]}"
+        early = [i for i in ids[:-1] if i in self._eos]
+        return f"EOS must be the last token, {early[0]} is in the middle" if early else ""

@@ -1,0 +1,199 @@
+"""Prompts of indexed data sets: what `preprocess_data.py` wrote, or the older toolkit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import DataConfig
+from mindspeed_rlxf.data.files import FileProblems, Row, look_up
+from mindspeed_rlxf.data.indexed import AnyArray, BrokenIndex, IndexedReader
+from mindspeed_rlxf.data.lengths import LengthLimit
+from mindspeed_rlxf.data.prompts import (
+    ENCODE_CHUNK,
+    Int64Array,
+    Prompt,
+    data_source_of,
+    ground_truth_of,
+)
+from mindspeed_rlxf.data.sidecar import (
+    MASK,
+    TOKEN_IDS,
+    Sidecar,
+    column_files,
+    data_path,
+    read_sidecar,
+    sidecar_path,
+)
+from mindspeed_rlxf.data.tokenizer import KEY, vocabulary_hash
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+REMEDY = "run preprocess_data.py again"
+
+
+@dataclass(frozen=True)
+class IndexedPrompts:
+    """stop_token_ids: what the data sets' templates end a response with."""
+
+    prompts: list[Prompt] = field(default_factory=list)
+    stop_token_ids: tuple[int, ...] = ()
+
+
+def load_indexed_prompts(
+    prefixes: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    max_prompt_length: int,
+) -> IndexedPrompts:
+    """All prompts of the data sets, in order; no prefixes, no prompts.
+
+    The prompts' columns are looked up by the keys of `data` as those of files are. Without a
+    sidecar a column holds token ids, which are decoded. Prompts over `max_prompt_length` tokens
+    follow `data.overlong_prompts`.
+    Raises UserError with every problem: a data set that is not there or not whole, a tokenizer
+    that is not the data set's, rows that cannot be used.
+    """
+    problems: list[str] = []
+    prompts: list[Prompt] = []
+    stop_ids: set[int] = set()
+    for prefix in prefixes:
+        try:
+            data_set = _DataSet(prefix, tokenizer, data)
+            prompts += data_set.prompts(len(prompts), max_prompt_length)
+            stop_ids.update(data_set.sidecar.stop_token_ids if data_set.sidecar else ())
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(problems)
+    return IndexedPrompts(prompts, tuple(sorted(stop_ids)))
+
+
+class _DataSet:
+    """One prefix, opened: the token ids and the columns that the keys of `data` lead to."""
+
+    def __init__(self, prefix: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+        self._prefix, self._tokenizer, self._data = prefix, tokenizer, data
+        self._token_ids = self._open(TOKEN_IDS)
+        self.sidecar = read_sidecar(Path(prefix))
+        if self.sidecar is None:
+            names = self._old_columns()
+            logger.warning(
+                "%s: no %s beside it, so nothing says which tokenizer and template made it; the "
+                "columns are read as token ids",
+                prefix,
+                sidecar_path(Path(prefix)).name,
+            )
+        else:
+            self._check_tokenizer(self.sidecar)
+            names = {c.name: c.file for c in self.sidecar.columns if c.encoding == "json"}
+        keys = (data.ground_truth_key, data.data_source_key)
+        needed = {name for key in keys for name in (key, key.split(".")[0])} & names.keys()
+        self._columns = {name: self._open(names[name]) for name in sorted(needed)}
+        self._largest_id = max(tokenizer.get_vocab().values())
+
+    def _old_columns(self) -> dict[str, str]:
+        """Name -> name in files, of a data set without sidecar."""
+        names = [n for n in column_files(Path(self._prefix)) if n not in (TOKEN_IDS, MASK)]
+        for name in names:
+            if self._open(name).dtype == np.uint8:  # ours, and not of the older toolkit
+                file = sidecar_path(Path(self._prefix)).name
+                raise UserError(f"{self._prefix}: must be whole, there is no {file}; {REMEDY}")
+        return dict(zip(names, names, strict=True))
+
+    def prompts(self, first_index: int, max_prompt_length: int) -> list[Prompt]:
+        """Raises UserError with every problem, each `prefix:row: rule, value, remedy`."""
+        found = FileProblems(self._prefix)
+        limit = LengthLimit(self._prefix, max_prompt_length, self._data.overlong_prompts)
+        kept: list[tuple[Int64Array, str, str]] = []
+        for number, token_ids, row in self._rows(found):
+            truth, truth_problem = ground_truth_of(look_up(row, self._data.ground_truth_key))
+            source, source_problem = data_source_of(
+                look_up(row, self._data.data_source_key), self._data
+            )
+            for problem in filter(None, (truth_problem, source_problem)):
+                found.add(number, problem)
+            ids = limit.fit(number, token_ids, found)
+            if ids is not None:
+                kept.append((ids, truth, source))
+        limit.report(len(self._token_ids), found)
+        if problems := found.lines():
+            raise UserError(problems)
+        texts = self._decoded([ids for ids, _, _ in kept])
+        return [
+            Prompt(first_index + place, text, ids, truth, source)
+            for place, (text, (ids, truth, source)) in enumerate(zip(texts, kept, strict=True))
+        ]
+
+    def _rows(self, problems: FileProblems) -> Iterator[tuple[int, Int64Array, Row]]:
+        """(row number from 1, token ids, columns) of the rows whose ids the tokenizer has."""
+        for place in range(len(self._token_ids)):
+            ids = self._token_ids[place].astype(np.int64)
+            if self._is_vocabulary(ids):
+                row = {name: self._value(name, place) for name in self._columns}
+                yield place + 1, ids, row
+            else:
+                rule = f"a token id must be from 0 to {self._largest_id}, there are"
+                problems.add(
+                    place + 1,
+                    f"{rule} {ids.min()} to {ids.max()}; give the tokenizer that made the data set "
+                    f"({KEY})",
+                )
+
+    def _is_vocabulary(self, ids: AnyArray) -> bool:
+        return not len(ids) or bool(ids.min() >= 0 and ids.max() <= self._largest_id)
+
+    def _value(self, name: str, place: int) -> Any:
+        stored = self._columns[name][place]
+        if self.sidecar is not None:
+            try:
+                return json.loads(stored.tobytes())
+            except ValueError as error:
+                where = f"{self._prefix}:{place + 1}: column {name!r}"
+                raise UserError(f"{where} must be JSON, {error}; {REMEDY}") from error
+        ids = stored.astype(np.int64)
+        if not self._is_vocabulary(ids):  # -100 and the like: no text
+            ids = ids[(ids >= 0) & (ids <= self._largest_id)]
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _decoded(self, prompts: Sequence[Int64Array]) -> Iterator[str]:
+        for start in range(0, len(prompts), ENCODE_CHUNK):
+            chunk = [ids.tolist() for ids in prompts[start : start + ENCODE_CHUNK]]
+            yield from self._tokenizer.batch_decode(chunk, clean_up_tokenization_spaces=False)
+
+    def _open(self, column: str) -> IndexedReader:
+        path = data_path(Path(self._prefix), column)
+        try:
+            reader = IndexedReader(path)
+        except FileNotFoundError as error:
+            raise UserError(
+                f"{self._prefix}: must be the --output-prefix of an indexed data set, there is no "
+                f"{Path(error.filename).name}; correct data.data_path or data.val_data_path"
+            ) from error
+        except (BrokenIndex, OSError) as error:
+            raise UserError(f"{self._prefix}: must be whole, {error}; {REMEDY}") from error
+        rows = len(self._token_ids) if column != TOKEN_IDS else len(reader)
+        if len(reader) != rows or not rows:
+            problem = f"{path.name} must have {rows or 'some'} rows, it has {len(reader)}"
+            raise UserError(f"{self._prefix}: {problem}; {REMEDY}")
+        return reader
+
+    def _check_tokenizer(self, sidecar: Sidecar) -> None:
+        own = vocabulary_hash(self._tokenizer)
+        if own != sidecar.tokenizer.sha256:
+            raise UserError(
+                f"{self._prefix}: the tokenizer must be the one it was made with, "
+                f"{sidecar.tokenizer.path!r} (sha256 {sidecar.tokenizer.sha256[:12]}), not "
+                f"{self._tokenizer.name_or_path!r} (sha256 {own[:12]}); correct {KEY} or run "
+                "preprocess_data.py with that tokenizer"
+            )

@@ -1,0 +1,69 @@
+"""Prompts over the longest length: refused, dropped, or cut at one end."""
+
+from __future__ import annotations
+
+import logging
+from typing import TypeVar
+
+import numpy as np
+
+from mindspeed_rlxf.config.enums import OverlongPrompts
+from mindspeed_rlxf.data.files import FileProblems
+
+logger = logging.getLogger(__name__)
+
+Ids = TypeVar("Ids", list[int], np.ndarray[tuple[int, ...], np.dtype[np.int64]])
+
+
+def cut(token_ids: Ids, max_length: int, policy: OverlongPrompts) -> Ids | None:
+    """The first or the last `max_length` ids; None where the policy keeps none of them.
+
+    The first ids lack the end of the prompt (with a chat template, the header of the response),
+    the last ones lack its start (with some, the beginning-of-text token).
+    """
+    if policy is OverlongPrompts.KEEP_HEAD:
+        return token_ids[:max_length]
+    if policy is OverlongPrompts.KEEP_TAIL:
+        return token_ids[-max_length:]
+    return None
+
+
+class LengthLimit:
+    """`max_prompt_length` for the prompts of one file or data set; counts those over it."""
+
+    def __init__(self, name: str, max_length: int, policy: OverlongPrompts) -> None:
+        self._name, self._max_length, self._policy = name, max_length, policy
+        self._num_over = 0
+
+    def fit(self, row: int, token_ids: Ids, problems: FileProblems) -> Ids | None:
+        """The ids to keep; None for a prompt that is a problem, or dropped."""
+        length = len(token_ids)
+        if length == 0:
+            rule = "a prompt must have a token, the tokenizer makes none of this one"
+            problems.add(row, f"{rule}; remove the row")
+            return None
+        if length <= self._max_length:
+            return token_ids
+        if self._policy is OverlongPrompts.ERROR:
+            problems.add(
+                row,
+                f"a prompt must fit actor_rollout.max_prompt_length={self._max_length}, this one "
+                f"has {length} tokens; raise it or set data.overlong_prompts=drop",
+            )
+            return None
+        self._num_over += 1
+        return cut(token_ids, self._max_length, self._policy)
+
+    def report(self, num_rows: int, problems: FileProblems) -> None:
+        """Logs how many were over the limit; a file of which nothing is left is a problem."""
+        if not self._num_over:
+            return
+        count = f"{self._num_over} of {num_rows} prompts are over {self._max_length} tokens"
+        dropped = self._policy is OverlongPrompts.DROP
+        if dropped and self._num_over == num_rows:
+            problems.add(0, f"{count} and none is left; raise actor_rollout.max_prompt_length")
+            return
+        end = "first" if self._policy is OverlongPrompts.KEEP_HEAD else "last"
+        done = "dropped" if dropped else f"cut to their {end} {self._max_length}"
+        key = f"data.overlong_prompts={self._policy.value}"
+        logger.warning("%s: %s and %s (%s)", self._name, count, done, key)

@@ -1,0 +1,65 @@
+"""How many numbers a rank holds, counted in the parameter map."""
+
+from __future__ import annotations
+
+from math import prod
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.parameters import (
+    EMBEDDING,
+    Head,
+    StageParameter,
+    hf_shapes,
+    shard_slices,
+    stage_parameters,
+)
+
+HEADS = {
+    Role.ACTOR_ROLLOUT: Head.LANGUAGE_MODEL,
+    Role.REF: Head.LANGUAGE_MODEL,
+    Role.CRITIC: Head.SCORE,
+    Role.REWARD: Head.SCORE,
+}
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def model_numbers(architecture: ArchitectureConfig, head: Head) -> int:
+    """Parameters of the whole model, without padding; tied weights count once."""
+    return sum(map(prod, hf_shapes(architecture, head).values()))
+
+
+def shard_sizes(
+    architecture: ArchitectureConfig, head: Head, tp: int, pp_rank: int, pp: int
+) -> list[int]:
+    """Numbers of each parameter on a rank of a pipeline stage, padding included."""
+    shapes = hf_shapes(architecture, head)
+    table = stage_parameters(architecture, head, pp_rank, pp)
+    return [_shard_size(parameter, architecture, shapes, tp) for parameter in table]
+
+
+def received_numbers(
+    architecture: ArchitectureConfig, head: Head, tp: int, pp_rank: int, pp: int
+) -> int:
+    """What a stage is sent to hold the whole depth: all that is not its own.
+
+    A tied output layer is not used for it: the embedding comes from the first stage.
+    """
+    shapes = hf_shapes(architecture, head)
+    own = [
+        _shard_size(parameter, architecture, shapes, tp)
+        for parameter in stage_parameters(architecture, head, pp_rank, pp)
+        if parameter.sources != EMBEDDING.sources or parameter.name == EMBEDDING.name
+    ]
+    return sum(shard_sizes(architecture, head, tp, 0, 1)) - sum(own)
+
+
+def _shard_size(
+    parameter: StageParameter, architecture: ArchitectureConfig, shapes: Shapes, tp: int
+) -> int:
+    """Every rank holds as much as the first, whose rows of the vocabulary are never padding."""
+    return sum(
+        part.size * prod(shapes[part.source]) // shapes[part.source][part.dim]
+        for part in shard_slices(parameter, architecture, 0, tp)
+    )

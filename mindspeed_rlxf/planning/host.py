@@ -1,0 +1,112 @@
+"""Host memory and disk of a run."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import dataclass
+from itertools import accumulate
+
+from mindspeed_rlxf.checkpoint.hf_folder import HfFolder
+from mindspeed_rlxf.config import memory
+from mindspeed_rlxf.config.enums import Role, RuntimeKind
+from mindspeed_rlxf.config.host import PROCESS_BYTES
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.models.sizes import HEADS, model_numbers
+from mindspeed_rlxf.planning.available import is_joined, on_cpu
+from mindspeed_rlxf.planning.memory import PoolMemory
+
+TRAINED = (Role.ACTOR_ROLLOUT, Role.CRITIC)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes on the host with most processes, which may hold the driver and all of the rows."""
+
+    num_processes: int
+    processes: int
+    devices: int  # what roles hold, on CPU
+    rows: int
+    driver: int
+    export: int
+
+    @property
+    def total(self) -> int:
+        """Final weights are written after the last iteration, when its rows are no more needed."""
+        return self.processes + self.driver + self.devices + max(self.rows, self.export)
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes in the run directory, and of one checkpoint."""
+
+    exports: dict[Role, int]
+    checkpoint: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.exports.values())
+
+
+def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory:
+    """pools: of the run, for what lies in the host's memory on CPU."""
+    actor, samples = config.actor_rollout, config.samples_per_iteration
+    sizes = {need.pool: _processes(config, need.pool) for need in pools}
+    shared = config.runtime.kind is RuntimeKind.LOCAL or is_joined(config)
+    count = max(sizes.values()) if shared else sum(sizes.values())
+    devices = [need.total * sizes[need.pool] for need in pools]
+    row = memory.sample_bytes(actor.max_prompt_length, actor.max_new_tokens)
+    return HostMemory(
+        num_processes=count,
+        processes=count * PROCESS_BYTES,
+        devices=sum(devices) if on_cpu(config) else 0,
+        rows=memory.store_bytes(samples, row),
+        driver=memory.driver_bytes(PROCESS_BYTES, samples, actor.max_prompt_length),
+        export=sum(_written_on_a_host(config, role) for role in TRAINED),
+    )
+
+
+def disk_needed(config: RunConfig) -> Disk:
+    return Disk(
+        {role: _export_bytes(config, role) for role in TRAINED},
+        sum(_checkpoint_bytes(config, role) for role in TRAINED),
+    )
+
+
+def _processes(config: RunConfig, pool: str) -> int:
+    """Processes of a pool on one host: on a cluster that is joined, on its largest."""
+    return max(config.resource_pool[pool]) if is_joined(config) else config.pool_size(pool)
+
+
+def _numbers(config: RunConfig, role: Role) -> int:
+    return model_numbers(config.role(role).architecture, HEADS[role])
+
+
+def _written_on_a_host(config: RunConfig, role: Role) -> int:
+    """Weights of the stages whose first rank, which writes them, is on the same host."""
+    section, layout = config.role(role), config.layout(role)
+    stage = memory.weight_bytes(_numbers(config, role) // layout.pp, memory.itemsize(section))
+    sizes = config.resource_pool[config.pool_of(role)]
+    ends = list(accumulate(sizes if is_joined(config) else [sum(sizes)]))
+    writers = [layout.tp * layout.dp * pp_rank for pp_rank in range(layout.pp)]
+    hosts = Counter(bisect_right(ends, rank) for rank in writers)
+    return stage * max(hosts.values())
+
+
+def _checkpoint_bytes(config: RunConfig, role: Role) -> int:
+    return memory.checkpoint_bytes(_numbers(config, role), memory.itemsize(config.role(role)))
+
+
+def _export_bytes(config: RunConfig, role: Role) -> int:
+    itemsize = memory.itemsize(config.role(role))
+    stored = stored_itemsize(config.role(role).load, itemsize)
+    return memory.export_bytes(_numbers(config, role), itemsize, stored)
+
+
+def stored_itemsize(folder: str | None, otherwise: int) -> int:
+    """Bytes of one number in a Hugging Face folder; `otherwise` where it cannot be read, which is
+    the preflight's to report."""
+    try:
+        return HfFolder(str(folder)).dtype("model.norm.weight").itemsize
+    except (KeyError, ValueError):
+        return otherwise

@@ -1,0 +1,241 @@
+"""Memory of a pool's devices: what each role keeps, and what its phases need for a while.
+
+Roles of a pool share a process. What they keep adds up; their phases follow one another, so that
+only the largest one counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config import memory
+from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, OptimizerConfig, RunConfig
+from mindspeed_rlxf.models.heads import CHUNK_TOKENS
+from mindspeed_rlxf.models.parameters import Head, padded_vocab_size
+from mindspeed_rlxf.models.sizes import HEADS, received_numbers, shard_sizes
+from mindspeed_rlxf.planning.available import rollout_memory
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes that one step of a role needs beside what it keeps."""
+
+    name: str
+    activations: int = 0
+    kv_cache: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.kv_cache + self.other
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Bytes of one role on one rank; `other` are lasting communication buffers."""
+
+    role: Role
+    weights: int
+    gradients: int
+    optimizer: int
+    other: int
+    phases: tuple[Phase, ...]
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Weights, gradients, optimizer."""
+        return self.weights, self.gradients, self.optimizer
+
+    @property
+    def kept(self) -> int:
+        return sum(self.state) + self.other
+
+    @property
+    def largest(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+@dataclass(frozen=True)
+class PoolMemory:
+    """Bytes of one rank of a pool; `process` is what it takes without any role."""
+
+    pool: str
+    rank: int
+    roles: tuple[RoleMemory, ...]
+    process: int
+
+    @property
+    def busiest(self) -> RoleMemory | None:
+        """The role with the largest phase; None where no role has a model."""
+        return max(self.roles, key=lambda role: role.largest.total, default=None)
+
+    @property
+    def total(self) -> int:
+        phase = self.busiest.largest.total if self.busiest else 0
+        return self.process + sum(role.kept for role in self.roles) + phase
+
+
+def has_model(config: RunConfig, role: Role) -> bool:
+    """False for a reward by rule."""
+    return role is not Role.REWARD or config.reward.kind is RewardKind.MODEL
+
+
+def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
+    """The rank of the pool that needs most; the first one of these."""
+    roles = [role for role in config.roles_of(pool) if has_model(config, role)]
+    process = device.process_bytes(config.device.kind)
+    ranks: dict[tuple[int, ...], int] = {}
+    for rank in range(config.pool_size(pool)):
+        ranks.setdefault(tuple(config.layout(role).pp_rank(rank) for role in roles), rank)
+    needs = [
+        PoolMemory(
+            pool,
+            rank,
+            tuple(role_memory(config, r, s) for r, s in zip(roles, stages, strict=True)),
+            process,
+        )
+        for stages, rank in ranks.items()
+    ]
+    return max(needs, key=lambda need: need.total)
+
+
+def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
+    """A role on the ranks of one pipeline stage."""
+    stage = _Stage(config, role, pp_rank)
+    optimizer = optimizer_of(config, role)
+    numbers, item = sum(stage.sizes), stage.itemsize
+    gradients = state = 0
+    if optimizer:
+        distributed = optimizer.use_distributed_optimizer
+        numbers = memory.buffer_numbers(stage.sizes, stage.layout.dp, distributed)
+        gradients = memory.gradient_bytes(numbers)
+        state = memory.optimizer_bytes(numbers, item, stage.shards(optimizer))
+    return RoleMemory(
+        role,
+        memory.weight_bytes(numbers, item),
+        gradients,
+        state,
+        stage.communication(trains=optimizer is not None),
+        tuple(_phases(stage, optimizer)),
+    )
+
+
+def cache_rows(config: RunConfig) -> int:
+    """Sequences that a rollout replica generates at once."""
+    actor, layout = config.actor_rollout, config.layout(Role.ACTOR_ROLLOUT)
+    waiting = -(-config.samples_per_iteration // (layout.dp * layout.pp))
+    length = actor.max_prompt_length + actor.max_new_tokens
+    row = memory.kv_cache_bytes(1, length, actor.architecture, layout.tp, memory.itemsize(actor))
+    room = rollout_memory(config, config.pool_of(Role.ACTOR_ROLLOUT))
+    return memory.kv_cache_rows(actor.num_samples_per_step, waiting, row, room)
+
+
+def optimizer_of(config: RunConfig, role: Role) -> OptimizerConfig | None:
+    """None for a role that does not learn."""
+    section = config.role(role)
+    return section.optimizer if isinstance(section, (ActorConfig, CriticConfig)) else None
+
+
+def _phases(stage: _Stage, optimizer: OptimizerConfig | None) -> Iterator[Phase]:
+    config, role = stage.config, stage.role
+    samples = config.samples_per_iteration // stage.layout.dp
+    yield stage.forward(min(stage.section.micro_batch_size, samples))
+    if optimizer:
+        yield stage.update(_mini_batch(config, role))
+        numbers, shards = sum(stage.sizes), stage.shards(optimizer)
+        yield Phase("optimizer step", other=memory.optimizer_step_bytes(numbers, shards))
+    if role is Role.ACTOR_ROLLOUT:
+        yield stage.generate(config.actor_rollout, cache_rows(config))
+
+
+def _mini_batch(config: RunConfig, role: Role) -> int:
+    if role is Role.CRITIC:
+        return config.critic.critic_mini_batch_size
+    return config.actor_rollout.ppo_mini_batch_size
+
+
+class _Stage:
+    """One role on one pipeline stage, with the sizes that its phases are worked out from."""
+
+    def __init__(self, config: RunConfig, role: Role, pp_rank: int) -> None:
+        self.config, self.role, self.pp_rank = config, role, pp_rank
+        self.section, self.head = config.role(role), HEADS[role]
+        self.layout: ParallelLayout = config.layout(role)
+        self.architecture = self.section.architecture
+        self.itemsize = memory.itemsize(self.section)
+        self.sequence_parallel = self.section.sequence_parallel and self.layout.tp > 1
+        self.sizes = shard_sizes(
+            self.architecture, self.head, self.layout.tp, pp_rank, self.layout.pp
+        )
+        actor = config.actor_rollout
+        self.prompt, self.response = actor.max_prompt_length, actor.max_new_tokens
+
+    def shards(self, optimizer: OptimizerConfig) -> int:
+        """Ranks that share the optimizer's state."""
+        return self.layout.dp if optimizer.use_distributed_optimizer else 1
+
+    def communication(self, trains: bool) -> int:
+        layout, largest = self.layout, self.section.micro_batch_size * self._length
+        generates = self.role is Role.ACTOR_ROLLOUT
+        groups = memory.communicators(layout.tp, layout.pp, layout.dp, trains, generates)
+        held = groups * device.communicator_bytes(self.config.device.kind)
+        if self.sequence_parallel:
+            hidden = self.architecture.hidden_size
+            held += memory.gather_buffer_bytes(largest, hidden, self.itemsize)
+        return held
+
+    def forward(self, rows: int) -> Phase:
+        """A pass without gradients: one layer at a time."""
+        return Phase("forward", self._layer(rows * self._length) + self._head(rows))
+
+    def update(self, mini_batch: int) -> Phase:
+        """Forward and backward of one micro-batch, with those that the pipeline has under way."""
+        rows = self.section.micro_batch_size
+        tokens, layout = rows * self._length, self.layout
+        layers = self.architecture.num_layers // layout.pp
+        held = layers * self._layer(tokens)
+        if layout.pp > 1:
+            own = tokens // layout.tp if self.sequence_parallel else tokens
+            held += memory.stage_transfer_bytes(own, self.architecture.hidden_size, self.itemsize)
+        count = memory.in_flight(self.pp_rank, layout.pp, mini_batch // (layout.dp * rows))
+        gradient = memory.weight_gradient_bytes(self.sizes, self.itemsize)
+        return Phase("update", count * held + self._head(rows), other=gradient)
+
+    def generate(self, actor: ActorConfig, rows: int) -> Phase:
+        """The rollout: no pipeline, so the other stages' weights are here for a while."""
+        a, tp = self.architecture, self.layout.tp
+        prefill = memory.prefill_tokens(rows, self.prompt)
+        working = memory.layer_activation_bytes(a, prefill, tp, False, self.itemsize)
+        sampling = memory.sampling_bytes(rows, a.vocab_size, actor.do_sample)
+        received = received_numbers(a, self.head, tp, self.pp_rank, self.layout.pp)
+        return Phase(
+            "generate",
+            max(working, sampling),
+            memory.kv_cache_bytes(rows, self._length, a, tp, self.itemsize),
+            memory.weight_bytes(received, self.itemsize),
+        )
+
+    @property
+    def _length(self) -> int:
+        return self.prompt + self.response
+
+    def _layer(self, tokens: int) -> int:
+        return memory.layer_activation_bytes(
+            self.architecture, tokens, self.layout.tp, self.sequence_parallel, self.itemsize
+        )
+
+    def _head(self, rows: int) -> int:
+        """What the last stage reads from the hidden states of `rows` samples."""
+        if self.pp_rank < self.layout.pp - 1:
+            return 0
+        a, hidden = self.architecture, self.architecture.hidden_size
+        read = rows * (self.response if self.head is Head.LANGUAGE_MODEL else self.response + 1)
+        held = memory.last_hidden_bytes(rows * self._length, read, hidden, self.itemsize)
+        if self.head is Head.SCORE:
+            return held + memory.score_head_bytes(read, hidden)
+        vocab = padded_vocab_size(a, self.layout.tp) // self.layout.tp
+        return held + memory.log_prob_head_bytes(read, vocab, CHUNK_TOKENS)

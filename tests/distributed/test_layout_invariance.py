@@ -1,0 +1,196 @@
+"""Five iterations on fixed responses end at the same weights, however the work is laid out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from mindspeed_rlxf.config.enums import KlControl, LrDecayStyle, RewardKind
+from mindspeed_rlxf.config.schema import (
+    ArchitectureConfig,
+    KlControlConfig,
+    OptimizerConfig,
+    RunConfig,
+)
+from mindspeed_rlxf.data.fixed_responses import FixedResponses
+from mindspeed_rlxf.data.prompts import Prompt
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.trainer.preflight import Prepared
+from mindspeed_rlxf.trainer.run import train
+from tests.distributed.llamas import PLAIN, QWEN3, TIED, make_llama, run_config
+from tests.trl.record import make_tokenizer
+from tests.trl.runs import metrics_of
+
+ITERATIONS, BATCH, EOS = 5, 16, 2
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+
+# name -> processes, keys of every role, keys by section
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "dp2": (2, {}, {}),
+    "dp4": (4, {}, {}),
+    "tp2": (2, TP2, {}),
+    "tp2 sequence parallel": (2, {**TP2, "sequence_parallel": True}, {}),
+    "pp2": (2, PP2, {}),
+    "tp2 pp2": (4, {**TP2, **PP2}, {}),
+    "tp2 dp2": (4, TP2, {}),
+    "pp2 dp2": (4, PP2, {}),
+    "dp2 distributed optimizer": (2, {}, {"optimizer": {"use_distributed_optimizer": True}}),
+    "micro-batch 1": (1, {"micro_batch_size": 1}, {}),
+    "micro-batch 4": (1, {"micro_batch_size": 4}, {}),
+    "padded": (1, {"packed_sequences": False}, {}),
+    "padded pp2": (2, {**PP2, "packed_sequences": False}, {}),
+    "actor tp2, critic pp2": (2, {}, {"actor_rollout": TP2, "critic": PP2}),
+    "actor pp2, ref tp2": (2, {}, {"actor_rollout": PP2, "ref": TP2}),
+}
+ALONE = ("dp2", "pp2", "tp2 pp2")  # what the other architectures are run in
+ARCHITECTURES = {"untied": PLAIN, "tied": TIED, "qwen3": QWEN3}
+
+
+def fixed_run(
+    folder: Path, out: Path, architecture: ArchitectureConfig, size: int,
+    layout: dict[str, Any], sections: dict[str, Any],
+) -> tuple[RunConfig, Prepared]:  # fmt: skip
+    """Two epochs of two steps in each iteration, adaptive KL, shuffled mini-batches."""
+    optimizer = OptimizerConfig(
+        lr=1e-3, lr_decay_style=LrDecayStyle.LINEAR, **sections.get("optimizer", {})
+    )
+    merged: dict[str, dict[str, Any]] = {
+        "training": {
+            "train_iters": ITERATIONS,
+            "global_batch_size": BATCH,
+            "output_dir": str(out),
+            "tokenizer_name_or_path": str(folder / "tokenizer"),
+        },
+        "actor_rollout": {
+            "ppo_mini_batch_size": 8, "ppo_epochs": 2, "do_sample": True, "shuffle_minibatch": True,
+        },
+        "critic": {
+            "critic_mini_batch_size": 8, "critic_update_epochs": 2, "shuffle_minibatch": True,
+            "cliprange_value": 0.2,
+        },
+        "algorithm": {
+            "kl_ctrl": KlControlConfig(
+                type=KlControl.ADAPTIVE, kl_coef=0.05, target_kl=0.01, horizon=100
+            ),
+            "missing_eos_penalty": 1.0,
+        },
+        "reward": {"kind": RewardKind.MODEL, "load": str(folder / "reward")},
+        "ref": {},
+    }  # fmt: skip
+    for name, keys in sections.items():
+        if name != "optimizer":
+            merged[name] = merged[name] | keys
+    config = run_config(
+        folder / "lm", folder / "value", architecture,
+        {"micro_batch_size": 2, **layout}, size, optimizer, **merged,
+    )  # fmt: skip
+    rng = np.random.default_rng(5)
+    vocab, count = architecture.vocab_size, ITERATIONS * BATCH
+    prompts = [
+        Prompt(i, "", rng.integers(3, 32, size=rng.integers(1, 20)), "", "test")
+        for i in range(count)
+    ]
+    assert vocab >= 32
+    fixed = FixedResponses({i: response(rng) for i in range(count)})
+    return config, Prepared(
+        tokenizer=make_tokenizer(),
+        eos_token_ids=(EOS,),
+        train_prompts=prompts,
+        fixed_responses=fixed,
+        validate_by_rule=False,
+    )
+
+
+def response(rng: np.random.Generator) -> list[int]:
+    """1 to 16 tokens, half of them ended by EOS."""
+    tokens = rng.integers(3, 32, size=rng.integers(1, 17)).tolist()
+    return [*tokens[:-1], EOS] if rng.random() < 0.5 else tokens
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with policy, value and reward model of each architecture."""
+    folders = {}
+    for name, architecture in ARCHITECTURES.items():
+        folder = tmp_path_factory.mktemp(name)
+        make_tokenizer().save_pretrained(folder / "tokenizer")
+        make_llama(folder / "lm", architecture)
+        for seed, part in enumerate(("value", "reward"), start=1):
+            make_llama(folder / part, architecture, scored=True, seed=seed)
+        folders[name] = folder
+    return folders
+
+
+class Outcome:
+    """Metrics of every iteration and the final weights of actor and critic."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.metrics = metrics_of(directory)
+        self.weights = {
+            role: load_folder(directory.path / "final" / f"{role}_hf")
+            for role in ("actor", "critic")
+        }
+
+
+def load_folder(folder: Path) -> dict[str, Any]:
+    return {
+        k: v.double() for file in folder.glob("*.safetensors") for k, v in load_file(file).items()
+    }
+
+
+_outcomes: dict[str, Outcome] = {}
+
+
+def outcome(runtime: Any, folder: Path, out: Path, name: str, layout: str | None) -> Outcome:
+    size, keys, sections = LAYOUTS[layout] if layout else (1, {}, {})
+    config, prepared = fixed_run(folder, out, ARCHITECTURES[name], size, keys, sections)
+    directory = RunDirectory.create(config)
+    train(config, prepared, directory, runtime)
+    return Outcome(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("untied", layout) for layout in LAYOUTS]
+    + [(name, layout) for name in ("tied", "qwen3") for layout in ALONE],
+)
+def test_the_layout_changes_nothing(
+    warm_runtime: Any, tmp_path: Path, models: dict[str, Path], name: str, layout: str
+) -> None:
+    folder = models[name]
+    if name not in _outcomes:
+        _outcomes[name] = outcome(warm_runtime, folder, tmp_path / "one", name, None)
+    one, other = _outcomes[name], outcome(warm_runtime, folder, tmp_path / "other", name, layout)
+    for role, start in (("actor", "lm"), ("critic", "value")):
+        before = load_folder(folder / start)
+        ours, theirs = one.weights[role], other.weights[role]
+        moved = distance(ours, before)
+        assert moved > 1e-3 * distance(before, {k: 0 * v for k, v in before.items()})
+        assert distance(theirs, ours) < 1e-4 * moved, role
+    compare_metrics(one.metrics, other.metrics)
+
+
+def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
+    assert a.keys() == b.keys()
+    return float(sum((a[k] - b[k]).square().sum() for k in a) ** 0.5)
+
+
+def compare_metrics(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
+    """1e-5 relative on average, 1e-4 at most, 1e-6 absolute near zero; clips within one token."""
+    assert len(one) == len(other) == ITERATIONS
+    names = [n for n in one[0] if not n.startswith(("timing/", "throughput/", "rollout/"))]
+    for name in names:
+        ours, theirs = (np.array([line[name] for line in lines]) for lines in (one, other))
+        if name.endswith("clipfrac"):
+            assert np.abs(ours - theirs).max() <= 1 / 8, name  # a token of the smallest mini-batch
+            continue
+        error = np.abs(ours - theirs)
+        relative = error / np.maximum(np.abs(ours), 1e-12)
+        bad = (relative > 1e-4) & (error > 1e-6)
+        assert not bad.any(), (name, ours, theirs)
+        assert relative.mean() < 1e-5 or error.mean() < 1e-6, (name, ours, theirs)

@@ -1,0 +1,93 @@
+"""What the plan says of weights, gradients and optimizer is what is allocated, within 5%."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.schema import OptimizerConfig
+from mindspeed_rlxf.data.batch import RoleOutput
+from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.planning.memory import role_memory
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.runtime.group import RoleGroup
+from tests.distributed.llamas import PLAIN, TIED, make_llama, run_config
+from tests.distributed.samples import make_experience, make_rollouts
+from tests.distributed.test_layouts import update
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {  # processes, layout, distributed optimizer
+    "fp32": (1, {}, False),
+    "bf16": (1, {"bf16": True}, False),
+    "dp2, distributed optimizer, fp32": (2, {}, True),
+    "dp2, distributed optimizer, bf16": (2, {"bf16": True}, True),
+    "tp2": (2, {"tensor_model_parallel_size": 2}, False),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}, False),
+}
+
+Bytes = tuple[int, int, int]  # weights, gradients, optimizer
+
+
+class MeasuredActor(ActorRole):
+    def measure(self) -> RoleOutput:
+        return RoleOutput(report=measured(self.engine))
+
+
+class MeasuredCritic(CriticRole):
+    def measure(self) -> RoleOutput:
+        return RoleOutput(report=measured(self.engine))
+
+
+def measured(engine: MegatronEngine) -> list[Bytes]:
+    """Storages of every rank."""
+    assert engine.optimizer is not None
+    chain = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+    adams = [part.optimizer for part in chain]
+    weights = storages(engine.module.parameters())
+    state = storages(v for adam in adams for s in adam.state.values() for v in s.values())
+    main = storages(p for adam in adams for g in adam.param_groups for p in g["params"])
+    optimizer = {**state, **{k: n for k, n in main.items() if k not in weights}}
+    gradients = storages(buffer.grad_data for buffer in engine.model.buffers)
+    mine = tuple(sum(held.values()) for held in (weights, gradients, optimizer))
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return ranks
+
+
+def storages(values: Iterable[Any]) -> dict[int, int]:
+    """Address -> bytes of the memory under tensors, each once."""
+    found = (v.untyped_storage() for v in values if isinstance(v, Tensor))
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+@pytest.mark.parametrize("architecture", [PLAIN, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("role", [Role.ACTOR_ROLLOUT, Role.CRITIC])
+def test_plan_is_what_is_allocated(
+    warm_runtime: Any, tmp_path: Path, role: Role, architecture: Any
+) -> None:
+    lm, scored = tmp_path / "lm", tmp_path / "scored"
+    make_llama(lm, architecture)
+    make_llama(scored, architecture, scored=True)
+    rollouts = make_rollouts()
+    for name, (size, layout, distributed) in LAYOUTS.items():
+        optimizer = OptimizerConfig(lr=1e-3, use_distributed_optimizer=distributed)
+        config = run_config(lm, scored, architecture, layout, size, optimizer)
+        pool = warm_runtime.create_pools({"main": [size]})["main"]
+        group = RoleGroup(role, config.layout(role), pool)
+        if role is Role.CRITIC:
+            kind, step, arguments = MeasuredCritic, CriticRole.update_critic, ()
+        else:
+            kind, step, arguments = MeasuredActor, ActorRole.update_policy, ((2,),)
+        group.build(kind, config, *arguments).result()
+        update(group, step, rollouts, make_experience(rollouts))
+        ranks = group.call(kind.measure).result()[0]
+        for rank, real in enumerate(ranks):
+            planned = role_memory(config, role, config.layout(role).pp_rank(rank))
+            wanted = (planned.weights, planned.gradients, planned.optimizer)
+            assert wanted == pytest.approx(real, rel=0.05), f"{name}, rank {rank}"

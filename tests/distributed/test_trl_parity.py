@@ -1,0 +1,300 @@
+"""Twenty updates on fixed responses through `PpoTrainer.fit` equal those that TRL's trainer made.
+
+TRL's numbers are in tests/trl/traces, written by tests/trl/record.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mindspeed_rlxf.algorithms.advantages import length_mask
+from mindspeed_rlxf.algorithms.losses import TokenLoss, clipped_policy_loss
+from mindspeed_rlxf.algorithms.masked import masked_whiten
+from mindspeed_rlxf.config.enums import (
+    AdvantageWhiten,
+    LossNormalizer,
+    ScorePosition,
+    ScoreSlotLimit,
+)
+from mindspeed_rlxf.config.schema import (
+    KlControlConfig,
+    RunConfig,
+)
+from mindspeed_rlxf.data.batch import (
+    Experience,
+    LogProbs,
+    RoleOutput,
+    Rollouts,
+    Scores,
+    fit_columns,
+)
+from mindspeed_rlxf.engine.engine import LossOutput
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.roles import actor as actor_module
+from mindspeed_rlxf.roles import critic as critic_module
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.runtime import role_groups
+from mindspeed_rlxf.runtime.role_groups import CriticGroup
+from mindspeed_rlxf.trainer.run import train
+from tests.trl.record import (
+    BATCH,
+    EOS,
+    TRACES,
+    UPDATES,
+    make_tokenizer,
+)
+from tests.trl.runs import (
+    SeenEnough,
+    Trace,
+    metrics_of,
+    prepared,
+    recorded_order,
+    trl_config,
+)
+
+LAYOUTS = {
+    "one process": (1, {}),
+    "tp2 pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+}
+
+
+class ReportingCritic(CriticRole):
+    def tell(
+        self, rollouts: Rollouts, experience: Experience, ref: LogProbs, scores: Scores
+    ) -> RoleOutput:
+        return RoleOutput(
+            report={
+                "old_log_probs": experience.old_log_probs.tolist(),
+                "ref_log_probs": ref.log_probs.tolist(),
+                "values": experience.values.tolist(),
+                "scores": scores.scores.tolist(),
+                "advantages": experience.advantages.tolist(),
+                "returns": experience.returns.tolist(),
+            }
+        )
+
+
+def differences(trace: Trace, metrics: list[dict[str, float]]) -> list[str]:
+    """Curves of the updates in `metrics` that are not TRL's, with their relative error."""
+    curves = {
+        "actor/pg_loss_abs": (trace.curve("pg_loss"), 1e-5, 1e-4),
+        "critic/vf_loss": (trace.curve("vf_loss"), 1e-5, 1e-4),
+        "actor/grad_norm": (trace.norm_curve("policy"), 1e-4, 1e-4),
+        "critic/grad_norm": (trace.norm_curve("value"), 1e-4, 1e-4),
+    }
+    found = []
+    for key, (theirs, mean, most) in curves.items():
+        ours = np.array([line[key] for line in metrics])
+        error = np.abs(ours - theirs[: len(ours)]) / theirs[: len(ours)]
+        if error.mean() > mean or error.max() > most:
+            found.append(f"{key}: mean {error.mean():.1e}, largest {error.max():.1e}")
+    return found
+
+
+def run_like_trl(
+    trace: Trace, config: RunConfig, runtime: Any, patch: pytest.MonkeyPatch
+) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """Metrics of every iteration and the tensors of the first one; weights are in final/."""
+    first: dict[str, Any] = {}
+    original = CriticGroup.make_experience
+
+    def listening(self: CriticGroup, rollouts: Any, old: Any, ref: Any, *rest: Any) -> Any:
+        pending = original(self, rollouts, old, ref, *rest)
+        if not first:
+            scores = rest[1]
+            (told,) = self.group.call(
+                ReportingCritic.tell, rollouts, pending.rows(), ref, scores
+            ).result()
+            first.update(told)
+        return pending
+
+    patch.setattr(role_groups, "mini_batch_order", recorded_order(trace, UPDATES))
+    patch.setattr(role_groups, "CriticRole", ReportingCritic)
+    patch.setattr(CriticGroup, "make_experience", listening)
+    directory = RunDirectory.create(config)
+    train(config, prepared(trace), directory, runtime)
+    return metrics_of(directory), first
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("minibatch", "one process"),
+        ("minibatch", "tp2 pp2"),
+        ("epoch", "one process"),
+        pytest.param("epoch", "tp2 pp2", marks=pytest.mark.long),
+    ],
+)
+def test_twenty_updates_equal_trl(
+    warm_runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, layout: str
+) -> None:
+    trace = Trace(name)
+    size, keys = LAYOUTS[layout]
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    config = trl_config(trace, tmp_path, size, keys)
+    metrics, first = run_like_trl(trace, config, warm_runtime, monkeypatch)
+    check_first_update(trace, first)
+    assert len(metrics) == UPDATES
+    assert differences(trace, metrics) == []
+    for part, role in (("policy", "actor"), ("value", "critic")):
+        assert moved_apart(config, trace, part, role) < 1e-4
+
+
+def check_first_update(trace: Trace, ours: dict[str, Any]) -> None:
+    """Where TRL masks, its log-probs are 1 and its values 0; only what counts is compared."""
+    lengths = [len(response) for response in trace.responses[:BATCH]]
+    for name in ("old_log_probs", "ref_log_probs", "advantages"):
+        theirs = trace.first[name]
+        for row, length in enumerate(lengths):
+            mine = torch.tensor(ours[name][row][:length])
+            assert (mine - theirs[row, :length]).abs().max() < 1e-5, name
+    width = trace.first["values"].size(1)
+    for row, length in enumerate(lengths):
+        slots = min(length + 1, width) if trace.responses[row][-1] == EOS else length
+        values = trace.first["values"][row, :slots]
+        returns = values + trace.first["raw_advantages"][row, :slots]
+        assert (torch.tensor(ours["values"][row][:slots]) - values).abs().max() < 1e-5
+        assert (torch.tensor(ours["returns"][row][:slots]) - returns).abs().max() < 1e-5
+    assert (torch.tensor(ours["scores"]) - trace.first["scores"]).abs().max() < 1e-5
+
+
+def moved_apart(config: RunConfig, trace: Trace, part: str, role: str) -> float:
+    """Distance between our final weights and TRL's, as a share of the distance TRL's moved."""
+    folder = Path(config.training.output_dir) / "final" / f"{role}_hf"
+    ours = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    start = load_file(TRACES / "start" / part / "model.safetensors")
+    end = load_file(trace.folder / part / "model.safetensors")
+    assert ours.keys() == end.keys() == start.keys()
+
+    def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
+        return float(sum((a[k].double() - b[k].double()).square().sum() for k in a) ** 0.5)
+
+    assert distance(end, start) > 1e-3 * distance(start, {k: v * 0 for k, v in start.items()})
+    return distance(ours, end) / distance(end, start)
+
+
+class BiasedVariance(CriticRole):
+    """Whitens with divisor n in place of n - 1."""
+
+    def make_experience(self, *arguments: Any) -> RoleOutput:
+        def whiten(values: Tensor, mask: Tensor, *rest: Any) -> Tensor:
+            count = mask.sum()
+            return masked_whiten(values, mask, *rest) * (count / (count - 1)).sqrt()
+
+        with replaced(critic_module, "masked_whiten", whiten):
+            return super().make_experience(*arguments)
+
+
+class WhitensOverValueSlots(CriticRole):
+    """Whitens over the slot after EOS too."""
+
+    def make_experience(self, rollouts: Rollouts, *rest: Any) -> RoleOutput:
+        width = rollouts.response_ids.size(1)
+        slots = torch.minimum(rollouts.response_lengths + rollouts.has_eos, torch.tensor(width))
+
+        def whiten(values: Tensor, _mask: Tensor, *arguments: Any) -> Tensor:
+            return masked_whiten(values, length_mask(slots, width), *arguments)
+
+        with replaced(critic_module, "masked_whiten", whiten):
+            return super().make_experience(rollouts, *rest)
+
+
+class LearnsNoSlotAfterEos(CriticRole):
+    """Masks the value loss as the policy loss."""
+
+    def update_critic(self, rollouts: Rollouts, experience: Experience, *rest: Any) -> RoleOutput:
+        mask = fit_columns(experience.response_mask, experience.value_mask.size(1))
+        return super().update_critic(rollouts, replace(experience, value_mask=mask), *rest)
+
+
+class MeanOfSequenceMeans(ActorRole):
+    """Weighs every response of a micro-batch the same, whatever its length."""
+
+    def policy_loss_step(self, experience: Experience, *rest: Any) -> LossOutput:
+        lengths = experience.response_mask[rest[2].rows].sum(1)
+        weights = torch.repeat_interleave(lengths.sum() / lengths / len(lengths), lengths)
+
+        def loss(*arguments: Any) -> TokenLoss:
+            token = clipped_policy_loss(*arguments)
+            return TokenLoss(token.loss * weights, token.clipped)
+
+        with replaced(actor_module, "clipped_policy_loss", loss):
+            return super().policy_loss_step(experience, *rest)
+
+
+@contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+WRONG_KEYS: dict[str, dict[str, Any]] = {
+    "score at EOS": {"algorithm": {"score_position": ScorePosition.EOS}},
+    "whitened per mini-batch": {"algorithm": {"advantage_whiten": AdvantageWhiten.MINIBATCH}},
+    "not whitened": {"algorithm": {"advantage_whiten": AdvantageWhiten.NONE}},
+    "gradient clip 1.0": {"optimizer": {"clip_grad": 1.0}},
+    "Adam eps 1e-5": {"optimizer": {"adam_eps": 1e-5}},
+    "no value clip": {"critic": {"cliprange_value": 1e9}},
+    "lam .931": {"algorithm": {"lam": 0.931}},
+    "kl_coef .051": {"algorithm": {"kl_ctrl": KlControlConfig(kl_coef=0.051)}},
+    "EOS penalty 1.01": {"algorithm": {"missing_eos_penalty": 1.01}},
+    "temperature .801": {"actor_rollout": {"temperature": 0.801}},
+    "clip ratio .2001": {"actor_rollout": {"clip_ratio": 0.2001}},
+    "vf_coef .11": {"critic": {"vf_coef": 0.11}},
+    "token mean": {"algorithm": {"loss_normalizer": LossNormalizer.MINIBATCH_TOKENS}},
+    "slot after EOS in every response": {
+        "algorithm": {"score_slot_limit": ScoreSlotLimit.MAX_NEW_TOKENS},
+        "actor_rollout": {"max_new_tokens": 13},
+    },
+}
+WRONG_ROLES: dict[str, tuple[str, type]] = {
+    "biased variance": ("CriticRole", BiasedVariance),
+    "whitened over value slots": ("CriticRole", WhitensOverValueSlots),
+    "value loss without the slot after EOS": ("CriticRole", LearnsNoSlotAfterEos),
+    "mean of sequence means": ("ActorRole", MeanOfSequenceMeans),
+}
+
+
+@pytest.mark.parametrize("error", ["none", *WRONG_KEYS, *WRONG_ROLES])
+def test_a_deliberate_error_is_seen_within_six_updates(
+    warm_runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    trace = Trace("minibatch")
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    config = with_keys(trl_config(trace, tmp_path, 1, {}), WRONG_KEYS.get(error, {}))
+    monkeypatch.setattr(role_groups, "mini_batch_order", recorded_order(trace, 6))
+    if error in WRONG_ROLES:
+        monkeypatch.setattr(role_groups, *WRONG_ROLES[error])
+    directory = RunDirectory.create(config)
+    with pytest.raises(SeenEnough):
+        train(config, prepared(trace), directory, warm_runtime)
+    metrics = metrics_of(directory)
+    assert len(metrics) == 6
+    assert bool(differences(trace, metrics)) == (error != "none")
+
+
+def with_keys(config: RunConfig, changes: dict[str, dict[str, Any]]) -> RunConfig:
+    """Sections with keys changed; `optimizer` is the actor's and the critic's."""
+    sections = {name: getattr(config, name) for name in ("algorithm", "actor_rollout", "critic")}
+    optimizer = changes.get("optimizer", {})
+    for name, section in sections.items():
+        keys = dict(changes.get(name, {}))
+        if hasattr(section, "optimizer"):
+            keys["optimizer"] = section.optimizer.model_copy(update=optimizer)
+        sections[name] = section.model_copy(update=keys)
+    return config.model_copy(update=sections)

@@ -1,0 +1,94 @@
+"""Draws both curves over each other and their difference: `python tests/trl/draw.py OUTPUT.png`.
+
+Runs the twenty updates of each recorded setting here, in one process, and prints one JSON line with
+the relative differences. Needs the extra `bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.runtime import role_groups
+from mindspeed_rlxf.runtime.local import LocalRuntime
+from mindspeed_rlxf.trainer.run import train
+from tests.trl.record import SETTINGS, UPDATES, make_tokenizer
+from tests.trl.runs import Trace, metrics_of, prepared, recorded_order, trl_config
+
+CURVES = {
+    "|policy loss|": ("actor/pg_loss_abs", "pg_loss"),
+    "value loss": ("critic/vf_loss", "vf_loss"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("output", type=Path, help="picture to write")
+    output = parser.parse_args().output
+    curves = {name: both_curves(name) for name in SETTINGS}
+    draw(output, curves)
+    errors = {
+        f"{name} {title}": [float(e) for e in (error.mean(), error.max())]
+        for name, titled in curves.items()
+        for title, (ours, theirs) in titled.items()
+        for error in [np.abs(ours - theirs) / theirs]
+    }
+    print(json.dumps({"benchmark": "trl_parity", "relative_difference_mean_and_max": errors}))
+
+
+def both_curves(name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Title -> (ours, TRL's), each [UPDATES]."""
+    trace, original = Trace(name), role_groups.mini_batch_order
+    role_groups.mini_batch_order = recorded_order(trace, UPDATES)
+    with tempfile.TemporaryDirectory() as folder:
+        make_tokenizer().save_pretrained(Path(folder) / "tokenizer")
+        config = trl_config(trace, Path(folder), 1, {})
+        directory = RunDirectory.create(config)
+        runtime = LocalRuntime(DeviceKind.CPU)
+        try:
+            train(config, prepared(trace), directory, runtime)
+        finally:
+            runtime.shutdown()
+            role_groups.mini_batch_order = original
+        metrics = metrics_of(directory)
+    return {
+        title: (np.array([line[ours] for line in metrics]), trace.curve(theirs))
+        for title, (ours, theirs) in CURVES.items()
+    }
+
+
+def draw(output: Path, curves: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(4, len(curves), figsize=(11, 9), sharex=True, squeeze=False)
+    updates = np.arange(1, UPDATES + 1)
+    for column, (name, titled) in enumerate(curves.items()):
+        for place, (title, (ours, theirs)) in enumerate(titled.items()):
+            above, below = axes[2 * place][column], axes[2 * place + 1][column]
+            above.plot(updates, theirs, color="tab:orange", linewidth=4, label="TRL")
+            above.plot(updates, ours, color="tab:blue", linewidth=1.2, label="mindspeed_rlxf")
+            above.set_title(f"{title}, a step per {name}")
+            above.legend()
+            below.plot(updates, ours - theirs, color="tab:red", linewidth=1)
+            below.axhline(0.0, color="grey", linewidth=0.5)
+            below.set_ylabel("difference")
+        axes[-1][column].set_xlabel("update")
+        axes[-1][column].xaxis.get_major_locator().set_params(integer=True)
+    figure.tight_layout()
+    figure.savefig(output, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

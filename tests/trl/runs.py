@@ -1,0 +1,160 @@
+"""Our side of the comparison: the recorded traces, and the configuration that gives TRL's way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import load_file
+
+from mindspeed_rlxf.config.enums import (
+    KlPenalty,
+    LossNormalizer,
+    LrDecayStyle,
+    OldLogProbs,
+    RewardKind,
+    ScoreSlotLimit,
+)
+from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RunConfig
+from mindspeed_rlxf.data.fixed_responses import FixedResponses
+from mindspeed_rlxf.data.prompts import Prompt
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.trainer.preflight import Prepared
+from tests.distributed.llamas import run_config
+from tests.trl.record import (
+    BATCH,
+    EOS,
+    EPOCHS,
+    MICRO,
+    MINI_BATCHES,
+    TRACES,
+    UPDATES,
+    VOCAB,
+    make_tokenizer,
+)
+
+ARCHITECTURE = ArchitectureConfig(
+    num_layers=2,
+    hidden_size=16,
+    ffn_hidden_size=24,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=VOCAB,
+    max_position_embeddings=64,
+    norm_epsilon=1e-6,
+    untie_embeddings_and_output_weights=True,
+)
+MINI_BATCH = {"minibatch": BATCH // MINI_BATCHES, "epoch": BATCH}  # samples of one optimizer step
+KL = {"k1": KlPenalty.KL, "k3": KlPenalty.LOW_VAR_KL}
+
+
+class Trace:
+    """What TRL did under one of the recorder's settings."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.folder = name, TRACES / name
+        text = (self.folder / "trace.json").read_text(encoding="utf-8")
+        self.__dict__.update(json.loads(text))
+        self.first = load_file(self.folder / "first_update.safetensors")
+
+    settings: dict[str, Any]
+    queries: list[list[int]]
+    responses: list[list[int]]
+    orders: list[list[int]]
+    losses: list[dict[str, float]]
+    norms: list[dict[str, float]]
+
+    def curve(self, key: str) -> np.ndarray:
+        """Per update: mean over its optimizer steps of |loss of the step|."""
+        values = np.array([loss[key] for loss in self.losses])
+        return np.abs(values.reshape(UPDATES, -1, MINI_BATCH[self.name] // MICRO).mean(2)).mean(1)
+
+    def norm_curve(self, part: str) -> np.ndarray:
+        return np.array([norm[part] for norm in self.norms]).reshape(UPDATES, -1).mean(1)
+
+
+def trl_config(trace: Trace, folder: Path, size: int, layout: dict[str, Any]) -> RunConfig:
+    """The switches that give TRL's way."""
+    settings, start = trace.settings, TRACES / "start"
+    optimizer = OptimizerConfig(
+        lr=settings["learning_rate"], lr_decay_style=LrDecayStyle.LINEAR, clip_grad=0.0
+    )
+    longest = max(map(len, trace.responses))
+    return run_config(
+        start / "policy",
+        start / "value",
+        ARCHITECTURE,
+        {**layout, "micro_batch_size": MICRO},
+        size,
+        optimizer,
+        training={
+            "train_iters": UPDATES,
+            "global_batch_size": BATCH,
+            "output_dir": str(folder / "run"),
+            "tokenizer_name_or_path": str(folder / "tokenizer"),
+        },
+        actor_rollout={
+            "do_sample": True,
+            "temperature": settings["temperature"],
+            "max_new_tokens": longest,
+            "ppo_mini_batch_size": MINI_BATCH[trace.name],
+            "ppo_epochs": EPOCHS,
+            "clip_ratio": settings["cliprange"],
+        },
+        critic={
+            "critic_mini_batch_size": MINI_BATCH[trace.name],
+            "critic_update_epochs": EPOCHS,
+            "cliprange_value": settings["cliprange_value"],
+            "vf_coef": settings["vf_coef"],
+        },
+        reward={"kind": RewardKind.MODEL, "load": str(start / "reward")},
+        algorithm={
+            "gamma": settings["gamma"],
+            "lam": settings["lam"],
+            "kl_penalty": KL[settings["kl_estimator"]],
+            "kl_ctrl": {"kl_coef": settings["kl_coef"]},
+            "missing_eos_penalty": settings["missing_eos_penalty"],
+            "loss_normalizer": LossNormalizer.MICRO_BATCH_MEAN,
+            "score_slot_limit": ScoreSlotLimit.BATCH_WIDTH,
+            "old_log_probs": OldLogProbs.ROLLOUT,
+        },
+        data={"shuffle": False},
+    )
+
+
+def prepared(trace: Trace) -> Prepared:
+    prompts = [
+        Prompt(i, "", np.array(ids, dtype=np.int64), "", "test")
+        for i, ids in enumerate(trace.queries)
+    ]
+    fixed = FixedResponses(dict(enumerate(trace.responses)))
+    return Prepared(
+        tokenizer=make_tokenizer(),
+        eos_token_ids=(EOS,),
+        train_prompts=prompts,
+        fixed_responses=fixed,
+        validate_by_rule=False,
+    )
+
+
+def recorded_order(trace: Trace, updates: int) -> Callable[..., list[list[int]]]:
+    """In place of `mini_batch_order`: TRL's permutations, and an end after `updates`."""
+
+    def order(samples: int, epochs: int, _shuffle: bool, _seed: int, k: int) -> list[list[int]]:
+        assert (samples, epochs) == (BATCH, EPOCHS)
+        if k > updates:
+            raise SeenEnough
+        return trace.orders[(k - 1) * EPOCHS : k * EPOCHS]
+
+    return order
+
+
+def metrics_of(directory: RunDirectory) -> list[dict[str, float]]:
+    return [json.loads(line)["metrics"] for line in directory.metrics.read_text().splitlines()]
+
+
+class SeenEnough(Exception):
+    """Ends a run whose first updates are all that is asked for."""

@@ -1,0 +1,225 @@
+"""The preprocess command: its flags, exit codes and one line per problem; the guide's command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from mindspeed_rlxf import cli
+from mindspeed_rlxf.cli.preprocess import main
+from tests.unit.data.byte_tokenizer import byte_tokenizer, write_tokenizer
+
+REPO = Path(__file__).parents[3]
+PROMPTS = ["The film was", "电影 was a", "I felt that"]
+GUIDE = """
+mkdir ./dataset/llama3-hf/
+
+{python} {repo}/preprocess_data.py \\
+    --input ./dataset/descriptiveness-00000-of-00001.parquet \\
+    --tokenizer-name-or-path ./model_from_hf/llama3-hf/ \\
+    --output-prefix ./dataset/llama3-hf/descriptiveness \\
+    --workers 16 \\
+    --log-interval 1000 \\
+    --tokenizer-type PretrainedFromHF \\
+    --handler-name  PPOAlpacaStyleInstructionHandler \\
+    --prompt-type llama3 \\
+    --map-keys '{{"prompt":"prompt", "query":"", "response": "prompt", "system":""}}'
+"""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The command sets these for its process; the test's own get them back."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def required(tmp_path: Path) -> list[str]:
+    write_tokenizer(tmp_path / "tokenizer")
+    rows = [{"instruction": text, "input": "now", "output": "no"} for text in PROMPTS]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return [
+        "--input", "rows.jsonl", "--tokenizer-name-or-path", "tokenizer", "--output-prefix",
+        "new/folder/set",
+    ]  # fmt: skip
+
+
+def texts(prefix: str) -> list[str]:
+    found = IndexedDataset(f"{prefix}_packed_input_ids_document")
+    return [byte_tokenizer().decode(found[i].tolist()) for i in range(len(found))]
+
+
+def test_the_command_of_the_guide_runs_as_it_stands(tmp_path: Path) -> None:
+    (tmp_path / "dataset").mkdir()
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"prompt": text, "chosen": messages, "rejected": messages} for text in PROMPTS]
+    file = tmp_path / "dataset" / "descriptiveness-00000-of-00001.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    write_tokenizer(tmp_path / "model_from_hf" / "llama3-hf")
+    command = GUIDE.format(python=sys.executable, repo=REPO)
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    prefix = str(tmp_path / "dataset" / "llama3-hf" / "descriptiveness")
+    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    assert texts(prefix) == [
+        f"<|begin_of_text|>{header.format('user')}{text}<|eot_id|>{header.format('assistant')}"
+        for text in PROMPTS
+    ]
+    chosen = IndexedDataset(f"{prefix}_packed_chosen_document")
+    assert json.loads(chosen[2].tobytes()) == messages
+
+
+def test_defaults_are_those_of_alpaca_rows(
+    required: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["preprocess", *required, "--log-interval", "2"]) == 0
+    assert texts("new/folder/set") == [f"{text}\nnow" for text in PROMPTS]
+    output = capsys.readouterr()
+    assert output.out.split("\n")[:2] == [
+        "rows read                         3",
+        "rows written                      3",
+    ]
+    assert output.err.startswith("2 rows read in ") and len(output.err.splitlines()) == 1
+
+
+def test_what_was_dropped_skipped_and_empty_is_said(
+    required: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").touch()
+    (tmp_path / "folder" / "empty.jsonl").touch()
+    (tmp_path / "bad.jsonl").write_text('{"instruction": 1}\n{"instruction": "abcdef"}\n')
+    extra = ["--input", "rows.jsonl", "folder", "bad.jsonl"]
+    flags = ["--seq-length", "5", "--overlong", "keep-tail"]
+    assert main([*required, *extra, *flags]) == 0
+    output = capsys.readouterr()
+    assert "dropped, wrong type               1" in output.out
+    assert "cut to --seq-length               4" in output.out
+    assert "dropped rows: new/folder/set_rejected.jsonl" in output.out
+    assert output.err.splitlines() == [
+        "note: folder/notes.txt is skipped: of no type that is read",
+        "note: folder/empty.jsonl holds no rows",
+    ]
+    assert texts("new/folder/set")[-1] == "bcdef"
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--worker", "2"], "--worker: no such option; did you mean --workers?"),
+        (["--append-eod"], "--append-eod: no such option; remove it, or use "),
+        (["--seq-lenght=5"], "--seq-lenght=5: no such option; did you mean --seq-length?"),
+        (
+            ["--handler-name", "AlpacaStyleInstructionHandler"],
+            "--handler-name=AlpacaStyleInstructionHandler must be one of "
+            "PPOAlpacaStyleInstructionHandler; did you mean PPOAlpacaStyleInstructionHandler?",
+        ),
+        (["--tokenizer-type", "GPT2BPETokenizer"], "--tokenizer-type=GPT2BPETokenizer must be"),
+        (["--prompt-type", "lama3"], "--prompt-type=lama3 must be one of empty, "),
+        (["--overlong", "cut"], "--overlong=cut must be one of error, drop, keep-head, keep-tail;"),
+        (["--overlong", "drop"], "--overlong=drop needs --seq-length; "),
+        (["--seq-length", "0"], "--seq-length=0 must be at least 1; use 1 or more"),
+        (["--workers", "0"], "--workers=0 must be at least 1; use 1 or more"),
+        (["--workers", "two"], "argument --workers: invalid int value: 'two'; see --help"),
+        (["--map-keys", "{'a': 1}"], "--map-keys must be a JSON object such as"),
+        (["--input", "gone.jsonl"], "--input gone.jsonl: no such file or folder; correct"),
+        (
+            ["--tokenizer-name-or-path", "gone"],
+            "--tokenizer-name-or-path='gone' must be a folder with a Hugging Face tokenizer",
+        ),
+        (["--map-keys", '{"prompt": "x"}'], "a row must be left, of 3 rows none is"),
+        (["--seq-length", "3", "--overlong", "error"], "rows.jsonl:1: a prompt must fit"),
+        (["--seq-length", "15", "--strict"], "--strict: no row may be dropped, 2 are; mend them"),
+    ],
+)
+def test_a_mistake_exits_2_with_error_lines_and_leaves_nothing(
+    flags: list[str],
+    problem: str,
+    required: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*required, *flags]) == 2
+    output = capsys.readouterr()
+    lines = output.err.splitlines()
+    assert all(line.startswith("error: ") for line in lines) and output.out == ""
+    assert lines[0].startswith(f"error: {problem}"), lines
+    assert [path for path in (tmp_path / "new").rglob("*") if path.is_file()] == []
+
+
+def test_every_wrong_flag_is_told_at_once(
+    required: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*required, "--workers", "-1", "--prompt-type", "x", "--handler-name", "y"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+def test_a_required_flag_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--input, --tokenizer-name-or-path, --output-prefix" in line
+
+
+def test_an_existing_data_set_is_kept_unless_told(
+    required: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(required) == 0
+    assert main(required) == 2
+    assert "exists; take another prefix or give --overwrite" in capsys.readouterr().err
+    assert main([*required, "--overwrite"]) == 0
+
+
+def test_letters_of_any_script_work_in_an_ascii_locale(tmp_path: Path) -> None:
+    """A process of its own: the locale is read once, at start."""
+    folder = tmp_path / "数据"
+    write_tokenizer(folder / "分词器")
+    (folder / "题.jsonl").write_text('{"prompt": "二加二"}\n{"prompt": 2}\n', encoding="utf-8")
+    command = [
+        sys.executable, str(REPO / "preprocess_data.py"), "--input", "数据/题.jsonl",
+        "--tokenizer-name-or-path", "数据/分词器", "--output-prefix", "数据/出/集", "--map-keys",
+        '{"prompt": "prompt"}', "--workers", "2",
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "LC_ALL": "C"}, capture_output=True
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "written: 数据/出/集_packed_*" in done.stdout.decode("utf-8")
+    assert texts(str(folder / "出" / "集")) == ["二加二"]
+    rejected = json.loads((folder / "出" / "集_rejected.jsonl").read_text(encoding="utf-8"))
+    assert rejected["file"] == "数据/题.jsonl"
+
+
+def test_a_killed_run_leaves_no_data_set_and_the_next_one_works(
+    required: list[str], tmp_path: Path
+) -> None:
+    """A pipe that nobody writes to holds the command in the middle of its work."""
+    (tmp_path / "many.jsonl").write_text('{"instruction": "a"}\n' * 5000)
+    os.mkfifo(tmp_path / "slow.jsonl")
+    flags = ["--workers", "2", "--log-interval", "1000"]
+    command = [sys.executable, str(REPO / "preprocess_data.py"), *required, *flags]
+    progress = tmp_path / "progress"
+    deadline = time.monotonic() + 60
+    with progress.open("w") as stream:
+        run = subprocess.Popen([*command, "--input", "many.jsonl", "slow.jsonl"], stderr=stream)
+    while "5000 rows" not in progress.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    partial = tmp_path / "new" / "folder" / ".set_packed.partial"
+    assert partial.is_dir()
+    run.send_signal(signal.SIGKILL)
+    run.wait(timeout=10)
+    assert list((tmp_path / "new" / "folder").iterdir()) == [partial]
+    while main(required) == 2 and time.monotonic() < deadline:  # its workers end within a second
+        time.sleep(0.2)
+    assert len(texts("new/folder/set")) == 3 and not partial.exists()

@@ -1,0 +1,114 @@
+"""Rows become turns by the map keys, or name the reason why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.data.conversation import (
+    MapKeys,
+    UnusableRow,
+    conversation_of,
+    parse_map_keys,
+)
+
+KEYS = MapKeys("p", "q", "r", "h", "s")
+
+
+def turns_of(row: dict[str, Any], keys: MapKeys = KEYS) -> list[tuple[str, str]]:
+    return [tuple(turn) for turn in conversation_of(row, keys)]  # type: ignore[misc]
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"p": "A"}, [("user", "A")]),
+        ({"p": "A", "q": "B", "r": "no"}, [("user", "A\nB")]),
+        ({"p": "", "q": "B"}, [("user", "B")]),
+        ({"p": "A", "q": None, "s": None, "h": None}, [("user", "A")]),
+        ({"p": " A\n"}, [("user", " A\n")]),
+        (
+            {"p": "A", "s": "S", "h": [["1", "2"], ["3", "4"]]},
+            [("system", "S"), ("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"),
+             ("user", "A")],
+        ),
+        (
+            {"p": [message("user", "1"), message("assistant", "2"), message("user", "3")]},
+            [("user", "1"), ("assistant", "2"), ("user", "3")],
+        ),
+        (
+            {"p": [message("system", "own"), message("user", "1")], "s": "S", "q": "B",
+             "h": [["x", "y"]]},
+            [("system", "own"), ("user", "x"), ("assistant", "y"), ("user", "1\nB")],
+        ),
+    ],
+)  # fmt: skip
+def test_a_row_becomes_turns(row: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+    assert turns_of(row) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"q": "B"}, "no prompt"),
+        ({"p": None}, "no prompt"),
+        ({"p": ""}, "empty prompt"),
+        ({"p": " \n", "q": " "}, "empty prompt"),
+        ({"p": 7}, "wrong type"),
+        ({"p": []}, "wrong type"),
+        ({"p": ["A"]}, "wrong type"),
+        ({"p": [{"role": "user"}]}, "wrong type"),
+        ({"p": [message("user", "A"), message("assistant", "B")]}, "wrong roles"),
+        ({"p": [message("tool", "A")]}, "wrong roles"),
+        ({"p": [message("user", "A"), message("system", "B")]}, "wrong roles"),
+        ({"p": "A", "q": ["B"]}, "wrong type"),
+        ({"p": "A", "s": 5}, "wrong type"),
+        ({"p": "A", "h": "B"}, "wrong type"),
+        ({"p": "A", "h": [["B"]]}, "wrong type"),
+        ({"p": "A", "h": [["B", None]]}, "wrong type"),
+        ({"p": "A\ud800"}, "invalid unicode"),
+        ({"p": "A", "h": [["B", "\udfff"]]}, "invalid unicode"),
+    ],
+)
+def test_a_row_that_makes_no_prompt_has_a_reason(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnusableRow) as error:
+        conversation_of(row, KEYS)
+    assert error.value.reason == reason
+    assert "; " in str(error.value)  # rule, value; remedy
+
+
+def test_dots_reach_inside() -> None:
+    assert turns_of({"a": {"b": "X"}}, MapKeys("a.b")) == [("user", "X")]
+
+
+def test_the_keys_of_the_guide_are_read() -> None:
+    keys = parse_map_keys('{"prompt":"prompt", "query":"", "response": "prompt", "system":""}')
+    assert keys == MapKeys("prompt", None, "prompt", None, None)
+    assert keys.consumed == {"prompt"}
+
+
+def test_keys_that_are_not_given_keep_their_defaults() -> None:
+    assert parse_map_keys("{}") == MapKeys("instruction", "input", "output", None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{prompt: x}", "--map-keys must be a JSON object such as"),
+        ("[1]", "--map-keys must be a JSON object such as"),
+        ('{"promt": "x"}', "did you mean prompt?"),
+        ('{"chosen": "x"}', "'chosen' must be one of prompt, query, response, history, system"),
+        ('{"query": 3}', "query=3 must name a column"),
+        ('{"prompt": ""}', "prompt must name a column, it is empty"),
+    ],
+)
+def test_wrong_map_keys_are_named(text: str, problem: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_map_keys(text)
+    assert problem in str(error.value)

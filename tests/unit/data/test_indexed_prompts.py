@@ -1,0 +1,256 @@
+"""Prompts from an indexed data set are those from the files that it was made of."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import DataConfig
+from mindspeed_rlxf.data.conversation import MapKeys
+from mindspeed_rlxf.data.indexed import IndexedWriter
+from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
+from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
+from mindspeed_rlxf.data.prompts import Prompt, load_prompts
+from mindspeed_rlxf.data.sidecar import data_path, sidecar_path
+from mindspeed_rlxf.data.tokenizer import load_tokenizer
+from tests.unit.data.byte_tokenizer import SPECIAL, byte_tokenizer, write_tokenizer
+
+DATA = Path(os.environ.get("RLXF_DATA", Path(__file__).parents[4] / "shared" / "data"))
+GSM8K = DATA / "gsm8k" / "train.jsonl"
+ROWS = [
+    {"prompt": "1+1=", "ground_truth": "2", "data_source": "sums"},
+    {"prompt": "größe 数学", "ground_truth": 7.5, "data_source": None},
+    {"prompt": "a<|im_end|>", "info": {"truth": "x"}},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    return write_tokenizer(folder, frame="<s> $A <|end_of_text|>")
+
+
+def config(**keys: Any) -> DataConfig:
+    return DataConfig(**{"data_path": ["unused"], "default_data_source": "plain", **keys})
+
+
+def make(folder: Path, tokenizer: str, rows: list[Any], name: str = "set", **options: Any) -> str:
+    file = folder / f"{name}.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    values = {"map_keys": MapKeys("prompt", None), **options}
+    preprocess(PreprocessOptions((str(file),), str(folder / name), tokenizer, **values))
+    return str(folder / name)
+
+
+def load(tokenizer: str, *prefixes: str, limit: int = 100, **keys: Any) -> IndexedPrompts:
+    return load_indexed_prompts(prefixes, load_tokenizer(tokenizer), config(**keys), limit)
+
+
+def problems_of(tokenizer: str, *prefixes: str, **keys: Any) -> list[str]:
+    with pytest.raises(UserError) as error:
+        load(tokenizer, *prefixes, **keys)
+    return error.value.problems
+
+
+def essence(prompts: list[Prompt]) -> list[tuple[int, list[int], str, str]]:
+    assert all(p.token_ids.dtype == np.int64 for p in prompts)
+    return [(p.index, p.token_ids.tolist(), p.ground_truth, p.data_source) for p in prompts]
+
+
+@pytest.mark.parametrize("truth", ["ground_truth", "info.truth"])
+def test_the_empty_template_gives_the_prompts_of_the_files(
+    truth: str, tokenizer_folder: str, tmp_path: Path
+) -> None:
+    prefix = make(tmp_path, tokenizer_folder, ROWS)
+    files = [f"{prefix}.jsonl"] * 2
+    tokenizer = load_tokenizer(tokenizer_folder)
+    expected = load_prompts(files, tokenizer, config(ground_truth_key=truth), 100)
+    found = load(tokenizer_folder, prefix, prefix, ground_truth_key=truth)
+    assert essence(found.prompts) == essence(expected)
+    assert [p.text for p in found.prompts[:2]] == ["<s>1+1=", "<s>größe 数学"]
+    assert found.stop_token_ids == ()
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason=f"GSM8K is not at {GSM8K} (set RLXF_DATA)")
+def test_gsm8k_is_the_same_in_both_forms(tokenizer_folder: str, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in GSM8K.read_text(encoding="utf-8").splitlines()[:300]]
+    keys = {"ground_truth_key": "answer", "prompt_key": "question"}
+    prefix = make(tmp_path, tokenizer_folder, rows, map_keys=MapKeys("question"), workers=2)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    expected = load_prompts(f"{prefix}.jsonl", tokenizer, config(**keys), 2000)
+    assert essence(load(tokenizer_folder, prefix, limit=2000, **keys).prompts) == essence(expected)
+
+
+def test_stop_tokens_of_all_data_sets_come_back(tokenizer_folder: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "a"}]
+    prefixes = [
+        make(tmp_path, tokenizer_folder, rows, name, template=name) for name in ("llama3", "qwen")
+    ]
+    stops = load(tokenizer_folder, *prefixes, limit=1000).stop_token_ids
+    assert stops == (SPECIAL.index("<|im_end|>"), SPECIAL.index("<|eot_id|>"))
+
+
+@pytest.mark.parametrize(
+    ("policy", "texts", "said"),
+    [
+        ("drop", ["<s>abc"], "1 of 2 prompts are over 4 tokens and dropped"),
+        ("keep_head", ["<s>abc", "<s>abc"], "over 4 tokens and cut to their first 4"),
+        ("keep_tail", ["<s>abc", "cdef"], "over 4 tokens and cut to their last 4"),
+    ],
+)
+def test_long_prompts_follow_the_policy_in_both_forms(
+    policy: str,
+    texts: list[str],
+    said: str,
+    tokenizer_folder: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prefix = make(tmp_path, tokenizer_folder, [{"prompt": "abc"}, {"prompt": "abcdef"}])
+    data = config(overlong_prompts=policy)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    with caplog.at_level(logging.WARNING):
+        of_files = load_prompts(f"{prefix}.jsonl", tokenizer, data, 4)
+        of_index = load_indexed_prompts([prefix], tokenizer, data, 4).prompts
+    assert [p.text for p in of_index] == texts
+    assert essence(of_index) == essence(of_files)
+    assert caplog.text.count(said) == 2 and caplog.text.count(f"overlong_prompts={policy}") == 2
+
+
+def test_a_long_prompt_is_an_error_by_default(tokenizer_folder: str, tmp_path: Path) -> None:
+    prefix = make(tmp_path, tokenizer_folder, [{"prompt": "abc"}, {"prompt": "abcdef"}])
+    (problem,) = problems_of(tokenizer_folder, prefix, limit=4)
+    assert problem.startswith(f"{prefix}:2: a prompt must fit actor_rollout.max_prompt_length=4")
+
+
+def test_another_tokenizer_is_an_error_that_names_both(
+    tokenizer_folder: str, tmp_path: Path
+) -> None:
+    prefix = make(tmp_path, tokenizer_folder, ROWS)
+    other = write_tokenizer(tmp_path / "other", special=[*SPECIAL, "<new>"])
+    (problem,) = problems_of(other, prefix)
+    assert problem.startswith(f"{prefix}: the tokenizer must be the one it was made with, ")
+    assert tokenizer_folder in problem and other in problem
+
+
+def test_the_same_tokenizer_elsewhere_is_accepted(tokenizer_folder: str, tmp_path: Path) -> None:
+    prefix = make(tmp_path, tokenizer_folder, ROWS)
+    copy = load_tokenizer(tokenizer_folder)
+    copy.chat_template = "{{ messages }}"
+    copy.save_pretrained(tmp_path / "copy")
+    assert len(load(str(tmp_path / "copy"), prefix).prompts) == 3
+
+
+def write_old(prefix: Path, columns: dict[str, list[list[int]]]) -> str:
+    """A data set of the older toolkit: token ids in every column, no sidecar."""
+    for column, rows in columns.items():
+        writer = IndexedWriter(data_path(prefix, column), np.int32)
+        for row in rows:
+            writer.add(np.array(row, np.int32).tobytes(), [len(row)])
+        writer.close()
+    return str(prefix)
+
+
+def test_without_a_sidecar_columns_are_decoded_with_a_notice(
+    tokenizer_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    encode = lambda text: byte_tokenizer()(text)["input_ids"]  # noqa: E731
+    prefix = write_old(
+        tmp_path / "old",
+        {
+            "input_ids": [encode("ab"), encode("数")],
+            "attention_mask": [[1, 1], [1, 1, 1]],
+            "labels": [[-100, *encode("12<|end_of_text|>")], encode("答")],
+        },
+    )
+    with caplog.at_level(logging.WARNING):
+        found = load(tokenizer_folder, prefix, ground_truth_key="labels")
+    assert [(p.text, p.ground_truth) for p in found.prompts] == [("ab", "12"), ("数", "答")]
+    assert found.stop_token_ids == ()
+    assert "no old_packed_meta.json beside it" in caplog.text
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_named(
+    tokenizer_folder: str, tmp_path: Path
+) -> None:
+    prefix = write_old(tmp_path / "old", {"input_ids": [[1, 2], [3, 99_999], [-1]]})
+    problems = problems_of(tokenizer_folder, prefix)
+    assert [problem.split(": ")[0] for problem in problems] == [f"{prefix}:2", f"{prefix}:3"]
+
+
+def test_an_empty_sequence_is_named(tokenizer_folder: str, tmp_path: Path) -> None:
+    prefix = write_old(tmp_path / "old", {"input_ids": [[1, 2], []]})
+    (problem,) = problems_of(tokenizer_folder, prefix)
+    assert problem.startswith(f"{prefix}:2: a prompt must have a token")
+
+
+def remove_sidecar(prefix: str) -> None:
+    sidecar_path(Path(prefix)).unlink()
+
+
+def cut_bin(prefix: str) -> None:
+    Path(f"{prefix}_packed_input_ids_document.bin").write_bytes(b"")
+
+
+def drop_column(prefix: str) -> None:
+    Path(f"{prefix}_packed_ground_truth_document.idx").unlink()
+
+
+def shorten_column(prefix: str) -> None:
+    writer = IndexedWriter(data_path(Path(prefix), "ground_truth"), np.uint8)
+    writer.add(b"1", [1])
+    writer.close()
+
+
+def newer_version(prefix: str) -> None:
+    text = (
+        sidecar_path(Path(prefix)).read_text().replace('format_version": 1', 'format_version": 2')
+    )
+    sidecar_path(Path(prefix)).write_text(text)
+
+
+def break_sidecar(prefix: str) -> None:
+    sidecar_path(Path(prefix)).write_text("[")
+
+
+def empty_sidecar(prefix: str) -> None:
+    sidecar_path(Path(prefix)).write_text('{"format_version": 1}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (remove_sidecar, "must be whole, there is no set_packed_meta.json"),
+        (cut_bin, "must be whole, "),
+        (drop_column, "there is no set_packed_ground_truth_document.idx"),
+        (shorten_column, "set_packed_ground_truth_document must have 3 rows, it has 1"),
+        (newer_version, "format_version must be 1, this one is 2"),
+        (break_sidecar, "set_packed_meta.json: must be a JSON object"),
+        (empty_sidecar, "set_packed_meta.json: handler is not valid"),
+    ],
+)
+def test_a_damaged_data_set_is_named(
+    damage: Any, problem: str, tokenizer_folder: str, tmp_path: Path
+) -> None:
+    prefix = make(tmp_path, tokenizer_folder, ROWS)
+    damage(prefix)
+    (found,) = problems_of(tokenizer_folder, prefix)
+    assert problem in found and "; " in found
+
+
+def test_every_absent_data_set_is_named(tokenizer_folder: str, tmp_path: Path) -> None:
+    prefixes = [str(tmp_path / "a"), str(tmp_path / "none" / "b")]
+    problems = problems_of(tokenizer_folder, *prefixes)
+    assert [problem.split(": ")[0] for problem in problems] == prefixes
+    assert all("must be the --output-prefix of an indexed data set" in p for p in problems)
+
+
+def test_no_data_sets_give_no_prompts(tokenizer_folder: str) -> None:
+    assert load(tokenizer_folder) == IndexedPrompts()

@@ -1,0 +1,52 @@
+"""Parameter counts against the arithmetic of a small model."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.models.sizes import model_numbers, received_numbers, shard_sizes
+
+LM, SCORE = Head.LANGUAGE_MODEL, Head.SCORE
+MODEL = ArchitectureConfig(
+    num_layers=2,
+    hidden_size=8,
+    ffn_hidden_size=12,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=7,
+    max_position_embeddings=64,
+    untie_embeddings_and_output_weights=True,
+)
+TIED = MODEL.model_copy(update={"untie_embeddings_and_output_weights": False})
+
+# heads of width 2. norms 8 + 8; q, k, v 8 x (8 + 4 + 4); o 8 x 8; gate, up, down 3 x 8 x 12
+LAYER = 16 + 128 + 64 + 288
+EMBEDDING = 7 * 8
+PADDED = 8 * 8  # over two ranks
+
+
+def test_whole_models() -> None:
+    assert model_numbers(MODEL, LM) == 2 * EMBEDDING + 2 * LAYER + 8
+    assert model_numbers(TIED, LM) == EMBEDDING + 2 * LAYER + 8
+    assert model_numbers(MODEL, SCORE) == EMBEDDING + 2 * LAYER + 8 + 8
+
+
+def test_shards_of_tensor_parallel_ranks_hold_padding_and_whole_norms() -> None:
+    layer = 16 + (128 + 64 + 288) // 2
+    assert sum(shard_sizes(MODEL, LM, 2, 0, 1)) == PADDED + 2 * layer + 8
+
+
+@pytest.mark.parametrize("model", [MODEL, TIED])
+def test_last_stage_has_an_output_layer_even_if_tied(model: ArchitectureConfig) -> None:
+    assert sum(shard_sizes(model, LM, 1, 0, 2)) == EMBEDDING + LAYER
+    assert sum(shard_sizes(model, LM, 1, 1, 2)) == LAYER + 8 + EMBEDDING
+
+
+def test_a_stage_receives_what_is_not_its_own() -> None:
+    assert received_numbers(MODEL, LM, 1, 0, 1) == 0
+    assert received_numbers(MODEL, LM, 1, 0, 2) == LAYER + 8 + EMBEDDING
+    assert received_numbers(MODEL, LM, 1, 1, 2) == EMBEDDING + LAYER
+    assert received_numbers(TIED, LM, 1, 0, 2) == LAYER + 8
+    assert received_numbers(TIED, LM, 1, 1, 2) == EMBEDDING + LAYER  # the first stage's embedding

@@ -1,0 +1,88 @@
+"""How roles and phases of a pool add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config import memory
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.host import GIB
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.planning.memory import cache_rows, pool_memory, role_memory
+from mindspeed_rlxf.rollout.kv_cache import CacheShape, KvCache
+
+PP2 = {"actor_rollout.pipeline_model_parallel_size": 2}
+
+
+@pytest.fixture
+def config(make_tree: Callable[..., Any]) -> Callable[..., RunConfig]:
+    return lambda changes=None: resolve(make_tree(changes or {}), "test")
+
+
+def phase(config: RunConfig, role: Role, name: str, stage: int = 0) -> Any:
+    return next(p for p in role_memory(config, role, stage).phases if p.name == name)
+
+
+def test_cache_is_as_large_as_the_real_one(config: Callable[..., RunConfig]) -> None:
+    run = config({"actor_rollout.num_samples_per_step": 3, "actor_rollout.bf16": True})
+    # 4 layers, 4 groups of width 64 / 8 = 8; 8 + 16 tokens
+    real = KvCache(CacheShape(4, 4, 24, 8, torch.bfloat16), 3, torch.device("cpu"))
+    expected = real.keys.nbytes + real.values.nbytes
+    assert phase(run, Role.ACTOR_ROLLOUT, "generate").kv_cache == expected
+
+
+@pytest.mark.parametrize("room", [1, 5, 1000])
+def test_rows_follow_the_rule_of_the_rollout(
+    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    shape = CacheShape(4, 4, 24, 8, torch.float32)
+    one = memory.kv_cache_bytes(1, 24, config().actor_rollout.architecture, 1, 4)
+    whole = int(room * one / memory.CACHE_SHARE) + 10
+    monkeypatch.setattr(device, "host_memory", lambda: 8 * GIB)
+    run = config({"device.cpu_threads": 1})
+    monkeypatch.setattr(device, "host_memory", lambda: 8 * whole)  # 8 processes
+    rows = min(96 // 8, shape.slots_in(int(memory.CACHE_SHARE * whole)))
+    assert cache_rows(run) == rows == min(12, room)
+
+
+def test_frozen_roles_hold_weights_only(config: Callable[..., RunConfig]) -> None:
+    ref = role_memory(config(), Role.REF, 0)
+    assert ref.weights > 0 and (ref.gradients, ref.optimizer) == (0, 0)
+    assert [p.name for p in ref.phases] == ["forward"]
+
+
+def test_roles_of_a_pool_add_up_but_only_the_largest_phase_counts(
+    config: Callable[..., RunConfig],
+) -> None:
+    pool = pool_memory(config(), "main")
+    assert [r.role for r in pool.roles] == [Role.ACTOR_ROLLOUT, Role.REF, Role.CRITIC]  # no rule
+    phases = [p.total for r in pool.roles for p in r.phases]
+    assert pool.total == sum(r.kept for r in pool.roles) + max(phases)
+
+
+def test_pipeline_receives_weights_for_generation(config: Callable[..., RunConfig]) -> None:
+    assert phase(config(), Role.ACTOR_ROLLOUT, "generate").other == 0
+    received = phase(config(PP2), Role.ACTOR_ROLLOUT, "generate").other
+    layers = role_memory(config(), Role.ACTOR_ROLLOUT, 0).weights
+    assert received == layers - role_memory(config(PP2), Role.ACTOR_ROLLOUT, 0).weights
+
+
+def test_first_stage_holds_two_micro_batches(config: Callable[..., RunConfig]) -> None:
+    # tokens 24; half of 4 layers twice, and hidden states in and out: 2 x 24 x 64 x 4 each time
+    run = config(PP2)
+    layer = memory.layer_activation_bytes(run.actor_rollout.architecture, 24, 1, False, 4)
+    expected = 2 * (2 * layer + 2 * 24 * 64 * 4)
+    assert phase(run, Role.ACTOR_ROLLOUT, "update").activations == expected
+
+
+def test_distributed_optimizer_is_shared_by_the_replicas(config: Callable[..., RunConfig]) -> None:
+    whole = role_memory(config(), Role.CRITIC, 0)
+    shared = role_memory(config({"critic.use_distributed_optimizer": True}), Role.CRITIC, 0)
+    assert shared.optimizer * 8 == shared.weights * 2  # two moments of an eighth
+    assert shared.gradients == pytest.approx(whole.gradients, rel=0.05)
