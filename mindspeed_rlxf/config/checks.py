@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd, lcm
 
-from mindspeed_rlxf.config.enums import RewardKind, Role, RopeScaling
+from mindspeed_rlxf.config.enums import OldLogProbs, RewardKind, Role, RopeScaling
 from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RoleConfig, RunConfig
 from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_around, use
 
@@ -20,7 +20,7 @@ TITLES = {
 def check(config: RunConfig) -> list[str]:
     """Every rule that the configuration breaks, each `rule, value, remedy`; empty when none."""
     problems = [*_pools(config), *_lengths(config), *_generation(config), *_schedules(config)]
-    problems += _data(config)
+    problems += [*_data(config), *_log_probs(config)]
     for role in Role:
         problems += [*_weights(config, role), *_model(config, role), *_parallel(config, role)]
     if not _misplaced(config):
@@ -169,6 +169,15 @@ def _generation(config: RunConfig) -> Iterator[str]:
         yield (
             f"actor_rollout.stop_token_ids={outside} must be token ids below vocab_size="
             f"{vocab_size}; remove them"
+        )
+
+
+def _log_probs(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.max_log_prob_gap is not None and algorithm.old_log_probs is OldLogProbs.ROLLOUT:
+        yield (
+            f"algorithm.max_log_prob_gap={algorithm.max_log_prob_gap:g} needs "
+            "algorithm.old_log_probs=recompute, which is what it compares; remove one of them"
         )
 
 

@@ -81,6 +81,13 @@ class AlgorithmConfig(Section):
         OldLogProbs.RECOMPUTE, "where the behaviour policy's log-probs come from"
     )
 
+    max_log_prob_gap: float | None = key(
+        None,
+        "stop where a token's log-probs of generation and training differ by more",
+        "free",
+        gt=0,
+    )
+
     @field_validator("missing_eos_penalty", mode="before")
     @classmethod
     def _null_disables(cls, value: Any) -> Any:

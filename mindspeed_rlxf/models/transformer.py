@@ -107,10 +107,11 @@ class TransformerModel(LanguageModule):
         table = stage_parameters(self.architecture, self.head, pipeline.rank(), pipeline.size())
         named = dict(self.named_parameters())
         for parameter in table:
-            split = parameter.split
-            if split is not Split.REPLICATED:
+            split, tensor = parameter.split, named[parameter.name]
+            marked = hasattr(tensor, "tensor_model_parallel")  # Megatron does mark biases
+            if split is not Split.REPLICATED and not marked:
                 tensor_parallel.set_tensor_model_parallel_attributes(
-                    named[parameter.name], True, 1 if split is Split.COLUMNS else 0, 1
+                    tensor, True, 1 if split is Split.COLUMNS else 0, 1
                 )
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:

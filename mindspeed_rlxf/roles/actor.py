@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mindspeed_rlxf.algorithms.advantages import length_mask
 from mindspeed_rlxf.algorithms.losses import clipped_policy_loss
 from mindspeed_rlxf.algorithms.masked import masked_whiten
 from mindspeed_rlxf.config.enums import AdvantageWhiten, LossNormalizer
@@ -96,7 +97,13 @@ class ActorRole:
     def log_probs(self, rollouts: Rollouts) -> RoleOutput:
         """Log-probs under the training model, before any update of the iteration."""
         result = response_log_probs(self.engine, rollouts, self.sampling.logit_temperature)
-        return RoleOutput(result, LogProbReport(_gap(rollouts, result)) if result else None)
+        if result is None:
+            return RoleOutput()
+        gaps = _gaps(rollouts, result)
+        if self.algorithm.max_log_prob_gap is not None:
+            _check_gaps(gaps, rollouts, self.algorithm.max_log_prob_gap)
+        mask = length_mask(rollouts.response_lengths, gaps.size(1))
+        return RoleOutput(result, LogProbReport(Summary.of(gaps[mask])))
 
     def describe(self, rollouts: Rollouts) -> RoleOutput:
         """Token ids of a few samples, for the sample log."""
@@ -192,7 +199,20 @@ def _padded(rows: list[Tensor], dtype: torch.dtype = torch.long) -> Tensor:
     return pad_sequence(rows, batch_first=True).to(dtype)
 
 
-def _gap(rollouts: Rollouts, recomputed: LogProbs) -> Summary:
-    places = torch.arange(rollouts.response_ids.size(1))[None, :]
-    mask = places < rollouts.response_lengths[:, None]
-    return Summary.of((recomputed.log_probs - rollouts.rollout_log_probs).abs()[mask])
+def _gaps(rollouts: Rollouts, recomputed: LogProbs) -> Tensor:
+    """[batch, response] |log-prob of training - of generation|, 0 beyond a response."""
+    width = rollouts.response_ids.size(1)
+    gaps = (recomputed.log_probs - rollouts.rollout_log_probs).abs()
+    return gaps * length_mask(rollouts.response_lengths, width)
+
+
+def _check_gaps(gaps: Tensor, rollouts: Rollouts, limit: float) -> None:
+    """Raise ValueError that names the worst token; a gap that is no number counts as over."""
+    if bool((gaps <= limit).all()):
+        return
+    row, token = divmod(int(gaps.nan_to_num(nan=float("inf")).argmax()), gaps.size(1))
+    raise ValueError(
+        f"log-probs of generation and training differ by {gaps[row, token]:.3g} at response token "
+        f"{token} (id {rollouts.response_ids[row, token]}) of sample {rollouts.sample_ids[row]}, "
+        f"over algorithm.max_log_prob_gap={limit:g}; compare precision and layout, or raise it"
+    )

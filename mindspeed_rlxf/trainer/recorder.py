@@ -17,6 +17,8 @@ from mindspeed_rlxf.roles.reports import ScoreReport
 from mindspeed_rlxf.runtime.refs import RowsRef
 from mindspeed_rlxf.runtime.role_groups import ActorGroup
 
+GAP_WARNING = 0.05  # mean |log-prob of generation - of training|, nats; bf16 rounds to about 0.01
+
 
 class Recorder:
     """Owns the open files of the run directory and the console's progress."""
@@ -41,6 +43,12 @@ class Recorder:
         """seconds: of the whole iteration."""
         self._metrics.write(iteration, metrics, seconds)
         self._progress.update(iteration, metrics)
+        gap = metrics.get("rollout/log_prob_gap_mean", 0.0)
+        if gap > GAP_WARNING:
+            self._progress.note(
+                f"warning: log-probs of generation and training differ by {gap:.3g} on average; "
+                "algorithm.max_log_prob_gap stops at the token that is worst"
+            )
 
     def validation(self, iteration: int, metrics: dict[str, float]) -> None:
         """One console line; before the first iteration also a metrics line of its own."""

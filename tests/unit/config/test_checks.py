@@ -133,6 +133,11 @@ def test_micro_batch_that_fits_no_mini_batch_has_a_remedy(problems: Problems) ->
             "validation.interval=0",
         ),
         (
+            {"algorithm.max_log_prob_gap": 0.5, "algorithm.old_log_probs": "rollout"},
+            "algorithm.max_log_prob_gap=0.5 needs algorithm.old_log_probs=recompute, which is what "
+            "it compares; remove one of them",
+        ),
+        (
             {"data.data_path": "prompts/a"},
             "data.train_files and data.data_path must not both be given, each names all prompts; "
             "remove one of them",

@@ -1,0 +1,56 @@
+"""The gate on the gap between the log-probs of generation and of training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed_rlxf.data.batch import LogProbs, Rollouts
+from mindspeed_rlxf.roles.actor import _check_gaps, _gaps
+
+
+def rollouts() -> Rollouts:
+    """Two responses of 2 and 3 tokens."""
+    return Rollouts(
+        sample_ids=[40, 41],
+        prompt_ids=torch.ones(2, 1, dtype=torch.long),
+        prompt_lengths=torch.tensor([1, 1]),
+        response_ids=torch.tensor([[5, 6, 0], [7, 8, 9]]),
+        response_lengths=torch.tensor([2, 3]),
+        has_eos=torch.tensor([False, False]),
+        rollout_log_probs=torch.tensor([[-1.0, -2.0, 0.0], [-3.0, -4.0, -5.0]]),
+        ground_truths=["", ""],
+        data_sources=["", ""],
+    )
+
+
+def recomputed(**changes: float) -> LogProbs:
+    """As generated, but for the places `r<row>t<token>`."""
+    log_probs = rollouts().rollout_log_probs.clone()
+    for place, value in changes.items():
+        log_probs[int(place[1]), int(place[3])] = value
+    return LogProbs(log_probs)
+
+
+def test_gaps_are_those_of_response_tokens() -> None:
+    gaps = _gaps(rollouts(), recomputed(r0t1=-2.5, r0t2=9.0, r1t0=-2.0))
+    assert gaps.tolist() == [[0.0, 0.5, 0.0], [1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"r0t1": -2.5, "r1t1": -4.6}, "differ by 0.6 at response token 1 (id 8) of sample 41"),
+        ({"r0t0": -1.7}, "differ by 0.7 at response token 0 (id 5) of sample 40"),
+        ({"r1t2": float("nan")}, "differ by nan at response token 2 (id 9) of sample 41"),
+    ],
+)
+def test_the_worst_token_is_named(changes: dict[str, float], place: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        _check_gaps(_gaps(rollouts(), recomputed(**changes)), rollouts(), 0.5)
+    assert place in str(caught.value)
+    assert "over algorithm.max_log_prob_gap=0.5" in str(caught.value)
+
+
+def test_gaps_up_to_the_limit_pass() -> None:
+    _check_gaps(_gaps(rollouts(), recomputed(r0t1=-2.5)), rollouts(), 0.5)
