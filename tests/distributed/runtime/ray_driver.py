@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 from typing import Any
 
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -33,6 +34,8 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
+    # A test run in the background of a shell ignores interrupts, and hands that down.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         serve()
     serve()
