@@ -6,6 +6,7 @@ Exit codes: 0 = done; 2 = the user's mistake, one `error:` line per problem; oth
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Sequence
 
 from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(config: RunConfig) -> int:
+    # Megatron says at every import that Apex is missing; torch's own kernels are what we use.
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     from mindspeed_rlxf.trainer.preflight import prepare
     from mindspeed_rlxf.trainer.run import run
 

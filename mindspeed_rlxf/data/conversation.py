@@ -94,7 +94,7 @@ def _prompt_turns(row: Row, keys: MapKeys) -> list[Turn]:
     if prompt is None:
         raise UnusableRow(
             "no prompt",
-            f"a row must have a {keys.prompt!r}, this one has {describe_keys(row)}; "
+            f"a row must have a {keys.prompt!r}, {_what_it_has(row, keys.prompt)}; "
             "name the column of the prompt in --map-keys, or complete the row",
         )
     turns = [Turn("user", prompt)] if isinstance(prompt, str) else list(_messages(prompt))
@@ -103,6 +103,10 @@ def _prompt_turns(row: Row, keys: MapKeys) -> list[Turn]:
         rule = "a prompt must hold more than white space, this one does not"
         raise UnusableRow("empty prompt", f"{rule}; complete or remove the row")
     return [*turns[:-1], Turn("user", text)]
+
+
+def _what_it_has(row: Row, column: str) -> str:
+    return "here it is null" if column in row else f"this one has {describe_keys(row)}"
 
 
 def _messages(prompt: Any) -> Iterator[Turn]:
