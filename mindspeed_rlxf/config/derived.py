@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from mindspeed_rlxf.config.draft import Draft, Tree
-from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.enums import RewardKind, Role, RuntimeKind
 from mindspeed_rlxf.config.sections import DeviceConfig
 from mindspeed_rlxf.config.suggest import multiples_around, use
 
@@ -17,8 +17,7 @@ ROLE_NAMES = {role.value for role in Role}
 def place_roles(draft: Draft, sections: Tree) -> None:
     """`resource_pool` as lists of processes per node, and a pool for every role."""
     pools = {}
-    default = DeviceConfig().devices_per_node
-    per_node = draft.payload["device"].get("devices_per_node", default)
+    per_node = _devices_per_node(draft)
     for name, size in sections["resource_pool"].items():
         sizes = _node_sizes(draft, str(name), size, per_node)
         underscored = str(name).replace("-", "_")
@@ -32,6 +31,15 @@ def place_roles(draft: Draft, sections: Tree) -> None:
     if is_rule and "reward" not in given and "reward" not in pools:
         placement["reward"] = placement["actor_rollout"]
     draft.payload |= {"resource_pool": pools, "placement": placement}
+
+
+def _devices_per_node(draft: Draft) -> Any:
+    """Devices of each host of a cluster that is joined; None where everything is on this host."""
+    runtime = draft.payload["runtime"]
+    address = runtime.get("address") or os.environ.get("RAY_ADDRESS") or "local"
+    if runtime.get("kind") == RuntimeKind.LOCAL.value or address == "local":
+        return None
+    return draft.payload["device"].get("devices_per_node", DeviceConfig().devices_per_node)
 
 
 def _node_sizes(draft: Draft, name: str, size: Any, per_node: Any) -> list[int]:

@@ -29,6 +29,8 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; give the folder of a Hugging Face model") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); give a folder") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); copy it again") from None
     if not isinstance(config, dict):
@@ -38,6 +40,17 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 def hf_architecture(config: dict[str, Any]) -> dict[str, Any]:
     """ArchitectureConfig fields that config.json determines; None for what it leaves out.
+
+    Errors: ValueError when a field is of another type than transformers writes.
+    """
+    try:
+        return _fields(config)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"config.json: a field has a wrong type ({error}); mend it") from None
+
+
+def _fields(config: dict[str, Any]) -> dict[str, Any]:
+    """As `hf_architecture`.
 
     transformers 5 nests the rotary settings in `rope_parameters`; older files have `rope_theta`
     and `rope_scaling` at the top.

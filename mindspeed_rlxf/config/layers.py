@@ -150,10 +150,11 @@ def _from_folder(draft: Draft, role: Role, load: Any) -> Tree | None:
                 f"config.json asks for what no model here has (field: possible, config.json): "
                 f"{'; '.join(found)}; use another model"
             )
+        architecture = hf_architecture(config)
     except ValueError as error:
         draft.reject(path, f"{path}={load}: {error}")
         return None
-    return {name: value for name, value in hf_architecture(config).items() if value is not None}
+    return {name: value for name, value in architecture.items() if value is not None}
 
 
 def _models(draft: Draft, values: Tree) -> dict[str, Tree]:

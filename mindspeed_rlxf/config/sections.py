@@ -142,7 +142,10 @@ class DeviceConfig(Section):
     kind: Annotated[DeviceKind, Word] = key(DeviceKind.AUTO, "npu, cuda, cpu, or auto", "reshard")
     resource_name: str | None = key(None, "Ray resource of one device; null = the kind's", "free")
     devices_per_node: int = key(
-        8, "devices of one host; a resource_pool count beyond it fills whole hosts", "reshard", ge=1
+        8,
+        "devices of a host of a joined cluster; a larger resource_pool count fills whole hosts",
+        "reshard",
+        ge=1,
     )
     memory_gib: float | None = key(
         None, "memory of one device for the plan, GiB; null = ask the device", "free", gt=0

@@ -73,6 +73,17 @@ def parse_map_keys(text: str) -> MapKeys:
     if problems:
         raise UserError(problems)
     columns: dict[str, Any] = {key: column or None for key, column in given.items()}
+    # A default column that another key names is that key's: it must not enter the prompt twice.
+    for key in known:
+        if key not in columns and getattr(MapKeys(), key) in columns.values():
+            columns[key] = None
+    used = [columns[k] for k in ("prompt", "query", "history", "system") if columns.get(k)]
+    twice = [column for column in used if used.count(column) > 1]
+    if twice:
+        raise UserError(
+            "--map-keys: prompt, query, history and system must be different columns, "
+            f"{twice[0]!r} is named twice; keep one"
+        )
     return MapKeys(**columns)
 
 
@@ -82,6 +93,9 @@ def conversation_of(row: Row, keys: MapKeys) -> list[Turn]:
     system = _text(row, keys.system, "system")
     own = [turn for turn in turns if turn.role == "system"]
     turns = [turn for turn in turns if turn.role != "system"]
+    if own and system:
+        problem = f"a row must have one system text, its messages and {keys.system!r} both have one"
+        raise UnusableRow("two system texts", f"{problem}; keep one")
     if own or system:
         turns = [own[0] if own else Turn("system", system), *turns]
     for turn in turns:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.files import FileProblems, read_rows
 
@@ -23,10 +25,26 @@ KEY = "actor_rollout.fixed_responses"
 class FixedResponses:
     """Token ids of the response to each sample of a run."""
 
-    def __init__(self, by_sample_id: Mapping[int, list[int]]) -> None:
-        self._by_sample_id = dict(by_sample_id)
+    def __init__(
+        self,
+        by_sample_id: Mapping[int, list[int]],
+        prompts: Mapping[int, list[int]] | None = None,
+    ) -> None:
+        """prompts: token ids of the prompts that were answered, where the file tells them."""
+        self._by_sample_id, self._prompts = dict(by_sample_id), dict(prompts or {})
 
-    def of(self, sample_ids: Sequence[int]) -> list[list[int]]:
+    def of(self, sample_ids: Sequence[int], prompts: Sequence[np.ndarray]) -> list[list[int]]:
+        """Responses to these samples, whose prompts these are.
+
+        Raises UserError for a response that was given to another prompt.
+        """
+        for sample_id, prompt in zip(sample_ids, prompts, strict=True):
+            answered = self._prompts.get(sample_id)
+            if answered is not None and answered != prompt.tolist():
+                raise UserError(
+                    f"{KEY}: the response to sample {sample_id} must answer its prompt, the file "
+                    "says another; use the data, seed, shuffle and batch size of the run it is from"
+                )
         return [self._by_sample_id[sample_id] for sample_id in sample_ids]
 
     def missing(self, num_samples: int) -> list[int]:
@@ -50,6 +68,7 @@ def load_fixed_responses(
     problems = FileProblems(file)
     reader = _Reader(tokenizer, tuple(eos_token_ids), vocab_size, max_new_tokens)
     found: dict[int, list[int]] = {}
+    prompts: dict[int, list[int]] = {}
     named: set[bool] = set()
     if Path(file).suffix.lower() != ".jsonl":
         raise UserError(f"{KEY}={file} must be a .jsonl file; convert or rename it")
@@ -61,16 +80,20 @@ def load_fixed_responses(
             problem = f"a sample_id must be a number that no earlier row has, not {sample_id!r:.40}"
         if problem:
             problems.add(number, f"{problem}; repair or remove the row")
-        found[sample_id if type(sample_id) is int else -number] = ids
+        place = sample_id if type(sample_id) is int else -number
+        found[place] = ids
+        if "prompt_ids" in row:
+            prompts[place] = row["prompt_ids"]
     if len(named) > 1:
         problems.add(0, "all rows or none must have a sample_id; complete or remove them")
-    responses = FixedResponses(found)
+    responses = FixedResponses(found, prompts)
     lacking = responses.missing(num_samples)
     if lacking and not problems.lines():
         problems.add(
             0,
             f"the run's {num_samples} samples must have a response each, {len(lacking)} have none "
-            f"(the first: {lacking[0]}); complete the file or lower training.train_iters",
+            f"(the first: {lacking[0]}); lower training.train_iters, or complete the file "
+            "(logging.samples=all writes every response of a run)",
         )
     if problems.lines():
         raise UserError([f"{KEY}: {line}" for line in problems.lines()])
@@ -96,7 +119,8 @@ class _Reader:
             ids = row["response_ids"]
         elif isinstance(row.get("response"), str):
             ids = self._tokenizer(row["response"], add_special_tokens=False)["input_ids"]
-            ids = ids + list(self._eos[:1]) if len(ids) < self._longest else ids
+            if len(ids) < self._longest and not (ids and ids[-1] in self._eos):
+                ids = ids + list(self._eos[:1])
         else:
             return [], "a row must have response_ids or a text `response`"
         problem = self._problem(ids)

@@ -99,7 +99,8 @@ class PromptSetWriter:
         for writer in self._writers.values():
             writer.close()
         self._rejected.close()
-        (self._folder / "meta").write_text(sidecar.json_text(), encoding="utf-8")
+        text = sidecar.json_text().encode("utf-8", "backslashreplace")  # half characters of names
+        (self._folder / "meta").write_bytes(text)
         for file in existing_files(self._prefix):
             file.unlink()
         if has_rejected:

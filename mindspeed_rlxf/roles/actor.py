@@ -40,6 +40,8 @@ class ActorRole:
     def __init__(self, config: RunConfig, eos_token_ids: Sequence[int]) -> None:
         actor = config.actor_rollout
         self.config, self.algorithm = actor, config.algorithm
+        memory_gib = config.device.memory_gib
+        self.device_memory = int(memory_gib * 2**30) if memory_gib else None
         self.engine = MegatronEngine(
             actor,
             Head.LANGUAGE_MODEL,
@@ -71,7 +73,9 @@ class ActorRole:
         """
         settings = self.greedy if greedy else self.sampling
         with self.hybrid.ready() as model:
-            rollout = NativeRollout(model, settings, self.config.num_samples_per_step)
+            rollout = NativeRollout(
+                model, settings, self.config.num_samples_per_step, self.device_memory
+            )
             if any(prompts.responses):
                 tokens = prompts.responses
                 log_probs = rollout.score(prompts.token_ids, tokens)

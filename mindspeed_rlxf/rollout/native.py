@@ -52,10 +52,17 @@ class NativeRollout:
     """One tensor-parallel replica; all its ranks run the same steps on the same prompts."""
 
     def __init__(
-        self, model: TransformerModel, settings: SamplingSettings, max_rows: int | None = None
+        self,
+        model: TransformerModel,
+        settings: SamplingSettings,
+        max_rows: int | None = None,
+        memory: int | None = None,
     ) -> None:
-        """max_rows: sequences that grow at the same time; None = as many as CACHE_SHARE holds."""
+        """max_rows: sequences that grow at the same time; None = as many as CACHE_SHARE holds.
+        memory: bytes of the device that count; None = all of them.
+        """
         self.model, self.settings, self.max_rows = model, settings, max_rows
+        self.memory = memory
         self.stats = GenerationStats()
         self._device = next(model.parameters()).device
 
@@ -154,10 +161,13 @@ class NativeRollout:
             dtype=config.params_dtype,
         )
         # From the total and not from what is free, so that a run repeats itself.
-        slots = self.max_rows or shape.slots_in(int(CACHE_SHARE * _memory_of_one_process()))
+        slots = self.max_rows or shape.slots_in(int(CACHE_SHARE * self._memory()))
         agreed = torch.tensor(min(slots, len(sequences)), device=self._device)
         self._as_first_rank(agreed)
         return KvCache(shape, int(agreed), self._device)
+
+    def _memory(self) -> int:
+        return self.memory or _memory_of_one_process()
 
     def _as_first_rank(self, values: Tensor) -> None:
         """Give all ranks the values of the first; ranks that differ would wait for ever."""

@@ -143,7 +143,7 @@ class RayPools:
         return (
             f"resource_pool.{name}={list(shape)} needs {sum(shape)} {self._resource}; the cluster "
             f"at {self._cluster.address} has {counts} on its nodes, {free} free; ask for "
-            "less, free some, or add nodes"
+            "less, free some, add nodes, or set device.devices_per_node to what a host has"
         )
 
     def _start_processes(

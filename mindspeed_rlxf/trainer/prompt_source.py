@@ -49,10 +49,11 @@ def as_rows(
     prompts: Sequence[Prompt], first_sample_id: int = 0, fixed: FixedResponses | None = None
 ) -> Prompts:
     sample_ids = list(range(first_sample_id, first_sample_id + len(prompts)))
+    token_ids = [p.token_ids for p in prompts]
     return Prompts(
         sample_ids=sample_ids,
-        token_ids=[p.token_ids for p in prompts],
+        token_ids=token_ids,
         ground_truths=[p.ground_truth for p in prompts],
         data_sources=[p.data_source for p in prompts],
-        responses=fixed.of(sample_ids) if fixed else [[] for _ in prompts],
+        responses=fixed.of(sample_ids, token_ids) if fixed else [[] for _ in prompts],
     )

@@ -202,7 +202,8 @@ def compare_metrics(one: list[dict[str, float]], other: list[dict[str, float]]) 
     for name in names:
         ours, theirs = (np.array([line[name] for line in lines]) for lines in (one, other))
         if name.endswith("clipfrac"):
-            assert np.abs(ours - theirs).max() <= 1 / 8, name  # a token of the smallest mini-batch
+            # One token of one of the four steps, each of at least 32 tokens.
+            assert np.abs(ours - theirs).max() <= 1 / 32 / 4, name
             continue
         error = np.abs(ours - theirs)
         relative = error / np.maximum(np.abs(ours), 1e-12)

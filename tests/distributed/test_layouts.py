@@ -20,7 +20,7 @@ from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.runtime.group import Sharded
 from mindspeed_rlxf.runtime.role_groups import ActorGroup, CriticGroup
-from tests.distributed.llamas import PLAIN, TIED, make_llama, run_config
+from tests.distributed.llamas import PLAIN, QWEN2, QWEN3, TIED, make_llama, run_config
 from tests.distributed.samples import make_experience, make_rollouts
 from tests.distributed.test_parity_with_transformers import read_folder
 
@@ -60,10 +60,42 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {  # processes, layout, d
 }
 
 
+QWEN_LAYOUTS = {
+    "tp2": (2, {"tensor_model_parallel_size": 2}, False),
+    "tp2 pp2, sequence parallel, distributed optimizer": (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+        },
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["actor", "critic"])
+def test_gradients_of_biases_and_head_norms_agree(
+    warm_runtime: Any, tmp_path: Path, architecture: ArchitectureConfig, kind: str
+) -> None:
+    check_layouts(warm_runtime, tmp_path, architecture, kind, QWEN_LAYOUTS)
+
+
 @pytest.mark.parametrize("architecture", [PLAIN, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", ["actor", "critic"])
 def test_first_gradients_agree_in_every_layout(
     warm_runtime: Any, tmp_path: Path, architecture: ArchitectureConfig, kind: str
+) -> None:
+    check_layouts(warm_runtime, tmp_path, architecture, kind, LAYOUTS)
+
+
+def check_layouts(
+    warm_runtime: Any,
+    tmp_path: Path,
+    architecture: ArchitectureConfig,
+    kind: str,
+    layouts: dict[str, tuple[int, dict[str, Any], bool]],
 ) -> None:
     lm, scored = tmp_path / "lm", tmp_path / "scored"
     make_llama(lm, architecture)
@@ -73,7 +105,7 @@ def test_first_gradients_agree_in_every_layout(
         warm_runtime, tmp_path, architecture, kind, (1, {"micro_batch_size": 8}, False), before
     )
     assert reference_norm > 0.01
-    for name, layout in LAYOUTS.items():
+    for name, layout in layouts.items():
         gradient, norm = first_gradient(warm_runtime, tmp_path, architecture, kind, layout, before)
         error = (gradient - reference).norm() / reference.norm()
         assert error < 1e-5, f"{name}: {error:.2e}"

@@ -86,6 +86,25 @@ def test_a_folder_that_is_not_there_is_one_problem(
     assert problem.endswith(end)
 
 
+@pytest.mark.parametrize(
+    "keys", [{"rope_theta": None}, {"rope_scaling": "x"}, {"hidden_size": "32", "head_dim": None}]
+)
+def test_a_field_of_a_wrong_type_is_the_users_mistake(
+    problems: Callable[..., list[str]], tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    folder = write_config(tmp_path / "a", **{"model_type": "llama", **keys})
+    (problem,) = problems({"critic.model": "auto", "critic.load": folder})
+    assert problem.startswith(f"critic.load={folder}: config.json: a field has a wrong type")
+
+
+def test_a_file_in_place_of_the_folder_is_the_users_mistake(
+    problems: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    (problem,) = problems({"critic.model": "auto", "critic.load": str(tmp_path / "file")})
+    assert "config.json cannot be read (Not a directory)" in problem
+
+
 def test_numbers_that_do_not_fit_are_named_as_of_auto(
     problems: Callable[..., list[str]], tmp_path: Path
 ) -> None:

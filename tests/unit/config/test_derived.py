@@ -42,3 +42,8 @@ def test_a_count_that_leaves_a_host_half_empty_is_refused(make_tree: Any) -> Non
         "resource_pool.main=12 must fill whole hosts of 8 devices (device.devices_per_node); "
         "use 8 or 16, or give a list with a number per host"
     )
+
+
+def test_on_this_host_a_count_is_a_count(make_tree: Any) -> None:
+    tree = make_tree({"resource_pool.main": 16})
+    assert resolve(tree, "test").resource_pool == {"main": [16]}

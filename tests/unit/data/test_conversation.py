@@ -43,7 +43,7 @@ def message(role: str, content: str) -> dict[str, str]:
             [("user", "1"), ("assistant", "2"), ("user", "3")],
         ),
         (
-            {"p": [message("system", "own"), message("user", "1")], "s": "S", "q": "B",
+            {"p": [message("system", "own"), message("user", "1")], "s": None, "q": "B",
              "h": [["x", "y"]]},
             [("system", "own"), ("user", "x"), ("assistant", "y"), ("user", "1\nB")],
         ),
@@ -69,6 +69,7 @@ def test_a_row_becomes_turns(row: dict[str, Any], expected: list[tuple[str, str]
         ({"p": [message("user", "A"), message("system", "B")]}, "wrong roles"),
         ({"p": "A", "q": ["B"]}, "wrong type"),
         ({"p": "A", "s": 5}, "wrong type"),
+        ({"p": [message("system", "own"), message("user", "1")], "s": "S"}, "two system texts"),
         ({"p": "A", "h": "B"}, "wrong type"),
         ({"p": "A", "h": [["B"]]}, "wrong type"),
         ({"p": "A", "h": [["B", None]]}, "wrong type"),
@@ -112,3 +113,13 @@ def test_wrong_map_keys_are_named(text: str, problem: str) -> None:
     with pytest.raises(UserError) as error:
         parse_map_keys(text)
     assert problem in str(error.value)
+
+
+def test_a_default_column_enters_the_prompt_once() -> None:
+    assert parse_map_keys('{"prompt": "input"}').query is None
+    assert parse_map_keys('{"prompt": "question"}').query == "input"
+
+
+def test_a_column_that_is_named_twice_is_an_error() -> None:
+    with pytest.raises(UserError, match="'a' is named twice"):
+        parse_map_keys('{"prompt": "a", "system": "a"}')

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
 
 EOS = 2
+PROMPTS = [np.array([7]), np.array([7, 8])]
 
 
 class Letters:
@@ -31,18 +33,30 @@ def load(tmp_path: Path, *rows: Any, num_samples: int = 0, name: str = "r.jsonl"
 
 def test_rows_answer_the_samples_in_order(tmp_path: Path) -> None:
     found = load(tmp_path, {"response_ids": [5, 2]}, {"response_ids": [6]}, num_samples=2)
-    assert found.of([1, 0]) == [[6], [5, 2]]
+    assert found.of([1, 0], PROMPTS) == [[6], [5, 2]]
 
 
 def test_sample_ids_name_what_a_row_answers(tmp_path: Path) -> None:
     rows = [{"sample_id": 1, "response_ids": [6], "iteration": 1}]
     rows += [{"sample_id": 0, "response_ids": [5]}]
-    assert load(tmp_path, *rows, num_samples=2).of([0, 1]) == [[5], [6]]
+    assert load(tmp_path, *rows, num_samples=2).of([0, 1], PROMPTS) == [[5], [6]]
 
 
 def test_text_is_ended_by_eos_where_there_is_room(tmp_path: Path) -> None:
     found = load(tmp_path, {"response": "ab"}, {"response": "abab"})
-    assert found.of([0, 1]) == [[3, 4, EOS], [3, 4, 3, 4]]
+    assert found.of([0, 1], PROMPTS) == [[3, 4, EOS], [3, 4, 3, 4]]
+
+
+def test_text_that_spells_eos_gets_no_second_one(tmp_path: Path) -> None:
+    assert load(tmp_path, {"response": "ag"}).of([0], PROMPTS[:1]) == [[3, 9]]  # g is token 9
+
+
+def test_a_response_to_another_prompt_is_refused(tmp_path: Path) -> None:
+    rows = [{"response_ids": [3], "prompt_ids": [7]}, {"response_ids": [4], "prompt_ids": [7, 9]}]
+    found = load(tmp_path, *rows)
+    assert found.of([0], PROMPTS[:1]) == [[3]]
+    with pytest.raises(UserError, match="the response to sample 1 must answer its prompt"):
+        found.of([0, 1], PROMPTS)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.planning.plan import plan
 
 REAL = [name for name in config_names([builtin_config_dir()]) if "tiny" not in name]
-ON_A_CLUSTER = ["device.kind=cpu", "device.memory_gib=64", "runtime.address=head:6379"]
+ON_A_CLUSTER = ["device.kind=npu", "device.memory_gib=64", "runtime.address=head:6379"]
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -137,6 +137,37 @@ def test_a_given_response_scores_what_generating_it_reported(
     assert rollout.stats.prompt_tokens == sum(map(len, prompts)) + sum(len(t) - 1 for t in tokens)
 
 
+def test_ranks_of_one_replica_have_as_many_rows_as_the_first_one_says(
+    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    class Cache(native.KvCache):
+        def __init__(self, shape: Any, slots: int, on: torch.device) -> None:
+            sizes.append(slots)
+            super().__init__(shape, slots, on)
+
+    def broadcast(values: Tensor, _source: int, group: object) -> None:
+        if values.dim() == 0:  # the number of slots
+            values.fill_(3)
+
+    monkeypatch.setattr(native, "full_logits", lambda h, w, vocab, group: (h @ w.T).float())
+    monkeypatch.setattr(native.dist, "get_global_rank", lambda group, rank: rank)
+    monkeypatch.setattr(native.dist, "broadcast", broadcast)
+    monkeypatch.setattr(native, "KvCache", Cache)
+    model = TinyModel()
+    model.tp_group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+    rollout = NativeRollout(model, settings(max_new_tokens=3), 5)  # type: ignore[arg-type]
+    tokens, _ = rollout.generate(prompts, range(len(prompts)), SEED)
+    assert sizes == [3] and len(tokens) == len(prompts)
+
+
+def test_the_memory_that_counts_may_be_given(prompts: list[np.ndarray]) -> None:
+    rollout = NativeRollout(TinyModel(), settings(), memory=1)  # type: ignore[arg-type]
+    expected = generate(prompts)[0]
+    assert rollout.generate(prompts, range(len(prompts)), SEED)[0] == expected
+
+
 def test_responses_here_end_both_ways_and_at_different_times(prompts: list[np.ndarray]) -> None:
     # what makes the tests around this one worth anything
     tokens, _, _, _ = generate(prompts, do_sample=True, temperature=2.0)
