@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import time
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin stall a busy machine
 
 import torch
 from tiny_task import make_split, make_tokenizer, write_jsonl
@@ -51,6 +54,7 @@ def make(output: Path, seed: int) -> None:
         flush=True,
     )
     torch.set_num_threads(2)  # a fixed number, since rounding depends on it
+    print("reward model: learning from comparisons, a minute or two", flush=True)
     reward, accuracy = teach_reward_model(policy.model, split, seed)
     print(f"reward model: right in {accuracy:.1%} of held-out comparisons ({_since(started)})")
     tokenizer = make_tokenizer()

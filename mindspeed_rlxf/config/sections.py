@@ -113,6 +113,8 @@ class DataConfig(Section):
     @field_validator("train_files", "val_files", "data_path", "val_data_path", mode="before")
     @classmethod
     def _one_file_is_a_list(cls, value: Any) -> Any:
+        if value is None:
+            return []
         return [value] if isinstance(value, str) else value
 
 

@@ -135,7 +135,7 @@ def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
 
 def _parse_line(line: bytes) -> Row | BadRow:
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8").rstrip("\r\n"))
     except (ValueError, RecursionError) as error:
         return _unreadable(line, error)
     if isinstance(row, dict):
@@ -153,7 +153,7 @@ def _unreadable(line: bytes, error: Exception) -> BadRow:
         problem = f"text must be UTF-8, byte 0x{bad:02x} is not; save the file as UTF-8"
         return BadRow("invalid unicode", problem, raw)
     if isinstance(error, json.JSONDecodeError):
-        found = f"{error.msg} at column {error.colno}: {raw[:40]!r}"
+        found = f"{error.msg.removesuffix(' at')} at column {error.colno}: {raw[:40]!r}"
         return BadRow("not JSON", f"{rule} not JSON ({found}); {remedy}", raw)
     return BadRow("not JSON", f"{rule} too long or too deep ({error}); {remedy}", raw)
 

@@ -70,6 +70,8 @@ def prepare(config: RunConfig) -> Prepared:
         problems += _eos_problems(prepared.eos_token_ids, actor.architecture.vocab_size)
         problems += _reward_problems(config, prepared)
         prepared.fixed_responses = _collect(problems, lambda: _fixed_responses(config, prepared))
+    else:  # nothing can be tokenized, but files that are not there can be told
+        problems += _missing_files(config)
     if problems:
         raise UserError(problems)
     prepared.notices = _notices(config)
@@ -103,6 +105,17 @@ def _eos_problems(eos_token_ids: tuple[int, ...], vocab_size: int) -> list[str]:
         "or the generation_config.json of actor_rollout.load"
         for i in eos_token_ids
         if i >= vocab_size
+    ]
+
+
+def _missing_files(config: RunConfig) -> list[str]:
+    data = config.data
+    keys = {"data.train_files": data.train_files, "data.val_files": data.val_files}
+    return [
+        f"{key}={name}: no such file; correct the path"
+        for key, names in keys.items()
+        for name in names
+        if not Path(name).exists()
     ]
 
 

@@ -188,3 +188,10 @@ def test_rule_is_named_with_both_numbers_and_a_remedy(
 
 def test_sequence_parallel_without_tensor_parallel_is_just_off(problems: Problems) -> None:
     assert problems({"training.sequence_parallel": True}) == []
+
+
+def test_null_is_no_file(problems: Problems) -> None:
+    (problem,) = problems({"data.train_files": None})
+    assert problem.startswith("data.train_files is required; name files of prompts, or an indexed")
+    assert problems({"data.val_files": None}) == []
+    assert problems({"data.train_files": None, "data.data_path": "prompts/a"}) == []
