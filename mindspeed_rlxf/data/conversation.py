@@ -9,7 +9,13 @@ from typing import Any
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.suggest import closest
-from mindspeed_rlxf.data.files import Row, describe_keys, look_up
+from mindspeed_rlxf.data.files import (
+    Row,
+    describe_keys,
+    look_up,
+    shown,
+    unicode_problem,
+)
 from mindspeed_rlxf.data.templates import Turn
 
 ROLES = ("system", "user", "assistant")
@@ -99,7 +105,8 @@ def conversation_of(row: Row, keys: MapKeys) -> list[Turn]:
     if own or system:
         turns = [own[0] if own else Turn("system", system), *turns]
     for turn in turns:
-        _check_unicode(turn.text)
+        if problem := unicode_problem(turn.text):
+            raise UnusableRow("invalid unicode", problem)
     return turns
 
 
@@ -127,13 +134,13 @@ def _messages(prompt: Any) -> Iterator[Turn]:
     """A list of chat messages: a system message first or none, the user's last."""
     rule = "a prompt must be text or a list of chat messages {role, content}"
     if not isinstance(prompt, list) or not prompt:
-        raise UnusableRow("wrong type", f"{rule}, this one is {_shown(prompt)}; write it as text")
+        raise UnusableRow("wrong type", f"{rule}, this one is {shown(prompt)}; write it as text")
     for place, message in enumerate(prompt):
         role, content = (
             (message.get("role"), message.get("content")) if isinstance(message, dict) else (0, 0)
         )
         if not isinstance(role, str) or not isinstance(content, str):
-            found = f"message {place + 1} is {_shown(message)}"
+            found = f"message {place + 1} is {shown(message)}"
             raise UnusableRow("wrong type", f"{rule}, {found}; write it as text")
         if role not in ROLES or (role == "system" and place):
             problem = f"roles must be user and assistant after one system, message {place + 1}"
@@ -148,11 +155,11 @@ def _history(row: Row, keys: MapKeys) -> Iterator[Turn]:
     pairs = look_up(row, keys.history) if keys.history else None
     rule = "a history must be a list of [user, assistant] pairs of text"
     if pairs is not None and not isinstance(pairs, list):
-        raise UnusableRow("wrong type", f"{rule}, this one is {_shown(pairs)}; write [[..., ...]]")
+        raise UnusableRow("wrong type", f"{rule}, this one is {shown(pairs)}; write [[..., ...]]")
     for pair in pairs or ():
         is_pair = isinstance(pair, list) and len(pair) == 2
         if not is_pair or not all(isinstance(text, str) for text in pair):
-            raise UnusableRow("wrong type", f"{rule}, it has {_shown(pair)}; mend the row")
+            raise UnusableRow("wrong type", f"{rule}, it has {shown(pair)}; mend the row")
         yield from (Turn("user", pair[0]), Turn("assistant", pair[1]))
 
 
@@ -160,19 +167,5 @@ def _text(row: Row, column: str | None, name: str) -> str:
     value = look_up(row, column) if column else None
     if value is None or isinstance(value, str):
         return value or ""
-    problem = f"a {name} must be text, this one is {_shown(value)}; write it as text"
+    problem = f"a {name} must be text, this one is {shown(value)}; write it as text"
     raise UnusableRow("wrong type", problem)
-
-
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        problem = f"a prompt must be valid Unicode, {half} is half a character; repair the row"
-        raise UnusableRow("invalid unicode", problem) from error
-
-
-def _shown(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else shown[:57] + "..."

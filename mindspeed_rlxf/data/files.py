@@ -10,6 +10,7 @@ from typing import Any
 
 MAX_PROBLEMS_PER_FILE = 10  # different ones; equal problems of many rows count as one
 MAX_KEYS_SHOWN = 12
+MAX_SHOWN = 60  # characters of a value
 
 Row = dict[str, Any]
 
@@ -115,6 +116,22 @@ def look_up(row: Row, key: str) -> Any:
             return None
         value = value.get(part)
     return value
+
+
+def shown(value: Any) -> str:
+    """A value for an error message, cut short."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def unicode_problem(text: str) -> str:
+    """Why UTF-8 cannot hold a prompt, or ""."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        return f"a prompt must be valid Unicode, {half} is half a character; repair the row"
+    return ""
 
 
 def describe_keys(row: Iterable[str]) -> str:

@@ -64,7 +64,9 @@ class PromptSetWriter:
             MASK: IndexedWriter(self._folder / MASK, np.int32),
         }
         self._files: dict[str, str] = {}  # column -> name in file names
-        self._rejected = open(self._folder / "rejected", "w", encoding="utf-8")  # noqa: SIM115
+        self._rejected = open(  # noqa: SIM115
+            self._folder / "rejected", "w", encoding="utf-8", errors="backslashreplace"
+        )
         self.num_rows = 0
 
     def __enter__(self) -> PromptSetWriter:

@@ -10,7 +10,14 @@ import numpy as np
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DataConfig
-from mindspeed_rlxf.data.files import FileProblems, describe_keys, look_up, read_rows
+from mindspeed_rlxf.data.files import (
+    FileProblems,
+    describe_keys,
+    look_up,
+    read_rows,
+    shown,
+    unicode_problem,
+)
 from mindspeed_rlxf.data.lengths import LengthLimit
 
 if TYPE_CHECKING:
@@ -124,17 +131,11 @@ def _prompt_text(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[str, 
                 "tokenizer's folder a fitting chat template, or write the prompt as text"
             )
     else:
-        shown = repr(prompt)
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return "", f"{rule}, this one is {shown}; write it as text"
+        return "", f"{rule}, this one is {shown(prompt)}; write it as text"
     if not text.strip():
         return "", f"{rule} and not empty; complete or remove the row"
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        return "", f"a prompt must be valid Unicode, {half} is half a character; repair the row"
-    return text, ""
+    problem = unicode_problem(text)
+    return ("", problem) if problem else (text, "")
 
 
 def _is_message(message: Any) -> bool:

@@ -29,8 +29,9 @@ def device_memory(config: RunConfig) -> int | None:
 
 
 def rollout_memory(config: RunConfig, pool: str) -> int | None:
-    """What the rollout counts as the memory of its process; on CPU an equal part of the host's."""
-    if not on_cpu(config):
+    """What the rollout counts as the memory of its process; on CPU, where nothing is configured, an
+    equal part of the host's."""
+    if config.device.memory_gib is not None or not on_cpu(config):
         return device_memory(config)
     return None if is_joined(config) else device.host_memory() // config.pool_size(pool)
 

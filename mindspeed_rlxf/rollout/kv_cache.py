@@ -25,10 +25,11 @@ class CacheShape:
     head_dim: int
     dtype: torch.dtype
 
-    def slots_in(self, memory: int) -> int:
-        """Slots that fit in so many bytes, at least one."""
+    @property
+    def slot_bytes(self) -> int:
+        """Keys and values of one sequence."""
         numbers = 2 * self.num_layers * self.groups * self.max_length * self.head_dim
-        return max(1, memory // (numbers * self.dtype.itemsize))
+        return numbers * self.dtype.itemsize
 
 
 class KvCache:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config.memory import CACHE_SHARE, PREFILL_TOKENS
+from mindspeed_rlxf.config.memory import PREFILL_TOKENS, kv_cache_rows
 from mindspeed_rlxf.models.attention import PackedSequences
 from mindspeed_rlxf.models.heads import full_logits, token_log_probs
 from mindspeed_rlxf.models.transformer import TransformerModel
@@ -58,7 +58,7 @@ class NativeRollout:
         max_rows: int | None = None,
         memory: int | None = None,
     ) -> None:
-        """max_rows: sequences that grow at the same time; None = as many as CACHE_SHARE holds.
+        """max_rows: sequences that grow at the same time; None = as many as fit (`kv_cache_rows`).
         memory: bytes of the device that count; None = all of them.
         """
         self.model, self.settings, self.max_rows = model, settings, max_rows
@@ -161,13 +161,11 @@ class NativeRollout:
             dtype=config.params_dtype,
         )
         # From the total and not from what is free, so that a run repeats itself.
-        slots = self.max_rows or shape.slots_in(int(CACHE_SHARE * self._memory()))
-        agreed = torch.tensor(min(slots, len(sequences)), device=self._device)
+        memory = None if self.max_rows else self.memory or _memory_of_one_process()
+        slots = kv_cache_rows(self.max_rows, len(sequences), shape.slot_bytes, memory)
+        agreed = torch.tensor(slots, device=self._device)
         self._as_first_rank(agreed)
         return KvCache(shape, int(agreed), self._device)
-
-    def _memory(self) -> int:
-        return self.memory or _memory_of_one_process()
 
     def _as_first_rank(self, values: Tensor) -> None:
         """Give all ranks the values of the first; ranks that differ would wait for ever."""

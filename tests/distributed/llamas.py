@@ -6,17 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2ForSequenceClassification,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3ForSequenceClassification,
-)
 
 from mindspeed_rlxf.config.enums import DeviceKind, RewardKind, Role, RopeScaling, RuntimeKind
 from mindspeed_rlxf.config.schema import (
@@ -33,6 +22,7 @@ from mindspeed_rlxf.config.schema import (
     RuntimeConfig,
     TrainingConfig,
 )
+from tests.families import family_of
 
 VOCAB = 37  # odd: a vocabulary that tensor-parallel ranks have to pad
 PLAIN = ArchitectureConfig(
@@ -59,11 +49,6 @@ SCALED = PLAIN.model_copy(
         "original_max_position_embeddings": 32,
     }
 )
-CLASSES = {  # by add_qkv_bias, qk_layernorm
-    (False, False): (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification),
-    (True, False): (Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification),
-    (False, True): (Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification),
-}
 
 
 def make_llama(
@@ -80,7 +65,7 @@ def make_llama(
             "high_freq_factor": a.high_freq_factor,
             "original_max_position_embeddings": a.original_max_position_embeddings,
         }
-    config_class, language_model, scorer = CLASSES[a.add_qkv_bias, a.qk_layernorm]
+    config_class, language_model, scorer = family_of(a)
     config = config_class(
         num_hidden_layers=a.num_layers,
         hidden_size=a.hidden_size,

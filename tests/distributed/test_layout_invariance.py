@@ -203,6 +203,7 @@ def compare_metrics(one: list[dict[str, float]], other: list[dict[str, float]]) 
         ours, theirs = (np.array([line[name] for line in lines]) for lines in (one, other))
         if name.endswith("clipfrac"):
             # One token of one of the four steps, each of at least 32 tokens.
+            assert ours[0] > 0.01, f"{name}: nothing is clipped here"
             assert np.abs(ours - theirs).max() <= 1 / 32 / 4, name
             continue
         error = np.abs(ours - theirs)

@@ -14,7 +14,7 @@ import copy
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,10 @@ SHARED = {
     "missing_eos_penalty": 1.0,
     "learning_rate": 2e-3,
 }
+# TRL's functions that the recorder stands in for
+REPLACED = (
+    "batch_generation", "selective_log_softmax", "get_reward", "masked_whiten", "masked_mean",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -111,17 +115,93 @@ def save_models(models: dict[str, Any]) -> None:
 
 
 class Recorder:
-    """What TRL computes, in the order it does."""
+    """What TRL computes, in the order it does; its methods stand in for TRL's functions."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: Any, trainer: Any, rng: np.random.Generator) -> None:
+        """module: TRL's, whose functions `trainer` calls; rng: of the fixed responses."""
+        self.module, self.trainer, self.rng = module, trainer, rng
         self.queries: list[list[int]] = []
         self.responses: list[list[int]] = []
         self.orders: list[list[int]] = []  # of the samples, one for each epoch of each update
         self.losses: list[dict[str, float]] = []  # one for each micro-batch
         self.norms: list[dict[str, float]] = []  # one for each optimizer step, not clipped
         self.first: dict[str, Tensor] = {}  # tensors of the first update
+        self.originals = {name: getattr(module, name) for name in REPLACED}
+        self._in_update, self._means = False, []
 
-    def keep_first(self, name: str, value: Tensor) -> None:
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """TRL with our ears at its functions, and fixed responses for its generation."""
+        optimizer = self.trainer.optimizer.optimizer
+        permutation, step = np.random.permutation, optimizer.step
+
+        def seen_permutation(count: int) -> Any:
+            self._in_update = True
+            order = permutation(count)
+            self.orders.append(order.tolist())
+            return order
+
+        def seen_step(*arguments: Any, **keys: Any) -> Any:
+            models = {"policy": self.trainer.model.policy, "value": self.trainer.model.value_model}
+            self.norms.append({name: gradient_norm(model) for name, model in models.items()})
+            return step(*arguments, **keys)
+
+        for name in REPLACED:
+            setattr(self.module, name, getattr(self, name))
+        np.random.permutation, optimizer.step = seen_permutation, seen_step
+        try:
+            yield
+        finally:
+            np.random.permutation = permutation
+            for name, function in self.originals.items():
+                setattr(self.module, name, function)
+
+    def batch_generation(self, policy: Any, queries: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        self._in_update = False
+        rows = [fixed_response(self.rng, kind % 5) for kind in range(len(queries))]
+        self.queries += [[int(t) for t in row if t != PAD] for row in queries]
+        self.responses += rows
+        width = max(map(len, rows))
+        padded = torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
+        both = torch.cat((queries, padded), dim=1)
+        policy.eval()
+        logits = self.module.forward(policy, both, PAD).logits[:, queries.shape[1] - 1 : -1]
+        policy.train()
+        return both, logits / (self.trainer.args.temperature + 1e-7)
+
+    def selective_log_softmax(self, *arguments: Any) -> Tensor:
+        result = self.originals["selective_log_softmax"](*arguments)
+        self._keep("ref_log_probs" if "old_log_probs" in self.first else "old_log_probs", result)
+        return result
+
+    def get_reward(self, *arguments: Any) -> Any:
+        """Called for the value model, then for the reward model."""
+        result = self.originals["get_reward"](*arguments)
+        if "values" in self.first:
+            self._keep("scores", result[1])
+        else:
+            self._keep("values", result[0][:, arguments[3] - 1 : -1].squeeze(-1))
+        return result
+
+    def masked_whiten(self, values: Tensor, mask: Tensor, **keys: Any) -> Tensor:
+        result = self.originals["masked_whiten"](values, mask, **keys)
+        for name, tensor in (("mask", mask), ("raw_advantages", values), ("advantages", result)):
+            self._keep(name, tensor)
+        return result
+
+    def masked_mean(self, *arguments: Any) -> Tensor:
+        """For each micro-batch: value loss, its clip fraction, policy loss, its clip fraction."""
+        result = self.originals["masked_mean"](*arguments)
+        if self._in_update:
+            self._means.append(float(result))
+            if len(self._means) == 4:
+                self._means[0] *= 0.5  # TRL halves the value loss after its mean
+                keys = ("vf_loss", "vf_clipfrac", "pg_loss", "pg_clipfrac")
+                self.losses.append(dict(zip(keys, self._means, strict=True)))
+                self._means.clear()
+        return result
+
+    def _keep(self, name: str, value: Tensor) -> None:
         self.first.setdefault(name, value.detach().clone().contiguous())
 
 
@@ -176,106 +256,10 @@ def record(name: str, settings: dict[str, Any], models: dict[str, Any]) -> None:
         )
         if name == "minibatch":
             trainer.accelerator.gradient_accumulation_steps = BATCH // MINI_BATCHES // MICRO
-        recorder = Recorder()
-        with recording(ppo_trainer, trainer, recorder, rng):
+        recorder = Recorder(ppo_trainer, trainer, rng)
+        with recorder.listening():
             trainer.train()
     write(name, settings, recorder, models)
-
-
-@contextmanager
-def recording(
-    module: Any, trainer: Any, recorder: Recorder, rng: np.random.Generator
-) -> Iterator[None]:
-    """TRL with our ears at its functions and fixed responses for its generation."""
-    names = "batch_generation selective_log_softmax get_reward masked_whiten masked_mean"
-    originals = {name: getattr(module, name) for name in names.split()}
-    permutation, means = np.random.permutation, []
-
-    def batch_generation(policy: Any, queries: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        rows = [fixed_response(rng, kind % 5) for kind in range(len(queries))]
-        recorder.queries += [[int(t) for t in row if t != PAD] for row in queries]
-        recorder.responses += rows
-        width = max(map(len, rows))
-        padded = torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
-        both = torch.cat((queries, padded), dim=1)
-        policy.eval()
-        logits = module.forward(policy, both, PAD).logits[:, queries.shape[1] - 1 : -1]
-        policy.train()
-        return both, logits / (trainer.args.temperature + 1e-7)
-
-    def selective_log_softmax(*arguments: Any) -> Tensor:
-        result = originals["selective_log_softmax"](*arguments)
-        name = "ref_log_probs" if "old_log_probs" in recorder.first else "old_log_probs"
-        recorder.keep_first(name, result)
-        return result
-
-    def get_reward(*arguments: Any) -> Any:
-        result = originals["get_reward"](*arguments)
-        if "values" in recorder.first:
-            recorder.keep_first("scores", result[1])
-        else:
-            recorder.keep_first("values", result[0][:, arguments[3] - 1 : -1].squeeze(-1))
-        return result
-
-    def masked_whiten(values: Tensor, mask: Tensor, **keys: Any) -> Tensor:
-        result = originals["masked_whiten"](values, mask, **keys)
-        recorder.keep_first("mask", mask)
-        recorder.keep_first("raw_advantages", values)
-        recorder.keep_first("advantages", result)
-        return result
-
-    def masked_mean(*arguments: Any) -> Tensor:
-        """For each micro-batch: value loss, its clip fraction, policy loss, its clip fraction."""
-        result = originals["masked_mean"](*arguments)
-        if len(arguments) == 2 and torch.is_tensor(result) and in_update[0]:
-            means.append(float(result))
-            if len(means) == 4:
-                means[0] *= 0.5  # TRL halves the value loss after its mean
-                keys = ("vf_loss", "vf_clipfrac", "pg_loss", "pg_clipfrac")
-                recorder.losses.append(dict(zip(keys, means, strict=True)))
-                means.clear()
-        return result
-
-    in_update = [False]
-
-    def seen_permutation(count: int) -> Any:
-        order = permutation(count)
-        recorder.orders.append(order.tolist())
-        in_update[0] = True
-        return order
-
-    inner = trainer.optimizer.optimizer
-    step = inner.step
-
-    def seen_step(*arguments: Any, **keys: Any) -> Any:
-        recorder.norms.append(
-            {
-                "policy": gradient_norm(trainer.model.policy),
-                "value": gradient_norm(trainer.model.value_model),
-            }
-        )
-        return step(*arguments, **keys)
-
-    def generation_starts(*arguments: Any) -> tuple[Tensor, Tensor]:
-        in_update[0] = False
-        return batch_generation(*arguments)
-
-    replaced: dict[str, Callable[..., Any]] = {
-        "batch_generation": generation_starts,
-        "selective_log_softmax": selective_log_softmax,
-        "get_reward": get_reward,
-        "masked_whiten": masked_whiten,
-        "masked_mean": masked_mean,
-    }
-    for name, function in replaced.items():
-        setattr(module, name, function)
-    np.random.permutation, inner.step = seen_permutation, seen_step
-    try:
-        yield
-    finally:
-        np.random.permutation = permutation
-        for name, function in originals.items():
-            setattr(module, name, function)
 
 
 def gradient_norm(model: torch.nn.Module) -> float:

@@ -138,6 +138,7 @@ def test_every_dropped_row_is_counted_and_kept_beside_the_data_set(bench: Bench)
         {"prompt": "  "},
         {"prompt": 5},
         {"prompt": "a\ud800"},
+        {"\ud800key": "no prompt"},
         {"prompt": "x" * 3000},
         {"prompt": "fine", "id": 1},
     )
@@ -145,14 +146,14 @@ def test_every_dropped_row_is_counted_and_kept_beside_the_data_set(bench: Bench)
     expected = [
         (2, "not JSON"), (3, "not an object"), (4, "invalid unicode"), (5, "not JSON"),
         (6, "no prompt"), (7, "empty prompt"), (8, "wrong type"), (9, "invalid unicode"),
-        (10, "too long"),
+        (10, "no prompt"), (11, "too long"),
     ]  # fmt: skip
     rejected = bench.rejected()
     assert [(r["row"], r["reason"]) for r in rejected] == expected
     assert all(r["file"] == file and "; " in r["problem"] for r in rejected)
     assert rejected[0]["raw"] == "{broken" and len(rejected[-1]["raw"]) == 2000
-    assert counts.dropped["not JSON"] == 2 and counts.dropped.total() == 9
-    assert (counts.rows_read, counts.rows_written, counts.repeated_ids) == (11, 2, 1)
+    assert counts.dropped["not JSON"] == 2 and counts.dropped.total() == 10
+    assert (counts.rows_read, counts.rows_written, counts.repeated_ids) == (12, 2, 1)
     assert bench.sidecar().counts["dropped"] == dict(counts.dropped)
 
 

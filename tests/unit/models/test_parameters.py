@@ -10,17 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2ForSequenceClassification,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3ForSequenceClassification,
-)
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import (
@@ -33,6 +22,7 @@ from mindspeed_rlxf.models.parameters import (
     stage_layers,
     stage_parameters,
 )
+from tests.families import family_of
 
 
 def architecture(**keys: Any) -> ArchitectureConfig:
@@ -50,21 +40,11 @@ def architecture(**keys: Any) -> ArchitectureConfig:
     return ArchitectureConfig(**(base | keys))
 
 
-FAMILIES: dict[str, Any] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, {}),
-    "qwen2": (
-        Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification, {"add_qkv_bias": True},
-    ),
-    "qwen3": (
-        Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification, {"qk_layernorm": True},
-    ),
-}  # fmt: skip
+FAMILIES = {"llama": {}, "qwen2": {"add_qkv_bias": True}, "qwen3": {"qk_layernorm": True}}
 
 
-def of_transformers(
-    a: ArchitectureConfig, head: Head, family: str = "llama"
-) -> dict[str, tuple[int, ...]]:
-    config_class, language_model, scorer, _ = FAMILIES[family]
+def of_transformers(a: ArchitectureConfig, head: Head) -> dict[str, tuple[int, ...]]:
+    config_class, language_model, scorer = family_of(a)
     config = config_class(
         num_hidden_layers=a.num_layers,
         hidden_size=a.hidden_size,
@@ -89,8 +69,8 @@ def of_transformers(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_and_shapes_are_those_of_transformers(head: Head, untied: bool, family: str) -> None:
     width = {"kv_channels": 2} if family == "qwen2" else {}  # hidden_size / heads, nothing else
-    a = architecture(untie_embeddings_and_output_weights=untied, **FAMILIES[family][3], **width)
-    assert hf_shapes(a, head) == of_transformers(a, head, family)
+    a = architecture(untie_embeddings_and_output_weights=untied, **FAMILIES[family], **width)
+    assert hf_shapes(a, head) == of_transformers(a, head)
     assert ("lm_head.weight" in hf_shapes(a, head)) == (untied and head is Head.LANGUAGE_MODEL)
 
 

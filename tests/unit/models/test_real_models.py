@@ -9,17 +9,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2ForSequenceClassification,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3ForSequenceClassification,
-)
 
 from mindspeed_rlxf.config.compose import builtin_config_dir
 from mindspeed_rlxf.config.hf_config import disagreements
@@ -32,10 +21,8 @@ from mindspeed_rlxf.models.parameters import (
     shard_slices,
     stage_parameters,
 )
+from tests.families import LLAMA, QWEN2, QWEN3
 
-LLAMA = (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification)
-QWEN2 = (Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification)
-QWEN3 = (Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification)
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,

@@ -119,9 +119,9 @@ def test_scores_of_a_decode_step_are_not_rounded_to_low_precision() -> None:
     assert_close(out, torch.full((1, 1, 4), 0.62246).bfloat16())
 
 
-def test_as_many_slots_as_fit_and_always_one() -> None:
+def test_a_slot_takes_the_bytes_that_it_says() -> None:
     shape = CacheShape(num_layers=2, groups=3, max_length=10, head_dim=4, dtype=torch.bfloat16)
     one = 2 * 2 * 3 * 10 * 4 * 2  # keys and values, of two bytes each
     held = KvCache(shape, 5, torch.device("cpu"))
     assert held.keys.nbytes + held.values.nbytes == 5 * one
-    assert [shape.slots_in(memory) for memory in (5 * one, 6 * one - 1, one - 1)] == [5, 5, 1]
+    assert shape.slot_bytes == one

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mindspeed_rlxf.config.memory import CACHE_SHARE
 from mindspeed_rlxf.models.attention import Attend, PackedSequences
 from mindspeed_rlxf.rollout import native
+from mindspeed_rlxf.rollout.kv_cache import CacheShape, KvCache
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.sampling import SamplingSettings
 
@@ -104,25 +106,33 @@ def test_greedy_responses_are_those_of_the_model_without_cache(
         assert logs == pytest.approx(expected_logs, abs=1e-6)
 
 
-def test_without_a_number_as_many_rows_grow_as_the_cache_holds(
-    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes: list[int] = []
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[KvCache]:
+    """Every cache that is made."""
+    made: list[KvCache] = []
 
-    class Cache(native.KvCache):
-        def __init__(self, shape: Any, slots: int, on: torch.device) -> None:
-            sizes.append(slots)
+    class Cache(KvCache):
+        def __init__(self, shape: CacheShape, slots: int, on: torch.device) -> None:
             super().__init__(shape, slots, on)
-            three_slots = 3 * (self.keys.nbytes + self.values.nbytes) // slots
-            monkeypatch.setattr(
-                native, "_memory_of_one_process", lambda: three_slots / native.CACHE_SHARE + 10
-            )
+            made.append(self)
 
     monkeypatch.setattr(native, "KvCache", Cache)
+    return made
+
+
+def test_without_a_number_as_many_rows_grow_as_the_cache_holds(
+    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, caches: list[KvCache]
+) -> None:
     monkeypatch.setattr(native, "_memory_of_one_process", lambda: 2**40)
-    expected = generate(prompts, None)
-    assert generate(prompts, None)[0] == expected[0]
-    assert sizes == [len(prompts), 3]
+    expected = generate(prompts, None)[0]
+    one_slot = (caches[0].keys.nbytes + caches[0].values.nbytes) // caches[0].slots
+    three_slots = int(3 * one_slot / CACHE_SHARE) + 10
+    monkeypatch.setattr(native, "_memory_of_one_process", lambda: three_slots)
+    assert generate(prompts, None)[0] == expected
+    given = NativeRollout(TinyModel(), settings(), memory=three_slots)  # type: ignore[arg-type]
+    monkeypatch.setattr(native, "_memory_of_one_process", lambda: 2**40)
+    assert given.generate(prompts, range(len(prompts)), SEED)[0] == expected
+    assert [cache.slots for cache in caches] == [len(prompts), 3, 3]
 
 
 @pytest.mark.parametrize("keys", [{}, {"do_sample": True, "temperature": 2.0}])
@@ -138,15 +148,8 @@ def test_a_given_response_scores_what_generating_it_reported(
 
 
 def test_ranks_of_one_replica_have_as_many_rows_as_the_first_one_says(
-    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, caches: list[KvCache]
 ) -> None:
-    sizes: list[int] = []
-
-    class Cache(native.KvCache):
-        def __init__(self, shape: Any, slots: int, on: torch.device) -> None:
-            sizes.append(slots)
-            super().__init__(shape, slots, on)
-
     def broadcast(values: Tensor, _source: int, group: object) -> None:
         if values.dim() == 0:  # the number of slots
             values.fill_(3)
@@ -154,18 +157,11 @@ def test_ranks_of_one_replica_have_as_many_rows_as_the_first_one_says(
     monkeypatch.setattr(native, "full_logits", lambda h, w, vocab, group: (h @ w.T).float())
     monkeypatch.setattr(native.dist, "get_global_rank", lambda group, rank: rank)
     monkeypatch.setattr(native.dist, "broadcast", broadcast)
-    monkeypatch.setattr(native, "KvCache", Cache)
     model = TinyModel()
     model.tp_group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
     rollout = NativeRollout(model, settings(max_new_tokens=3), 5)  # type: ignore[arg-type]
     tokens, _ = rollout.generate(prompts, range(len(prompts)), SEED)
-    assert sizes == [3] and len(tokens) == len(prompts)
-
-
-def test_the_memory_that_counts_may_be_given(prompts: list[np.ndarray]) -> None:
-    rollout = NativeRollout(TinyModel(), settings(), memory=1)  # type: ignore[arg-type]
-    expected = generate(prompts)[0]
-    assert rollout.generate(prompts, range(len(prompts)), SEED)[0] == expected
+    assert caches[0].slots == 3 and len(tokens) == len(prompts)
 
 
 def test_responses_here_end_both_ways_and_at_different_times(prompts: list[np.ndarray]) -> None:

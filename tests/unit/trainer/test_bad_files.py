@@ -268,6 +268,14 @@ def test_all_problems_are_told_at_once(good: Path, capsys: pytest.CaptureFixture
     assert len(lines) == 2
 
 
+def test_missing_data_is_told_beside_a_missing_tokenizer(
+    good: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = ("training.tokenizer_name_or_path=./gone", "data.train_files=./absent")
+    first, second = problems(good, capsys, *absent)
+    assert "gone" in first and "absent: no such file" in second
+
+
 @pytest.mark.parametrize("used_by", ["a file", "another run"])
 def test_an_output_folder_that_cannot_be_used_is_refused(
     good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], used_by: str
