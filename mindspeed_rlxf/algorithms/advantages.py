@@ -65,3 +65,13 @@ def estimate_gae(
         next_values = values[:, slot]
     advantages = advantages * mask
     return advantages, (advantages + values) * mask
+
+
+def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Discounted sum of the rewards from each slot on: the return of REINFORCE.
+
+    rewards: [batch, slots] fp32; mask: [batch, slots] bool, without gaps from slot 0
+    Returns [batch, slots], 0 where masked.
+    """
+    _, returns = estimate_gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
+    return returns

@@ -1,6 +1,7 @@
-"""Clipped losses of PPO (arXiv:1707.06347), per token; callers sum and normalise.
+"""Losses of PPO and its relatives, per token or per pair; callers sum and normalise.
 
-All arguments are flat [tokens] fp32 tensors of tokens that count: nothing is masked here.
+Token arguments are flat [tokens] fp32 tensors of tokens that count, response after response:
+nothing is masked here.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from mindspeed_rlxf.config.enums import DpoLoss
 
 
 class TokenLoss(NamedTuple):
@@ -18,14 +22,63 @@ class TokenLoss(NamedTuple):
     clipped: Tensor
 
 
+class ClipRange(NamedTuple):
+    """The ratio is held within 1 - low .. 1 + high; `dual` bounds the loss of A < 0 by -A dual.
+
+    high > low is DAPO's clip-higher (arXiv:2503.14476, section 3.1), `dual` is the dual clip of
+    arXiv:1912.09729.
+    """
+
+    low: float
+    high: float
+    dual: float | None = None
+
+
 def clipped_policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip_ratio: float
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange
 ) -> TokenLoss:
-    """max(-A r, -A clip(r, 1 - c, 1 + c)) with r = exp(log_probs - old_log_probs)."""
-    ratio = torch.exp(log_probs - old_log_probs)
+    """max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(log_probs - old_log_probs).
+
+    PPO, arXiv:1707.06347, section 3.
+    """
+    return _clipped(torch.exp(log_probs - old_log_probs), advantages, clip)
+
+
+def sequence_policy_loss(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange, lengths: Tensor
+) -> TokenLoss:
+    """The clipped loss with one ratio per response, GSPO-token of arXiv:2507.18071, section 4.3.
+
+    The ratio is exp(mean of log_probs - old_log_probs over the response); its gradient reaches each
+    token with weight 1.
+    lengths: [responses] int64, tokens of each response, summing up to [tokens]
+    """
+    lengths = lengths.to(log_probs.device)
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=log_probs.device), lengths)
+    difference = (log_probs - old_log_probs).detach()
+    sums = torch.zeros_like(difference[: len(lengths)]).index_add(0, row, difference)
+    ratio = (sums / lengths)[row].exp()
+    return _clipped(ratio * torch.exp(log_probs - log_probs.detach()), advantages, clip)
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> TokenLoss:
     free = -advantages * ratio
-    held = -advantages * torch.clamp(ratio, 1.0 - clip_ratio, 1.0 + clip_ratio)
-    return TokenLoss(torch.maximum(free, held), held > free)
+    held = -advantages * torch.clamp(ratio, 1.0 - clip.low, 1.0 + clip.high)
+    loss, clipped = torch.maximum(free, held), held > free
+    if clip.dual is not None:
+        bound = -advantages * clip.dual
+        over = (advantages < 0) & (loss > bound)
+        loss, clipped = torch.where(over, bound, loss), clipped | over
+    return TokenLoss(loss, clipped)
+
+
+def truncated_importance(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: float) -> Tensor:
+    """min(exp(old_log_probs - rollout_log_probs), cap): what a token sampled by the rollout's
+    probabilities weighs under the training model's (https://fengyao.notion.site/off-policy-rl).
+
+    any shape; no gradient.
+    """
+    return torch.exp(old_log_probs - rollout_log_probs).clamp(max=cap).detach()
 
 
 def clipped_value_loss(
@@ -39,3 +92,20 @@ def clipped_value_loss(
     # Inside the range both are equal but for rounding, which must not count as clipped.
     clipped = (moved.abs() > cliprange_value) & (held > free)
     return TokenLoss(0.5 * torch.maximum(free, held), clipped)
+
+
+def preference_loss(chosen: Tensor, rejected: Tensor, beta: float, kind: DpoLoss) -> Tensor:
+    """Direct preference optimisation, per pair.
+
+    chosen, rejected: [pairs] log(pi / pi_ref) of the whole response
+    sigmoid: -log sigmoid(beta h), h = chosen - rejected (arXiv:2305.18290, equation 7)
+    ipo:     (h - 1 / (2 beta))^2 (arXiv:2310.12036, equation 17)
+    hinge:   max(0, 1 - beta h) (arXiv:2305.10425)
+    """
+    margin = chosen - rejected
+    if kind is DpoLoss.SIGMOID:
+        return -logsigmoid(beta * margin)
+    if kind is DpoLoss.IPO:
+        return (margin - 1 / (2 * beta)).square()
+    assert kind is DpoLoss.HINGE, f"unknown preference loss {kind}"
+    return torch.relu(1 - beta * margin)

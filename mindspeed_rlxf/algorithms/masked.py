@@ -29,9 +29,15 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_whiten(
-    values: Tensor, mask: Tensor, all_reduce: AllReduce = alone, eps: float = 1e-8
+    values: Tensor,
+    mask: Tensor,
+    all_reduce: AllReduce = alone,
+    eps: float = 1e-8,
+    shift_mean: bool = True,
 ) -> Tensor:
     """Values with mean 0 and variance 1 over all True places of all ranks; 0 elsewhere.
+
+    shift_mean: False keeps the mean as it was (TRL's whitening of rewards).
 
     The variance has divisor n - 1 (as TRL's); sums run in fp64, so that the result does not depend
     on how samples are spread over ranks.
@@ -48,4 +54,5 @@ def masked_whiten(
         )
     deviation = (wide - mean) * mask
     variance = all_reduce((deviation**2).sum()) / (count - 1)
-    return (deviation * torch.rsqrt(variance + eps)).to(values.dtype)
+    whitened = deviation * torch.rsqrt(variance + eps)
+    return (whitened if shift_mean else whitened + mean * mask).to(values.dtype)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd, lcm
 
-from mindspeed_rlxf.config.enums import OldLogProbs, RewardKind, Role, RopeScaling
+from mindspeed_rlxf.config.enums import RewardKind, Role, RopeScaling
 from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RoleConfig, RunConfig
+from mindspeed_rlxf.config.stage_rules import check_groups, check_stage
 from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_around, use
 
 TITLES = {
@@ -20,11 +21,11 @@ TITLES = {
 def check(config: RunConfig) -> list[str]:
     """Every rule that the configuration breaks, each `rule, value, remedy`; empty when none."""
     problems = [*_pools(config), *_lengths(config), *_generation(config), *_schedules(config)]
-    problems += [*_data(config), *_log_probs(config)]
-    for role in Role:
+    problems += [*_data(config), *check_stage(config)]
+    for role in config.roles:
         problems += [*_weights(config, role), *_model(config, role), *_parallel(config, role)]
     if not _misplaced(config):
-        problems += [*_batch(config), *_mini_batches(config)]
+        problems += [*_batch(config), *_mini_batches(config), *check_groups(config)]
     return problems
 
 
@@ -43,7 +44,7 @@ def _pools(config: RunConfig) -> Iterator[str]:
 
 def _misplaced(config: RunConfig) -> bool:
     """True while some role has no whole replicas, so that there is no data-parallel size."""
-    return any(_pools(config)) or any(_replicas(config, role) for role in Role)
+    return any(_pools(config)) or any(_replicas(config, role) for role in config.roles)
 
 
 def _replicas(config: RunConfig, role: Role) -> str | None:
@@ -172,20 +173,12 @@ def _generation(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _log_probs(config: RunConfig) -> Iterator[str]:
-    algorithm = config.algorithm
-    if algorithm.max_log_prob_gap is not None and algorithm.old_log_probs is OldLogProbs.ROLLOUT:
-        yield (
-            f"algorithm.max_log_prob_gap={algorithm.max_log_prob_gap:g} needs "
-            "algorithm.old_log_probs=recompute, which is what it compares; remove one of them"
-        )
-
-
 def _schedules(config: RunConfig) -> Iterator[str]:
     optimizers: dict[str, OptimizerConfig] = {
         "actor_rollout": config.actor_rollout.optimizer,
-        "critic": config.critic.optimizer,
     }
+    if config.critic:
+        optimizers["critic"] = config.critic.optimizer
     for name, optimizer in optimizers.items():
         if optimizer.min_lr > optimizer.lr:  # Megatron asserts it for a constant rate too
             yield (
@@ -219,7 +212,8 @@ def _batch(config: RunConfig) -> Iterator[str]:
     """Every rank takes the same number of samples; the remedy is good for all roles."""
     prompts = config.training.global_batch_size
     per_prompt = config.actor_rollout.n_samples_per_prompt
-    sizes = {config.layout(role).dp: role for role in reversed(Role)}  # the first role of each
+    # The first role of each size.
+    sizes = {config.layout(role).dp: role for role in reversed(config.roles)}
     step = lcm(*(dp // gcd(dp, per_prompt) for dp in sizes))
     for dp, role in sizes.items():
         if config.samples_per_iteration % dp:
@@ -233,8 +227,10 @@ def _batch(config: RunConfig) -> Iterator[str]:
 def _mini_batches(config: RunConfig) -> Iterator[str]:
     sizes = {
         Role.ACTOR_ROLLOUT: ("ppo_mini_batch_size", config.actor_rollout.ppo_mini_batch_size),
-        Role.CRITIC: ("critic_mini_batch_size", config.critic.critic_mini_batch_size),
     }
+    if config.critic:
+        size = config.critic.critic_mini_batch_size
+        sizes[Role.CRITIC] = ("critic_mini_batch_size", size)
     for role, (key, size) in sizes.items():
         yield from _mini_batch(config, role, f"{role.value}.{key}={size}", size)
 

@@ -5,13 +5,44 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from mindspeed_rlxf.config.draft import Draft, Tree
-from mindspeed_rlxf.config.enums import RewardKind, Role, RuntimeKind
+from mindspeed_rlxf.config.draft import Draft, Tree, set_default
+from mindspeed_rlxf.config.enums import (
+    AdvantageWhiten,
+    AdvEstimator,
+    KlIn,
+    KlPenalty,
+    RewardKind,
+    Role,
+    RuntimeKind,
+    Stage,
+)
 from mindspeed_rlxf.config.sections import DeviceConfig
 from mindspeed_rlxf.config.suggest import multiples_around, use
 
 MAX_DEVICES = 100_000
 ROLE_NAMES = {role.value for role in Role}
+UNWHITENED = ("grpo", "dr_grpo", "rloo", "remax")
+"""Estimators whose advantages are whitened only where the YAML asks for it."""
+
+
+def has_critic(stage: object) -> bool:
+    """stage: the word of training.stage, None = the default."""
+    return stage not in (Stage.RAY_GRPO.value, Stage.RAY_ONLINE_DPO.value)
+
+
+def stage_defaults(draft: Draft) -> None:
+    """Choices that follow from the stage and the estimator where the YAML is silent."""
+    stage, algorithm = draft.payload["training"].get("stage"), draft.payload["algorithm"]
+    actor = draft.payload[Role.ACTOR_ROLLOUT.value]
+    if stage == Stage.RAY_ONLINE_DPO.value:
+        set_default(actor, "n_samples_per_prompt", 2)
+    if stage == Stage.RAY_GRPO.value:
+        set_default(algorithm, "adv_estimator", AdvEstimator.GRPO.value)
+        set_default(algorithm, "kl_in", KlIn.LOSS.value)
+    if algorithm.get("kl_in") == KlIn.LOSS.value:
+        set_default(algorithm, "kl_penalty", KlPenalty.LOW_VAR_KL.value)
+    if algorithm.get("adv_estimator") in UNWHITENED:
+        set_default(algorithm, "advantage_whiten", AdvantageWhiten.NONE.value)
 
 
 def place_roles(draft: Draft, sections: Tree) -> None:
@@ -25,8 +56,9 @@ def place_roles(draft: Draft, sections: Tree) -> None:
             pools[underscored if underscored in ROLE_NAMES else str(name)] = sizes
     if not pools and not any(path.startswith("resource_pool") for path in draft.broken):
         draft.reject("resource_pool", "resource_pool is required; name a pool: `main: 2`")
-    given = draft.known("placement", sections["placement"], ROLE_NAMES)
-    placement = {role.value: role.value for role in Role} | given
+    roles = [role.value for role in Role if draft.payload[role.value] is not None]
+    given = draft.known("placement", sections["placement"], set(roles))
+    placement = {role: role for role in roles} | given
     is_rule = draft.payload["reward"].get("kind") == RewardKind.RULE.value
     if is_rule and "reward" not in given and "reward" not in pools:
         placement["reward"] = placement["actor_rollout"]
@@ -88,7 +120,7 @@ def max_new_tokens(draft: Draft) -> None:
 def absolute_paths(payload: Tree) -> None:
     """Paths are meant from the folder the command runs in, also for workers elsewhere."""
     training, data = payload["training"], payload["data"]
-    places = [(payload[role.value], "load") for role in Role]
+    places = [(payload[role.value], "load") for role in Role if payload[role.value] is not None]
     places += [(payload[Role.ACTOR_ROLLOUT.value], "fixed_responses")]
     places += [(training, "tokenizer_name_or_path"), (training, "output_dir")]
     places += [(data, k) for k in ("train_files", "val_files", "data_path", "val_data_path")]

@@ -10,6 +10,12 @@ from mindspeed_rlxf.config.keys import unknown_key
 Tree: TypeAlias = dict[str, Any]
 
 
+def set_default(section: Tree, key: str, value: Any) -> None:
+    """Where the YAML is silent about `key`, or says null."""
+    if section.get(key) is None:
+        section[key] = value
+
+
 @dataclass
 class Draft:
     """Untyped values in the shape of RunConfig, and what was wrong on the way."""

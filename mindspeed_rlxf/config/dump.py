@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RewardConfig, RoleConfig, RunConfig
 
 
@@ -17,7 +16,9 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
     """Plain values by YAML key: architectures once per model, optimizers flat in their role."""
     values = config.model_dump(mode="json", exclude={"name"})
     models: dict[str, dict[str, Any]] = {}
-    for role in Role:
+    if config.critic is None:
+        del values["critic"]
+    for role in config.roles:
         values[role.value] = _role_tree(config.role(role), values[role.value], models)
     return {"model": models, **values}
 

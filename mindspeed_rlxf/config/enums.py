@@ -17,13 +17,38 @@ class Role(str, Enum):
 class Stage(str, Enum):
     """Training algorithm."""
 
-    RAY_PPO = "ray_ppo"
+    RAY_PPO = "ray_ppo"  # with a critic
+    RAY_GRPO = "ray_grpo"  # without: advantages from several responses, or from returns alone
+    RAY_ONLINE_DPO = "ray_online_dpo"  # the better of two responses is preferred to the other
 
 
 class AdvEstimator(str, Enum):
     """How advantages are estimated."""
 
-    GAE = "gae"
+    GAE = "gae"  # needs a critic
+    GRPO = "grpo"  # z-score within the group of a prompt
+    DR_GRPO = "dr_grpo"  # the same, not divided by the standard deviation
+    RLOO = "rloo"  # minus the mean of the others in the group
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"  # rewards to go, whitened over the batch
+    REINFORCE_PLUS_PLUS_BASELINE = (
+        "reinforce_plus_plus_baseline"  # minus the group's mean, whitened
+    )
+    REMAX = "remax"  # rewards to go, minus the score of the greedy response
+
+    @property
+    def compares_group(self) -> bool:
+        """Needs several responses to a prompt."""
+        return self in (
+            AdvEstimator.GRPO,
+            AdvEstimator.DR_GRPO,
+            AdvEstimator.RLOO,
+            AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE,
+        )
+
+    @property
+    def discounts(self) -> bool:
+        """Works with the reward of each token; the others with the total of a response."""
+        return self in (AdvEstimator.GAE, AdvEstimator.REINFORCE_PLUS_PLUS, AdvEstimator.REMAX)
 
 
 class KlPenalty(str, Enum):
@@ -33,6 +58,28 @@ class KlPenalty(str, Enum):
     ABS = "abs"  # |d|
     MSE = "mse"  # d^2 / 2
     LOW_VAR_KL = "low_var_kl"  # exp(-d) - 1 + d
+
+
+class KlIn(str, Enum):
+    """Where the KL penalty acts."""
+
+    REWARD = "reward"  # of each token
+    LOSS = "loss"  # of the policy
+
+
+class PolicyLoss(str, Enum):
+    """The clipped policy loss."""
+
+    PPO = "ppo"  # a ratio for each token
+    GSPO = "gspo"  # a ratio for each response
+
+
+class DpoLoss(str, Enum):
+    """The loss of a pair of responses."""
+
+    SIGMOID = "sigmoid"
+    HINGE = "hinge"
+    IPO = "ipo"
 
 
 class KlControl(str, Enum):
@@ -69,6 +116,8 @@ class LossNormalizer(str, Enum):
 
     MINIBATCH_TOKENS = "minibatch_tokens"
     MICRO_BATCH_MEAN = "micro_batch_mean"
+    SEQUENCE_MEANS = "sequence_means"  # mean over responses of their means
+    SEQUENCE_SUMS = "sequence_sums"  # mean over responses of their sums
 
 
 class OldLogProbs(str, Enum):

@@ -11,8 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.config.derived import absolute_paths, max_new_tokens, place_roles
-from mindspeed_rlxf.config.draft import Draft, Tree
+from mindspeed_rlxf.config.derived import (
+    absolute_paths,
+    has_critic,
+    max_new_tokens,
+    place_roles,
+    stage_defaults,
+)
+from mindspeed_rlxf.config.draft import Draft, Tree, set_default
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import hf_architecture, read_hf_config, unsupported
 from mindspeed_rlxf.config.keys import (
@@ -47,6 +53,7 @@ def make_draft(tree: Mapping[str, Any], name: str) -> Draft:
     _kl_ctrl(draft)
     _training(draft, sections["training"], name)
     _roles(draft, sections)
+    stage_defaults(draft)
     place_roles(draft, sections)
     max_new_tokens(draft)
     absolute_paths(draft.payload)
@@ -106,20 +113,18 @@ def _training(draft: Draft, values: Tree, name: str) -> None:
     own = fields(TrainingConfig)
     known = draft.known("training", values, own | SHARED_KEYS)
     training = {key: value for key, value in known.items() if key in own}
-    _default(training, "run_name", name)
-    _default(training, "output_dir", os.path.join("outputs", str(training["run_name"])))
+    set_default(training, "run_name", name)
+    set_default(training, "output_dir", os.path.join("outputs", str(training["run_name"])))
     draft.payload["training"] = training
-
-
-def _default(section: Tree, key: str, value: Any) -> None:
-    if section.get(key) is None:
-        section[key] = value
 
 
 def _roles(draft: Draft, sections: Tree) -> None:
     models = _models(draft, sections["model"])
     training = {key: value for key, value in sections["training"].items() if key in SHARED_KEYS}
     for role in Role:
+        if role is Role.CRITIC and not has_critic(draft.payload["training"].get("stage")):
+            _no_critic(draft, sections)
+            continue
         own = draft.known(role.value, sections[role.value], role_keys(role))
         if own.get("kind") == RewardKind.RULE.value:  # a rule has no model: the rest is not read
             draft.payload[role.value] = {key: own[key] for key in ("kind", "rules") if key in own}
@@ -136,6 +141,13 @@ def _roles(draft: Draft, sections: Tree) -> None:
             del draft.payload[role.value]["architecture"]
             if chosen != AUTO:
                 _report_missing_model(draft, role, chosen, models)
+
+
+def _no_critic(draft: Draft, sections: Tree) -> None:
+    draft.payload[Role.CRITIC.value] = None
+    if sections[Role.CRITIC.value]:
+        stage = draft.payload["training"]["stage"]
+        draft.reject("critic", f"training.stage={stage} has no critic; remove the section critic")
 
 
 def _from_folder(draft: Draft, role: Role, load: Any) -> Tree | None:

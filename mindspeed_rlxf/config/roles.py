@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from mindspeed_rlxf.config.enums import LrDecayStyle, RewardKind, RopeScaling
+from mindspeed_rlxf.config.enums import DpoLoss, LrDecayStyle, PolicyLoss, RewardKind, RopeScaling
 from mindspeed_rlxf.config.fields import Integers, Section, Word, key
 
 
@@ -93,10 +93,23 @@ class ActorConfig(RoleConfig):
     fixed_responses: str | None = key(
         None, "jsonl file of responses that are taken in place of generated ones"
     )
-    n_samples_per_prompt: int = key(1, "responses per prompt", ge=1)
+    n_samples_per_prompt: int = key(
+        1, "responses per prompt; absent = 1, or 2 in stage ray_online_dpo", ge=1
+    )
     ppo_mini_batch_size: int = key(1, "samples per optimizer step over all DP ranks", ge=1)
     ppo_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
+    policy_loss: Annotated[PolicyLoss, Word] = key(
+        PolicyLoss.PPO, "ratio of each token (ppo) or of each response (gspo)"
+    )
     clip_ratio: float = key(0.2, "policy clip", ge=0)
+    clip_ratio_low: float | None = key(None, "clip below 1; null = clip_ratio", ge=0)
+    clip_ratio_high: float | None = key(None, "clip above 1; null = clip_ratio", ge=0)
+    clip_ratio_c: float | None = key(None, "dual clip of negative advantages; null = off", gt=1)
+    entropy_coeff: float = key(0.0, "weight of the entropy bonus", ge=0)
+    dpo_beta: float = key(0.1, "stage ray_online_dpo: weight of the log-ratio", gt=0)
+    dpo_loss_type: Annotated[DpoLoss, Word] = key(
+        DpoLoss.SIGMOID, "stage ray_online_dpo: loss of a pair"
+    )
     shuffle_minibatch: bool = key(False, "shuffle samples before they are cut in mini-batches")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.enums import Role, Stage
 from mindspeed_rlxf.config.fields import Section, Word, key
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.roles import (
@@ -58,7 +58,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = key(AlgorithmConfig(), "rewards, advantages and losses")
     actor_rollout: ActorConfig = key(..., "the policy")
     ref: RefConfig = key(..., "the frozen policy")
-    critic: CriticConfig = key(..., "the value model")
+    critic: CriticConfig | None = key(None, "the value model; none where the stage has no critic")
     reward: RewardConfig = key(..., "what scores responses")
     placement: dict[Annotated[Role, Word], str] = key(..., "role -> pool, every role", "reshard")
     resource_pool: dict[str, list[int]] = key(..., "pool -> processes per node", "reshard")
@@ -74,6 +74,24 @@ class RunConfig(Section):
         """Responses per iteration over all ranks."""
         return self.training.global_batch_size * self.actor_rollout.n_samples_per_prompt
 
+    @property
+    def roles(self) -> list[Role]:
+        """The roles of this run: without a critic where the stage has none."""
+        return [role for role in Role if role in self.placement]
+
+    @property
+    def value_model(self) -> CriticConfig:
+        """The critic of a run that has one."""
+        assert self.critic is not None, f"stage {self.training.stage.value} has no critic"
+        return self.critic
+
+    @property
+    def samples_together(self) -> int:
+        """Neighbouring samples that have to stay on one data-parallel rank: those of a prompt."""
+        compares = self.algorithm.adv_estimator.compares_group
+        pairs = self.training.stage is Stage.RAY_ONLINE_DPO
+        return self.actor_rollout.n_samples_per_prompt if compares or pairs else 1
+
     def role(self, role: Role) -> RoleConfig:
         """The section of a role."""
         section = getattr(self, role.value)
@@ -86,7 +104,7 @@ class RunConfig(Section):
 
     def roles_of(self, pool: str) -> list[Role]:
         """Roles that share the processes of a pool, in the order of `Role`."""
-        return [role for role in Role if self.placement[role] == pool]
+        return [role for role in self.roles if self.placement[role] == pool]
 
     def pool_size(self, pool: str) -> int:
         """Processes of a pool, one per device."""

@@ -11,6 +11,7 @@ from mindspeed_rlxf.config.enums import (
     AdvEstimator,
     DeviceKind,
     KlControl,
+    KlIn,
     KlPenalty,
     LossNormalizer,
     OldLogProbs,
@@ -24,6 +25,7 @@ from mindspeed_rlxf.config.fields import Section, Strings, Word, key
 
 CONSOLE_METRICS = (
     "actor/pg_loss_abs",
+    "actor/dpo_loss",
     "critic/vf_loss",
     "critic/kl",
     "critic/score/mean",
@@ -59,12 +61,26 @@ class KlControlConfig(Section):
 class AlgorithmConfig(Section):
     """Rewards, advantages and losses."""
 
-    adv_estimator: Annotated[AdvEstimator, Word] = key(AdvEstimator.GAE, "advantage estimator")
+    adv_estimator: Annotated[AdvEstimator, Word] = key(
+        AdvEstimator.GAE, "advantage estimator; absent = gae, or grpo in stage ray_grpo"
+    )
     gamma: float = key(1.0, "discount", ge=0, le=1)
     lam: float = key(0.95, "lambda of GAE", ge=0, le=1)
-    kl_penalty: Annotated[KlPenalty, Word] = key(KlPenalty.KL, "per-token KL estimate")
+    kl_penalty: Annotated[KlPenalty, Word] = key(
+        KlPenalty.KL, "per-token KL estimate; absent = kl, or low_var_kl in the loss"
+    )
+    kl_in: Annotated[KlIn, Word] = key(
+        KlIn.REWARD, "where the KL penalty acts; absent = reward, or loss in stage ray_grpo"
+    )
     kl_ctrl: KlControlConfig = key(KlControlConfig(), "KL coefficient")
+    reward_scale: float = key(1.0, "scores are multiplied by it")
+    reward_clip: float | None = key(None, "scaled scores are held within +- it", gt=0)
+    whiten_rewards: bool = key(False, "token rewards of variance 1 over the batch, mean kept")
     missing_eos_penalty: float = key(0.0, "subtracted from the score without EOS; null = 0")
+    overlong_buffer_len: int = key(0, "last tokens in which a response is penalised", ge=0)
+    overlong_penalty_factor: float = key(1.0, "its penalty at max_new_tokens", ge=0)
+    filter_groups: bool = key(False, "draw again in place of prompts with equal scores only")
+    max_num_gen_batches: int = key(10, "filter_groups: batches generated at most", ge=1)
     score_position: Annotated[ScorePosition, Word] = key(
         ScorePosition.AFTER_EOS, "slot that takes the score of a response that ended"
     )
@@ -72,7 +88,9 @@ class AlgorithmConfig(Section):
         ScoreSlotLimit.MAX_NEW_TOKENS, "width up to which the slot after EOS exists"
     )
     advantage_whiten: Annotated[AdvantageWhiten, Word] = key(
-        AdvantageWhiten.BATCH, "tokens over which advantages are whitened"
+        AdvantageWhiten.BATCH,
+        "tokens over which advantages are whitened; absent = batch, none for grpo, dr_grpo, rloo, "
+        "remax",
     )
     loss_normalizer: Annotated[LossNormalizer, Word] = key(
         LossNormalizer.MINIBATCH_TOKENS, "what token losses are divided by"
@@ -81,6 +99,9 @@ class AlgorithmConfig(Section):
         OldLogProbs.RECOMPUTE, "where the behaviour policy's log-probs come from"
     )
 
+    rollout_is_threshold: float | None = key(
+        None, "weigh tokens by training / rollout probability, at most this; null = 1", gt=0
+    )
     max_log_prob_gap: float | None = key(
         None,
         "stop where a token's log-probs of generation and training differ by more",

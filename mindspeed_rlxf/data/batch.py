@@ -120,11 +120,16 @@ class Scores(Rows):
 
 @dataclass(frozen=True)
 class Experience(Rows):
-    """What both updates learn from. Slots: response tokens, plus one after EOS (design, 6)."""
+    """What both updates learn from. Slots: response tokens, plus one after EOS (design, 6).
 
-    advantages: Tensor  # [batch, response] fp32, 0 where masked
+    What a run does not need has no columns: returns, values and value_mask without a critic,
+    ref_log_probs unless the loss compares with the reference.
+    """
+
+    advantages: Tensor  # [batch, response] fp32, 0 where masked; of a preferred response 1, else -1
     response_mask: Tensor  # [batch, response] bool, True = generated token
     old_log_probs: Tensor  # [batch, response] fp32
+    ref_log_probs: Tensor  # [batch, response] fp32
     returns: Tensor  # [batch, slots] fp32
     values: Tensor  # [batch, slots] fp32, the critic's before the update
     value_mask: Tensor  # [batch, slots] bool, True = slot with a value to learn

@@ -20,15 +20,19 @@ class RankSteps:
 
 
 def mini_batch_order(
-    num_samples: int, epochs: int, shuffle: bool, seed: int, iteration: int
+    num_samples: int, epochs: int, shuffle: bool, seed: int, iteration: int, together: int = 1
 ) -> list[list[int]]:
-    """The order of the samples in each epoch; shuffled from (seed, iteration, epoch)."""
+    """The order of the samples in each epoch; shuffled from (seed, iteration, epoch).
+
+    together: this many neighbours stay neighbours
+    """
     orders = []
     for epoch in range(epochs):
-        order = np.arange(num_samples)
+        order = np.arange(num_samples).reshape(-1, together)
         if shuffle:
-            order = np.random.default_rng((seed, iteration, epoch)).permutation(num_samples)
-        orders.append(order.tolist())
+            rng = np.random.default_rng((seed, iteration, epoch))
+            order = order[rng.permutation(len(order))]
+        orders.append(order.flatten().tolist())
     return orders
 
 

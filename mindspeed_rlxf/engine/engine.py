@@ -41,17 +41,30 @@ LossStep = Callable[[TransformerModel, MicroBatch, Tensor], "LossOutput"]
 
 
 @dataclass(frozen=True)
+class Mean:
+    """A metric of one micro-batch: a detached sum, and how many that is."""
+
+    total: Tensor  # scalar fp64
+    weight: int
+
+    @classmethod
+    def of(cls, values: Tensor, weight: int, scale: float = 1.0) -> Mean:
+        """values: any shape, summed up and multiplied by `scale`."""
+        return cls(values.detach().double().sum() * scale, weight)
+
+
+@dataclass(frozen=True)
 class LossOutput:
-    """Loss of one micro-batch, as sums: the schedule divides by the global weight.
+    """Loss of one micro-batch, as a sum: the schedule divides by the global weight.
 
     loss:    scalar with gradient, sum over what is averaged
-    weight:  how many that is (tokens of the micro-batch, or 1 for a mean of micro-batch means)
-    metrics: name -> detached sum over the same, reported divided by the same weight
+    weight:  how many that is: tokens or responses of the micro-batch, or 1 for a mean of means
+    metrics: by name; each reported as the sum over all replicas divided by the sum of its weights
     """
 
     loss: Tensor
     weight: int
-    metrics: dict[str, Tensor]
+    metrics: dict[str, Mean]
 
 
 class MegatronEngine:
@@ -240,8 +253,8 @@ class MegatronEngine:
         if not self.groups.is_last_stage:
             return {}
         names = list(outputs[0].metrics)
-        sums = [torch.stack([o.metrics[n].double().cpu() for o in outputs]).sum() for n in names]
-        weight = torch.tensor(float(sum(o.weight for o in outputs)), dtype=torch.float64)
-        total = self.sum_over_replicas(torch.stack([*sums, weight]))
-        means = (total[:-1] / total[-1]).tolist()
-        return dict(zip(names, means, strict=True))
+        found = [[output.metrics[name] for output in outputs] for name in names]
+        sums = torch.stack([torch.stack([m.total.cpu() for m in of]).sum() for of in found])
+        weights = torch.tensor([float(sum(m.weight for m in of)) for of in found])
+        totals, counts = self.sum_over_replicas(torch.stack((sums, weights.double())))
+        return dict(zip(names, (totals / counts.clamp(min=1)).tolist(), strict=True))

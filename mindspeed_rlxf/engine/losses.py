@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from mindspeed_rlxf.engine.engine import LossOutput
+from mindspeed_rlxf.config.enums import LossNormalizer
+from mindspeed_rlxf.engine.engine import LossOutput, Mean
 
 
 def normalised_loss(
-    loss: Tensor, metrics: dict[str, Tensor], micro_batch_mean: bool, coefficient: float = 1.0
+    loss: Tensor,
+    lengths: Tensor,
+    normalizer: LossNormalizer,
+    parts: dict[str, Tensor],
+    per_token: dict[str, Tensor],
+    coefficient: float = 1.0,
 ) -> LossOutput:
-    """Sum of the token losses with the token count, or the micro-batch's mean with weight 1.
+    """The loss of one micro-batch as a sum and what it is divided by.
 
-    loss:        [tokens] with gradient
-    metrics:     name -> [tokens], averaged in the same way
+    loss:        [tokens] with gradient, response after response
+    lengths:     [responses] tokens of each
+    parts:       name -> [tokens], reported as the loss is averaged
+    per_token:   name -> [tokens], reported as means over tokens
     coefficient: weight of the loss; metrics are reported without it
+
+    A mean of micro-batch means is TRL's way and reports everything so.
     """
-    tokens = loss.numel()
-    scale = 1.0 / tokens if micro_batch_mean else 1.0
-    return LossOutput(
-        loss=loss.sum() * (coefficient * scale),
-        weight=1 if micro_batch_mean else tokens,
-        metrics={name: values.detach().double().sum() * scale for name, values in metrics.items()},
-    )
+    tokens, rows = loss.numel(), len(lengths)
+    scale, weight, token_weight = 1.0, tokens, tokens
+    if normalizer is LossNormalizer.MICRO_BATCH_MEAN:
+        scale, weight, token_weight = 1.0 / tokens, 1, 1
+    elif normalizer is not LossNormalizer.MINIBATCH_TOKENS:
+        weight = rows
+    if normalizer is LossNormalizer.SEQUENCE_MEANS:
+        own = torch.repeat_interleave(lengths, lengths).to(loss.device)
+        loss, parts = loss / own, {name: values / own for name, values in parts.items()}
+    metrics = {name: Mean.of(values, weight, scale) for name, values in parts.items()}
+    metrics |= {name: Mean.of(v, token_weight, scale) for name, v in per_token.items()}
+    return LossOutput(loss.sum() * (coefficient * scale), weight, metrics)

@@ -31,7 +31,7 @@ def token_log_probs(
     weight:     [vocab, hidden], this rank's rows
     labels:     [tokens] int64, global token ids
     vocab_size: ids from here on are padding and have probability 0
-    Returns two [tokens] fp32 tensors; the entropy carries no gradient.
+    Returns two [tokens] fp32 tensors.
     """
     parts = []
     for hidden_part, label_part in zip(
@@ -101,16 +101,22 @@ class _VocabParallelLogProb(torch.autograd.Function):
         _reduce(sums, group, dist.ReduceOp.SUM)
         normaliser = sums[0]
         log_normaliser = normaliser.log()
-        ctx.save_for_backward(exponentials.div_(normaliser[:, None]), local, mine)
         entropy = log_normaliser - sums[2] / normaliser
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(exponentials.div_(normaliser[:, None]), local, mine, entropy)
+        ctx.set_materialize_grads(False)
         return sums[1] - log_normaliser, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _entropy_grad: Tensor) -> Any:
-        probabilities, local, mine = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> Any:
+        """d log p(label) / d logit = [label] - p; d entropy / d logit = -p (log p + entropy)."""
+        probabilities, local, mine, entropy = ctx.saved_tensors
+        if grad is None:
+            grad = torch.zeros_like(entropy)
         grad_logits = probabilities.mul(-grad[:, None])
         grad_logits.scatter_add_(-1, local[:, None], (grad * mine)[:, None])
+        if entropy_grad is not None:
+            slope = torch.xlogy(probabilities, probabilities) + probabilities * entropy[:, None]
+            grad_logits -= slope * entropy_grad[:, None]
         return grad_logits, None, None
 
 

@@ -16,7 +16,9 @@ from mindspeed_rlxf.models.sizes import HEADS, model_numbers
 from mindspeed_rlxf.planning.available import is_joined, on_cpu
 from mindspeed_rlxf.planning.memory import PoolMemory
 
-TRAINED = (Role.ACTOR_ROLLOUT, Role.CRITIC)
+
+def _trained(config: RunConfig) -> list[Role]:
+    return [role for role in (Role.ACTOR_ROLLOUT, Role.CRITIC) if role in config.roles]
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,14 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
         devices=sum(devices) if on_cpu(config) else 0,
         rows=memory.store_bytes(samples, row),
         driver=memory.driver_bytes(PROCESS_BYTES, samples, actor.max_prompt_length),
-        export=sum(_written_on_a_host(config, role) for role in TRAINED),
+        export=sum(_written_on_a_host(config, role) for role in _trained(config)),
     )
 
 
 def disk_needed(config: RunConfig) -> Disk:
     return Disk(
-        {role: _export_bytes(config, role) for role in TRAINED},
-        sum(_checkpoint_bytes(config, role) for role in TRAINED),
+        {role: _export_bytes(config, role) for role in _trained(config)},
+        sum(_checkpoint_bytes(config, role) for role in _trained(config)),
     )
 
 

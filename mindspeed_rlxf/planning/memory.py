@@ -154,7 +154,7 @@ def _phases(stage: _Stage, optimizer: OptimizerConfig | None) -> Iterator[Phase]
 
 def _mini_batch(config: RunConfig, role: Role) -> int:
     if role is Role.CRITIC:
-        return config.critic.critic_mini_batch_size
+        return config.value_model.critic_mini_batch_size
     return config.actor_rollout.ppo_mini_batch_size
 
 

@@ -59,7 +59,7 @@ def _roles(config: RunConfig) -> list[list[object]]:
     rows: list[list[object]] = [
         ["role", "model", "pool", "ranks", "TP", "PP", "DP", "precision", "weights"]
     ]
-    for role in Role:
+    for role in config.roles:
         section, layout = config.role(role), config.layout(role)
         where: list[object] = [config.pool_of(role), layout.world_size]
         if not has_model(config, role):
@@ -95,7 +95,7 @@ def _at_once(config: RunConfig) -> str:
 
 def _forwards(config: RunConfig) -> list[list[object]]:
     rows: list[list[object]] = [["role", "samples per rank", "micro-batch", "micro-batches"]]
-    for role in Role:
+    for role in config.roles:
         if has_model(config, role):
             samples = config.samples_per_iteration // config.layout(role).dp
             micro = min(config.role(role).micro_batch_size, samples)
@@ -104,17 +104,18 @@ def _forwards(config: RunConfig) -> list[list[object]]:
 
 
 def _updates(config: RunConfig) -> list[list[object]]:
-    actor, critic = config.actor_rollout, config.critic
+    actor = config.actor_rollout
     rows: list[list[object]] = [
         ["role", "mini-batch", "mini-batches", "epochs", "steps per iteration",
          "micro-batches per rank and step", "steps in the run", "learning rate"]
     ]  # fmt: skip
     updates = {
         Role.ACTOR_ROLLOUT: (actor.ppo_mini_batch_size, actor.ppo_epochs, actor.optimizer.lr),
-        Role.CRITIC: (
+    }
+    if critic := config.critic:
+        updates[Role.CRITIC] = (
             critic.critic_mini_batch_size, critic.critic_update_epochs, critic.optimizer.lr,
-        ),
-    }  # fmt: skip
+        )  # fmt: skip
     for role, (size, epochs, lr) in updates.items():
         count = config.samples_per_iteration // size
         micro = size // (config.layout(role).dp * config.role(role).micro_batch_size)

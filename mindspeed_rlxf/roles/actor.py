@@ -11,17 +11,34 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mindspeed_rlxf.algorithms.advantages import length_mask
-from mindspeed_rlxf.algorithms.losses import clipped_policy_loss
+from mindspeed_rlxf.algorithms.kl import kl_per_token
+from mindspeed_rlxf.algorithms.losses import (
+    ClipRange,
+    TokenLoss,
+    clipped_policy_loss,
+    sequence_policy_loss,
+    truncated_importance,
+)
 from mindspeed_rlxf.algorithms.masked import masked_whiten
-from mindspeed_rlxf.config.enums import AdvantageWhiten, LossNormalizer
+from mindspeed_rlxf.config.enums import AdvantageWhiten, KlIn, PolicyLoss, Stage
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.data.batch import Experience, LogProbs, Prompts, RoleOutput, Rollouts
+from mindspeed_rlxf.data.batch import (
+    Experience,
+    LogProbs,
+    Prompts,
+    RoleOutput,
+    Rollouts,
+    Scores,
+    fit_columns,
+)
 from mindspeed_rlxf.engine.engine import LossOutput, MegatronEngine
 from mindspeed_rlxf.engine.losses import normalised_loss
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, chunk_rows
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
+from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.log_probs import read_log_probs, response_log_probs
+from mindspeed_rlxf.roles.preference import preference_loss_step
 from mindspeed_rlxf.roles.reports import (
     GenerateReport,
     LogProbReport,
@@ -50,6 +67,14 @@ class ActorRole:
             config.training.train_iters,
         )
         self.hybrid = HybridModel(self.engine, config.training.seed)
+        self.experience = ExperienceMaker(config, self.engine.sum_over_replicas)
+        self.prefers = config.training.stage is Stage.RAY_ONLINE_DPO
+        low, high = actor.clip_ratio_low, actor.clip_ratio_high
+        self.clip = ClipRange(
+            actor.clip_ratio if low is None else low,
+            actor.clip_ratio if high is None else high,
+            actor.clip_ratio_c,
+        )
         self.sampling = self._sampling(eos_token_ids, actor.do_sample)
         self.greedy = self._sampling(eos_token_ids, False)
 
@@ -107,7 +132,11 @@ class ActorRole:
         if self.algorithm.max_log_prob_gap is not None:
             _check_gaps(gaps, rollouts, self.algorithm.max_log_prob_gap)
         mask = length_mask(rollouts.response_lengths, gaps.size(1))
-        return RoleOutput(result, LogProbReport(Summary.of(gaps[mask])))
+        weight = None
+        if (threshold := self.algorithm.rollout_is_threshold) is not None:
+            ratio = truncated_importance(result.log_probs, rollouts.rollout_log_probs, threshold)
+            weight = Summary.of(ratio[mask])
+        return RoleOutput(result, LogProbReport(Summary.of(gaps[mask]), weight))
 
     def describe(self, rollouts: Rollouts) -> RoleOutput:
         """Token ids of a few samples, for the sample log."""
@@ -121,14 +150,42 @@ class ActorRole:
         ]
         return RoleOutput(report=texts)
 
-    def update_policy(
-        self, rollouts: Rollouts, experience: Experience, steps: list[list[int]]
+    def make_experience(
+        self,
+        rollouts: Rollouts,
+        old: LogProbs | None,
+        ref: LogProbs,
+        scores: Scores,
+        greedy: Rollouts | None,
+        greedy_scores: Scores | None,
+        kl_coef: float,
+        slot_limit: int,
     ) -> RoleOutput:
-        """One optimizer step for each entry of `steps`: this rank's rows of a mini-batch."""
+        """Advantages where there is no critic; a collective over replicas."""
+        return self.experience.without_critic(
+            rollouts, old, ref, scores, greedy, greedy_scores, kl_coef, slot_limit
+        )
+
+    def update_policy(
+        self,
+        rollouts: Rollouts,
+        experience: Experience,
+        steps: list[list[int]],
+        kl_coef: float = 0.0,
+    ) -> RoleOutput:
+        """One optimizer step for each entry of `steps`: this rank's rows of a mini-batch.
+
+        kl_coef: weight of the KL where it is part of the loss
+        """
         metrics = []
         for rows in steps:
-            advantages = self._step_advantages(experience, rows)
-            loss_step = partial(self.policy_loss_step, experience, advantages)
+            if self.prefers:
+                loss_step = partial(
+                    preference_loss_step, self.config, self.sampling.logit_temperature, experience
+                )
+            else:
+                advantages = self._step_advantages(rollouts, experience, rows)
+                loss_step = partial(self.policy_loss_step, experience, advantages, kl_coef)
             groups = chunk_rows(rows, self.config.micro_batch_size)
             batches = self.engine.micro_batches(rollouts, groups)
             metrics.append(self.engine.train_step(batches, loss_step))
@@ -138,6 +195,7 @@ class ActorRole:
         self,
         experience: Experience,
         advantages: Tensor,
+        kl_coef: float,
         model: TransformerModel,
         batch: MicroBatch,
         hidden: Tensor,
@@ -147,29 +205,44 @@ class ActorRole:
         mask = experience.response_mask[batch.rows]
         old = experience.old_log_probs[batch.rows][mask].to(log_probs.device)
         advantage = advantages[batch.rows][mask].to(log_probs.device)
-        token = clipped_policy_loss(log_probs, old, advantage, self.config.clip_ratio)
-        per_token = {
-            "pg_loss": token.loss,
-            "pg_clipfrac": token.clipped,
-            "ppo_kl": old - log_probs,
-            "entropy": entropy,
-        }
-        return normalised_loss(token.loss, per_token, self._micro_batch_mean)
+        token = self._clipped_loss(log_probs, old, advantage, batch.response_lengths)
+        loss, parts = token.loss, {"pg_loss": token.loss}
+        if self.config.entropy_coeff:
+            loss = loss - self.config.entropy_coeff * entropy
+        if self.algorithm.kl_in is KlIn.LOSS:
+            ref = experience.ref_log_probs[batch.rows][mask].to(log_probs.device)
+            parts["kl_loss"] = kl_per_token(log_probs, ref, self.algorithm.kl_penalty)
+            loss = loss + kl_coef * parts["kl_loss"]
+        per_token = {"pg_clipfrac": token.clipped, "ppo_kl": old - log_probs, "entropy": entropy}
+        return normalised_loss(loss, mask.sum(1), self.algorithm.loss_normalizer, parts, per_token)
 
-    @property
-    def _micro_batch_mean(self) -> bool:
-        return self.algorithm.loss_normalizer is LossNormalizer.MICRO_BATCH_MEAN
+    def _clipped_loss(
+        self, log_probs: Tensor, old: Tensor, advantages: Tensor, lengths: Tensor
+    ) -> TokenLoss:
+        if self.config.policy_loss is PolicyLoss.GSPO:
+            return sequence_policy_loss(log_probs, old, advantages, self.clip, lengths)
+        return clipped_policy_loss(log_probs, old, advantages, self.clip)
 
-    def _step_advantages(self, experience: Experience, rows: list[int]) -> Tensor:
-        """[all rows, response]; whitened over this mini-batch where that is asked for."""
-        if self.algorithm.advantage_whiten is not AdvantageWhiten.MINIBATCH:
-            return experience.advantages
-        advantages = torch.zeros_like(experience.advantages)
-        advantages[rows] = masked_whiten(
-            experience.advantages[rows],
-            experience.response_mask[rows],
-            self.engine.sum_over_replicas,
-        )
+    def _step_advantages(
+        self, rollouts: Rollouts, experience: Experience, rows: list[int]
+    ) -> Tensor:
+        """[all rows, response]; whitened over this mini-batch where that is asked for.
+
+        Times what each token weighs for having been sampled by the rollout: the clipped loss is
+        proportional to its advantage.
+        """
+        advantages = experience.advantages
+        if self.algorithm.advantage_whiten is AdvantageWhiten.MINIBATCH:
+            advantages = torch.zeros_like(advantages)
+            advantages[rows] = masked_whiten(
+                experience.advantages[rows],
+                experience.response_mask[rows],
+                self.engine.sum_over_replicas,
+            )
+        if (threshold := self.algorithm.rollout_is_threshold) is not None:
+            rollout = fit_columns(rollouts.rollout_log_probs, advantages.size(1))
+            ratio = truncated_importance(experience.old_log_probs, rollout, threshold)
+            advantages = advantages * ratio
         return advantages
 
     def export(self, hf_folder: Path, megatron_folder: Path | None) -> RoleOutput:

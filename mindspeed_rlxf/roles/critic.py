@@ -7,16 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mindspeed_rlxf.algorithms.advantages import (
-    estimate_gae,
-    length_mask,
-    slot_counts,
-    token_rewards,
-)
-from mindspeed_rlxf.algorithms.kl import kl_per_token
 from mindspeed_rlxf.algorithms.losses import clipped_value_loss
-from mindspeed_rlxf.algorithms.masked import masked_mean, masked_whiten
-from mindspeed_rlxf.config.enums import AdvantageWhiten, LossNormalizer
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
@@ -25,23 +16,24 @@ from mindspeed_rlxf.data.batch import (
     Rollouts,
     Scores,
     Values,
-    fit_columns,
 )
 from mindspeed_rlxf.engine.engine import LossOutput, MegatronEngine
 from mindspeed_rlxf.engine.losses import normalised_loss
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, chunk_rows, scatter_rows
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
-from mindspeed_rlxf.roles.reports import ExperienceReport, Summary, UpdateReport
+from mindspeed_rlxf.roles.experience import ExperienceMaker
+from mindspeed_rlxf.roles.reports import UpdateReport
 
 
 class CriticRole:
     def __init__(self, config: RunConfig) -> None:
-        critic = config.critic
+        critic = config.value_model
         self.config, self.algorithm = critic, config.algorithm
         self.engine = MegatronEngine(
             critic, Head.SCORE, config.training.seed, critic.optimizer, config.training.train_iters
         )
+        self.experience = ExperienceMaker(config, self.engine.sum_over_replicas)
 
     def values(self, rollouts: Rollouts) -> RoleOutput:
         """Slot t is the value of the state before token t; the last one is at the last token."""
@@ -67,41 +59,8 @@ class CriticRole:
         kl_coef: float,
         slot_limit: int,
     ) -> RoleOutput:
-        """KL-shaped rewards, GAE and whitening (design, section 6); a collective over replicas.
-
-        old: recomputed log-probs, or None where the rollout's own are used
-        slot_limit: slots that a response can have at most
-        """
-        _check_finite(scores.scores, rollouts.sample_ids)
-        algorithm, width = self.algorithm, rollouts.response_ids.size(1)
-        # Each role pads to the longest response that its own replica saw.
-        old_log_probs = rollouts.rollout_log_probs if old is None else old.log_probs
-        old_log_probs = fit_columns(old_log_probs, width)
-        ref_log_probs = fit_columns(ref.log_probs, width)
-        response_mask = length_mask(rollouts.response_lengths, width)
-        slots = slot_counts(
-            rollouts.response_lengths, rollouts.has_eos, algorithm.score_position, slot_limit
-        )
-        value_mask = length_mask(slots, width + 1)
-        kl = kl_per_token(old_log_probs, ref_log_probs, algorithm.kl_penalty) * response_mask
-        score = scores.scores - algorithm.missing_eos_penalty * (~rollouts.has_eos)
-        rewards = token_rewards(fit_columns(kl, width + 1), score, slots, kl_coef)
-        kept_values = fit_columns(values.values, width + 1) * value_mask
-        advantages, returns = estimate_gae(
-            rewards, kept_values, value_mask, algorithm.gamma, algorithm.lam
-        )
-        advantages = advantages[:, :width]
-        if algorithm.advantage_whiten is AdvantageWhiten.BATCH:
-            advantages = masked_whiten(advantages, response_mask, self.engine.sum_over_replicas)
-        experience = Experience(
-            advantages=advantages * response_mask,
-            response_mask=response_mask,
-            old_log_probs=old_log_probs,
-            returns=returns,
-            values=kept_values,
-            value_mask=value_mask,
-        )
-        return RoleOutput(experience, _experience_report(experience, kl, score, rewards))
+        """KL-shaped rewards, GAE and whitening; a collective over replicas."""
+        return self.experience.with_values(rollouts, old, ref, values, scores, kl_coef, slot_limit)
 
     def update_critic(
         self, rollouts: Rollouts, experience: Experience, steps: list[list[int]]
@@ -125,21 +84,19 @@ class CriticRole:
         old = experience.values[batch.rows][mask].to(values.device)
         returns = experience.returns[batch.rows][mask].to(values.device)
         token = clipped_value_loss(values, old, returns, self.config.cliprange_value)
-        per_token = {"vf_loss": token.loss, "vf_clipfrac": token.clipped, "vpred_mean": values}
-        mean = self.algorithm.loss_normalizer is LossNormalizer.MICRO_BATCH_MEAN
-        return normalised_loss(token.loss, per_token, mean, self.config.vf_coef)
+        return normalised_loss(
+            token.loss,
+            mask.sum(1),
+            self.algorithm.loss_normalizer,
+            {"vf_loss": token.loss},
+            {"vf_clipfrac": token.clipped, "vpred_mean": values},
+            self.config.vf_coef,
+        )
 
     def export(self, hf_folder: Path, megatron_folder: Path | None) -> RoleOutput:
         """Write the weights; a collective over the role's ranks."""
         self.engine.export(hf_folder, megatron_folder)
         return RoleOutput()
-
-
-def _check_finite(scores: Tensor, sample_ids: list[int]) -> None:
-    """One score that is no number would spoil every advantage of the batch."""
-    wrong = [i for i, good in zip(sample_ids, scores.isfinite().tolist(), strict=True) if not good]
-    if wrong:
-        raise ValueError(f"scores must be finite numbers, those of samples {wrong[:8]} are not")
 
 
 def _read_values(
@@ -148,17 +105,3 @@ def _read_values(
     """Flat values of the first `count` slots of each row, fp32."""
     full = model.full_hidden(hidden, partial_gradient=False)
     return model.score(full.index_select(0, batch.prediction_places(count)))
-
-
-def _experience_report(
-    experience: Experience, kl: Tensor, score: Tensor, rewards: Tensor
-) -> ExperienceReport:
-    tokens, slots = experience.response_mask, experience.value_mask
-    return ExperienceReport(
-        kl=masked_mean(kl, tokens, dim=1).tolist(),
-        score=Summary.of(score),
-        rewards=Summary.of(rewards.sum(1)),
-        advantages=Summary.of(experience.advantages[tokens]),
-        returns=Summary.of(experience.returns[slots]),
-        values=Summary.of(experience.values[slots]),
-    )

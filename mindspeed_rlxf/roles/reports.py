@@ -62,10 +62,23 @@ class GenerateReport:
 
 
 @dataclass(frozen=True)
+class ResponseLengths:
+    """One entry per sample, in tokens."""
+
+    prompts: list[int]
+    responses: list[int]
+    has_eos: list[bool]
+
+
+@dataclass(frozen=True)
 class LogProbReport:
-    """Distance of the recomputed log-probs from the rollout's: mean and largest over tokens."""
+    """The recomputed log-probs against the rollout's, over tokens.
+
+    gap: distance; weight: truncated probability ratio, None where it is not used.
+    """
 
     gap: Summary
+    weight: Summary | None = None
 
 
 @dataclass(frozen=True)
@@ -78,14 +91,17 @@ class ScoreReport:
 
 @dataclass(frozen=True)
 class ExperienceReport:
-    """kl: one entry per sample; the others over the tokens or samples of the rank."""
+    """kl: one entry per sample; the others over the tokens or samples of the rank.
+
+    returns, values: None without a critic.
+    """
 
     kl: list[float]
     score: Summary
     rewards: Summary
     advantages: Summary
-    returns: Summary
-    values: Summary
+    returns: Summary | None
+    values: Summary | None
 
 
 @dataclass(frozen=True)

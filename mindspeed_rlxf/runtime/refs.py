@@ -52,6 +52,22 @@ class RowsRef:
         moved = (row - starts[i] + new_starts[i] for row, i in zip(wanted, owner, strict=True))
         return RowsRef(tuple(kept), tuple(moved))
 
+    @classmethod
+    def concat(cls, refs: Sequence[RowsRef]) -> RowsRef:
+        """All rows of `refs`, one after the other."""
+        if len(refs) == 1:
+            return refs[0]
+        pieces: list[Piece] = []
+        selection: list[int] = []
+        offset = 0
+        for ref in refs:
+            total = sum(piece.num_rows for piece in ref.pieces)
+            chosen = range(total) if ref.selection is None else ref.selection
+            pieces += ref.pieces
+            selection += [offset + row for row in chosen]
+            offset += total
+        return cls(tuple(pieces), tuple(selection))
+
     def split(self, n: int) -> list[RowsRef]:
         """`n` contiguous parts of equal size."""
         if self.num_rows % n:

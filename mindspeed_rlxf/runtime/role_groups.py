@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.enums import Role, Stage
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
@@ -51,7 +51,24 @@ class ActorGroup:
         pending = self.train.call(ActorRole.describe, rollouts.take(rows))
         return [text for report in pending.result() for text in report][:count]
 
-    def update_policy(self, rollouts: RowsRef, experience: RowsRef, iteration: int) -> Pending:
+    def make_experience(
+        self,
+        rollouts: RowsRef,
+        old: RowsRef | None,
+        ref: RowsRef,
+        scores: RowsRef,
+        greedy: RowsRef | None,
+        greedy_scores: RowsRef | None,
+        kl_coef: float,
+        slot_limit: int,
+    ) -> Pending:
+        """Where there is no critic. Rows: Experience. Reports: ExperienceReport per replica."""
+        arguments = rollouts, old, ref, scores, greedy, greedy_scores, kl_coef, slot_limit
+        return self.train.call(ActorRole.make_experience, *arguments)
+
+    def update_policy(
+        self, rollouts: RowsRef, experience: RowsRef, iteration: int, kl_coef: float
+    ) -> Pending:
         """Reports: UpdateReport per replica, the same on each."""
         orders = mini_batch_order(
             rollouts.num_rows,
@@ -59,6 +76,7 @@ class ActorGroup:
             self.config.shuffle_minibatch,
             self.seed,
             iteration,
+            2 if self.run.training.stage is Stage.RAY_ONLINE_DPO else 1,
         )
         steps = rank_steps(orders, self.config.ppo_mini_batch_size, self.train.layout.dp)
         return self.train.call(
@@ -66,6 +84,7 @@ class ActorGroup:
             Sharded([rollouts.take(share.rows) for share in steps]),
             Sharded([experience.take(share.rows) for share in steps]),
             Sharded([share.steps for share in steps]),
+            kl_coef,
         )
 
     def export(self, hf_folder: Path, megatron_folder: Path | None) -> Pending:
@@ -87,7 +106,7 @@ class ReferenceGroup:
 
 class CriticGroup:
     def __init__(self, config: RunConfig, pool: Pool) -> None:
-        self.run, self.config, self.seed = config, config.critic, config.training.seed
+        self.run, self.config, self.seed = config, config.value_model, config.training.seed
         self.group = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
 
     def build(self) -> Pending:
@@ -152,11 +171,11 @@ class RewardGroup:
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """The four roles of a run."""
+    """The roles of a run; `critic` is None where the stage has none."""
 
     actor: ActorGroup
     ref: ReferenceGroup
-    critic: CriticGroup
+    critic: CriticGroup | None
     reward: RewardGroup
 
     @classmethod
@@ -166,9 +185,12 @@ class RoleGroups:
         """Make every role in its pool's processes, those of different pools at the same time."""
         actor = ActorGroup(config, pools[config.pool_of(Role.ACTOR_ROLLOUT)])
         ref = ReferenceGroup(config, pools[config.pool_of(Role.REF)])
-        critic = CriticGroup(config, pools[config.pool_of(Role.CRITIC)])
+        critic = None
+        if config.critic is not None:
+            critic = CriticGroup(config, pools[config.pool_of(Role.CRITIC)])
         reward = RewardGroup(config, pools[config.pool_of(Role.REWARD)])
-        builds = [actor.build(eos_token_ids), ref.build(), critic.build(), reward.build()]
+        builds = [actor.build(eos_token_ids), ref.build(), reward.build()]
+        builds += [critic.build()] if critic else []
         for build in builds:
             build.result()
         return cls(actor, ref, critic, reward)

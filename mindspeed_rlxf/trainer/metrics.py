@@ -8,20 +8,19 @@ from mindspeed_rlxf.roles.reports import (
     ExperienceReport,
     GenerateReport,
     LogProbReport,
+    ResponseLengths,
     ScoreReport,
     Summary,
     UpdateReport,
 )
 
 
-def rollout_metrics(reports: Sequence[GenerateReport]) -> dict[str, float]:
-    """Lengths of prompts and responses over all replicas."""
-    prompts = [n for report in reports for n in report.prompt_lengths]
-    responses = [n for report in reports for n in report.response_lengths]
-    finished = [e for report in reports for e in report.has_eos]
+def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
+    """Lengths of prompts and responses."""
+    finished = lengths.has_eos
     return {
-        **_summary(prompts).named("prompt_length"),
-        **_summary(responses).named("response_length"),
+        **_summary(lengths.prompts).named("prompt_length"),
+        **_summary(lengths.responses).named("response_length"),
         "response_length/eos_fraction": sum(finished) / len(finished),
     }
 
@@ -29,12 +28,14 @@ def rollout_metrics(reports: Sequence[GenerateReport]) -> dict[str, float]:
 def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
     """How far the training model's log-probs are from those of generation."""
     gap = Summary.merge(report.gap for report in reports)
-    return {"rollout/log_prob_gap_mean": gap.mean, "rollout/log_prob_gap_max": gap.largest}
+    metrics = {"rollout/log_prob_gap_mean": gap.mean, "rollout/log_prob_gap_max": gap.largest}
+    weights = [report.weight for report in reports if report.weight is not None]
+    return metrics | (Summary.merge(weights).named("rollout/is_weight") if weights else {})
 
 
-def score_metrics(reports: Sequence[ScoreReport]) -> dict[str, float]:
+def score_metrics(report: ScoreReport) -> dict[str, float]:
     """Means of the named parts of rule rewards; the score itself is the experience's."""
-    parts = [part for report in reports for part in report.parts]
+    parts = report.parts
     names = sorted({name for part in parts for name in part})
     return {f"reward/{n}": sum(p.get(n, 0.0) for p in parts) / len(parts) for n in names}
 
@@ -43,8 +44,9 @@ def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> d
     kl = [value for report in reports for value in report.kl]
     metrics = {"critic/kl": sum(kl) / len(kl), "critic/kl_coeff": kl_coef}
     for name in ("score", "rewards", "advantages", "returns", "values"):
-        merged = Summary.merge(getattr(report, name) for report in reports)
-        metrics.update(merged.named(f"critic/{name}"))
+        parts = [getattr(report, name) for report in reports]
+        if None not in parts:  # returns and values are a critic's
+            metrics.update(Summary.merge(parts).named(f"critic/{name}"))
     return metrics
 
 

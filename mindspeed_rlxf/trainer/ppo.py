@@ -1,4 +1,4 @@
-"""The PPO loop."""
+"""The loop of PPO and of its relatives without a critic."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 from mindspeed_rlxf.algorithms.kl import KlController
 from mindspeed_rlxf.config.enums import KlControl, OldLogProbs, RuntimeKind, ScoreSlotLimit
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.roles.reports import GenerateReport
 from mindspeed_rlxf.runtime.group import Pending
-from mindspeed_rlxf.runtime.refs import RowsRef
 from mindspeed_rlxf.runtime.role_groups import RoleGroups
 from mindspeed_rlxf.trainer import metrics as names
+from mindspeed_rlxf.trainer.collector import Collected, Collector
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.recorder import Recorder
 from mindspeed_rlxf.trainer.validation import Validator
@@ -30,12 +29,8 @@ class PpoTrainer:
         recorder: Recorder,
     ) -> None:
         self.config, self.prompts = config, prompts
-        self.actor, self.ref, self.critic, self.reward = (
-            roles.actor,
-            roles.ref,
-            roles.critic,
-            roles.reward,
-        )
+        self.actor, self.ref, self.critic = roles.actor, roles.ref, roles.critic
+        self.collector = Collector(config, roles, prompts)
         self.validator, self.recorder = validator, recorder
         control = config.algorithm.kl_ctrl
         self.kl = KlController(
@@ -47,69 +42,72 @@ class PpoTrainer:
         self.iteration = 0
 
     def fit(self) -> None:
-        """generate -> log-probs, values, scores -> experience -> updates -> metrics."""
+        """generate, score -> log-probs, values -> experience -> updates -> metrics."""
         if self.config.validation.before:
             self.validator.validate(self.iteration)
         while self.iteration < self.config.training.train_iters:
             self.iteration += 1
             started = time.monotonic()
 
-            generated = self.actor.generate(self.prompts.next_prompts(), self.config.training.seed)
-            rollouts = generated.rows()
+            collected = self.collector.collect()
+            rollouts = collected.rollouts
             old = self.actor.log_probs(rollouts) if self._recompute else None
             ref = self.ref.log_probs(rollouts)
-            values = self.critic.values(rollouts)
-            scores = self.reward.score(rollouts)
+            values = self.critic.values(rollouts) if self.critic else None
 
-            experience = self.critic.make_experience(
-                rollouts,
-                old.rows() if old else None,
-                ref.rows(),
-                values.rows(),
-                scores.rows(),
-                self.kl.value,
-                self._slot_limit(generated.result()),
-            )
+            experience = self._make_experience(collected, old, ref, values)
             learned = experience.rows()
-            critic_update = self.critic.update_critic(rollouts, learned, self.iteration)
-            actor_update = self.actor.update_policy(rollouts, learned, self.iteration)
+            updates = {}
+            if self.critic:
+                updates["critic"] = self.critic.update_critic(rollouts, learned, self.iteration)
+            updates["actor"] = self.actor.update_policy(
+                rollouts, learned, self.iteration, self.kl.value
+            )
 
             measured = {
-                **names.rollout_metrics(generated.result()),
+                **self.collector.metrics(collected),
+                **names.rollout_metrics(collected.responses()),
                 **(names.log_prob_metrics(old.result()) if old else {}),
-                **names.score_metrics(scores.result()),
+                **names.score_metrics(collected.score_report()),
                 **names.experience_metrics(experience.result(), self.kl.value),
-                **names.update_metrics("critic", critic_update.result()[0]),
-                **names.update_metrics("actor", actor_update.result()[0]),
             }
+            for role, update in updates.items():
+                measured |= names.update_metrics(role, update.result()[0])
             self.kl.update(measured["critic/kl"], self.config.samples_per_iteration)
             phases = {
-                "gen": generated,
                 "old_log_prob": old,
                 "ref": ref,
                 "values": values,
-                "reward": scores,
                 "adv": experience,
-                "update_critic": critic_update,
-                "update_actor": actor_update,
+                **{f"update_{role}": update for role, update in updates.items()},
             }
+            measured["timing/gen"], measured["timing/reward"] = collected.seconds()
             measured.update({f"timing/{k}": p.seconds for k, p in phases.items() if p})
-            self._finish(measured, rollouts, generated, scores, time.monotonic() - started)
+            self._finish(measured, collected, time.monotonic() - started)
 
-    def _finish(
-        self,
-        measured: dict[str, float],
-        rollouts: RowsRef,
-        generated: Pending,
-        scores: Pending,
-        all_s: float,
-    ) -> None:
+    def _make_experience(
+        self, collected: Collected, old: Pending | None, ref: Pending, values: Pending | None
+    ) -> Pending:
+        """On the critic's ranks, or the actor's where there is no critic."""
+        rollouts, scores = collected.rollouts, collected.scores
+        log_probs = (old.rows() if old else None), ref.rows()
+        penalty = self.kl.value, self._slot_limit(collected)
+        if self.critic and values:
+            return self.critic.make_experience(
+                rollouts, *log_probs, values.rows(), scores, *penalty
+            )
+        greedy = collected.greedy, collected.greedy_scores
+        return self.actor.make_experience(rollouts, *log_probs, scores, *greedy, *penalty)
+
+    def _finish(self, measured: dict[str, float], collected: Collected, all_s: float) -> None:
         """Write the iteration down; validate where it is due."""
-        reports = generated.result()
+        reports = collected.generate_reports()
         measured["timing/sync"] = max(report.sync_s for report in reports)
         measured["timing/all"] = all_s
         measured.update(names.throughput_metrics(reports, all_s, self._num_devices))
-        self.recorder.samples(self.iteration, self.actor, rollouts, scores.result())
+        self.recorder.samples(
+            self.iteration, self.actor, collected.rollouts, [collected.score_report()]
+        )
         last = self.iteration == self.config.training.train_iters
         validation = self.config.validation
         due = validation.interval and self.iteration % validation.interval == 0
@@ -127,9 +125,9 @@ class PpoTrainer:
     def _recompute(self) -> bool:
         return self.config.algorithm.old_log_probs is OldLogProbs.RECOMPUTE
 
-    def _slot_limit(self, generated: list[GenerateReport]) -> int:
+    def _slot_limit(self, collected: Collected) -> int:
         if self.config.algorithm.score_slot_limit is ScoreSlotLimit.BATCH_WIDTH:
-            return max(n for report in generated for n in report.response_lengths)
+            return max(collected.responses().responses)
         return self.config.actor_rollout.max_new_tokens
 
     def state_dict(self) -> dict[str, Any]:

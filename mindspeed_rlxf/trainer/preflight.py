@@ -46,7 +46,7 @@ def prepare(config: RunConfig) -> Prepared:
     problems: list[str] = []
     prepared = Prepared()
     problems += RunDirectory.check(config)
-    for role in Role:
+    for role in config.roles:
         problems += weight_problems(config, role)
     actor = config.actor_rollout
     prepared.tokenizer = _collect(
@@ -86,7 +86,7 @@ def _notices(config: RunConfig) -> list[str]:
         notices.append(
             "actor_rollout.top_k/top_p filter what is sampled; log-probs are the unfiltered ones"
         )
-    if "score.weight" not in HfFolder(str(config.critic.load)):
+    if config.critic and "score.weight" not in HfFolder(str(config.critic.load)):
         notices.append(f"critic.load={config.critic.load} has no score head: it starts fresh")
     return notices
 

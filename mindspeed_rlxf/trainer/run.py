@@ -141,12 +141,11 @@ def make_trainer(
 
 
 def _export(roles: RoleGroups, directory: RunDirectory) -> None:
-    """Final weights of actor and critic, as Hugging Face folders and in Megatron's format."""
+    """Final weights of what was trained, as Hugging Face folders and in Megatron's format."""
     final = directory.path / "final"
-    exports = [
-        roles.actor.export(final / "actor_hf", final / "actor_megatron"),
-        roles.critic.export(final / "critic_hf", final / "critic_megatron"),
-    ]
+    exports = [roles.actor.export(final / "actor_hf", final / "actor_megatron")]
+    if roles.critic is not None:
+        exports.append(roles.critic.export(final / "critic_hf", final / "critic_megatron"))
     for export in exports:
         export.result()
 

@@ -52,6 +52,7 @@ def make_experience(rollouts: Rollouts, seed: int = 1) -> Experience:
         advantages=noise(width) * mask,
         response_mask=mask,
         old_log_probs=(noise(width) * 0.3 - 3.6) * mask,
+        ref_log_probs=torch.zeros(count, 0),
         returns=noise(width + 1) * value_mask,
         values=noise(width + 1) * value_mask,
         value_mask=value_mask,

@@ -41,7 +41,7 @@ from mindspeed_rlxf.data.batch import (
 from mindspeed_rlxf.engine.engine import LossOutput
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.roles import actor as actor_module
-from mindspeed_rlxf.roles import critic as critic_module
+from mindspeed_rlxf.roles import experience as experience_module
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.runtime import role_groups
@@ -192,7 +192,7 @@ class BiasedVariance(CriticRole):
             count = mask.sum()
             return masked_whiten(values, mask, *rest) * (count / (count - 1)).sqrt()
 
-        with replaced(critic_module, "masked_whiten", whiten):
+        with replaced(experience_module, "masked_whiten", whiten):
             return super().make_experience(*arguments)
 
 
@@ -206,7 +206,7 @@ class WhitensOverValueSlots(CriticRole):
         def whiten(values: Tensor, _mask: Tensor, *arguments: Any) -> Tensor:
             return masked_whiten(values, length_mask(slots, width), *arguments)
 
-        with replaced(critic_module, "masked_whiten", whiten):
+        with replaced(experience_module, "masked_whiten", whiten):
             return super().make_experience(rollouts, *rest)
 
 

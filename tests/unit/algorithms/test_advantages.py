@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from mindspeed_rlxf.algorithms.advantages import (
     estimate_gae,
     length_mask,
+    rewards_to_go,
     slot_counts,
     token_rewards,
 )
@@ -115,3 +116,21 @@ def test_score_stands_on_the_last_slot_and_the_penalty_on_every_token() -> None:
 def test_length_mask_is_true_below_the_length() -> None:
     mask = length_mask(torch.tensor([0, 2, 3]), 3)
     assert mask.int().tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    gamma=st.floats(0, 1),
+    seed=st.integers(0, 2**16),
+)
+def test_rewards_to_go_equal_the_written_out_sum(
+    lengths: list[int], gamma: float, seed: int
+) -> None:
+    shape = (len(lengths), max(lengths) + 1)
+    rewards = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
+    found = rewards_to_go(rewards, length_mask(torch.tensor(lengths), shape[1]), gamma)
+    for row, length in enumerate(lengths):
+        for t in range(shape[1]):
+            rest = [gamma ** (s - t) * float(rewards[row, s]) for s in range(t, length)]
+            assert float(found[row, t]) == pytest.approx(sum(rest))

@@ -4,9 +4,19 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from mindspeed_rlxf.algorithms.losses import clipped_policy_loss, clipped_value_loss
+from mindspeed_rlxf.algorithms.losses import (
+    ClipRange,
+    clipped_policy_loss,
+    clipped_value_loss,
+    preference_loss,
+    sequence_policy_loss,
+    truncated_importance,
+)
+from mindspeed_rlxf.config.enums import DpoLoss
 
 
 @pytest.mark.parametrize(
@@ -28,7 +38,7 @@ def test_policy_loss_by_hand(
 ) -> None:
     old = torch.tensor([-1.5])
     log_probs = (old + math.log(ratio)).requires_grad_()
-    token = clipped_policy_loss(log_probs, old, torch.tensor([advantage]), 0.2)
+    token = clipped_policy_loss(log_probs, old, torch.tensor([advantage]), ClipRange(0.2, 0.2))
     (slope,) = torch.autograd.grad(token.loss.sum(), log_probs)
     assert_close(token.loss.detach(), torch.tensor([loss]))
     assert token.clipped.tolist() == [clipped]
@@ -59,7 +69,7 @@ def test_value_loss_by_hand(
 
 def test_losses_are_per_token() -> None:
     logs = torch.zeros(4)
-    assert clipped_policy_loss(logs, logs, torch.randn(4), 0.2).loss.shape == (4,)
+    assert clipped_policy_loss(logs, logs, torch.randn(4), ClipRange(0.2, 0.2)).loss.shape == (4,)
     assert clipped_value_loss(logs, logs, torch.randn(4), 0.2).loss.shape == (4,)
 
 
@@ -72,3 +82,116 @@ def test_values_within_the_range_are_not_clipped_whatever_the_rounding() -> None
     (slope,) = torch.autograd.grad(token.loss.sum(), values)
     assert not token.clipped.any()
     assert_close(slope, (values - returns).detach())
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped", "gradient"),
+    [
+        # clip-higher, 0.2 below and 0.5 above: more room for unlikely tokens to become likely
+        (1.4, 2.0, -2.8, False, -2.8),
+        (1.6, 2.0, -3.0, True, 0.0),  # held at 1.5
+        (0.7, -2.0, 1.6, True, 0.0),  # held at 0.8, as with a symmetric clip
+    ],
+)
+def test_clip_may_reach_further_up_than_down(
+    ratio: float, advantage: float, loss: float, clipped: bool, gradient: float
+) -> None:
+    check_policy_loss(ClipRange(0.2, 0.5), ratio, advantage, loss, clipped, gradient)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped", "gradient"),
+    [
+        # dual clip 3: the loss of a negative advantage is at most 3 |A|
+        (2.0, -2.0, 4.0, False, 4.0),
+        (5.0, -2.0, 6.0, True, 0.0),  # 10 without the bound
+        (0.5, -2.0, 1.6, True, 0.0),  # the usual clip
+        (5.0, 2.0, -2.4, True, 0.0),  # positive advantages have their own
+    ],
+)
+def test_dual_clip_bounds_the_loss_of_negative_advantages(
+    ratio: float, advantage: float, loss: float, clipped: bool, gradient: float
+) -> None:
+    check_policy_loss(ClipRange(0.2, 0.2, 3.0), ratio, advantage, loss, clipped, gradient)
+
+
+def check_policy_loss(
+    clip: ClipRange, ratio: float, advantage: float, loss: float, clipped: bool, gradient: float
+) -> None:
+    old = torch.tensor([-1.5])
+    log_probs = (old + math.log(ratio)).requires_grad_()
+    token = clipped_policy_loss(log_probs, old, torch.tensor([advantage]), clip)
+    (slope,) = torch.autograd.grad(token.loss.sum(), log_probs)
+    assert_close(token.loss.detach(), torch.tensor([loss]))
+    assert token.clipped.tolist() == [clipped]
+    assert_close(slope, torch.tensor([gradient]))
+
+
+LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=LENGTHS, seed=st.integers(0, 2**16))
+def test_sequence_ratio_equals_a_loop_over_responses(lengths: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(lengths)
+    old = -torch.rand(count, generator=generator, dtype=torch.float64)
+    moved = 0.4 * torch.randn(count, generator=generator, dtype=torch.float64)
+    log_probs = (old + moved).requires_grad_()
+    advantages = torch.randn(count, generator=generator, dtype=torch.float64)
+    clip = ClipRange(0.1, 0.15)
+    token = sequence_policy_loss(log_probs, old, advantages, clip, torch.tensor(lengths))
+    (slope,) = torch.autograd.grad(token.loss.sum(), log_probs)
+    losses, start = token.loss.tolist(), 0
+    for length in lengths:
+        part = slice(start, start + length)
+        ratio = math.exp(sum(moved[part].tolist()) / length)
+        held = min(max(ratio, 0.9), 1.15)
+        for place in range(start, start + length):
+            a = float(advantages[place])
+            is_clipped = -a * held > -a * ratio
+            assert losses[place] == pytest.approx(max(-a * ratio, -a * held), rel=1e-9)
+            assert bool(token.clipped[place]) == is_clipped
+            # each token's own ratio stands for s * pi / sg(pi): slope -A s
+            assert float(slope[place]) == pytest.approx(0 if is_clipped else -a * ratio, rel=1e-9)
+        start += length
+
+
+def test_one_token_responses_have_the_token_ratio() -> None:
+    old, log_probs, advantages = torch.randn(3, 20, generator=torch.Generator().manual_seed(3))
+    clip = ClipRange(0.2, 0.3, 2.0)
+    ones = torch.ones(20, dtype=torch.long)
+    sequence = sequence_policy_loss(log_probs, old, advantages, clip, ones)
+    token = clipped_policy_loss(log_probs, old, advantages, clip)
+    assert_close(sequence.loss, token.loss)
+    assert sequence.clipped.tolist() == token.clipped.tolist()
+
+
+def test_importance_of_a_token_is_cut_above_only() -> None:
+    training = torch.log(torch.tensor([0.4, 0.1, 0.2])).requires_grad_()
+    rollout = torch.log(torch.tensor([0.1, 0.4, 0.2]))
+    weights = truncated_importance(training, rollout, 2.0)
+    assert_close(weights, torch.tensor([2.0, 0.25, 1.0]))  # ratios 4, 1/4, 1
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("kind", "chosen", "rejected", "loss", "slope"),
+    [
+        # beta 0.5, h = chosen - rejected
+        (DpoLoss.SIGMOID, 0.0, 0.0, math.log(2), -0.25),  # -beta sigmoid(-beta h)
+        (DpoLoss.SIGMOID, 3.0, 1.0, math.log(1 + math.exp(-1.0)), -0.5 / (1 + math.e)),
+        (DpoLoss.IPO, 3.0, 1.0, 1.0, 2.0),  # (2 - 1)^2, slope 2 (2 - 1): the margin is too large
+        (DpoLoss.IPO, 0.5, 0.0, 0.25, -1.0),
+        (DpoLoss.HINGE, 3.0, 2.0, 0.5, -0.5),
+        (DpoLoss.HINGE, 5.0, 2.0, 0.0, 0.0),  # beyond the margin
+    ],
+)
+def test_preference_loss_by_hand(
+    kind: DpoLoss, chosen: float, rejected: float, loss: float, slope: float
+) -> None:
+    first = torch.tensor([chosen]).requires_grad_()
+    found = preference_loss(first, torch.tensor([rejected]), 0.5, kind)
+    (gradient,) = torch.autograd.grad(found.sum(), first)
+    assert float(found.detach()) == pytest.approx(loss)
+    assert float(gradient) == pytest.approx(slope)

@@ -60,6 +60,13 @@ def test_whitening_of_three_values_by_hand() -> None:
     assert_close(white, torch.tensor([-2.0, -1.0, 3.0, 0.0]) / 7**0.5)
 
 
+def test_the_mean_may_stay() -> None:
+    values = torch.tensor([1.0, 2.0, 6.0, 99.0])
+    mask = torch.tensor([True, True, True, False])
+    white = masked_whiten(values, mask, shift_mean=False)
+    assert_close(white, torch.tensor([3 - 2 / 7**0.5, 3 - 1 / 7**0.5, 3 + 3 / 7**0.5, 0.0]))
+
+
 @settings(max_examples=20, deadline=None)
 @given(cuts=st.lists(st.integers(0, 9), min_size=1, max_size=3), seed=st.integers(0, 99))
 def test_whitening_does_not_depend_on_the_spread_over_ranks(cuts: list[int], seed: int) -> None:

@@ -15,10 +15,10 @@ from torch.testing import assert_close
 
 from mindspeed_rlxf.algorithms.advantages import length_mask
 from mindspeed_rlxf.algorithms.masked import alone
-from mindspeed_rlxf.config.enums import AdvantageWhiten, ScorePosition
+from mindspeed_rlxf.config.enums import AdvantageWhiten, ScorePosition, Stage
 from mindspeed_rlxf.config.schema import AlgorithmConfig
 from mindspeed_rlxf.data.batch import Experience, LogProbs, Rollouts, Scores, Values
-from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.roles.experience import ExperienceMaker
 
 KL_COEF = 0.1
 
@@ -53,17 +53,13 @@ def make_experience(
     rollouts: Rollouts, slot_limit: int, algorithm: AlgorithmConfig
 ) -> tuple[Experience, object]:
     ref, values, scores = inputs(rollouts)
-    role = SimpleNamespace(algorithm=algorithm, engine=SimpleNamespace(sum_over_replicas=alone))
-    output = CriticRole.make_experience(
-        role,
-        rollouts,
-        None,
-        ref,
-        values,
-        scores,
-        KL_COEF,
-        slot_limit,  # type: ignore[arg-type]
+    config = SimpleNamespace(
+        algorithm=algorithm,
+        actor_rollout=SimpleNamespace(max_new_tokens=slot_limit),
+        training=SimpleNamespace(stage=Stage.RAY_PPO),
     )
+    maker = ExperienceMaker(config, alone)  # type: ignore[arg-type]
+    output = maker.with_values(rollouts, None, ref, values, scores, KL_COEF, slot_limit)
     assert isinstance(output.rows, Experience)
     return output.rows, output.report
 

@@ -1,35 +1,105 @@
+"""How token losses are averaged, against loops over responses."""
+
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 from torch.testing import assert_close
 
+from mindspeed_rlxf.config.enums import LossNormalizer
+from mindspeed_rlxf.engine.engine import LossOutput
 from mindspeed_rlxf.engine.losses import normalised_loss
+
+
+def output_of(
+    loss: Tensor, lengths: list[int], normalizer: LossNormalizer, coefficient: float = 1.0
+) -> LossOutput:
+    """`part` is reported as the loss is, `each` token by token."""
+    return normalised_loss(
+        loss, torch.tensor(lengths), normalizer, {"part": loss}, {"each": loss}, coefficient
+    )
+
+
+def reported(output: LossOutput, name: str) -> float:
+    return float(output.metrics[name].total) / output.metrics[name].weight
 
 
 def test_token_losses_are_summed_and_weighed_by_their_number() -> None:
     loss = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
-    clipped = torch.tensor([True, False, True])
-    output = normalised_loss(loss, {"loss": loss, "clipfrac": clipped}, False, coefficient=0.5)
+    output = output_of(loss, [2, 1], LossNormalizer.MINIBATCH_TOKENS, coefficient=0.5)
     assert output.weight == 3
     assert float(output.loss) == 4.5  # 9 * 0.5
-    # metrics are sums too, without the coefficient and without gradient
-    assert float(output.metrics["loss"]) == 9.0 and float(output.metrics["clipfrac"]) == 2.0
-    assert not output.metrics["loss"].requires_grad
+    # metrics without the coefficient and without gradient
+    assert reported(output, "part") == reported(output, "each") == 3.0
+    assert not output.metrics["part"].total.requires_grad
 
 
 def test_mean_of_a_micro_batch_counts_once_whatever_its_length() -> None:
     loss = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
-    output = normalised_loss(loss, {"loss": loss}, True, coefficient=0.5)
+    output = output_of(loss, [2, 1], LossNormalizer.MICRO_BATCH_MEAN, coefficient=0.5)
     assert output.weight == 1
-    assert float(output.loss) == 1.5 and float(output.metrics["loss"]) == 3.0
+    assert float(output.loss) == 1.5
+    assert reported(output, "part") == reported(output, "each") == 3.0
 
 
-def test_gradient_of_a_split_mini_batch_is_that_of_the_whole() -> None:
-    # token sums over the sum of weights, as the schedule divides them
-    loss = torch.tensor([1.0, -2.0, 6.0, 3.0, 0.5], requires_grad=True)
-    whole = normalised_loss(loss.square(), {}, False)
-    parts = [normalised_loss(part.square(), {}, False) for part in loss.split((2, 3))]
-    assert sum(part.weight for part in parts) == whole.weight
-    (expected,) = torch.autograd.grad(whole.loss, loss)
-    (got,) = torch.autograd.grad(parts[0].loss + parts[1].loss, loss)
+def test_responses_count_once_whatever_their_length() -> None:
+    loss = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
+    means = output_of(loss, [2, 1], LossNormalizer.SEQUENCE_MEANS)
+    assert means.weight == 2 and float(means.loss) == 7.5  # 1.5 + 6
+    assert reported(means, "part") == 3.75 and reported(means, "each") == 3.0
+    sums = output_of(loss, [2, 1], LossNormalizer.SEQUENCE_SUMS)
+    assert sums.weight == 2 and float(sums.loss) == 9.0
+    assert reported(sums, "part") == 4.5 and reported(sums, "each") == 3.0
+
+
+def slow(loss: list[float], lengths: list[int], normalizer: LossNormalizer) -> float:
+    """The loss of a whole mini-batch, by its definition."""
+    responses: list[list[float]] = []
+    rest = list(loss)
+    for length in lengths:
+        responses.append(rest[:length])
+        rest = rest[length:]
+    if normalizer is LossNormalizer.MINIBATCH_TOKENS:
+        return sum(loss) / len(loss)
+    if normalizer is LossNormalizer.SEQUENCE_MEANS:
+        return sum(sum(r) / len(r) for r in responses) / len(responses)
+    return sum(map(sum, responses)) / len(responses)
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        LossNormalizer.MINIBATCH_TOKENS,
+        LossNormalizer.SEQUENCE_MEANS,
+        LossNormalizer.SEQUENCE_SUMS,
+    ],
+)
+@settings(max_examples=40, deadline=None)
+@given(
+    parts=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=4),
+    seed=st.integers(0, 2**16),
+)
+def test_micro_batches_change_neither_loss_nor_gradient(
+    normalizer: LossNormalizer, parts: list[list[int]], seed: int
+) -> None:
+    """Sums over the sum of weights, as the schedule divides them, of any split into parts."""
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(map(sum, parts))
+    leaf = torch.randn(count, generator=generator, dtype=torch.float64).requires_grad_()
+    outputs, start = [], 0
+    for lengths in parts:
+        tokens = leaf[start : start + sum(lengths)]
+        outputs.append(output_of(tokens * 1.0, lengths, normalizer))
+        start += sum(lengths)
+    total: Any = sum(o.loss for o in outputs) / sum(o.weight for o in outputs)
+    everything = [length for lengths in parts for length in lengths]
+    assert float(total) == pytest.approx(slow(leaf.tolist(), everything, normalizer))
+    (got,) = torch.autograd.grad(total, leaf)
+    whole = output_of(leaf * 1.0, everything, normalizer)
+    (expected,) = torch.autograd.grad(whole.loss / whole.weight, leaf)
     assert_close(got, expected)

@@ -76,16 +76,24 @@ def by_torch(
 ) -> tuple[Tensor, Tensor]:
     logs = torch.log_softmax(hidden @ weight.T / temperature, dim=-1)
     chosen = logs.gather(-1, labels[:, None]).squeeze(-1)
-    return chosen, -(logs.exp() * logs).sum(-1).detach()
+    return chosen, -(logs.exp() * logs).sum(-1)
 
 
 def gradients(
     log_probs: Callable[..., tuple[Tensor, Tensor]], hidden: Tensor, weight: Tensor
 ) -> tuple[Tensor, ...]:
-    """Of a sum in which every token has its own weight."""
+    """Of sums in which every token has its own weight: log-probs alone, entropies alone, both."""
     inputs = (hidden.clone().requires_grad_(), weight.clone().requires_grad_())
-    values, _ = log_probs(*inputs)
-    return torch.autograd.grad((values * torch.arange(1.0, len(values) + 1)).sum(), inputs)
+    weights = torch.arange(1.0, len(hidden) + 1)
+    found: tuple[Tensor, ...] = ()
+    for of_values, of_entropy in ((1.0, 0.0), (0.0, 1.0), (0.5, 2.0)):
+        values, entropy = log_probs(*inputs)
+        parts = (values * weights * of_values, entropy * weights.flip(0) * of_entropy)
+        total = sum(
+            p.sum() for p, wanted in zip(parts, (of_values, of_entropy), strict=True) if wanted
+        )
+        found += torch.autograd.grad(total, inputs)
+    return found
 
 
 @pytest.mark.parametrize("chunk", [3, 4, 1024])
@@ -119,8 +127,8 @@ def test_padding_ids_have_probability_zero_and_no_gradient(
         return token_log_probs(hidden, weight, labels, VOCAB, Group())
 
     assert_close(ours(hidden, padded), by_torch(hidden, weight, labels))
-    _, slope = gradients(ours, hidden, padded)
-    assert not slope[VOCAB:].any() and slope[:VOCAB].any(dim=1).all()
+    for slope in gradients(ours, hidden, padded)[1::2]:
+        assert not slope[VOCAB:].any() and slope[:VOCAB].any(dim=1).all()
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(2, 5), (3, 4), (4, 3)])
@@ -146,12 +154,15 @@ def test_vocabulary_split_over_ranks_changes_nothing(
         return by_torch(hidden, weight, labels, 0.7)
 
     results = on_ranks(monkeypatch, ranks, work)
-    expected_hidden, expected_weight = gradients(theirs, hidden, weight)
+    expected = gradients(theirs, hidden, weight)
     for values, _ in results:
         assert_close(values, theirs(hidden, weight))
     # each rank has its share of the hidden gradient (Megatron sums them) and its rows of the weight
-    assert_close(torch.stack([slopes[0] for _, slopes in results]).sum(0), expected_hidden)
-    assert_close(torch.cat([slopes[1] for _, slopes in results])[:VOCAB], expected_weight)
+    for hidden_place in range(0, len(expected), 2):
+        shares = torch.stack([slopes[hidden_place] for _, slopes in results])
+        rows_of = torch.cat([slopes[hidden_place + 1] for _, slopes in results])
+        assert_close(shares.sum(0), expected[hidden_place])
+        assert_close(rows_of[:VOCAB], expected[hidden_place + 1])
 
 
 def test_a_rank_of_nothing_but_padding_takes_part(

@@ -9,6 +9,7 @@ from mindspeed_rlxf.roles.reports import (
     ExperienceReport,
     GenerateReport,
     LogProbReport,
+    ResponseLengths,
     ScoreReport,
     Summary,
     UpdateReport,
@@ -40,8 +41,8 @@ def generated(prompts: list[int], responses: list[int], has_eos: list[bool]) -> 
 REPLICAS = [generated([4, 6], [1, 9], [True, False]), generated([2], [5], [True])]
 
 
-def test_lengths_are_over_the_samples_of_all_replicas() -> None:
-    metrics = rollout_metrics(REPLICAS)
+def test_lengths_are_over_all_samples() -> None:
+    metrics = rollout_metrics(ResponseLengths([4, 6, 2], [1, 9, 5], [True, False, True]))
     assert metrics["prompt_length/mean"] == 4 and metrics["prompt_length/max"] == 6
     assert metrics["prompt_length/min"] == 2
     assert metrics["response_length/mean"] == 5 and metrics["response_length/max"] == 9
@@ -66,9 +67,9 @@ def test_log_prob_gap_is_weighed_by_tokens() -> None:
 
 
 def test_reward_parts_are_averaged_over_samples() -> None:
-    reports = [ScoreReport([1.0], [{"accuracy": 1.0}]), ScoreReport([0.0], [{"format": 0.5}])]
-    assert score_metrics(reports) == {"reward/accuracy": 0.5, "reward/format": 0.25}
-    assert score_metrics([ScoreReport([1.0])]) == {}
+    report = ScoreReport([1.0, 0.0], [{"accuracy": 1.0}, {"format": 0.5}])
+    assert score_metrics(report) == {"reward/accuracy": 0.5, "reward/format": 0.25}
+    assert score_metrics(ScoreReport([1.0])) == {}
 
 
 def experience(kl: list[float], *numbers: float) -> ExperienceReport:
@@ -84,6 +85,21 @@ def test_kl_is_the_mean_over_samples_whatever_their_replica() -> None:
         values = [metrics[f"critic/{name}/{end}"] for end in ("mean", "max", "min")]
         assert values == [1.0, 5.0, -3.0], name
     assert len(metrics) == 2 + 15
+
+
+def test_without_a_critic_there_are_neither_values_nor_returns() -> None:
+    summary = Summary.of(torch.tensor([1.0]))
+    metrics = experience_metrics([ExperienceReport([0.1], *[summary] * 3, None, None)], 0.0)
+    names = {name.split("/")[1] for name in metrics}
+    assert names == {"kl", "kl_coeff", "score", "rewards", "advantages"}
+
+
+def test_importance_weights_are_reported_where_they_are_used() -> None:
+    gap = Summary.of(torch.tensor([0.1]))
+    weighed = [LogProbReport(gap, Summary.of(torch.tensor([0.5, 1.5]))) for _ in range(2)]
+    metrics = log_prob_metrics(weighed)
+    assert metrics["rollout/is_weight/mean"] == 1.0 and metrics["rollout/is_weight/max"] == 1.5
+    assert "rollout/is_weight/mean" not in log_prob_metrics([LogProbReport(gap)])
 
 
 def test_update_metrics_are_means_over_steps() -> None:

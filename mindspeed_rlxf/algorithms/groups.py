@@ -1,0 +1,61 @@
+"""Advantages of whole responses, from the rewards of responses to the same prompt.
+
+Axes: batch = samples; those of one prompt stand next to each other, `group_size` of them. Rewards
+are totals of a response: score, penalties, and the KL penalty where it is part of the reward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EPSILON = 1e-8
+
+
+def grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
+    """(R - mean) / (std + 1e-8) of the group (arXiv:2402.03300, section 4.1.2).
+
+    The standard deviation has divisor n - 1. rewards: [batch] -> [batch].
+    """
+    groups = _groups(rewards, group_size)
+    centred = groups - groups.mean(1, keepdim=True)
+    return _flat(centred / (groups.std(1, keepdim=True) + EPSILON), rewards)
+
+
+def dr_grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
+    """R - mean of the group, not divided (arXiv:2503.20783, section 3.2). [batch] -> [batch]."""
+    groups = _groups(rewards, group_size)
+    return _flat(groups - groups.mean(1, keepdim=True), rewards)
+
+
+def rloo_advantages(rewards: Tensor, group_size: int) -> Tensor:
+    """R - mean of the others in the group (RLOO, arXiv:2402.14740). [batch] -> [batch]."""
+    groups = _groups(rewards, group_size)
+    others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
+    return _flat(groups - others, rewards)
+
+
+def groups_that_differ(scores: list[float], group_size: int) -> list[int]:
+    """Numbers of the groups whose scores are not all the same; the others teach nothing."""
+    groups = [scores[i : i + group_size] for i in range(0, len(scores), group_size)]
+    return [number for number, group in enumerate(groups) if min(group) != max(group)]
+
+
+def _groups(rewards: Tensor, group_size: int) -> Tensor:
+    """fp64: in fp32 the mean of equal rewards may differ from them, which 1 / std would blow up."""
+    assert group_size >= 2 and len(rewards) % group_size == 0, "whole groups of two or more"
+    return rewards.double().view(-1, group_size)
+
+
+def _flat(groups: Tensor, like: Tensor) -> Tensor:
+    return groups.flatten().to(like.dtype)
+
+
+def preference_of_pairs(rewards: Tensor) -> Tensor:
+    """+1 for the better of two neighbours, -1 for the other, 0 for both where they are equal.
+
+    rewards: [batch], pairs next to each other -> [batch].
+    """
+    first, second = rewards.view(-1, 2).unbind(1)
+    sign = torch.sign(first - second)
+    return torch.stack((sign, -sign), 1).flatten()

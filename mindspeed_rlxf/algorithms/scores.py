@@ -1,0 +1,25 @@
+"""From what a reward function or model says to the score that is learnt from."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def shape_scores(scores: Tensor, scale: float, clip: float | None) -> Tensor:
+    """scale * score, held within -clip .. clip. [batch] -> [batch]."""
+    scaled = scores * scale
+    return scaled if clip is None else scaled.clamp(-clip, clip)
+
+
+def overlong_penalty(
+    response_lengths: Tensor, max_new_tokens: int, buffer_len: int, factor: float
+) -> Tensor:
+    """Soft penalty of long responses (DAPO, arXiv:2503.14476, section 3.4), 0 or more.
+
+    It rises linearly from 0 at max_new_tokens - buffer_len to `factor` at max_new_tokens.
+    response_lengths: [batch] int64 -> [batch] fp32; buffer_len 0 = no penalty.
+    """
+    if not buffer_len:
+        return response_lengths.float() * 0.0
+    beyond = (response_lengths - (max_new_tokens - buffer_len)).float()
+    return (beyond / buffer_len).clamp(0.0, 1.0) * factor

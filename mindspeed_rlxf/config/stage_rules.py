@@ -1,0 +1,159 @@
+"""Rules of stages and estimators: which keys go together. Nothing here looks at the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import lcm
+
+from mindspeed_rlxf.config.enums import (
+    AdvEstimator,
+    KlIn,
+    KlPenalty,
+    OldLogProbs,
+    RewardKind,
+    Role,
+    Stage,
+)
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.suggest import multiples_around, use
+
+
+def check_stage(config: RunConfig) -> Iterator[str]:
+    """Every such rule that the configuration breaks, each `rule, value, remedy`."""
+    if config.training.stage is Stage.RAY_ONLINE_DPO:
+        yield from _pairs(config)
+    else:
+        yield from _estimator(config)
+        yield from _kl(config)
+    yield from _samples_per_prompt(config)
+    yield from _rewards(config)
+    yield from _log_probs(config)
+
+
+def check_groups(config: RunConfig) -> Iterator[str]:
+    """Responses to one prompt stay on one rank; needs legal pools and layouts."""
+    prompts = config.training.global_batch_size
+    dp = config.layout(Role.ACTOR_ROLLOUT).dp
+    if config.samples_together > 1 and prompts % dp:
+        yield (
+            f"training.global_batch_size={prompts} must be a multiple of the actor's data-parallel "
+            f"size {dp}, so that the responses to a prompt, which are compared, are on one rank; "
+            f"{use(multiples_around(prompts, dp))}"
+        )
+    if config.algorithm.adv_estimator is AdvEstimator.REMAX:
+        step = lcm(dp, config.layout(Role.REWARD).dp)
+        if prompts % step:
+            yield (
+                f"training.global_batch_size={prompts} must be a multiple of {step} with "
+                "algorithm.adv_estimator=remax, which scores one more response to each prompt; "
+                f"{use(multiples_around(prompts, step))}"
+            )
+    if config.training.stage is Stage.RAY_ONLINE_DPO:
+        yield from _whole_pairs(config, dp)
+
+
+def _estimator(config: RunConfig) -> Iterator[str]:
+    algorithm, stage = config.algorithm, config.training.stage
+    estimator = algorithm.adv_estimator
+    if stage is Stage.RAY_PPO and estimator is not AdvEstimator.GAE:
+        yield (
+            f"algorithm.adv_estimator={estimator.value} works without the critic of "
+            "training.stage=ray_ppo; use gae, or training.stage=ray_grpo"
+        )
+    if stage is not Stage.RAY_PPO and estimator is AdvEstimator.GAE:
+        yield (
+            f"algorithm.adv_estimator=gae needs a critic, which training.stage={stage.value} has "
+            "not; use grpo, or training.stage=ray_ppo"
+        )
+    for name, given in {
+        "gamma": algorithm.gamma != 1.0,
+        "whiten_rewards": algorithm.whiten_rewards,
+    }.items():
+        if given and not estimator.discounts:
+            yield (
+                f"algorithm.{name}={getattr(algorithm, name)} has no effect with "
+                f"algorithm.adv_estimator={estimator.value}, which takes the total of a response; "
+                "remove it"
+            )
+
+
+def _kl(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.kl_in is KlIn.LOSS and algorithm.kl_penalty is KlPenalty.KL:
+        yield (
+            "algorithm.kl_penalty=kl teaches nothing with algorithm.kl_in=loss, where its gradient "
+            "is 0 on average; use low_var_kl or mse"
+        )
+
+
+def _samples_per_prompt(config: RunConfig) -> Iterator[str]:
+    samples, algorithm = config.actor_rollout.n_samples_per_prompt, config.algorithm
+    needs = {
+        f"algorithm.adv_estimator={algorithm.adv_estimator.value}": (
+            algorithm.adv_estimator.compares_group
+        ),
+        "algorithm.filter_groups=true": algorithm.filter_groups,
+    }
+    for name, needed in needs.items():
+        if needed and samples < 2 and config.training.stage is not Stage.RAY_ONLINE_DPO:
+            yield (
+                f"actor_rollout.n_samples_per_prompt={samples} must be 2 or more with {name}, "
+                "which compares the responses to a prompt; use 4 or 8"
+            )
+
+
+def _pairs(config: RunConfig) -> Iterator[str]:
+    actor = config.actor_rollout
+    if actor.n_samples_per_prompt != 2:
+        yield (
+            f"actor_rollout.n_samples_per_prompt={actor.n_samples_per_prompt} must be 2 with "
+            "training.stage=ray_online_dpo, which prefers one of two responses; use 2"
+        )
+    if actor.micro_batch_size % 2:
+        yield (
+            f"actor_rollout.micro_batch_size={actor.micro_batch_size} must be even with "
+            "training.stage=ray_online_dpo, whose loss needs both responses of a pair; "
+            f"{use(multiples_around(actor.micro_batch_size, 2))}"
+        )
+
+
+def _whole_pairs(config: RunConfig, dp: int) -> Iterator[str]:
+    size = config.actor_rollout.ppo_mini_batch_size
+    if size % (2 * dp):
+        yield (
+            f"actor_rollout.ppo_mini_batch_size={size} must be a multiple of {2 * dp} (pairs x "
+            f"data-parallel size {dp}) with training.stage=ray_online_dpo; "
+            f"{use(multiples_around(size, 2 * dp))}"
+        )
+
+
+def _rewards(config: RunConfig) -> Iterator[str]:
+    actor, buffer = config.actor_rollout, config.algorithm.overlong_buffer_len
+    if buffer > actor.max_new_tokens:
+        yield (
+            f"algorithm.overlong_buffer_len={buffer} must be at most actor_rollout.max_new_tokens="
+            f"{actor.max_new_tokens}; use {actor.max_new_tokens} or less"
+        )
+    if config.algorithm.filter_groups and actor.fixed_responses is not None:
+        yield (
+            "algorithm.filter_groups=true draws prompts that actor_rollout.fixed_responses has no "
+            "responses for; remove one of them"
+        )
+    if config.algorithm.filter_groups and config.reward.kind is RewardKind.MODEL:
+        yield (
+            "algorithm.filter_groups=true needs reward.kind=rule, because the scores of a reward "
+            "model always differ; remove one of them"
+        )
+
+
+def _log_probs(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.old_log_probs is OldLogProbs.RECOMPUTE:
+        return
+    for name in ("max_log_prob_gap", "rollout_is_threshold"):
+        value = getattr(algorithm, name)
+        if value is not None:
+            yield (
+                f"algorithm.{name}={value:g} needs algorithm.old_log_probs=recompute, which is "
+                "what it compares; remove one of them"
+            )

@@ -1,0 +1,151 @@
+"""The responses that an iteration learns from: generated, scored, perhaps drawn again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from mindspeed_rlxf.algorithms.groups import groups_that_differ
+from mindspeed_rlxf.config.enums import AdvEstimator
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.batch import Prompts
+from mindspeed_rlxf.roles.reports import GenerateReport, ResponseLengths, ScoreReport
+from mindspeed_rlxf.runtime.group import Pending
+from mindspeed_rlxf.runtime.refs import RowsRef
+from mindspeed_rlxf.runtime.role_groups import RoleGroups
+from mindspeed_rlxf.trainer.prompt_source import PromptSource
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A global batch of prompts with responses and scores on the way."""
+
+    prompts: Prompts
+    generated: Pending
+    scored: Pending
+
+    def scores(self) -> list[float]:
+        """By sample; waits for them."""
+        return [score for report in self.scored.result() for score in report.scores]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What an iteration learns from.
+
+    rollouts, scores: rows of its samples
+    greedy, greedy_scores: for ReMax, the greedy response to each sample's prompt
+    batches: everything generated for it; kept: which samples of these, None = all
+    greedy_calls: what the greedy responses took
+    """
+
+    rollouts: RowsRef
+    scores: RowsRef
+    batches: list[Batch]
+    kept: list[int] | None = None
+    num_alike: int = 0  # groups taken though their scores are all the same
+    greedy: RowsRef | None = None
+    greedy_scores: RowsRef | None = None
+    greedy_calls: tuple[Pending, ...] = ()
+
+    def responses(self) -> ResponseLengths:
+        """Lengths and ends of the iteration's responses; waits for them."""
+        reports = self.generate_reports()
+        return ResponseLengths(
+            self._chosen(report.prompt_lengths for report in reports),
+            self._chosen(report.response_lengths for report in reports),
+            self._chosen(report.has_eos for report in reports),
+        )
+
+    def score_report(self) -> ScoreReport:
+        """Scores of the iteration's samples; waits for them."""
+        reports = [report for batch in self.batches for report in batch.scored.result()]
+        return ScoreReport(
+            self._chosen(report.scores for report in reports),
+            self._chosen(report.parts for report in reports) if reports[0].parts else [],
+        )
+
+    def generate_reports(self) -> list[GenerateReport]:
+        """Of all that was generated."""
+        return [report for batch in self.batches for report in batch.generated.result()]
+
+    def seconds(self) -> tuple[float, float]:
+        """Of generation and of scoring; waits for them."""
+        generation = sum(batch.generated.seconds for batch in self.batches)
+        scoring = sum(batch.scored.seconds for batch in self.batches)
+        if self.greedy_calls:
+            generation += self.greedy_calls[0].seconds
+            scoring += self.greedy_calls[1].seconds
+        return generation, scoring
+
+    def _chosen(self, columns: Iterable[Sequence[T]]) -> list[T]:
+        everything = [item for column in columns for item in column]
+        return everything if self.kept is None else [everything[row] for row in self.kept]
+
+
+class Collector:
+    """Generates and scores; with `algorithm.filter_groups` until enough prompts teach something."""
+
+    def __init__(self, config: RunConfig, roles: RoleGroups, prompts: PromptSource) -> None:
+        self.config, self.algorithm = config, config.algorithm
+        self.actor, self.reward, self.prompts = roles.actor, roles.reward, prompts
+        self.group_size = config.actor_rollout.n_samples_per_prompt
+
+    def collect(self) -> Collected:
+        found = self._filtered() if self.algorithm.filter_groups else self._one_batch()
+        if self.algorithm.adv_estimator is AdvEstimator.REMAX:
+            found = self._with_greedy(found)
+        return found
+
+    def metrics(self, found: Collected) -> dict[str, float]:
+        if not self.algorithm.filter_groups:
+            return {}
+        return {
+            "rollout/gen_batches": float(len(found.batches)),
+            "rollout/alike_groups": float(found.num_alike),
+        }
+
+    def _batch(self, prompts: Prompts, greedy: bool = False) -> Batch:
+        generated = self.actor.generate(prompts, self.config.training.seed, greedy)
+        return Batch(prompts, generated, self.reward.score(generated.rows()))
+
+    def _one_batch(self) -> Collected:
+        batch = self._batch(self.prompts.next_prompts())
+        return Collected(batch.generated.rows(), batch.scored.rows(), [batch])
+
+    def _filtered(self) -> Collected:
+        """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): prompts whose responses score
+        all the same are drawn anew, `max_num_gen_batches` times at most; then they fill the rest.
+        """
+        wanted, size = self.config.training.global_batch_size, self.group_size
+        batches: list[Batch] = []
+        differing: list[int] = []
+        while len(differing) < wanted and len(batches) < self.algorithm.max_num_gen_batches:
+            batches.append(self._batch(self.prompts.next_prompts()))
+            offset = (len(batches) - 1) * wanted
+            differing += [offset + g for g in groups_that_differ(batches[-1].scores(), size)]
+        alike = sorted(set(range(len(batches) * wanted)) - set(differing))
+        missing = max(0, wanted - len(differing))
+        groups = sorted(differing[:wanted] + alike[:missing])
+        kept = [group * size + i for group in groups for i in range(size)]
+        rollouts = RowsRef.concat([batch.generated.rows() for batch in batches]).take(kept)
+        scores = RowsRef.concat([batch.scored.rows() for batch in batches]).take(kept)
+        return Collected(rollouts, scores, batches, kept, missing)
+
+    def _with_greedy(self, found: Collected) -> Collected:
+        """One greedy response to each prompt, given to all of the prompt's samples."""
+        size = self.group_size
+        prompts = Prompts.concat([batch.prompts for batch in found.batches])
+        kept = range(prompts.num_rows) if found.kept is None else found.kept
+        firsts = prompts.select(kept[::size])
+        batch = self._batch(replace(firsts, responses=[[]] * firsts.num_rows), greedy=True)
+        rows = [row // size for row in range(len(kept))]
+        return replace(
+            found,
+            greedy=batch.generated.rows().take(rows),
+            greedy_scores=batch.scored.rows().take(rows),
+            greedy_calls=(batch.generated, batch.scored),
+        )

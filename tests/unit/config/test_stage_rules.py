@@ -1,0 +1,144 @@
+"""Stages, estimators and what goes with them; the tree has 96 prompts and 8 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.config.enums import AdvantageWhiten, AdvEstimator, KlIn, KlPenalty, Role
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.schema import RunConfig
+
+Problems = Callable[..., list[str]]
+
+WITHOUT_CRITIC = ("critic", "placement.critic")
+GRPO = {
+    "training.stage": "ray_grpo",
+    "actor_rollout.do_sample": True,
+    "actor_rollout.n_samples_per_prompt": 4,
+}
+DPO = {
+    "training.stage": "ray_online_dpo",
+    "actor_rollout.do_sample": True,
+    "actor_rollout.micro_batch_size": 2,
+}
+
+
+@pytest.fixture
+def config(make_tree: Callable[..., Any]) -> Callable[..., RunConfig]:
+    return lambda *arguments: resolve(make_tree(*arguments), "test")
+
+
+def test_a_stage_without_a_critic_has_none(config: Callable[..., RunConfig]) -> None:
+    run = config(GRPO, WITHOUT_CRITIC)
+    assert run.critic is None and Role.CRITIC not in run.roles
+    assert Role.CRITIC not in run.roles_of("main")
+    assert run.samples_together == 4
+
+
+@pytest.mark.parametrize("changes", [GRPO, DPO])
+def test_a_critic_section_that_nothing_reads_is_refused(
+    problems: Problems, changes: dict[str, Any]
+) -> None:
+    assert problems(changes, ("placement.critic",)) == [
+        f"training.stage={changes['training.stage']} has no critic; remove the section critic"
+    ]
+
+
+def test_the_stage_chooses_what_the_yaml_leaves_open(config: Callable[..., RunConfig]) -> None:
+    ppo = config().algorithm
+    assert (ppo.adv_estimator, ppo.kl_in) == (AdvEstimator.GAE, KlIn.REWARD)
+    assert (ppo.kl_penalty, ppo.advantage_whiten) == (KlPenalty.KL, AdvantageWhiten.BATCH)
+    grpo = config(GRPO, WITHOUT_CRITIC).algorithm
+    assert (grpo.adv_estimator, grpo.kl_in) == (AdvEstimator.GRPO, KlIn.LOSS)
+    assert (grpo.kl_penalty, grpo.advantage_whiten) == (KlPenalty.LOW_VAR_KL, AdvantageWhiten.NONE)
+    reinforce = {**GRPO, "algorithm.adv_estimator": "reinforce_plus_plus_baseline"}
+    chosen = config({**reinforce, "algorithm.kl_in": "reward"}, WITHOUT_CRITIC).algorithm
+    assert (chosen.kl_penalty, chosen.advantage_whiten) == (KlPenalty.KL, AdvantageWhiten.BATCH)
+    assert config(DPO, WITHOUT_CRITIC).actor_rollout.n_samples_per_prompt == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        (
+            {"algorithm.adv_estimator": "gae"},
+            "algorithm.adv_estimator=gae needs a critic, which training.stage=ray_grpo has not; "
+            "use grpo, or training.stage=ray_ppo",
+        ),
+        (
+            {"actor_rollout.n_samples_per_prompt": 1},
+            "actor_rollout.n_samples_per_prompt=1 must be 2 or more with "
+            "algorithm.adv_estimator=grpo, which compares the responses to a prompt; use 4 or 8",
+        ),
+        ({"algorithm.gamma": 0.9}, "algorithm.gamma=0.9 has no effect with"),
+        ({"algorithm.whiten_rewards": True}, "algorithm.whiten_rewards=True has no effect with"),
+        ({"algorithm.kl_penalty": "kl"}, "algorithm.kl_penalty=kl teaches nothing with"),
+        (
+            {"algorithm.overlong_buffer_len": 17},
+            "algorithm.overlong_buffer_len=17 must be at most actor_rollout.max_new_tokens=16; "
+            "use 16 or less",
+        ),
+        (
+            {"algorithm.rollout_is_threshold": 2.0, "algorithm.old_log_probs": "rollout"},
+            "algorithm.rollout_is_threshold=2 needs algorithm.old_log_probs=recompute",
+        ),
+        (
+            {"training.global_batch_size": 18, "actor_rollout.ppo_mini_batch_size": 24},
+            "training.global_batch_size=18 must be a multiple of the actor's data-parallel size 8, "
+            "so that the responses to a prompt, which are compared, are on one rank; use 16 or 24",
+        ),
+        (
+            {
+                "algorithm.filter_groups": True,
+                "reward.kind": "model",
+                "placement.reward": "main",
+            },
+            "algorithm.filter_groups=true needs reward.kind=rule",
+        ),
+        ({"actor_rollout.clip_ratio_c": 1.0}, "actor_rollout.clip_ratio_c=1.0 must be greater"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_does_not_go_with_grpo_is_named(
+    problems: Problems, changes: dict[str, Any], rule: str
+) -> None:
+    (problem,) = problems({**GRPO, **changes}, WITHOUT_CRITIC)
+    assert problem.startswith(rule)
+
+
+def test_ppo_takes_gae_only(problems: Problems) -> None:
+    assert problems({"algorithm.adv_estimator": "reinforce_plus_plus"}) == [
+        "algorithm.adv_estimator=reinforce_plus_plus works without the critic of "
+        "training.stage=ray_ppo; use gae, or training.stage=ray_grpo"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"actor_rollout.n_samples_per_prompt": 4}, "n_samples_per_prompt=4 must be 2 with"),
+        ({"actor_rollout.micro_batch_size": 3}, "micro_batch_size=3 must be even with"),
+        (
+            {"actor_rollout.micro_batch_size": 1, "actor_rollout.ppo_mini_batch_size": 24},
+            "ppo_mini_batch_size=24 must be a multiple of 16 (pairs x data-parallel size 8)",
+        ),
+    ],
+)
+def test_online_dpo_needs_whole_pairs(
+    problems: Problems, changes: dict[str, Any], rule: str
+) -> None:
+    found = problems({**DPO, **changes}, WITHOUT_CRITIC)
+    assert any(rule in problem for problem in found), found
+
+
+def test_remax_has_a_greedy_response_for_each_prompt(problems: Problems) -> None:
+    changes = {**GRPO, "algorithm.adv_estimator": "remax", "training.global_batch_size": 18}
+    changes |= {"actor_rollout.ppo_mini_batch_size": 24}
+    assert problems(changes, WITHOUT_CRITIC) == [
+        "training.global_batch_size=18 must be a multiple of 8 with "
+        "algorithm.adv_estimator=remax, which scores one more response to each prompt; "
+        "use 16 or 24"
+    ]

@@ -1,0 +1,137 @@
+"""Which responses an iteration keeps, with roles that answer from a script."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindspeed_rlxf.config.enums import AdvEstimator
+from mindspeed_rlxf.config.schema import AlgorithmConfig
+from mindspeed_rlxf.data.batch import Prompts
+from mindspeed_rlxf.roles.reports import GenerateReport, ScoreReport
+from mindspeed_rlxf.runtime.refs import Piece, RowsRef
+from mindspeed_rlxf.trainer.collector import Collected, Collector
+
+SIZE = 2  # responses to a prompt
+
+
+@dataclass
+class Answer:
+    """A call that has ended: one replica."""
+
+    handle: str
+    report: Any
+    num_rows: int
+    seconds: float = 1.0
+
+    def rows(self) -> RowsRef:
+        return RowsRef((Piece(self.handle, self.num_rows),))
+
+    def result(self) -> list[Any]:
+        return [self.report]
+
+
+@dataclass
+class Script:
+    """Actor, reward and prompts in one: batch b has the scores `scores[b]`."""
+
+    scores: list[list[float]]
+    generated: list[tuple[Prompts, bool]] = field(default_factory=list)
+    next_id: int = 0
+
+    def next_prompts(self) -> Prompts:
+        count = len(self.scores[0])
+        ids = list(range(self.next_id, self.next_id + count))
+        self.next_id += count
+        tokens = [np.array([i // SIZE]) for i in ids]
+        return Prompts(ids, tokens, [""] * count, [""] * count, [[9]] * count)
+
+    def generate(self, prompts: Prompts, _seed: int, greedy: bool = False) -> Answer:
+        self.generated.append((prompts, greedy))
+        count = prompts.num_rows
+        report = GenerateReport(
+            sample_ids=prompts.sample_ids,
+            data_sources=[""] * count,
+            prompt_lengths=[1] * count,
+            response_lengths=[i + 1 for i in prompts.sample_ids],
+            has_eos=[True] * count,
+            prompt_tokens=count,
+            decoded_tokens=0,
+            sampled_tokens=0,
+            sync_s=0.0,
+        )
+        return Answer(f"responses {len(self.generated) - 1}", report, count)
+
+    def score(self, rollouts: RowsRef) -> Answer:
+        number = int(rollouts.pieces[0].handle.split()[1])
+        scores = self.scores[number]
+        return Answer(f"scores {number}", ScoreReport(scores), len(scores))
+
+
+def collect(
+    script: Script, prompts: int, most: int = 10, **keys: Any
+) -> tuple[Collected, dict[str, float]]:
+    """What was collected, and its metrics."""
+    config = SimpleNamespace(
+        algorithm=AlgorithmConfig(max_num_gen_batches=most, **keys),
+        actor_rollout=SimpleNamespace(n_samples_per_prompt=SIZE),
+        training=SimpleNamespace(global_batch_size=prompts, seed=1),
+    )
+    roles = SimpleNamespace(actor=script, reward=script)
+    collector = Collector(config, roles, script)  # type: ignore[arg-type]
+    found = collector.collect()
+    assert found.rollouts.num_rows == found.scores.num_rows == prompts * SIZE
+    return found, collector.metrics(found)
+
+
+def test_without_filter_every_response_is_kept() -> None:
+    found, metrics = collect(Script([[1, 1, 0, 1]]), prompts=2)
+    assert found.score_report().scores == [1, 1, 0, 1] and metrics == {}
+
+
+def test_prompts_with_equal_scores_are_drawn_anew() -> None:
+    script = Script([[1, 1, 0, 1, 0, 0], [1, 0, 1, 1, 0, 1]])
+    found, metrics = collect(script, prompts=3, filter_groups=True)
+    assert len(script.generated) == 2
+    assert found.score_report().scores == [0, 1, 1, 0, 0, 1]
+    # the same samples everywhere: ids 2 3 of the first batch, 6 7 and 10 11 of the second
+    assert found.responses().responses == [3, 4, 7, 8, 11, 12]
+    assert found.rollouts.selection == found.scores.selection == (2, 3, 6, 7, 10, 11)
+    assert metrics == {"rollout/gen_batches": 2, "rollout/alike_groups": 0}
+    assert found.seconds() == (2.0, 2.0)
+
+
+def test_what_is_over_is_not_used() -> None:
+    script = Script([[1, 1, 0, 1], [1, 0, 0, 1]])
+    found, _ = collect(script, prompts=2, filter_groups=True)
+    assert found.responses().responses == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_after_the_last_batch_alike_groups_fill_the_rest(most: int) -> None:
+    script = Script([[1, 1, 0, 1, 0, 0]] * 2)
+    found, metrics = collect(script, prompts=3, most=most, filter_groups=True)
+    assert len(script.generated) == most
+    assert found.kept == {1: [0, 1, 2, 3, 4, 5], 2: [0, 1, 2, 3, 8, 9]}[most]
+    assert metrics["rollout/alike_groups"] == 3 - most
+
+
+def test_remax_answers_each_kept_prompt_greedily_once() -> None:
+    script = Script([[1, 1, 0, 1], [1, 0, 0, 1], [7, 8]])
+    found, _ = collect(script, prompts=2, filter_groups=True, adv_estimator=AdvEstimator.REMAX)
+    prompts, greedy = script.generated[-1]
+    assert greedy and [int(ids[0]) for ids in prompts.token_ids] == [1, 2]
+    assert prompts.responses == [[], []], "fixed responses are not greedy ones"
+    assert found.greedy is not None and found.greedy_scores is not None
+    expanded = [numbers_of(found.greedy), numbers_of(found.greedy_scores)]
+    assert expanded == [[0, 0, 1, 1]] * 2
+    assert found.seconds() == (3.0, 3.0)
+
+
+def numbers_of(ref: RowsRef) -> list[int]:
+    assert ref.selection is not None
+    return list(ref.selection)
