@@ -143,7 +143,9 @@ def prepared(trace: Trace) -> Prepared:
 def recorded_order(trace: Trace, updates: int) -> Callable[..., list[list[int]]]:
     """In place of `mini_batch_order`: TRL's permutations, and an end after `updates`."""
 
-    def order(samples: int, epochs: int, _shuffle: bool, _seed: int, k: int) -> list[list[int]]:
+    def order(
+        samples: int, epochs: int, _shuffle: bool, _seed: int, k: int, _together: int = 1
+    ) -> list[list[int]]:
         assert (samples, epochs) == (BATCH, EPOCHS)
         if k > updates:
             raise SeenEnough

@@ -1,0 +1,269 @@
+"""Gradients of every policy loss through Megatron workers against loops over transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mindspeed_rlxf.config.enums import (
+    DpoLoss,
+    KlIn,
+    KlPenalty,
+    LossNormalizer,
+    PolicyLoss,
+    RewardKind,
+    Role,
+    Stage,
+)
+from mindspeed_rlxf.config.schema import OptimizerConfig
+from mindspeed_rlxf.data.batch import Experience, Rollouts
+from mindspeed_rlxf.data.mini_batches import rank_steps
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
+from tests.distributed.llamas import TIED, make_llama, run_config
+from tests.distributed.samples import make_experience, make_rollouts
+
+EPSILON = 1e8  # of Adam, and its rate: the first step is then the gradient itself
+KL_COEF, CLIP = 0.7, 0.2
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {"micro_batch_size": 4}),
+    "tp2 pp2": (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "micro_batch_size": 2,
+        },
+    ),
+    "tp2 dp2": (4, {"tensor_model_parallel_size": 2, "micro_batch_size": 2}),
+}
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response under the model, token by token."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    old: Tensor
+    ref: Tensor
+    rollout: Tensor
+    advantages: Tensor
+
+
+Slow = Callable[[list[Response]], Tensor]
+
+
+def token_losses(r: Response, low: float = CLIP, high: float = CLIP) -> Tensor:
+    ratio = (r.log_probs - r.old).exp()
+    return torch.stack(
+        [
+            max(-a * x, -a * x.clamp(1 - low, 1 + high))
+            for a, x in zip(r.advantages, ratio, strict=True)
+        ]
+    )
+
+
+def over_tokens(losses: list[Tensor]) -> Tensor:
+    return torch.cat(losses).mean()
+
+
+def with_kl_and_entropy(responses: list[Response]) -> Tensor:
+    losses = []
+    for r in responses:
+        d = r.log_probs - r.ref
+        kl = (-d).exp() - 1 + d
+        losses.append(token_losses(r) + KL_COEF * kl - 0.05 * r.entropy)
+    return over_tokens(losses)
+
+
+def with_squared_kl(responses: list[Response]) -> Tensor:
+    return over_tokens(
+        [token_losses(r) + KL_COEF * (r.log_probs - r.ref) ** 2 / 2 for r in responses]
+    )
+
+
+def with_sequence_ratios(responses: list[Response]) -> Tensor:
+    means = []
+    for r in responses:
+        ratio = (r.log_probs - r.old).mean().exp()
+        # One advantage for each response makes both forms of GSPO the same.
+        a = r.advantages[0]
+        means.append(max(-a * ratio, -a * ratio.clamp(1 - CLIP, 1 + CLIP)))
+    return torch.stack(means).mean()
+
+
+def dual_and_higher(responses: list[Response]) -> Tensor:
+    sums = []
+    for r in responses:
+        plain = token_losses(r, 0.2, 0.4)
+        bound = torch.where(r.advantages < 0, -r.advantages * 1.3, torch.inf)
+        sums.append(torch.minimum(plain, bound).sum())
+    return torch.stack(sums).mean()
+
+
+def weighed(responses: list[Response]) -> Tensor:
+    return over_tokens(
+        [token_losses(r) * (r.old - r.rollout).exp().clamp(max=1.1) for r in responses]
+    )
+
+
+def preferring(kind: DpoLoss) -> Slow:
+    def loss(responses: list[Response]) -> Tensor:
+        pairs = []
+        for first, second in zip(responses[::2], responses[1::2], strict=True):
+            margin = (first.log_probs - first.ref).sum() - (second.log_probs - second.ref).sum()
+            sign = first.advantages[0]
+            if kind is DpoLoss.SIGMOID:
+                pair = -torch.log(torch.sigmoid(0.1 * sign * margin))
+            else:
+                pair = (sign * margin - 1 / 0.2) ** 2
+            pairs.append(pair * sign.abs())
+        return torch.stack(pairs).mean()
+
+    return loss
+
+
+CASES: dict[str, tuple[Slow, dict[str, dict[str, Any]]]] = {
+    "kl and entropy": (
+        with_kl_and_entropy,
+        {
+            "algorithm": {"kl_in": KlIn.LOSS, "kl_penalty": KlPenalty.LOW_VAR_KL},
+            "actor_rollout": {"entropy_coeff": 0.05},
+        },
+    ),
+    "squared kl": (
+        with_squared_kl,
+        {"algorithm": {"kl_in": KlIn.LOSS, "kl_penalty": KlPenalty.MSE}},
+    ),
+    "gspo": (
+        with_sequence_ratios,
+        {
+            "algorithm": {"loss_normalizer": LossNormalizer.SEQUENCE_MEANS},
+            "actor_rollout": {"policy_loss": PolicyLoss.GSPO},
+        },
+    ),
+    "dual clip": (
+        dual_and_higher,
+        {
+            "algorithm": {"loss_normalizer": LossNormalizer.SEQUENCE_SUMS},
+            "actor_rollout": {"clip_ratio_high": 0.4, "clip_ratio_c": 1.3},
+        },
+    ),
+    "importance weights": (weighed, {"algorithm": {"rollout_is_threshold": 1.1}}),
+    "online dpo": (
+        preferring(DpoLoss.SIGMOID),
+        {"training": {"stage": Stage.RAY_ONLINE_DPO}},
+    ),
+    "online ipo": (
+        preferring(DpoLoss.IPO),
+        {
+            "training": {"stage": Stage.RAY_ONLINE_DPO},
+            "actor_rollout": {"dpo_loss_type": DpoLoss.IPO},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        ("kl and entropy", "one process"),
+        ("kl and entropy", "tp2 pp2"),
+        ("squared kl", "tp2 dp2"),
+        ("gspo", "tp2 pp2"),
+        ("dual clip", "tp2 dp2"),
+        ("importance weights", "one process"),
+        ("online dpo", "tp2 dp2"),
+        ("online ipo", "tp2 pp2"),
+    ],
+)
+def test_gradient_equals_a_loop_over_transformers(
+    warm_runtime: Any, tmp_path: Path, case: str, layout: str
+) -> None:
+    slow, sections = CASES[case]
+    model = make_llama(tmp_path / "lm", TIED).double()
+    model.model.embed_tokens.padding_idx = None  # transformers would drop the gradient of token 0
+    rollouts, experience = samples(prefers="training" in sections)
+    loss = slow(responses_of(model, rollouts, experience))
+    loss.backward()
+    size, keys = LAYOUTS[layout]
+    optimizer = OptimizerConfig(lr=EPSILON, adam_eps=EPSILON, clip_grad=0.0)
+    config = run_config(
+        tmp_path / "lm", tmp_path / "lm", TIED, keys, size, optimizer,
+        **{"reward": {"kind": RewardKind.RULE}, **sections},
+    )  # fmt: skip
+    pool = warm_runtime.create_pools({"main": [size]})["main"]
+    group = RoleGroup(Role.ACTOR_ROLLOUT, config.layout(Role.ACTOR_ROLLOUT), pool)
+    group.build(ActorRole, config, (2,)).result()
+    shares = rank_steps([list(range(8))], 8, group.layout.dp)
+    update = group.call(
+        ActorRole.update_policy,
+        Sharded([rollouts.select(share.rows) for share in shares]),
+        Sharded([experience.select(share.rows) for share in shares]),
+        Sharded([share.steps for share in shares]),
+        KL_COEF,
+    ).result()[0]
+    group.call(ActorRole.export, tmp_path / "out", None).result()
+    before, after = (load_folder(tmp_path / name) for name in ("lm", "out"))
+    named = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    assert named.keys() == before.keys() == after.keys()
+    ours = torch.cat([(before[n] - after[n]).flatten() for n in sorted(named)])
+    theirs = torch.cat([named[n].grad.flatten() for n in sorted(named)])
+    assert theirs.norm() > 0.01
+    assert (ours - theirs).norm() < 1e-4 * theirs.norm()
+    metrics = update.steps[0]
+    assert metrics["grad_norm"] == pytest.approx(float(theirs.norm()), rel=1e-4)
+    if "dpo_loss" in metrics:
+        assert metrics["dpo_loss"] == pytest.approx(float(loss), rel=1e-5)
+        assert metrics["dpo_decided"] == 0.75
+
+
+def samples(prefers: bool) -> tuple[Rollouts, Experience]:
+    """Eight responses; of four pairs one has no preference. One advantage for a whole response."""
+    rollouts = make_rollouts()
+    made = make_experience(rollouts)
+    mask = made.response_mask
+    generator = torch.Generator().manual_seed(9)
+
+    def noise() -> Tensor:
+        return torch.randn(mask.shape, generator=generator) * mask
+
+    signs = torch.tensor([1.0, -1, -1, 1, 0, 0, 1, -1]) if prefers else made.advantages[:, 0]
+    rollouts = replace(rollouts, rollout_log_probs=made.old_log_probs + 0.2 * noise())
+    return rollouts, replace(
+        made,
+        advantages=signs[:, None] * mask,
+        ref_log_probs=made.old_log_probs + 0.3 * noise(),
+    )
+
+
+def responses_of(model: Any, rollouts: Rollouts, experience: Experience) -> list[Response]:
+    found = []
+    for row in range(rollouts.num_rows):
+        prompt = rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]]
+        count = int(rollouts.response_lengths[row])
+        tokens = rollouts.response_ids[row, :count]
+        logits = model(torch.cat((prompt, tokens))[None]).logits[0, len(prompt) - 1 : -1]
+        logs = torch.log_softmax(logits, -1)
+        columns = (
+            experience.old_log_probs, experience.ref_log_probs,
+            rollouts.rollout_log_probs, experience.advantages,
+        )  # fmt: skip
+        old, ref, rollout, advantages = (column[row, :count].double() for column in columns)
+        chosen = logs.gather(-1, tokens[:, None]).squeeze(-1)
+        found.append(Response(chosen, -(logs.exp() * logs).sum(-1), old, ref, rollout, advantages))
+    return found
+
+
+def load_folder(folder: Path) -> dict[str, Tensor]:
+    files = folder.glob("*.safetensors")
+    return {k: v.double() for file in files for k, v in load_file(file).items()}
