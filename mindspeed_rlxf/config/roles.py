@@ -69,6 +69,9 @@ class RoleConfig(Section):
     pipeline_model_parallel_size: int = key(1, "ranks that share the layers", "reshard", ge=1)
     sequence_parallel: bool = key(False, "shard norms by token; no effect with TP 1", "reshard")
     micro_batch_size: int = key(1, "samples per forward on one rank", "free", ge=1)
+    max_tokens_per_micro_batch: int | None = key(
+        None, "tokens per forward on one rank, in place of micro_batch_size", "free", ge=1
+    )
     bf16: bool = key(False, "weights and activations in bfloat16")
     packed_sequences: bool = key(True, "no padding in forward and backward", "free")
 

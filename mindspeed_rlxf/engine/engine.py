@@ -30,6 +30,7 @@ from mindspeed_rlxf.checkpoint.hf_folder import HfFolder
 from mindspeed_rlxf.checkpoint.weights import StageWeights
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import Rollouts
+from mindspeed_rlxf.engine.grouping import chunk_rows, group_by_tokens, split_groups
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rlxf.engine.parallel import ParallelGroups
@@ -130,14 +131,27 @@ class MegatronEngine:
         config.grad_scale_func = self.optimizer.scale_loss
         config.no_sync_func = self.model.no_sync
 
-    def micro_batches(
-        self, rollouts: Rollouts, groups: Sequence[Sequence[int]]
-    ) -> list[MicroBatch]:
-        """The given groups of rows in the form that this role computes in."""
+    def micro_batches(self, rollouts: Rollouts, rows: Sequence[int]) -> list[MicroBatch]:
+        """The given rows in order, grouped and in the form that this role computes in.
+
+        A collective over the data-parallel ranks, which bring the same number of rows.
+        """
+        groups = self._group(rollouts, rows)
         multiple = self.groups.tp.size() if self.module.config.sequence_parallel else 1
         return make_micro_batches(
             rollouts, groups, self.role.packed_sequences, multiple, device.current_device()
         )
+
+    def _group(self, rollouts: Rollouts, rows: Sequence[int]) -> list[Sequence[int]]:
+        """As many groups on every rank; those of one replica see the same rows and agree anyway."""
+        limit = self.role.max_tokens_per_micro_batch
+        if limit is None:
+            return chunk_rows(rows, self.role.micro_batch_size)
+        lengths = (rollouts.prompt_lengths + rollouts.response_lengths).tolist()
+        groups = group_by_tokens(rows, lengths, limit)
+        count = torch.tensor(len(groups))
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.groups.dp_host)
+        return split_groups(groups, int(count))
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], read: Read) -> list[Tensor]:

@@ -18,7 +18,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Experience, LogProbs, Prompts, RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import LossOutput, MegatronEngine
 from mindspeed_rlxf.engine.losses import normalised_loss
-from mindspeed_rlxf.engine.micro_batch import MicroBatch, chunk_rows
+from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.roles.log_probs import read_log_probs, response_log_probs
@@ -129,8 +129,7 @@ class ActorRole:
         for rows in steps:
             advantages = self._step_advantages(experience, rows)
             loss_step = partial(self.policy_loss_step, experience, advantages)
-            groups = chunk_rows(rows, self.config.micro_batch_size)
-            batches = self.engine.micro_batches(rollouts, groups)
+            batches = self.engine.micro_batches(rollouts, rows)
             metrics.append(self.engine.train_step(batches, loss_step))
         return RoleOutput(report=UpdateReport(metrics, self.engine.end_iteration()))
 
