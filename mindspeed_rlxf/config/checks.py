@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import gcd, lcm
+from math import gcd
 
+from mindspeed_rlxf.config.batch_rules import (
+    TITLES,
+    check_batches,
+    loss_by_micro_batch,
+    token_budget,
+)
 from mindspeed_rlxf.config.enums import OldLogProbs, RewardKind, Role, RopeScaling
 from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RoleConfig, RunConfig
 from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_around, use
-
-TITLES = {
-    Role.ACTOR_ROLLOUT: "the actor",
-    Role.REF: "the reference",
-    Role.CRITIC: "the critic",
-    Role.REWARD: "the reward model",
-}
 
 
 def check(config: RunConfig) -> list[str]:
@@ -23,8 +22,9 @@ def check(config: RunConfig) -> list[str]:
     problems += [*_data(config), *_log_probs(config)]
     for role in Role:
         problems += [*_weights(config, role), *_model(config, role), *_parallel(config, role)]
+    problems += loss_by_micro_batch(config)
     if not _misplaced(config):
-        problems += [*_batch(config), *_mini_batches(config)]
+        problems += check_batches(config)
     return problems
 
 
@@ -108,6 +108,7 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[str]:
     section = config.role(role)
     tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
     yield from _tensor_parallel(role, section, section.architecture)
+    yield from token_budget(config, role)
     layers = section.architecture.num_layers
     if layers % pp:
         yield (
@@ -213,55 +214,3 @@ def _data(config: RunConfig) -> Iterator[str]:
             f"validation.interval={interval} needs data.val_files or data.val_data_path; name a "
             "file, or use validation.interval=0"
         )
-
-
-def _batch(config: RunConfig) -> Iterator[str]:
-    """Every rank takes the same number of samples; the remedy is good for all roles."""
-    prompts = config.training.global_batch_size
-    per_prompt = config.actor_rollout.n_samples_per_prompt
-    sizes = {config.layout(role).dp: role for role in reversed(Role)}  # the first role of each
-    step = lcm(*(dp // gcd(dp, per_prompt) for dp in sizes))
-    for dp, role in sizes.items():
-        if config.samples_per_iteration % dp:
-            times = f" x actor_rollout.n_samples_per_prompt={per_prompt}" if per_prompt > 1 else ""
-            yield (
-                f"training.global_batch_size={prompts}{times} must be a multiple of "
-                f"{TITLES[role]}'s data-parallel size {dp}; {use(multiples_around(prompts, step))}"
-            )
-
-
-def _mini_batches(config: RunConfig) -> Iterator[str]:
-    sizes = {
-        Role.ACTOR_ROLLOUT: ("ppo_mini_batch_size", config.actor_rollout.ppo_mini_batch_size),
-        Role.CRITIC: ("critic_mini_batch_size", config.critic.critic_mini_batch_size),
-    }
-    for role, (key, size) in sizes.items():
-        yield from _mini_batch(config, role, f"{role.value}.{key}={size}", size)
-
-
-def _mini_batch(config: RunConfig, role: Role, shown: str, size: int) -> Iterator[str]:
-    """A mini-batch divides the iteration's samples and fills whole micro-batches on each rank."""
-    samples, dp = config.samples_per_iteration, config.layout(role).dp
-    micro = config.role(role).micro_batch_size
-    if samples % size and samples % dp == 0:
-        yield (
-            f"{shown} must divide the {samples} samples of an iteration "
-            f"(training.global_batch_size={config.training.global_batch_size} x "
-            f"actor_rollout.n_samples_per_prompt={config.actor_rollout.n_samples_per_prompt}); "
-            f"{_mini_batch_remedy(role, samples, size, dp, micro)}"
-        )
-    if size % (dp * micro):
-        yield (
-            f"{shown} must be a multiple of {dp * micro} (data-parallel size {dp} x "
-            f"{role.value}.micro_batch_size={micro}); "
-            f"{_mini_batch_remedy(role, samples, size, dp, micro)}"
-        )
-
-
-def _mini_batch_remedy(role: Role, samples: int, size: int, dp: int, micro: int) -> str:
-    samples = -(-samples // dp) * dp  # a batch size that is wrong will be mended too
-    good = [number for number in divisors(samples) if number % (dp * micro) == 0]
-    if good:
-        return use(around(size, good))
-    fits = around(micro, divisors(samples // dp))[0]
-    return f"no size fits, so use {role.value}.micro_batch_size={fits} and {fits * dp} here"

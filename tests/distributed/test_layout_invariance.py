@@ -28,13 +28,15 @@ from tests.trl.runs import metrics_of
 ITERATIONS, BATCH, EOS = 5, 16, 2
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+SP2 = {**TP2, "sequence_parallel": True}
+TOKENS = {"max_tokens_per_micro_batch": 40}  # a sample has 2 to 35
 
 # name -> processes, keys of every role, keys by section
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp2": (2, {}, {}),
     "dp4": (4, {}, {}),
     "tp2": (2, TP2, {}),
-    "tp2 sequence parallel": (2, {**TP2, "sequence_parallel": True}, {}),
+    "tp2 sequence parallel": (2, SP2, {}),
     "pp2": (2, PP2, {}),
     "tp2 pp2": (4, {**TP2, **PP2}, {}),
     "tp2 dp2": (4, TP2, {}),
@@ -42,6 +44,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp2 distributed optimizer": (2, {}, {"optimizer": {"use_distributed_optimizer": True}}),
     "micro-batch 1": (1, {"micro_batch_size": 1}, {}),
     "micro-batch 4": (1, {"micro_batch_size": 4}, {}),
+    "by tokens": (1, TOKENS, {}),
+    "by tokens dp2": (2, TOKENS, {}),
+    "by tokens tp2 sequence parallel": (2, {**SP2, **TOKENS}, {}),
+    "by tokens pp2 dp2": (4, {**PP2, **TOKENS}, {}),
     "padded": (1, {"packed_sequences": False}, {}),
     "padded pp2": (2, {**PP2, "packed_sequences": False}, {}),
     "actor tp2, critic pp2": (2, {}, {"actor_rollout": TP2, "critic": PP2}),
@@ -52,6 +58,8 @@ PAIRWISE = [
     ("untied", "tp2 sequence parallel"),
     ("untied", "dp2 distributed optimizer"),
     ("untied", "micro-batch 4"),
+    ("untied", "by tokens dp2"),
+    ("untied", "by tokens tp2 sequence parallel"),
     ("untied", "padded"),
     ("untied", "actor tp2, critic pp2"),
     ("tied", "pp2"),

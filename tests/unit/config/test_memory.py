@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed_rlxf.config import memory
-from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.config.schema import ArchitectureConfig, RoleConfig
 
 # 8 query heads and 4 groups of width 16: 128 query and 64 key columns.
 MODEL = ArchitectureConfig(
@@ -66,6 +66,20 @@ def test_first_stage_of_four_holds_most_micro_batches(
     pp_rank: int, micro_batches: int, held: int
 ) -> None:
     assert memory.in_flight(pp_rank, 4, micro_batches) == held
+
+
+@pytest.mark.parametrize(
+    ("limit", "tokens", "count"),
+    # seven samples of at most 24 tokens, by 3: 3 + 3 + 1
+    [(None, 72, 3), (24, 24, 7), (47, 47, 7), (48, 48, 4), (100, 100, 2), (999, 168, 1)],
+)
+def test_micro_batches_of_seven_samples(limit: int | None, tokens: int, count: int) -> None:
+    role = RoleConfig(
+        model="m", architecture=MODEL, micro_batch_size=3, max_tokens_per_micro_batch=limit
+    )
+    assert memory.micro_batch_tokens(role, 7, 24) == tokens
+    assert memory.micro_batches(role, 7, 24) == count
+    assert memory.micro_batch_tokens(role, 2, 24) == min(limit or 48, 48)
 
 
 def test_head_of_a_language_model_holds_one_chunk() -> None:
