@@ -29,6 +29,7 @@ ITERATIONS, BATCH, EOS = 5, 16, 2
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
+VP2 = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}  # for four layers
 TOKENS = {"max_tokens_per_micro_batch": 40}  # a sample has 2 to 35
 
 # name -> processes, keys of every role, keys by section
@@ -48,6 +49,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "by tokens dp2": (2, TOKENS, {}),
     "by tokens tp2 sequence parallel": (2, {**SP2, **TOKENS}, {}),
     "by tokens pp2 dp2": (4, {**PP2, **TOKENS}, {}),
+    "virtual pipeline": (2, VP2, {}),
+    "virtual pipeline by tokens": (2, {**VP2, **TOKENS}, {}),
+    "virtual pipeline dp2 distributed optimizer": (
+        4,
+        VP2,
+        {"optimizer": {"use_distributed_optimizer": True}},
+    ),
+    "virtual pipeline tp2 sequence parallel": (4, {**VP2, **SP2}, {}),
     "padded": (1, {"packed_sequences": False}, {}),
     "padded pp2": (2, {**PP2, "packed_sequences": False}, {}),
     "actor tp2, critic pp2": (2, {}, {"actor_rollout": TP2, "critic": PP2}),
@@ -66,7 +75,11 @@ PAIRWISE = [
     ("qwen2", "tp2 pp2"),
     ("qwen3", "tp2 pp2"),
 ]
-ARCHITECTURES = {"untied": PLAIN, "tied": TIED, "qwen2": QWEN2, "qwen3": QWEN3}
+FOUR_LAYERS = {
+    "untied, 4 layers": PLAIN.model_copy(update={"num_layers": 4}),
+    "tied, 4 layers": TIED.model_copy(update={"num_layers": 4}),
+}
+ARCHITECTURES = FOUR_LAYERS | {"untied": PLAIN, "tied": TIED, "qwen2": QWEN2, "qwen3": QWEN3}
 
 
 def fixed_run(
@@ -174,7 +187,9 @@ def outcome(runtime: Any, folder: Path, out: Path, name: str, layout: str | None
 
 def cases() -> list[Any]:
     """Every layout of PLAIN and some of the others; what pairs of keys leave out takes longer."""
-    found = [("untied", layout) for layout in LAYOUTS]
+    deep = [layout for layout in LAYOUTS if "virtual pipeline" in layout]
+    found = [("untied", layout) for layout in LAYOUTS if layout not in deep]
+    found += [(name, layout) for name in FOUR_LAYERS for layout in ["pp2", *deep]]
     found += [(name, layout) for name in ("tied", "qwen2", "qwen3") for layout in ALONE]
     return [
         pytest.param(*case, marks=() if case in PAIRWISE else pytest.mark.long) for case in found
