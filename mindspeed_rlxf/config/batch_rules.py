@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import gcd, lcm
 
 from mindspeed_rlxf.config.enums import LossNormalizer, Role
-from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, RunConfig
 from mindspeed_rlxf.config.suggest import around, divisors, multiples_around, use
 
 TITLES = {
@@ -60,15 +60,27 @@ def _batch(config: RunConfig) -> Iterator[str]:
     """Every rank takes the same number of samples; the remedy is good for all roles."""
     prompts = config.training.global_batch_size
     per_prompt = config.actor_rollout.n_samples_per_prompt
-    sizes = {config.layout(role).dp: role for role in reversed(Role)}  # the first role of each
-    step = lcm(*(dp // gcd(dp, per_prompt) for dp in sizes))
-    for dp, role in sizes.items():
-        if config.samples_per_iteration % dp:
+    shares = {_share(config, role): role for role in reversed(Role)}  # the first role of each
+    step = lcm(*(dp * stages // gcd(dp * stages, per_prompt) for dp, stages in shares))
+    for (dp, stages), role in shares.items():
+        if config.samples_per_iteration % (dp * stages):
             times = f" x actor_rollout.n_samples_per_prompt={per_prompt}" if per_prompt > 1 else ""
             yield (
                 f"training.global_batch_size={prompts}{times} must be a multiple of "
-                f"{TITLES[role]}'s data-parallel size {dp}; {use(multiples_around(prompts, step))}"
+                f"{TITLES[role]}'s data-parallel size {dp}{_times(stages)}; "
+                f"{use(multiples_around(prompts, step))}"
             )
+
+
+def _share(config: RunConfig, role: Role) -> tuple[int, int]:
+    """Replicas, and the micro-batches that each has to make at least (frozen roles can fill up)."""
+    section = config.role(role)
+    learns = isinstance(section, (ActorConfig, CriticConfig))
+    return config.layout(role).dp, section.micro_batch_multiple if learns else 1
+
+
+def _times(stages: int) -> str:
+    return f" x {stages} stages of its virtual pipeline" if stages > 1 else ""
 
 
 def _mini_batches(config: RunConfig) -> Iterator[str]:
@@ -85,42 +97,40 @@ class _Step:
     """What the samples of an optimizer step are a multiple of."""
 
     role: Role
-    dp: int
+    share: int  # data-parallel size, with a virtual pipeline times its stages
     micro: int  # micro_batch_size, 1 where tokens are counted
-    by_tokens: bool
+    factors: str
 
     @classmethod
     def of(cls, config: RunConfig, role: Role) -> _Step:
         section = config.role(role)
-        by_tokens = section.max_tokens_per_micro_batch is not None
-        micro = 1 if by_tokens else section.micro_batch_size
-        return cls(role, config.layout(role).dp, micro, by_tokens)
+        dp, stages = _share(config, role)
+        factors, micro = f"data-parallel size {dp}{_times(stages)}", 1
+        if section.max_tokens_per_micro_batch is None:
+            micro = section.micro_batch_size
+            factors += f" x {role.value}.micro_batch_size={micro}"
+        return cls(role, dp * stages, micro, factors)
 
     @property
     def unit(self) -> int:
-        return self.dp * self.micro
-
-    @property
-    def factors(self) -> str:
-        micro = f" x {self.role.value}.micro_batch_size={self.micro}"
-        return f"data-parallel size {self.dp}" + ("" if self.by_tokens else micro)
+        return self.share * self.micro
 
     def remedy(self, samples: int, size: int) -> str:
-        samples = -(-samples // self.dp) * self.dp  # a batch size that is wrong will be mended too
+        samples += -samples % self.share  # a batch size that is wrong will be mended too
         good = [number for number in divisors(samples) if number % self.unit == 0]
         if good:
             return use(around(size, good))
-        fits = around(self.micro, divisors(samples // self.dp))[0]
+        fits = around(self.micro, divisors(samples // self.share))[0]
         return (
             f"no size fits, so use {self.role.value}.micro_batch_size={fits} and "
-            f"{fits * self.dp} here"
+            f"{fits * self.share} here"
         )
 
 
 def _mini_batch(config: RunConfig, step: _Step, shown: str, size: int) -> Iterator[str]:
     """A mini-batch divides the iteration's samples and fills whole micro-batches on each rank."""
     samples = config.samples_per_iteration
-    if samples % size and samples % step.dp == 0:
+    if samples % size and samples % step.share == 0:
         yield (
             f"{shown} must divide the {samples} samples of an iteration "
             f"(training.global_batch_size={config.training.global_batch_size} x "

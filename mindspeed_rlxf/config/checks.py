@@ -115,6 +115,8 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[str]:
             f"{role.value}.pipeline_model_parallel_size={pp} must divide the {layers} layers of "
             f"{section.model}; {use(around(pp, divisors(layers)))}"
         )
+    else:
+        yield from _virtual_pipeline(role, section, layers // pp)
     for processes in config.resource_pool.get(config.pool_of(role), []):
         if processes % tp and not problem:
             yield (
@@ -122,6 +124,24 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[str]:
                 f"multiple of the tensor-parallel size {tp} of {role.value}, which may not span "
                 f"nodes; {use(multiples_around(processes, tp))}"
             )
+
+
+def _virtual_pipeline(role: Role, section: RoleConfig, layers: int) -> Iterator[str]:
+    """layers: of a pipeline stage"""
+    per_chunk = section.num_layers_per_virtual_pipeline_stage
+    if per_chunk is None:
+        return
+    shown = f"{role.value}.num_layers_per_virtual_pipeline_stage={per_chunk}"
+    if section.pipeline_model_parallel_size == 1:
+        yield (
+            f"{shown} needs {role.value}.pipeline_model_parallel_size above 1; raise it, or use "
+            f"{role.value}.num_layers_per_virtual_pipeline_stage=null"
+        )
+    elif layers % per_chunk:
+        yield (
+            f"{shown} must divide the {layers} layers of a pipeline stage of {section.model}; "
+            f"{use(around(per_chunk, divisors(layers)))}"
+        )
 
 
 def _tensor_parallel(role: Role, section: RoleConfig, a: ArchitectureConfig) -> Iterator[str]:

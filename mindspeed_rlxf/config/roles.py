@@ -86,6 +86,11 @@ class RoleConfig(Section):
             return 1
         return self.architecture.num_layers // (self.pipeline_model_parallel_size * per_chunk)
 
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What the interleaved schedule wants the number of micro-batches to be a multiple of."""
+        return self.pipeline_model_parallel_size if self.model_chunks > 1 else 1
+
 
 class ActorConfig(RoleConfig):
     """The policy: generation and training."""

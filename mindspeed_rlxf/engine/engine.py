@@ -185,20 +185,15 @@ class MegatronEngine:
             largest = torch.tensor(len(groups))
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.groups.dp_host)
             count = int(largest)
-        return split_groups(groups, count + -count % self._count_multiple)
-
-    @property
-    def _count_multiple(self) -> int:
-        """The interleaved schedule takes as many micro-batches as stages, or a multiple."""
-        return self.groups.pp.size() if len(self.chunks) > 1 else 1
+        return split_groups(groups, count + -count % self.role.micro_batch_multiple)
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], read: Read) -> list[Tensor]:
         """`read` of every micro-batch on the last stage; an empty list on the others."""
         for model in self.models:
             model.eval()
-        # Fewer rows than stages cannot be split any more: then the last micro-batch runs again.
-        fill = [micro_batches[-1]] * (-len(micro_batches) % self._count_multiple)
+        # A number that the schedule does not take: single rows, so the last one runs again.
+        fill = [micro_batches[-1]] * (-len(micro_batches) % self.role.micro_batch_multiple)
         with self.groups.active():
             outputs = self._run([*micro_batches, *fill], read, forward_only=True)
         return outputs[: len(micro_batches)]

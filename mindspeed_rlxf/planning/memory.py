@@ -168,7 +168,12 @@ class _Stage:
         self.itemsize = memory.itemsize(self.section)
         self.sequence_parallel = self.section.sequence_parallel and self.layout.tp > 1
         self.sizes = shard_sizes(
-            self.architecture, self.head, self.layout.tp, pp_rank, self.layout.pp
+            self.architecture,
+            self.head,
+            self.layout.tp,
+            pp_rank,
+            self.layout.pp,
+            self.section.model_chunks,
         )
         actor = config.actor_rollout
         self.prompt, self.response = actor.max_prompt_length, actor.max_new_tokens
@@ -198,13 +203,14 @@ class _Stage:
         samples: of an optimizer step on this rank
         """
         tokens, layout = self._tokens(samples), self.layout
-        layers = self.architecture.num_layers // layout.pp
+        chunks = self.section.model_chunks
+        layers = self.architecture.num_layers // (layout.pp * chunks)
         held = layers * self._layer(tokens)
         if layout.pp > 1:
             own = tokens // layout.tp if self.sequence_parallel else tokens
             held += memory.stage_transfer_bytes(own, self.architecture.hidden_size, self.itemsize)
         micro_batches = memory.micro_batches(self.section, samples, self._length)
-        count = memory.in_flight(self.pp_rank, layout.pp, micro_batches)
+        count = memory.in_flight(self.pp_rank, layout.pp, micro_batches, chunks)
         gradient = memory.weight_gradient_bytes(self.sizes, self.itemsize)
         return Phase("update", count * held + self._head(samples), other=gradient)
 
@@ -214,7 +220,8 @@ class _Stage:
         prefill = memory.prefill_tokens(rows, self.prompt)
         working = memory.layer_activation_bytes(a, prefill, tp, False, self.itemsize)
         sampling = memory.sampling_bytes(rows, a.vocab_size, actor.do_sample)
-        received = received_numbers(a, self.head, tp, self.pp_rank, self.layout.pp)
+        pp, chunks = self.layout.pp, self.section.model_chunks
+        received = received_numbers(a, self.head, tp, self.pp_rank, pp, chunks)
         return Phase(
             "generate",
             max(working, sampling),

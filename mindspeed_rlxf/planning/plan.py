@@ -67,7 +67,8 @@ def _roles(config: RunConfig) -> list[list[object]]:
             rows.append([role.value, "rule", *where, NONE, NONE, layout.dp, NONE, NONE])
             continue
         precision = "bf16" if section.bf16 else "fp32"
-        sizes = [layout.tp, layout.pp, layout.dp]
+        chunks = f" x {section.model_chunks} chunks" if section.model_chunks > 1 else ""
+        sizes = [layout.tp, f"{layout.pp}{chunks}", layout.dp]
         rows.append([role.value, section.model, *where, *sizes, precision, section.load])
     return rows
 
