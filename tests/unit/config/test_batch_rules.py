@@ -82,6 +82,46 @@ def test_token_budget_does_not_concern_a_rule(problems: Problems) -> None:
     assert problems({"reward.max_tokens_per_micro_batch": 1}) == []
 
 
+VIRTUAL = {
+    "critic.pipeline_model_parallel_size": 2,
+    "critic.num_layers_per_virtual_pipeline_stage": 1,
+}
+
+
+def test_virtual_pipeline_takes_as_many_micro_batches_as_stages(problems: Problems) -> None:
+    """DP 4: a mini-batch of 32 is 8 a rank, so 4 x 2 or 2 x 4, but not 1 x 8."""
+    assert problems({**VIRTUAL, "critic.micro_batch_size": 4}) == []
+    assert problems({**VIRTUAL, "critic.micro_batch_size": 8}) == [
+        "critic.critic_mini_batch_size=32 must be a multiple of 64 (data-parallel size 4 x 2 "
+        "stages of its virtual pipeline x critic.micro_batch_size=8); no size fits, so use "
+        "critic.micro_batch_size=6 and 48 here"
+    ]
+    budget = {"critic.max_tokens_per_micro_batch": 24, "critic.critic_mini_batch_size": 12}
+    assert problems({**VIRTUAL, **budget}) == [
+        "critic.critic_mini_batch_size=12 must be a multiple of 8 (data-parallel size 4 x 2 "
+        "stages of its virtual pipeline); use 8 or 16"
+    ]
+
+
+def test_one_chunk_is_no_virtual_pipeline(problems: Problems) -> None:
+    one = {**VIRTUAL, "critic.num_layers_per_virtual_pipeline_stage": 2}
+    assert problems({**one, "critic.micro_batch_size": 8}) == []
+
+
+def test_batch_fills_a_virtual_pipeline(problems: Problems) -> None:
+    """Nothing else would say that no mini-batch size fits; a frozen role fills up by itself."""
+    pools = {"resource_pool": {"main": 2, "reward": 1}, "training.global_batch_size": 9}
+    actor = {"actor_rollout.ppo_mini_batch_size": 9}
+    actor["actor_rollout.pipeline_model_parallel_size"] = 2
+    frozen = {key.replace("critic", "ref"): value for key, value in VIRTUAL.items()}
+    critic = {**VIRTUAL, "critic.critic_mini_batch_size": 2}
+    (problem,) = problems({**pools, **actor, **frozen, **critic})
+    assert problem == (
+        "training.global_batch_size=9 must be a multiple of the critic's data-parallel size 1 x 2 "
+        "stages of its virtual pipeline; use 8 or 10"
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

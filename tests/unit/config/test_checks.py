@@ -27,6 +27,20 @@ def test_the_valid_tree_has_no_problem(problems: Problems) -> None:
             "ref.pipeline_model_parallel_size=8 must divide the 4 layers of small; use 4",
         ),
         (
+            {"ref.num_layers_per_virtual_pipeline_stage": 2},
+            "ref.num_layers_per_virtual_pipeline_stage=2 needs ref.pipeline_model_parallel_size "
+            "above 1; raise it, or use ref.num_layers_per_virtual_pipeline_stage=null",
+        ),
+        (
+            {
+                "ref.pipeline_model_parallel_size": 2,
+                "ref.num_layers": 8,
+                "ref.num_layers_per_virtual_pipeline_stage": 3,
+            },
+            "ref.num_layers_per_virtual_pipeline_stage=3 must divide the 4 layers of a pipeline "
+            "stage of small; use 2 or 4",
+        ),
+        (
             {"critic.tensor_model_parallel_size": 2, "critic.ffn_hidden_size": 97},
             "critic.tensor_model_parallel_size=2 must divide model.small.ffn_hidden_size=97; use 1",
         ),

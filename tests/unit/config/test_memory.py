@@ -69,6 +69,23 @@ def test_first_stage_of_four_holds_most_micro_batches(
 
 
 @pytest.mark.parametrize(
+    ("pp_rank", "micro_batches", "held"),
+    # two ranks, two chunks: 2 forward passes before chunk 1 starts, 2 more on the first rank, and
+    # the one whose backward pass comes next
+    [(0, 8, 5), (1, 8, 3), (0, 2, 4)],
+)
+def test_interleaved_stages_hold_chunks(pp_rank: int, micro_batches: int, held: int) -> None:
+    assert memory.in_flight(pp_rank, 2, micro_batches, chunks=2) == held
+
+
+def test_micro_batches_of_a_virtual_pipeline_are_a_multiple_of_its_stages() -> None:
+    virtual = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
+    role = RoleConfig(model="m", architecture=MODEL, micro_batch_size=3, **virtual)
+    assert memory.micro_batches(role, 7, 24) == 4  # 3 + 3 + 1, the first or second split
+    assert role.model_chunks == 2 and role.micro_batch_multiple == 2
+
+
+@pytest.mark.parametrize(
     ("limit", "tokens", "count"),
     # seven samples of at most 24 tokens, by 3: 3 + 3 + 1
     [(None, 72, 3), (24, 24, 7), (47, 47, 7), (48, 48, 4), (100, 100, 2), (999, 168, 1)],

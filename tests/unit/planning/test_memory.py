@@ -82,6 +82,14 @@ def test_first_stage_holds_two_micro_batches(config: Callable[..., RunConfig]) -
     assert phase(run, Role.ACTOR_ROLLOUT, "update").activations == expected
 
 
+def test_interleaved_stages_hold_more(config: Callable[..., RunConfig]) -> None:
+    # two chunks of one layer each; a step of 48 / 4 replicas = 12 micro-batches holds 5 chunks
+    run = config({**PP2, "actor_rollout.num_layers_per_virtual_pipeline_stage": 1})
+    layer = memory.layer_activation_bytes(run.actor_rollout.architecture, 24, 1, False, 4)
+    expected = 5 * (layer + 2 * 24 * 64 * 4)
+    assert phase(run, Role.ACTOR_ROLLOUT, "update").activations == expected
+
+
 def test_limit_of_tokens_is_what_a_micro_batch_takes(config: Callable[..., RunConfig]) -> None:
     # 12 samples of 24 tokens at most: 50 tokens, or all 288 of them
     a = config().critic.architecture
