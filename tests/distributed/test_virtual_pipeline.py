@@ -46,7 +46,7 @@ class Exporter(EngineProbe):
 
 
 def test_forward_takes_any_number_of_rows(warm_runtime: Any, tmp_path: Path) -> None:
-    """Two stages take 2, 4, ... micro-batches: 7 rows by 3 are split, of 1 or 3 by 1 one repeats."""
+    """Two stages take 2, 4, ... micro-batches: 7 rows by 3 are split, 1 or 3 by 1 are filled up."""
     model = make_llama(tmp_path, FOUR)
     for micro, counts in ((3, (7,)), (1, (1, 3))):
         role = RoleConfig(
@@ -77,7 +77,7 @@ def test_files_are_those_of_one_process(warm_runtime: Any, tmp_path: Path, score
     assert all(torch.equal(start[name], two[name]) for name in start)
     saved = [torch.load(tmp_path / f"{n}.pt", weights_only=False) for n in ("one", "two")]
     assert saved[0].keys() == saved[1].keys()
-    norms = saved[1]["decoder.layers.input_layernorm.weight"]
+    norms = saved[1]["decoder.layers.self_attention.linear_qkv.layer_norm_weight"]
     names = [f"model.layers.{i}.input_layernorm.weight" for i in range(4)]
     assert torch.equal(norms.flatten(), torch.cat([start[name] for name in names]))
     for name, value in saved[0].items():
@@ -86,8 +86,8 @@ def test_files_are_those_of_one_process(warm_runtime: Any, tmp_path: Path, score
 
 
 def test_replicas_make_as_many_micro_batches(warm_runtime: Any, tmp_path: Path) -> None:
-    """Samples of 19, 12, 10, 9 and of 10, 15, 10, 11 tokens by 31: the first replica would make 2
-    micro-batches (19 + 12, 10 + 9), the second one 2 (10 + 15, 10 + 11); by 30 the first one 3."""
+    """By 31 tokens each replica makes two (19 + 12, 10 + 9; 10 + 15, 10 + 11). By 30 the first one
+    makes three (19, 12 + 10, 9), so the second one, which makes two, splits the first of them."""
     lengths = [p + r for p, r in zip(PROMPT_LENGTHS, RESPONSE_LENGTHS, strict=True)]
     assert lengths == [19, 12, 10, 9, 10, 15, 10, 11]
     make_llama(tmp_path, PLAIN)
