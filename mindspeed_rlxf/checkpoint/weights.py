@@ -17,11 +17,13 @@ from torch import Tensor
 from mindspeed_rlxf.checkpoint.hf_folder import INDEX, SINGLE, HfFolder
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import (
+    OUTPUT_LAYER,
+    SCORE_HEAD,
     Head,
     StageParameter,
     hf_shapes,
+    rank_parameters,
     shard_slices,
-    stage_parameters,
 )
 
 SIDE_FILES = (
@@ -38,7 +40,7 @@ SIDE_FILES = (
 
 
 class StageWeights:
-    """The parameters of one pipeline stage, as a table from the map to the module's tensors."""
+    """The parameters of one pipeline rank, as a table from the map to the module's tensors."""
 
     def __init__(
         self,
@@ -47,11 +49,15 @@ class StageWeights:
         head: Head,
         tp_group: dist.ProcessGroup,
         pp_group: dist.ProcessGroup,
+        chunks: int = 1,
     ) -> None:
+        """module: the stage, or the list of its chunks where there are several."""
         self.architecture, self.head = architecture, head
         self.tp_group, self.pp_group = tp_group, pp_group
         self.tensors = dict(module.named_parameters())
-        self.table = list(stage_parameters(architecture, head, pp_group.rank(), pp_group.size()))
+        self.table = list(
+            rank_parameters(architecture, head, pp_group.rank(), pp_group.size(), chunks)
+        )
         mapped = {p.name for p in self.table}
         assert mapped == set(self.tensors), f"map and module differ: {mapped ^ set(self.tensors)}"
 
@@ -63,7 +69,7 @@ class StageWeights:
         """
         absent = []
         for parameter in self.table:
-            if parameter.name == "score.weight" and parameter.sources[0] not in folder:
+            if parameter.sources == SCORE_HEAD.sources and parameter.sources[0] not in folder:
                 absent.append(parameter.name)
             else:
                 self._fill(parameter, folder)
@@ -113,7 +119,7 @@ class StageWeights:
         original = HfFolder(source)
         tensors: dict[str, Tensor] = {}
         for parameter in self.table:
-            if parameter.name == "output_layer.weight" and self._tied:
+            if parameter.name.endswith(OUTPUT_LAYER.name) and self._tied:
                 continue  # the first stage writes the embedding
             for hf_name, tensor in self.hf_tensors(parameter, keep=writes).items():
                 dtype = original.dtype(hf_name) if hf_name in original else tensor.dtype

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import gcd, lcm
+from math import gcd
 
+from mindspeed_rlxf.config.batch_rules import (
+    TITLES,
+    check_batches,
+    loss_by_micro_batch,
+    token_budget,
+)
 from mindspeed_rlxf.config.enums import RewardKind, Role, RopeScaling
 from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RoleConfig, RunConfig
 from mindspeed_rlxf.config.stage_rules import check_groups, check_stage
 from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_around, use
-
-TITLES = {
-    Role.ACTOR_ROLLOUT: "the actor",
-    Role.REF: "the reference",
-    Role.CRITIC: "the critic",
-    Role.REWARD: "the reward model",
-}
 
 
 def check(config: RunConfig) -> list[str]:
@@ -24,8 +23,9 @@ def check(config: RunConfig) -> list[str]:
     problems += [*_data(config), *check_stage(config)]
     for role in config.roles:
         problems += [*_weights(config, role), *_model(config, role), *_parallel(config, role)]
+    problems += loss_by_micro_batch(config)
     if not _misplaced(config):
-        problems += [*_batch(config), *_mini_batches(config), *check_groups(config)]
+        problems += [*check_batches(config), *check_groups(config)]
     return problems
 
 
@@ -109,12 +109,15 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[str]:
     section = config.role(role)
     tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
     yield from _tensor_parallel(role, section, section.architecture)
+    yield from token_budget(config, role)
     layers = section.architecture.num_layers
     if layers % pp:
         yield (
             f"{role.value}.pipeline_model_parallel_size={pp} must divide the {layers} layers of "
             f"{section.model}; {use(around(pp, divisors(layers)))}"
         )
+    else:
+        yield from _virtual_pipeline(role, section, layers // pp)
     for processes in config.resource_pool.get(config.pool_of(role), []):
         if processes % tp and not problem:
             yield (
@@ -122,6 +125,24 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[str]:
                 f"multiple of the tensor-parallel size {tp} of {role.value}, which may not span "
                 f"nodes; {use(multiples_around(processes, tp))}"
             )
+
+
+def _virtual_pipeline(role: Role, section: RoleConfig, layers: int) -> Iterator[str]:
+    """layers: of a pipeline stage"""
+    per_chunk = section.num_layers_per_virtual_pipeline_stage
+    if per_chunk is None:
+        return
+    shown = f"{role.value}.num_layers_per_virtual_pipeline_stage={per_chunk}"
+    if section.pipeline_model_parallel_size == 1:
+        yield (
+            f"{shown} needs {role.value}.pipeline_model_parallel_size above 1; raise it, or use "
+            f"{role.value}.num_layers_per_virtual_pipeline_stage=null"
+        )
+    elif layers % per_chunk:
+        yield (
+            f"{shown} must divide the {layers} layers of a pipeline stage of {section.model}; "
+            f"{use(around(per_chunk, divisors(layers)))}"
+        )
 
 
 def _tensor_parallel(role: Role, section: RoleConfig, a: ArchitectureConfig) -> Iterator[str]:
@@ -206,58 +227,3 @@ def _data(config: RunConfig) -> Iterator[str]:
             f"validation.interval={interval} needs data.val_files or data.val_data_path; name a "
             "file, or use validation.interval=0"
         )
-
-
-def _batch(config: RunConfig) -> Iterator[str]:
-    """Every rank takes the same number of samples; the remedy is good for all roles."""
-    prompts = config.training.global_batch_size
-    per_prompt = config.actor_rollout.n_samples_per_prompt
-    # The first role of each size.
-    sizes = {config.layout(role).dp: role for role in reversed(config.roles)}
-    step = lcm(*(dp // gcd(dp, per_prompt) for dp in sizes))
-    for dp, role in sizes.items():
-        if config.samples_per_iteration % dp:
-            times = f" x actor_rollout.n_samples_per_prompt={per_prompt}" if per_prompt > 1 else ""
-            yield (
-                f"training.global_batch_size={prompts}{times} must be a multiple of "
-                f"{TITLES[role]}'s data-parallel size {dp}; {use(multiples_around(prompts, step))}"
-            )
-
-
-def _mini_batches(config: RunConfig) -> Iterator[str]:
-    sizes = {
-        Role.ACTOR_ROLLOUT: ("ppo_mini_batch_size", config.actor_rollout.ppo_mini_batch_size),
-    }
-    if config.critic:
-        size = config.critic.critic_mini_batch_size
-        sizes[Role.CRITIC] = ("critic_mini_batch_size", size)
-    for role, (key, size) in sizes.items():
-        yield from _mini_batch(config, role, f"{role.value}.{key}={size}", size)
-
-
-def _mini_batch(config: RunConfig, role: Role, shown: str, size: int) -> Iterator[str]:
-    """A mini-batch divides the iteration's samples and fills whole micro-batches on each rank."""
-    samples, dp = config.samples_per_iteration, config.layout(role).dp
-    micro = config.role(role).micro_batch_size
-    if samples % size and samples % dp == 0:
-        yield (
-            f"{shown} must divide the {samples} samples of an iteration "
-            f"(training.global_batch_size={config.training.global_batch_size} x "
-            f"actor_rollout.n_samples_per_prompt={config.actor_rollout.n_samples_per_prompt}); "
-            f"{_mini_batch_remedy(role, samples, size, dp, micro)}"
-        )
-    if size % (dp * micro):
-        yield (
-            f"{shown} must be a multiple of {dp * micro} (data-parallel size {dp} x "
-            f"{role.value}.micro_batch_size={micro}); "
-            f"{_mini_batch_remedy(role, samples, size, dp, micro)}"
-        )
-
-
-def _mini_batch_remedy(role: Role, samples: int, size: int, dp: int, micro: int) -> str:
-    samples = -(-samples // dp) * dp  # a batch size that is wrong will be mended too
-    good = [number for number in divisors(samples) if number % (dp * micro) == 0]
-    if good:
-        return use(around(size, good))
-    fits = around(micro, divisors(samples // dp))[0]
-    return f"no size fits, so use {role.value}.micro_batch_size={fits} and {fits * dp} here"

@@ -84,9 +84,30 @@ def layer_activation_bytes(
     return norm_tokens * norms + tokens * (attention + mlp)
 
 
-def in_flight(pp_rank: int, pp: int, micro_batches: int) -> int:
-    """Micro-batches whose activations a stage holds at once in the 1F1B schedule."""
-    return min(pp - pp_rank, micro_batches)
+def micro_batch_tokens(role: RoleConfig, samples: int, length: int) -> int:
+    """Tokens of the largest micro-batch of `samples` on a rank, each of `length` tokens at most."""
+    limit = role.max_tokens_per_micro_batch
+    if limit is None:
+        return min(role.micro_batch_size, samples) * length
+    return min(limit, samples * length)
+
+
+def micro_batches(role: RoleConfig, samples: int, length: int) -> int:
+    """Micro-batches of `samples` on a rank; where tokens are counted, at most.
+
+    A group of consecutive samples is closed only when it holds limit / length of them or more.
+    """
+    limit = role.max_tokens_per_micro_batch
+    size = role.micro_batch_size if limit is None else max(limit // length, 1)
+    return _filled(-(-samples // size), role.micro_batch_multiple)
+
+
+def in_flight(pp_rank: int, pp: int, micro_batches: int, chunks: int = 1) -> int:
+    """Chunks of micro-batches whose activations a stage holds at once: those before its first
+    backward pass in the 1F1B schedule, interleaved where it has several chunks."""
+    if chunks == 1:
+        return min(pp - pp_rank, micro_batches)
+    return min(2 * (pp - pp_rank - 1) + (chunks - 1) * pp + 1, micro_batches * chunks)
 
 
 def stage_transfer_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:

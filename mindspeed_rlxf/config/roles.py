@@ -67,10 +67,29 @@ class RoleConfig(Section):
     load: str | None = key(None, "Hugging Face folder the weights start from", "free")
     tensor_model_parallel_size: int = key(1, "ranks that share a layer", "reshard", ge=1)
     pipeline_model_parallel_size: int = key(1, "ranks that share the layers", "reshard", ge=1)
+    num_layers_per_virtual_pipeline_stage: int | None = key(
+        None, "layers of a chunk; a rank holds several (interleaved); null = one", "reshard", ge=1
+    )
     sequence_parallel: bool = key(False, "shard norms by token; no effect with TP 1", "reshard")
     micro_batch_size: int = key(1, "samples per forward on one rank", "free", ge=1)
+    max_tokens_per_micro_batch: int | None = key(
+        None, "tokens per forward on one rank, in place of micro_batch_size", "free", ge=1
+    )
     bf16: bool = key(False, "weights and activations in bfloat16")
     packed_sequences: bool = key(True, "no padding in forward and backward", "free")
+
+    @property
+    def model_chunks(self) -> int:
+        """Runs of consecutive layers that a pipeline rank holds; several = virtual pipeline."""
+        per_chunk = self.num_layers_per_virtual_pipeline_stage
+        if per_chunk is None:
+            return 1
+        return self.architecture.num_layers // (self.pipeline_model_parallel_size * per_chunk)
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What the interleaved schedule wants the number of micro-batches to be a multiple of."""
+        return self.pipeline_model_parallel_size if self.model_chunks > 1 else 1
 
 
 class ActorConfig(RoleConfig):

@@ -21,7 +21,7 @@ from mindspeed_rlxf.config.suggest import multiples_around, use
 def check_stage(config: RunConfig) -> Iterator[str]:
     """Every such rule that the configuration breaks, each `rule, value, remedy`."""
     if config.training.stage is Stage.RAY_ONLINE_DPO:
-        yield from _pairs(config)
+        yield from [*_pairs(config), *_pairs_by_tokens(config)]
     else:
         yield from _estimator(config)
         yield from _kl(config)
@@ -114,6 +114,15 @@ def _pairs(config: RunConfig) -> Iterator[str]:
             f"actor_rollout.micro_batch_size={actor.micro_batch_size} must be even with "
             "training.stage=ray_online_dpo, whose loss needs both responses of a pair; "
             f"{use(multiples_around(actor.micro_batch_size, 2))}"
+        )
+
+
+def _pairs_by_tokens(config: RunConfig) -> Iterator[str]:
+    limit = config.actor_rollout.max_tokens_per_micro_batch
+    if limit is not None:
+        yield (
+            f"actor_rollout.max_tokens_per_micro_batch={limit} may part the responses of a pair "
+            "with training.stage=ray_online_dpo; use actor_rollout.micro_batch_size=2"
         )
 
 

@@ -23,6 +23,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mindspeed_rlxf import device
@@ -30,6 +31,7 @@ from mindspeed_rlxf.checkpoint.hf_folder import HfFolder
 from mindspeed_rlxf.checkpoint.weights import StageWeights
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import Rollouts
+from mindspeed_rlxf.engine.grouping import chunk_rows, group_by_tokens, split_groups
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rlxf.engine.parallel import ParallelGroups
@@ -68,7 +70,10 @@ class LossOutput:
 
 
 class MegatronEngine:
-    """One role's model on this rank: a pipeline stage of a tensor-parallel replica."""
+    """One role's model on this rank: a pipeline stage of a tensor-parallel replica.
+
+    With a virtual pipeline the stage is several chunks of the model, else one.
+    """
 
     def __init__(
         self,
@@ -83,81 +88,128 @@ class MegatronEngine:
         self.role, self.head = role, head
         self.source = Path(role.load)
         self.groups = ParallelGroups(
-            role.tensor_model_parallel_size, role.pipeline_model_parallel_size, seed
+            role.tensor_model_parallel_size,
+            role.pipeline_model_parallel_size,
+            seed,
+            role.model_chunks,
         )
         self.dtype = torch.bfloat16 if role.bf16 else torch.float32
         with self.groups.active():
-            self.module = self._build_module()
+            self.chunks = self._build_chunks()
             self.weights = StageWeights(
-                self.module, role.architecture, head, self.groups.tp, self.groups.pp
+                self.module,
+                role.architecture,
+                head,
+                self.groups.tp,
+                self.groups.pp,
+                role.model_chunks,
             )
             self._load(seed)
             self.optimizer: MegatronOptimizer | None = None
             self.scheduler: OptimizerParamScheduler | None = None
+            self.models: list[Any]  # the chunks, wrapped for data parallelism where they learn
             if optimizer is None:
-                self.model: Any = self.module.requires_grad_(
-                    False
-                )  # or wrapped for data parallelism
+                self.models = [chunk.requires_grad_(False) for chunk in self.chunks]
             else:
-                self.model = self._wrap(optimizer)
-                self.optimizer = build_optimizer(optimizer, self.model, self.dtype)
+                self.models = [self._wrap(chunk, optimizer) for chunk in self.chunks]
+                self.optimizer = build_optimizer(optimizer, self.models, self.dtype)
                 self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters)
                 self._connect()
 
-    def _build_module(self) -> TransformerModel:
-        role, groups = self.role, self.groups
+    @property
+    def module(self) -> torch.nn.Module:
+        """All parameters of this rank, by the names of `models.parameters`."""
+        return self.chunks[0] if len(self.chunks) == 1 else torch.nn.ModuleList(self.chunks)
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Megatron's, one for all chunks."""
+        return self.chunks[0].config
+
+    def _build_chunks(self) -> list[TransformerModel]:
+        role, groups, count = self.role, self.groups, self.role.model_chunks
         config = transformer_config(
             role.architecture,
             groups.tp.size(),
             groups.pp.size(),
             role.sequence_parallel,
             self.dtype,
+            count,
         )
-        module = TransformerModel(
-            config, role.architecture, self.head, groups.is_first_stage, groups.is_last_stage
-        )
-        return module.to(device=device.current_device(), dtype=self.dtype)
+        chunks = []
+        for chunk in range(count):
+            module = TransformerModel(
+                config,
+                role.architecture,
+                self.head,
+                pre_process=groups.is_first_stage and chunk == 0,
+                post_process=groups.is_last_stage and chunk == count - 1,
+                vp_stage=chunk if count > 1 else None,
+            )
+            chunks.append(module.to(device=device.current_device(), dtype=self.dtype))
+        return chunks
 
     def _load(self, seed: int) -> None:
         """Fill the weights; a score head that the folder lacks is drawn from the seed."""
         absent = self.weights.load(HfFolder(self.source))
         if absent:
             generator = torch.Generator().manual_seed(seed)
-            head = self.module.score.weight
+            head = self.chunks[-1].score.weight
             noise = torch.randn(head.shape, generator=generator)
             head.data.copy_(noise * self.role.architecture.init_method_std)
 
-    def _wrap(self, optimizer: OptimizerConfig) -> DistributedDataParallel:
+    def _wrap(self, chunk: TransformerModel, optimizer: OptimizerConfig) -> DistributedDataParallel:
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=optimizer.use_distributed_optimizer,
             overlap_grad_reduce=False,
         )
-        return DistributedDataParallel(self.module.config, config, self.module)
+        return DistributedDataParallel(self.config, config, chunk)
 
     def _connect(self) -> None:
         """What Megatron leaves to its caller: without these nothing is reduced, silently."""
         assert self.optimizer is not None, "a frozen model has no gradients to finalise"
-        config = self.module.config
+        config = self.config
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
-        config.no_sync_func = self.model.no_sync
+        pauses = [model.no_sync for model in self.models]
+        config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
 
-    def micro_batches(
-        self, rollouts: Rollouts, groups: Sequence[Sequence[int]]
-    ) -> list[MicroBatch]:
-        """The given groups of rows in the form that this role computes in."""
-        multiple = self.groups.tp.size() if self.module.config.sequence_parallel else 1
+    def micro_batches(self, rollouts: Rollouts, rows: Sequence[int]) -> list[MicroBatch]:
+        """The given rows in order, grouped and in the form that this role computes in.
+
+        A collective over the data-parallel ranks, which bring the same number of rows.
+        """
+        groups = self._group(rollouts, rows)
+        multiple = self.groups.tp.size() if self.config.sequence_parallel else 1
         return make_micro_batches(
             rollouts, groups, self.role.packed_sequences, multiple, device.current_device()
         )
 
+    def _group(self, rollouts: Rollouts, rows: Sequence[int]) -> list[Sequence[int]]:
+        """As many groups on every rank; those of one replica see the same rows and agree anyway."""
+        limit = self.role.max_tokens_per_micro_batch
+        if limit is None:
+            groups = chunk_rows(rows, self.role.micro_batch_size)
+            count = len(groups)
+        else:
+            lengths = (rollouts.prompt_lengths + rollouts.response_lengths).tolist()
+            groups = group_by_tokens(rows, lengths, limit)
+            largest = torch.tensor(len(groups))
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.groups.dp_host)
+            count = int(largest)
+        return split_groups(groups, count + -count % self.role.micro_batch_multiple)
+
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], read: Read) -> list[Tensor]:
         """`read` of every micro-batch on the last stage; an empty list on the others."""
-        self.model.eval()
+        for model in self.models:
+            model.eval()
+        # A number that the schedule does not take: single rows, so the last one runs again.
+        fill = [micro_batches[-1]] * (-len(micro_batches) % self.role.micro_batch_multiple)
         with self.groups.active():
-            return self._run(micro_batches, read, forward_only=True)
+            outputs = self._run([*micro_batches, *fill], read, forward_only=True)
+        return outputs[: len(micro_batches)]
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss_step: LossStep
@@ -168,9 +220,10 @@ class MegatronEngine:
         (on the last stage) and `grad_norm`.
         """
         assert self.optimizer is not None, f"{self.role.model} has no optimizer"
-        self.model.train()
         with self.groups.active():
-            self.model.zero_grad_buffer()
+            for model in self.models:
+                model.train()
+                model.zero_grad_buffer()
             self.optimizer.zero_grad()
             outputs = self._run(micro_batches, loss_step, forward_only=False)
             updated, grad_norm, _ = self.optimizer.step()
@@ -210,7 +263,10 @@ class MegatronEngine:
             if dist.get_rank() == 0:
                 megatron_folder.mkdir(parents=True, exist_ok=True)
             dist.barrier()
-            dist_checkpointing.save(self.module.sharded_state_dict(), str(megatron_folder))
+            shards = {
+                f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(self.chunks)
+            }
+            dist_checkpointing.save(shards, str(megatron_folder))
             dist.barrier()
 
     def state_dict(self) -> dict[str, Any]:
@@ -229,10 +285,10 @@ class MegatronEngine:
             hidden = model(batch.token_ids, batch.positions, batch.attend)
 
             def read(hidden: Tensor, non_loss_data: bool = True) -> Tensor:
-                return then(self.module, batch, hidden)
+                return then(self.chunks[-1], batch, hidden)
 
             def loss(hidden: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
-                output = then(self.module, batch, hidden)
+                output = then(self.chunks[-1], batch, hidden)
                 weight = torch.tensor(output.weight, dtype=torch.int, device=hidden.device)
                 return output.loss, weight, output
 
@@ -240,8 +296,8 @@ class MegatronEngine:
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=[self.model],
+            data_iterator=[iter(micro_batches) for _ in self.models],
+            model=self.models,
             num_microbatches=len(micro_batches),
             seq_length=1,  # shapes travel with the tensors (variable_seq_lengths)
             micro_batch_size=1,

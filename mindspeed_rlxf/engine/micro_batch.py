@@ -62,11 +62,6 @@ def make_micro_batches(
     return [build(rollouts, list(rows), multiple_of, device) for rows in groups]
 
 
-def chunk_rows(rows: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Consecutive groups of `size` rows; the last one may be shorter."""
-    return [rows[i : i + size] for i in range(0, len(rows), size)]
-
-
 def _sequences(rollouts: Rollouts, rows: list[int]) -> list[Tensor]:
     sequences = []
     for row in rows:

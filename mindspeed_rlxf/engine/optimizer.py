@@ -13,9 +13,12 @@ from mindspeed_rlxf.config.schema import OptimizerConfig
 
 
 def build_optimizer(
-    config: OptimizerConfig, model: DistributedDataParallel, dtype: torch.dtype
+    config: OptimizerConfig, models: list[DistributedDataParallel], dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Adam with decoupled weight decay; fp32 main weights when the model is bf16."""
+    """Adam with decoupled weight decay; fp32 main weights when the model is bf16.
+
+    models: the chunks of this rank
+    """
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -31,7 +34,7 @@ def build_optimizer(
             params_dtype=dtype,
             use_distributed_optimizer=config.use_distributed_optimizer,
         ),
-        [model],
+        models,
     )
 
 

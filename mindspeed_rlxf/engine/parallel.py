@@ -31,16 +31,19 @@ _PRISTINE = _globals()
 class ParallelGroups:
     """Tensor, pipeline and data parallel groups of one role over the whole process world."""
 
-    def __init__(self, tp: int, pp: int, seed: int) -> None:
+    def __init__(self, tp: int, pp: int, seed: int, chunks: int = 1) -> None:
         """A collective: every process of the world has to take part.
 
-        seed: of Megatron's tensor-parallel random streams.
+        seed:   of Megatron's tensor-parallel random streams
+        chunks: of the model on a pipeline rank
         """
         assert dist.get_world_size() % (tp * pp) == 0, "world size must be a multiple of tp * pp"
         outside = _globals()
         vars(parallel_state).update(_PRISTINE)
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         )
         tracker = tensor_parallel.get_cuda_rng_tracker()
         outside_random = tracker.get_states()

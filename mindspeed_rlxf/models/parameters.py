@@ -8,7 +8,7 @@ Hugging Face tensors that a rank holds; reading joins them, export writes them b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
@@ -137,6 +137,20 @@ def stage_parameters(
             yield _resolved(OUTPUT_LAYER, 0, 0)
         elif not first:
             yield _resolved(TIED_OUTPUT_LAYER, 0, 0)
+
+
+def rank_parameters(
+    architecture: ArchitectureConfig, head: Head, pp_rank: int, pp: int, chunks: int = 1
+) -> Iterator[StageParameter]:
+    """The parameters of all chunks of the model that a pipeline rank holds.
+
+    Chunk c of rank r is stage c * pp + r of a pipeline of chunks * pp stages (Megatron's virtual
+    pipeline). With several chunks a name starts with that of its chunk, `{c}.`.
+    """
+    for chunk in range(chunks):
+        table = stage_parameters(architecture, head, chunk * pp + pp_rank, chunks * pp)
+        for parameter in table:
+            yield parameter if chunks == 1 else replace(parameter, name=f"{chunk}.{parameter.name}")
 
 
 def _resolved(parameter: Parameter, local: int, layer: int) -> StageParameter:

@@ -11,8 +11,8 @@ from mindspeed_rlxf.models.parameters import (
     Head,
     StageParameter,
     hf_shapes,
+    rank_parameters,
     shard_slices,
-    stage_parameters,
 )
 
 HEADS = {
@@ -31,16 +31,16 @@ def model_numbers(architecture: ArchitectureConfig, head: Head) -> int:
 
 
 def shard_sizes(
-    architecture: ArchitectureConfig, head: Head, tp: int, pp_rank: int, pp: int
+    architecture: ArchitectureConfig, head: Head, tp: int, pp_rank: int, pp: int, chunks: int = 1
 ) -> list[int]:
     """Numbers of each parameter on a rank of a pipeline stage, padding included."""
     shapes = hf_shapes(architecture, head)
-    table = stage_parameters(architecture, head, pp_rank, pp)
+    table = rank_parameters(architecture, head, pp_rank, pp, chunks)
     return [_shard_size(parameter, architecture, shapes, tp) for parameter in table]
 
 
 def received_numbers(
-    architecture: ArchitectureConfig, head: Head, tp: int, pp_rank: int, pp: int
+    architecture: ArchitectureConfig, head: Head, tp: int, pp_rank: int, pp: int, chunks: int = 1
 ) -> int:
     """What a stage is sent to hold the whole depth: all that is not its own.
 
@@ -49,8 +49,8 @@ def received_numbers(
     shapes = hf_shapes(architecture, head)
     own = [
         _shard_size(parameter, architecture, shapes, tp)
-        for parameter in stage_parameters(architecture, head, pp_rank, pp)
-        if parameter.sources != EMBEDDING.sources or parameter.name == EMBEDDING.name
+        for parameter in rank_parameters(architecture, head, pp_rank, pp, chunks)
+        if parameter.sources != EMBEDDING.sources or parameter.name.endswith(EMBEDDING.name)
     ]
     return sum(shard_sizes(architecture, head, tp, 0, 1)) - sum(own)
 

@@ -58,7 +58,8 @@ class ScoreHead(MegatronModule):
 
 
 class TransformerModel(LanguageModule):
-    """One pipeline stage; `pre_process` holds the embedding, `post_process` the head."""
+    """One pipeline stage, or a chunk of one: `pre_process` holds the embedding, `post_process` the
+    head. vp_stage: number of the chunk where a rank has several."""
 
     def __init__(
         self,
@@ -67,8 +68,10 @@ class TransformerModel(LanguageModule):
         head: Head,
         pre_process: bool,
         post_process: bool,
+        vp_stage: int | None = None,
     ) -> None:
         super().__init__(config=config)
+        self.vp_stage = vp_stage
         self.model_type = ModelType.encoder_or_decoder  # asked for by the schedules
         self.architecture, self.head = architecture, head
         self.pre_process, self.post_process = pre_process, post_process
@@ -81,7 +84,11 @@ class TransformerModel(LanguageModule):
                 config, vocab_size, architecture.max_position_embeddings, "none"
             )
         self.decoder = TransformerBlock(
-            config, layer_spec(config), pre_process=pre_process, post_process=post_process
+            config,
+            layer_spec(config, vp_stage),
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
         )
         if post_process and head is Head.SCORE:
             self.score = ScoreHead(config)
@@ -103,8 +110,9 @@ class TransformerModel(LanguageModule):
     def _mark_shards(self) -> None:
         """Tell the gradient norm which parameters are shards: Megatron does so on initialisation
         only, which we skip, and would count the unmarked ones on tensor-parallel rank 0 alone."""
-        pipeline = self.pp_group
-        table = stage_parameters(self.architecture, self.head, pipeline.rank(), pipeline.size())
+        pp, chunks = self.pp_group.size(), self.vp_size or 1
+        stage = (self.vp_stage or 0) * pp + self.pp_group.rank()
+        table = stage_parameters(self.architecture, self.head, stage, pp * chunks)
         named = dict(self.named_parameters())
         for parameter in table:
             split, tensor = parameter.split, named[parameter.name]
@@ -161,7 +169,9 @@ class TransformerModel(LanguageModule):
         return super().sharded_state_dict(prefix, sharded_offsets, metadata)
 
 
-def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def layer_spec(
+    config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
     """Megatron's local layer with our norm and core attention, for the layers of this stage."""
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer = spec.submodules
@@ -170,7 +180,7 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     attention.core_attention = CoreAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    num_layers = get_num_layers_to_build(config)
+    num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
 
 
@@ -180,8 +190,14 @@ def transformer_config(
     pp: int = 1,
     sequence_parallel: bool = False,
     dtype: torch.dtype = torch.float32,
+    chunks: int = 1,
 ) -> TransformerConfig:
-    """Megatron's configuration for one role; fusions that need extra kernels are off."""
+    """Megatron's configuration for one role; fusions that need extra kernels are off.
+
+    chunks: of the model on a pipeline rank. The interleaved schedule may then send forward and
+        backward between the same two ranks, which needs one exchange for each direction
+        (overlap_p2p_comm): in one batch they would be mixed up with two stages.
+    """
     a = architecture
     return TransformerConfig(
         num_layers=a.num_layers,
@@ -201,6 +217,9 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        overlap_p2p_comm=chunks > 1,
+        batch_p2p_comm=chunks == 1,
         sequence_parallel=sequence_parallel and tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -118,7 +118,9 @@ def _remedy(config: RunConfig, pool: PoolMemory) -> str:
         return " or ".join(_ways_to_spread(config, pool))
     if busiest.largest.name == "generate":
         return f"lower {busiest.role.value}.num_samples_per_step"
-    return f"lower {busiest.role.value}.micro_batch_size"
+    by_tokens = config.role(busiest.role).max_tokens_per_micro_batch is not None
+    key = "max_tokens_per_micro_batch" if by_tokens else "micro_batch_size"
+    return f"lower {busiest.role.value}.{key}"
 
 
 def _ways_to_spread(config: RunConfig, pool: PoolMemory) -> Iterator[str]:

@@ -142,10 +142,9 @@ def optimizer_of(config: RunConfig, role: Role) -> OptimizerConfig | None:
 
 def _phases(stage: _Stage, optimizer: OptimizerConfig | None) -> Iterator[Phase]:
     config, role = stage.config, stage.role
-    samples = config.samples_per_iteration // stage.layout.dp
-    yield stage.forward(min(stage.section.micro_batch_size, samples))
+    yield stage.forward()
     if optimizer:
-        yield stage.update(_mini_batch(config, role))
+        yield stage.update(_mini_batch(config, role) // stage.layout.dp)
         numbers, shards = sum(stage.sizes), stage.shards(optimizer)
         yield Phase("optimizer step", other=memory.optimizer_step_bytes(numbers, shards))
     if role is Role.ACTOR_ROLLOUT:
@@ -169,7 +168,12 @@ class _Stage:
         self.itemsize = memory.itemsize(self.section)
         self.sequence_parallel = self.section.sequence_parallel and self.layout.tp > 1
         self.sizes = shard_sizes(
-            self.architecture, self.head, self.layout.tp, pp_rank, self.layout.pp
+            self.architecture,
+            self.head,
+            self.layout.tp,
+            pp_rank,
+            self.layout.pp,
+            self.section.model_chunks,
         )
         actor = config.actor_rollout
         self.prompt, self.response = actor.max_prompt_length, actor.max_new_tokens
@@ -179,31 +183,36 @@ class _Stage:
         return self.layout.dp if optimizer.use_distributed_optimizer else 1
 
     def communication(self, trains: bool) -> int:
-        layout, largest = self.layout, self.section.micro_batch_size * self._length
+        layout = self.layout
         generates = self.role is Role.ACTOR_ROLLOUT
         groups = memory.communicators(layout.tp, layout.pp, layout.dp, trains, generates)
         held = groups * device.communicator_bytes(self.config.device.kind)
         if self.sequence_parallel:
             hidden = self.architecture.hidden_size
-            held += memory.gather_buffer_bytes(largest, hidden, self.itemsize)
+            held += memory.gather_buffer_bytes(self._tokens(self._samples), hidden, self.itemsize)
         return held
 
-    def forward(self, rows: int) -> Phase:
+    def forward(self) -> Phase:
         """A pass without gradients: one layer at a time."""
-        return Phase("forward", self._layer(rows * self._length) + self._head(rows))
+        layer = self._layer(self._tokens(self._samples))
+        return Phase("forward", layer + self._head(self._samples))
 
-    def update(self, mini_batch: int) -> Phase:
-        """Forward and backward of one micro-batch, with those that the pipeline has under way."""
-        rows = self.section.micro_batch_size
-        tokens, layout = rows * self._length, self.layout
-        layers = self.architecture.num_layers // layout.pp
+    def update(self, samples: int) -> Phase:
+        """Forward and backward of one micro-batch, with those that the pipeline has under way.
+
+        samples: of an optimizer step on this rank
+        """
+        tokens, layout = self._tokens(samples), self.layout
+        chunks = self.section.model_chunks
+        layers = self.architecture.num_layers // (layout.pp * chunks)
         held = layers * self._layer(tokens)
         if layout.pp > 1:
             own = tokens // layout.tp if self.sequence_parallel else tokens
             held += memory.stage_transfer_bytes(own, self.architecture.hidden_size, self.itemsize)
-        count = memory.in_flight(self.pp_rank, layout.pp, mini_batch // (layout.dp * rows))
+        micro_batches = memory.micro_batches(self.section, samples, self._length)
+        count = memory.in_flight(self.pp_rank, layout.pp, micro_batches, chunks)
         gradient = memory.weight_gradient_bytes(self.sizes, self.itemsize)
-        return Phase("update", count * held + self._head(rows), other=gradient)
+        return Phase("update", count * held + self._head(samples), other=gradient)
 
     def generate(self, actor: ActorConfig, rows: int) -> Phase:
         """The rollout: no pipeline, so the other stages' weights are here for a while."""
@@ -211,7 +220,8 @@ class _Stage:
         prefill = memory.prefill_tokens(rows, self.prompt)
         working = memory.layer_activation_bytes(a, prefill, tp, False, self.itemsize)
         sampling = memory.sampling_bytes(rows, a.vocab_size, actor.do_sample)
-        received = received_numbers(a, self.head, tp, self.pp_rank, self.layout.pp)
+        pp, chunks = self.layout.pp, self.section.model_chunks
+        received = received_numbers(a, self.head, tp, self.pp_rank, pp, chunks)
         return Phase(
             "generate",
             max(working, sampling),
@@ -223,18 +233,27 @@ class _Stage:
     def _length(self) -> int:
         return self.prompt + self.response
 
+    @property
+    def _samples(self) -> int:
+        """Of an iteration on this rank."""
+        return self.config.samples_per_iteration // self.layout.dp
+
+    def _tokens(self, samples: int) -> int:
+        return memory.micro_batch_tokens(self.section, samples, self._length)
+
     def _layer(self, tokens: int) -> int:
         return memory.layer_activation_bytes(
             self.architecture, tokens, self.layout.tp, self.sequence_parallel, self.itemsize
         )
 
-    def _head(self, rows: int) -> int:
-        """What the last stage reads from the hidden states of `rows` samples."""
+    def _head(self, samples: int) -> int:
+        """What the last stage reads from the hidden states of the largest micro-batch."""
         if self.pp_rank < self.layout.pp - 1:
             return 0
         a, hidden = self.architecture, self.architecture.hidden_size
-        read = rows * (self.response if self.head is Head.LANGUAGE_MODEL else self.response + 1)
-        held = memory.last_hidden_bytes(rows * self._length, read, hidden, self.itemsize)
+        slots = self.response if self.head is Head.LANGUAGE_MODEL else self.response + 1
+        read = memory.micro_batch_tokens(self.section, samples, slots)
+        held = memory.last_hidden_bytes(self._tokens(samples), read, hidden, self.itemsize)
         if self.head is Head.SCORE:
             return held + memory.score_head_bytes(read, hidden)
         vocab = padded_vocab_size(a, self.layout.tp) // self.layout.tp

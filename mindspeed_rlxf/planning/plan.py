@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindspeed_rlxf.config import memory
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.host import joined_address
 from mindspeed_rlxf.config.schema import RunConfig
@@ -66,7 +67,8 @@ def _roles(config: RunConfig) -> list[list[object]]:
             rows.append([role.value, "rule", *where, NONE, NONE, layout.dp, NONE, NONE])
             continue
         precision = "bf16" if section.bf16 else "fp32"
-        sizes = [layout.tp, layout.pp, layout.dp]
+        chunks = f" x {section.model_chunks} chunks" if section.model_chunks > 1 else ""
+        sizes = [layout.tp, f"{layout.pp}{chunks}", layout.dp]
         rows.append([role.value, section.model, *where, *sizes, precision, section.load])
     return rows
 
@@ -98,9 +100,18 @@ def _forwards(config: RunConfig) -> list[list[object]]:
     for role in config.roles:
         if has_model(config, role):
             samples = config.samples_per_iteration // config.layout(role).dp
-            micro = min(config.role(role).micro_batch_size, samples)
-            rows.append([role.value, samples, micro, -(-samples // micro)])
+            rows.append([role.value, samples, *_micro_batches(config, role, samples)])
     return rows
+
+
+def _micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, str]:
+    """Size and number of those that a rank makes of `samples`."""
+    section, actor = config.role(role), config.actor_rollout
+    count = memory.micro_batches(section, samples, actor.max_prompt_length + actor.max_new_tokens)
+    limit = section.max_tokens_per_micro_batch
+    if limit is None:
+        return str(min(section.micro_batch_size, samples)), str(count)
+    return f"<= {limit} tokens", f"<= {count}"
 
 
 def _updates(config: RunConfig) -> list[list[object]]:
@@ -118,7 +129,7 @@ def _updates(config: RunConfig) -> list[list[object]]:
         )  # fmt: skip
     for role, (size, epochs, lr) in updates.items():
         count = config.samples_per_iteration // size
-        micro = size // (config.layout(role).dp * config.role(role).micro_batch_size)
+        _, micro = _micro_batches(config, role, size // config.layout(role).dp)
         steps = count * epochs
         total = steps * config.training.train_iters
         rows.append([role.value, size, count, epochs, steps, micro, total, f"{lr:g}"])

@@ -33,7 +33,7 @@ from mindspeed_rlxf.data.batch import (
 )
 from mindspeed_rlxf.engine.engine import LossOutput, MegatronEngine
 from mindspeed_rlxf.engine.losses import normalised_loss
-from mindspeed_rlxf.engine.micro_batch import MicroBatch, chunk_rows
+from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.roles.experience import ExperienceMaker
@@ -186,8 +186,7 @@ class ActorRole:
             else:
                 advantages = self._step_advantages(rollouts, experience, rows)
                 loss_step = partial(self.policy_loss_step, experience, advantages, kl_coef)
-            groups = chunk_rows(rows, self.config.micro_batch_size)
-            batches = self.engine.micro_batches(rollouts, groups)
+            batches = self.engine.micro_batches(rollouts, rows)
             metrics.append(self.engine.train_step(batches, loss_step))
         return RoleOutput(report=UpdateReport(metrics, self.engine.end_iteration()))
 

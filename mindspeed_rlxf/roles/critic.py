@@ -19,7 +19,7 @@ from mindspeed_rlxf.data.batch import (
 )
 from mindspeed_rlxf.engine.engine import LossOutput, MegatronEngine
 from mindspeed_rlxf.engine.losses import normalised_loss
-from mindspeed_rlxf.engine.micro_batch import MicroBatch, chunk_rows, scatter_rows
+from mindspeed_rlxf.engine.micro_batch import MicroBatch, scatter_rows
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.roles.experience import ExperienceMaker
@@ -37,8 +37,7 @@ class CriticRole:
 
     def values(self, rollouts: Rollouts) -> RoleOutput:
         """Slot t is the value of the state before token t; the last one is at the last token."""
-        groups = chunk_rows(range(rollouts.num_rows), self.config.micro_batch_size)
-        batches = self.engine.micro_batches(rollouts, groups)
+        batches = self.engine.micro_batches(rollouts, range(rollouts.num_rows))
 
         def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
             return _read_values(model, batch, hidden, batch.response_lengths + 1)
@@ -70,8 +69,7 @@ class CriticRole:
         loss_step = partial(self.value_loss_step, experience)
         metrics = []
         for rows in steps:
-            groups = chunk_rows(rows, self.config.micro_batch_size)
-            batches = self.engine.micro_batches(rollouts, groups)
+            batches = self.engine.micro_batches(rollouts, rows)
             metrics.append(self.engine.train_step(batches, loss_step))
         return RoleOutput(report=UpdateReport(metrics, self.engine.end_iteration()))
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mindspeed_rlxf.data.batch import LogProbs, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
-from mindspeed_rlxf.engine.micro_batch import MicroBatch, chunk_rows, scatter_rows
+from mindspeed_rlxf.engine.micro_batch import MicroBatch, scatter_rows
 from mindspeed_rlxf.models.heads import token_log_probs
 from mindspeed_rlxf.models.transformer import TransformerModel
 
@@ -34,8 +34,7 @@ def response_log_probs(
     engine: MegatronEngine, rollouts: Rollouts, temperature: float
 ) -> LogProbs | None:
     """A forward pass over the rank's samples; None on ranks without the last stage."""
-    groups = chunk_rows(range(rollouts.num_rows), engine.role.micro_batch_size)
-    batches = engine.micro_batches(rollouts, groups)
+    batches = engine.micro_batches(rollouts, range(rollouts.num_rows))
 
     def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
         return read_log_probs(model, batch, hidden, temperature)[0]

@@ -10,7 +10,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, Scores
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.engine.engine import MegatronEngine
-from mindspeed_rlxf.engine.micro_batch import MicroBatch, chunk_rows
+from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.rewards.manager import RewardManager
@@ -49,13 +49,13 @@ class RewardRole:
 
     def _score_by_model(self, engine: MegatronEngine, rollouts: Rollouts) -> RoleOutput:
         """The score head at the last token of each response."""
-        groups = chunk_rows(range(rollouts.num_rows), self.config.micro_batch_size)
 
         def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
             full = model.full_hidden(hidden, partial_gradient=False)
             return model.score(full.index_select(0, batch.last_places()))
 
-        flat = engine.forward(engine.micro_batches(rollouts, groups), read)
+        batches = engine.micro_batches(rollouts, range(rollouts.num_rows))
+        flat = engine.forward(batches, read)
         if not engine.groups.is_leader:
             return RoleOutput()
         scores = torch.cat(flat).float().cpu()

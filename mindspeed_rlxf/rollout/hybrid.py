@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mindspeed_rlxf import device
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.models.parameters import stage_parameters
+from mindspeed_rlxf.models.parameters import rank_parameters, stage_parameters
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
 
 
@@ -57,13 +57,13 @@ class HybridModel:
             self._free()
 
     def _receive(self) -> None:
-        pipeline = self.engine.groups.pp
+        pipeline, role = self.engine.groups.pp, self.engine.role
         trained = self.engine.weights.tensors
         where = device.current_device()
         for stage in range(pipeline.size()):
             mine = stage == pipeline.rank()
-            for parameter in stage_parameters(
-                self.engine.role.architecture, self.engine.head, stage, pipeline.size()
+            for parameter in rank_parameters(
+                role.architecture, self.engine.head, stage, pipeline.size(), role.model_chunks
             ):
                 target = self._by_source.get(parameter.sources)
                 if target is None or target.numel():

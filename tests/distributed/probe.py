@@ -11,7 +11,7 @@ from mindspeed_rlxf.checkpoint.hf_folder import HfFolder
 from mindspeed_rlxf.config.schema import RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
-from mindspeed_rlxf.engine.micro_batch import MicroBatch, chunk_rows
+from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.models.heads import full_logits
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
@@ -42,8 +42,8 @@ class EngineProbe:
         return self._flat(rollouts, read)
 
     def _flat(self, rollouts: Rollouts, read: Any) -> RoleOutput:
-        groups = chunk_rows(range(rollouts.num_rows), self.engine.role.micro_batch_size)
-        flat = self.engine.forward(self.engine.micro_batches(rollouts, groups), read)
+        batches = self.engine.micro_batches(rollouts, range(rollouts.num_rows))
+        flat = self.engine.forward(batches, read)
         return RoleOutput(report=torch.cat(flat).tolist() if flat else None)
 
     def bytes_of_a_load(self) -> RoleOutput:

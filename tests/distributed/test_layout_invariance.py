@@ -1,7 +1,11 @@
-"""Five iterations on fixed responses end at the same weights, however the work is laid out."""
+"""Five iterations on fixed responses end at the same weights: however the work is laid out,
+wherever the roles are placed, and whatever runs them."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from mindspeed_rlxf.config.enums import KlControl, LrDecayStyle, RewardKind
+from mindspeed_rlxf.config.enums import KlControl, LrDecayStyle, RewardKind, Role
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
     KlControlConfig,
@@ -21,20 +25,25 @@ from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.run import train
+from tests.distributed.conftest import NUM_DEVICES, REPOSITORY
 from tests.distributed.llamas import PLAIN, QWEN2, QWEN3, TIED, make_llama, run_config
+from tests.distributed.runtime.test_local_runtime import torchrun
 from tests.trl.record import make_tokenizer
 from tests.trl.runs import metrics_of
 
 ITERATIONS, BATCH, EOS = 5, 16, 2
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+SP2 = {**TP2, "sequence_parallel": True}
+VP2 = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}  # for four layers
+TOKENS = {"max_tokens_per_micro_batch": 40}  # a sample has 2 to 35
 
 # name -> processes, keys of every role, keys by section
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp2": (2, {}, {}),
     "dp4": (4, {}, {}),
     "tp2": (2, TP2, {}),
-    "tp2 sequence parallel": (2, {**TP2, "sequence_parallel": True}, {}),
+    "tp2 sequence parallel": (2, SP2, {}),
     "pp2": (2, PP2, {}),
     "tp2 pp2": (4, {**TP2, **PP2}, {}),
     "tp2 dp2": (4, TP2, {}),
@@ -42,6 +51,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp2 distributed optimizer": (2, {}, {"optimizer": {"use_distributed_optimizer": True}}),
     "micro-batch 1": (1, {"micro_batch_size": 1}, {}),
     "micro-batch 4": (1, {"micro_batch_size": 4}, {}),
+    "by tokens": (1, TOKENS, {}),
+    "by tokens dp2": (2, TOKENS, {}),
+    "by tokens tp2 sequence parallel": (2, {**SP2, **TOKENS}, {}),
+    "by tokens pp2 dp2": (4, {**PP2, **TOKENS}, {}),
+    "virtual pipeline": (2, VP2, {}),
+    "virtual pipeline by tokens": (2, {**VP2, **TOKENS}, {}),
+    "virtual pipeline dp2 distributed optimizer": (
+        4,
+        VP2,
+        {"optimizer": {"use_distributed_optimizer": True}},
+    ),
+    "virtual pipeline tp2 sequence parallel": (4, {**VP2, **SP2}, {}),
     "padded": (1, {"packed_sequences": False}, {}),
     "padded pp2": (2, {**PP2, "packed_sequences": False}, {}),
     "actor tp2, critic pp2": (2, {}, {"actor_rollout": TP2, "critic": PP2}),
@@ -52,13 +73,44 @@ PAIRWISE = [
     ("untied", "tp2 sequence parallel"),
     ("untied", "dp2 distributed optimizer"),
     ("untied", "micro-batch 4"),
+    ("untied", "by tokens dp2"),
+    ("untied", "by tokens tp2 sequence parallel"),
     ("untied", "padded"),
     ("untied", "actor tp2, critic pp2"),
     ("tied", "pp2"),
     ("qwen2", "tp2 pp2"),
     ("qwen3", "tp2 pp2"),
+    ("untied, 4 layers", "virtual pipeline dp2 distributed optimizer"),
+    ("tied, 4 layers", "virtual pipeline by tokens"),
 ]
-ARCHITECTURES = {"untied": PLAIN, "tied": TIED, "qwen2": QWEN2, "qwen3": QWEN3}
+FOUR_LAYERS = {
+    "untied, 4 layers": PLAIN.model_copy(update={"num_layers": 4}),
+    "tied, 4 layers": TIED.model_copy(update={"num_layers": 4}),
+}
+ARCHITECTURES = FOUR_LAYERS | {"untied": PLAIN, "tied": TIED, "qwen2": QWEN2, "qwen3": QWEN3}
+
+
+def partitions(roles: list[Role]) -> Iterator[list[list[Role]]]:
+    """Every way to put roles on pools: the last one joins a pool of the others, or has its own."""
+    if not roles:
+        yield []
+        return
+    *others, last = roles
+    for pools in partitions(others):
+        for i in range(len(pools)):
+            yield [*pools[:i], [*pools[i], last], *pools[i + 1 :]]
+        yield [*pools, [last]]
+
+
+PLACEMENTS = {
+    " | ".join(" ".join(role.value for role in pool) for pool in pools): pools
+    for pools in partitions(list(Role))
+}
+ORDINARY_PLACEMENTS = (
+    "actor_rollout | ref | critic | reward",
+    "actor_rollout ref | critic reward",
+    "actor_rollout critic | ref reward",
+)
 
 
 def fixed_run(
@@ -156,9 +208,17 @@ def load_folder(folder: Path) -> dict[str, Any]:
 _outcomes: dict[str, Outcome] = {}
 
 
-def outcome(runtime: Any, folder: Path, out: Path, name: str, layout: str | None) -> Outcome:
+def outcome(
+    runtime: Any, folder: Path, out: Path, name: str, layout: str | None = None,
+    pools: list[list[Role]] | None = None,
+) -> Outcome:  # fmt: skip
+    """pools: the roles of each pool, which get equal parts of the devices; None = one pool."""
     size, keys, sections = LAYOUTS[layout] if layout else (1, {}, {})
     config, prepared = fixed_run(folder, out, ARCHITECTURES[name], size, keys, sections)
+    if pools is not None:
+        placed = {role: f"pool{i}" for i, pool in enumerate(pools) for role in pool}
+        sizes = {pool: [NUM_DEVICES // len(pools)] for pool in placed.values()}
+        config = config.model_copy(update={"placement": placed, "resource_pool": sizes})
     directory = RunDirectory.create(config)
     train(config, prepared, directory, runtime)
     return Outcome(directory)
@@ -166,7 +226,9 @@ def outcome(runtime: Any, folder: Path, out: Path, name: str, layout: str | None
 
 def cases() -> list[Any]:
     """Every layout of PLAIN and some of the others; what pairs of keys leave out takes longer."""
-    found = [("untied", layout) for layout in LAYOUTS]
+    deep = [layout for layout in LAYOUTS if "virtual pipeline" in layout]
+    found = [("untied", layout) for layout in LAYOUTS if layout not in deep]
+    found += [(name, layout) for name in FOUR_LAYERS for layout in ["pp2", *deep]]
     found += [(name, layout) for name in ("tied", "qwen2", "qwen3") for layout in ALONE]
     return [
         pytest.param(*case, marks=() if case in PAIRWISE else pytest.mark.long) for case in found
@@ -177,10 +239,49 @@ def cases() -> list[Any]:
 def test_the_layout_changes_nothing(
     warm_runtime: Any, tmp_path: Path, models: dict[str, Path], name: str, layout: str
 ) -> None:
-    folder = models[name]
+    one = one_process(warm_runtime, tmp_path, models[name], name)
+    other = outcome(warm_runtime, models[name], tmp_path / "other", name, layout)
+    compare(one, other, models[name])
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param(name, marks=() if name in ORDINARY_PLACEMENTS else pytest.mark.long)
+        for name in PLACEMENTS
+    ],
+)
+def test_the_placement_changes_nothing(
+    warm_runtime: Any, tmp_path: Path, models: dict[str, Path], placement: str
+) -> None:
+    one = one_process(warm_runtime, tmp_path, models["untied"], "untied")
+    pools = PLACEMENTS[placement]
+    other = outcome(warm_runtime, models["untied"], tmp_path / "other", "untied", pools=pools)
+    compare(one, other, models["untied"])
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_the_local_runtime_changes_nothing(
+    warm_runtime: Any, tmp_path: Path, models: dict[str, Path], ranks: int
+) -> None:
+    one = one_process(warm_runtime, tmp_path, models["untied"], "untied")
+    launcher = torchrun() if ranks > 1 else []
+    command = [sys.executable, *launcher, "-m", "tests.distributed.local_run"]
+    command += [str(models["untied"]), str(tmp_path / "other"), str(ranks)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    compare(one, Outcome(RunDirectory(tmp_path / "other")), models["untied"])
+
+
+def one_process(runtime: Any, tmp_path: Path, folder: Path, name: str) -> Outcome:
+    """What all others are compared with, made once for each architecture."""
     if name not in _outcomes:
-        _outcomes[name] = outcome(warm_runtime, folder, tmp_path / "one", name, None)
-    one, other = _outcomes[name], outcome(warm_runtime, folder, tmp_path / "other", name, layout)
+        _outcomes[name] = outcome(runtime, folder, tmp_path / "one", name)
+    return _outcomes[name]
+
+
+def compare(one: Outcome, other: Outcome, folder: Path) -> None:
+    """folder: the models that both started from."""
     for role, start in (("actor", "lm"), ("critic", "value")):
         before = load_folder(folder / start)
         ours, theirs = one.weights[role], other.weights[role]

@@ -53,7 +53,7 @@ def measured(engine: MegatronEngine) -> list[Bytes]:
     state = storages(v for adam in adams for s in adam.state.values() for v in s.values())
     main = storages(p for adam in adams for g in adam.param_groups for p in g["params"])
     optimizer = {**state, **{k: n for k, n in main.items() if k not in weights}}
-    gradients = storages(buffer.grad_data for buffer in engine.model.buffers)
+    gradients = storages(buffer.grad_data for model in engine.models for buffer in model.buffers)
     mine = tuple(sum(held.values()) for held in (weights, gradients, optimizer))
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)

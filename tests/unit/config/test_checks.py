@@ -14,65 +14,6 @@ def test_the_valid_tree_has_no_problem(problems: Problems) -> None:
     assert problems() == []
 
 
-def test_batch_must_fill_every_data_parallel_rank(problems: Problems) -> None:
-    changes = {"training.global_batch_size": 100, "actor_rollout.ppo_mini_batch_size": 8}
-    changes["critic.critic_mini_batch_size"] = 8
-    assert problems(changes) == [
-        "training.global_batch_size=100 must be a multiple of the actor's data-parallel size 8; "
-        "use 96 or 104"
-    ]
-
-
-def test_batch_remedy_is_good_for_all_roles(problems: Problems) -> None:
-    """DP 2 x 3 = 6 ranks for the critic with TP 1, DP 4 for the actor: multiples of 12."""
-    changes = {
-        "resource_pool": {"main": 4, "critics": 6},
-        "placement.critic": "critics",
-        "training.global_batch_size": 100,
-        "actor_rollout.ppo_mini_batch_size": 4,
-        "critic.critic_mini_batch_size": 6,
-    }
-    assert problems(changes) == [
-        "training.global_batch_size=100 must be a multiple of the critic's data-parallel size 6; "
-        "use 96 or 108"
-    ]
-
-
-def test_samples_per_prompt_count_towards_the_batch(problems: Problems) -> None:
-    changes = {
-        "training.global_batch_size": 10,
-        "actor_rollout.do_sample": True,
-        "actor_rollout.ppo_mini_batch_size": 8,
-        "critic.critic_mini_batch_size": 8,
-    }
-    assert problems({**changes, "actor_rollout.n_samples_per_prompt": 4}) == []  # 40 samples
-    (problem,) = problems({**changes, "actor_rollout.n_samples_per_prompt": 2})  # 20 samples
-    assert problem == (
-        "training.global_batch_size=10 x actor_rollout.n_samples_per_prompt=2 must be a multiple "
-        "of the actor's data-parallel size 8; use 8 or 12"
-    )
-
-
-def test_mini_batch_must_divide_the_samples(problems: Problems) -> None:
-    assert problems({"actor_rollout.ppo_mini_batch_size": 40}) == [
-        "actor_rollout.ppo_mini_batch_size=40 must divide the 96 samples of an iteration "
-        "(training.global_batch_size=96 x actor_rollout.n_samples_per_prompt=1); use 32 or 48"
-    ]
-
-
-def test_mini_batch_must_fill_whole_micro_batches(problems: Problems) -> None:
-    assert problems({"critic.micro_batch_size": 3}) == [
-        "critic.critic_mini_batch_size=32 must be a multiple of 24 (data-parallel size 8 x "
-        "critic.micro_batch_size=3); use 24 or 48"
-    ]
-
-
-def test_micro_batch_that_fits_no_mini_batch_has_a_remedy(problems: Problems) -> None:
-    """12 samples on a rank: 5 does not divide them, 4 and 6 do."""
-    (problem,) = problems({"critic.micro_batch_size": 5})
-    assert problem.endswith("no size fits, so use critic.micro_batch_size=4 and 32 here")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -84,6 +25,20 @@ def test_micro_batch_that_fits_no_mini_batch_has_a_remedy(problems: Problems) ->
         (
             {"ref.pipeline_model_parallel_size": 8},
             "ref.pipeline_model_parallel_size=8 must divide the 4 layers of small; use 4",
+        ),
+        (
+            {"ref.num_layers_per_virtual_pipeline_stage": 2},
+            "ref.num_layers_per_virtual_pipeline_stage=2 needs ref.pipeline_model_parallel_size "
+            "above 1; raise it, or use ref.num_layers_per_virtual_pipeline_stage=null",
+        ),
+        (
+            {
+                "ref.pipeline_model_parallel_size": 2,
+                "ref.num_layers": 8,
+                "ref.num_layers_per_virtual_pipeline_stage": 3,
+            },
+            "ref.num_layers_per_virtual_pipeline_stage=3 must divide the 4 layers of a pipeline "
+            "stage of small; use 2 or 4",
         ),
         (
             {"critic.tensor_model_parallel_size": 2, "critic.ffn_hidden_size": 97},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed_rlxf.config import memory
-from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.config.schema import ArchitectureConfig, RoleConfig
 
 # 8 query heads and 4 groups of width 16: 128 query and 64 key columns.
 MODEL = ArchitectureConfig(
@@ -66,6 +66,37 @@ def test_first_stage_of_four_holds_most_micro_batches(
     pp_rank: int, micro_batches: int, held: int
 ) -> None:
     assert memory.in_flight(pp_rank, 4, micro_batches) == held
+
+
+@pytest.mark.parametrize(
+    ("pp_rank", "micro_batches", "held"),
+    # two ranks, two chunks: 2 forward passes before chunk 1 starts, 2 more on the first rank, and
+    # the one whose backward pass comes next
+    [(0, 8, 5), (1, 8, 3), (0, 2, 4)],
+)
+def test_interleaved_stages_hold_chunks(pp_rank: int, micro_batches: int, held: int) -> None:
+    assert memory.in_flight(pp_rank, 2, micro_batches, chunks=2) == held
+
+
+def test_micro_batches_of_a_virtual_pipeline_are_a_multiple_of_its_stages() -> None:
+    virtual = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
+    role = RoleConfig(model="m", architecture=MODEL, micro_batch_size=3, **virtual)
+    assert memory.micro_batches(role, 7, 24) == 4  # 3 + 3 + 1, the first or second split
+    assert role.model_chunks == 2 and role.micro_batch_multiple == 2
+
+
+@pytest.mark.parametrize(
+    ("limit", "tokens", "count"),
+    # seven samples of at most 24 tokens, by 3: 3 + 3 + 1
+    [(None, 72, 3), (24, 24, 7), (47, 47, 7), (48, 48, 4), (100, 100, 2), (999, 168, 1)],
+)
+def test_micro_batches_of_seven_samples(limit: int | None, tokens: int, count: int) -> None:
+    role = RoleConfig(
+        model="m", architecture=MODEL, micro_batch_size=3, max_tokens_per_micro_batch=limit
+    )
+    assert memory.micro_batch_tokens(role, 7, 24) == tokens
+    assert memory.micro_batches(role, 7, 24) == count
+    assert memory.micro_batch_tokens(role, 2, 24) == min(limit or 48, 48)
 
 
 def test_head_of_a_language_model_holds_one_chunk() -> None:

@@ -18,6 +18,7 @@ from mindspeed_rlxf.models.parameters import (
     StageParameter,
     hf_shapes,
     padded_vocab_size,
+    rank_parameters,
     shard_slices,
     stage_layers,
     stage_parameters,
@@ -203,3 +204,41 @@ def test_a_later_stage_counts_its_layers_from_zero() -> None:
         if p.name == "decoder.layers.1.input_layernorm.weight"
     )
     assert norm.sources == ("model.layers.3.input_layernorm.weight",)
+
+
+def test_chunks_of_a_rank_are_stages_of_a_longer_pipeline() -> None:
+    """Eight layers on two ranks of two chunks (Megatron): rank 0 has 0, 1 and 4, 5; rank 1 has 2, 3
+    and 6, 7."""
+    a = architecture(num_layers=8)
+    ranks = [
+        {p.name: p.sources for p in rank_parameters(a, Head.LANGUAGE_MODEL, rank, 2, 2)}
+        for rank in (0, 1)
+    ]
+    for rank, layers in ((0, (0, 1, 4, 5)), (1, (2, 3, 6, 7))):
+        places = [f"{chunk}.decoder.layers.{i}" for chunk in (0, 1) for i in (0, 1)]
+        for place, layer in zip(places, layers, strict=True):
+            name = f"model.layers.{layer}.input_layernorm.weight"
+            assert ranks[rank][f"{place}.input_layernorm.weight"] == (name,)
+    heads = [{n for n in names if "layers" not in n} for names in ranks]
+    assert heads == [
+        {"0.embedding.word_embeddings.weight"},
+        {"1.decoder.final_layernorm.weight", "1.output_layer.weight"},
+    ]
+
+
+@pytest.mark.parametrize("head", list(Head))
+@pytest.mark.parametrize("untied", [True, False])
+def test_ranks_with_chunks_share_the_model_out(head: Head, untied: bool) -> None:
+    a = architecture(num_layers=8, untie_embeddings_and_output_weights=untied)
+    ranks = [list(rank_parameters(a, head, rank, 2, 2)) for rank in (0, 1)]
+    assert all(len({p.name for p in rank}) == len(rank) for rank in ranks)
+    sources = [s for rank in ranks for p in rank for s in p.sources]
+    tied_twice = head is Head.LANGUAGE_MODEL and not untied
+    extra = ["model.embed_tokens.weight"] if tied_twice else []
+    assert sorted(sources) == sorted([*hf_shapes(a, head), *extra])
+
+
+def test_one_chunk_is_the_stage_itself() -> None:
+    a = architecture()
+    stage = list(stage_parameters(a, Head.SCORE, 1, 2))
+    assert list(rank_parameters(a, Head.SCORE, 1, 2)) == stage

@@ -50,3 +50,11 @@ def test_a_stage_receives_what_is_not_its_own() -> None:
     assert received_numbers(MODEL, LM, 1, 1, 2) == EMBEDDING + LAYER
     assert received_numbers(TIED, LM, 1, 0, 2) == LAYER + 8
     assert received_numbers(TIED, LM, 1, 1, 2) == EMBEDDING + LAYER  # the first stage's embedding
+
+
+def test_chunks_of_a_virtual_pipeline_are_counted_with_their_stage() -> None:
+    four = TIED.model_copy(update={"num_layers": 4})
+    assert sum(shard_sizes(four, LM, 1, 0, 2, 2)) == EMBEDDING + 2 * LAYER
+    assert sum(shard_sizes(four, LM, 1, 1, 2, 2)) == 2 * LAYER + 8 + EMBEDDING
+    assert received_numbers(four, LM, 1, 0, 2, 2) == 2 * LAYER + 8
+    assert received_numbers(four, LM, 1, 1, 2, 2) == EMBEDDING + 2 * LAYER

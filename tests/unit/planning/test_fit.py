@@ -79,6 +79,13 @@ LONG = {
             {"actor_rollout.num_samples_per_step": 1, "critic.micro_batch_size": 4},
             "lower critic.micro_batch_size",
         ),
+        (
+            {
+                "actor_rollout.num_samples_per_step": 1,
+                "critic.max_tokens_per_micro_batch": 4 * 4096,
+            },
+            "lower critic.max_tokens_per_micro_batch",
+        ),
     ],
 )
 def test_remedy_lowers_the_largest_part(

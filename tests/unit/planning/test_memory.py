@@ -82,6 +82,26 @@ def test_first_stage_holds_two_micro_batches(config: Callable[..., RunConfig]) -
     assert phase(run, Role.ACTOR_ROLLOUT, "update").activations == expected
 
 
+def test_interleaved_stages_hold_more(config: Callable[..., RunConfig]) -> None:
+    # two chunks of one layer each; a step of 48 / 4 replicas = 12 micro-batches holds 5 chunks
+    run = config({**PP2, "actor_rollout.num_layers_per_virtual_pipeline_stage": 1})
+    layer = memory.layer_activation_bytes(run.actor_rollout.architecture, 24, 1, False, 4)
+    expected = 5 * (layer + 2 * 24 * 64 * 4)
+    assert phase(run, Role.ACTOR_ROLLOUT, "update").activations == expected
+
+
+def test_limit_of_tokens_is_what_a_micro_batch_takes(config: Callable[..., RunConfig]) -> None:
+    # 12 samples of 24 tokens at most: 50 tokens, or all 288 of them
+    a = config().critic.architecture
+    for limit, tokens in ((50, 50), (1000, 12 * 24)):
+        run = config({"critic.max_tokens_per_micro_batch": limit})
+        # values are read at 16 + 1 slots of each sample
+        read = min(limit, 12 * 17)
+        layer = memory.layer_activation_bytes(a, tokens, 1, False, 4)
+        head = memory.last_hidden_bytes(tokens, read, 64, 4) + memory.score_head_bytes(read, 64)
+        assert phase(run, Role.CRITIC, "forward").activations == layer + head
+
+
 def test_distributed_optimizer_is_shared_by_the_replicas(config: Callable[..., RunConfig]) -> None:
     whole = role_memory(config(), Role.CRITIC, 0)
     shared = role_memory(config({"critic.use_distributed_optimizer": True}), Role.CRITIC, 0)

@@ -46,6 +46,24 @@ def test_plan_shows_every_batch_size(make_tree: Callable[..., Any]) -> None:
     assert "critic 32 3 1 3 2 9 1e-06" in shown
 
 
+def test_plan_shows_a_virtual_pipeline(make_tree: Callable[..., Any]) -> None:
+    """DP 4: 24 samples by 5 are 5 micro-batches, 6 for two stages."""
+    keys = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
+    virtual = {f"ref.{key}": value for key, value in keys.items()}
+    shown = lines(make_tree, {**virtual, "ref.micro_batch_size": 5})
+    assert any(line.startswith("ref small main 8 1 2 x 2 chunks 4 fp32 ") for line in shown)
+    assert "ref 24 5 6" in shown
+
+
+def test_plan_shows_micro_batches_by_tokens(make_tree: Callable[..., Any]) -> None:
+    """50 tokens hold two of the longest samples of 24, so DP 8 with 96 / 8 = 12 makes 6 at most; a
+    mini-batch has 48 / 8 = 6 a rank, 3 at most."""
+    shown = lines(make_tree, {"actor_rollout.max_tokens_per_micro_batch": 50})
+    assert "actor_rollout 12 <= 50 tokens <= 6" in shown
+    assert "actor_rollout 48 2 1 2 <= 3 6 0.0001" in shown
+    assert "critic 12 1 12" in shown
+
+
 def test_plan_shows_where_output_goes(make_tree: Callable[..., Any]) -> None:
     shown = lines(make_tree, {"training.output_dir": "/somewhere/run"})
     assert "output /somewhere/run" in shown

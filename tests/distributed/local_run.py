@@ -1,0 +1,25 @@
+"""The fixed run of `test_layout_invariance` on the local runtime: FOLDER OUT RANKS."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.runtime.local import LocalRuntime
+from mindspeed_rlxf.trainer.run import train
+from tests.distributed.llamas import PLAIN
+from tests.distributed.test_layout_invariance import fixed_run
+
+
+def main(folder: str, out: str, ranks: str) -> None:
+    runtime = LocalRuntime(DeviceKind.CPU, timeout_s=60.0)
+    config, prepared = fixed_run(Path(folder), Path(out), PLAIN, int(ranks), {}, {})
+    directory = runtime.from_first(lambda: RunDirectory.create(config))
+    train(config, prepared, directory, runtime, writes=runtime.is_first)
+    runtime.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,103 @@
+"""A rank with several chunks of the model: any number of rows, and the files it leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.testing import assert_close
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.schema import RoleConfig
+from mindspeed_rlxf.data.batch import RoleOutput
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
+from tests.distributed.llamas import PLAIN, TIED, make_llama
+from tests.distributed.probe import EngineProbe
+from tests.distributed.samples import PROMPT_LENGTHS, RESPONSE_LENGTHS, make_rollouts
+from tests.distributed.test_parity_with_transformers import expected_logits, read_folder
+
+FOUR = PLAIN.model_copy(update={"num_layers": 4})
+TIED_FOUR = TIED.model_copy(update={"num_layers": 4})
+VIRTUAL = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
+
+
+def probe(runtime: Any, role: RoleConfig, size: int, head: Head) -> RoleGroup:
+    pool = runtime.create_pools({"main": [size]})["main"]
+    pp = role.pipeline_model_parallel_size
+    group = RoleGroup(Role.REF, ParallelLayout(size, 1, pp), pool)
+    group.build(Exporter, role, head).result()
+    return group
+
+
+class Exporter(EngineProbe):
+    def export(self, folder: Path) -> RoleOutput:
+        self.engine.export(folder / "hf", folder / "megatron")
+        return RoleOutput()
+
+    def group_sizes(self, rollouts: Any) -> RoleOutput:
+        """Tokens of each micro-batch."""
+        batches = self.engine.micro_batches(rollouts, range(rollouts.num_rows))
+        return RoleOutput(report=[batch.token_ids.numel() for batch in batches])
+
+
+def test_forward_takes_any_number_of_rows(warm_runtime: Any, tmp_path: Path) -> None:
+    """Two stages take 2, 4, ... micro-batches: 7 rows by 3 are split, 1 or 3 by 1 are filled up."""
+    model = make_llama(tmp_path, FOUR)
+    for micro, counts in ((3, (7,)), (1, (1, 3))):
+        role = RoleConfig(
+            model="t", architecture=FOUR, load=str(tmp_path), micro_batch_size=micro, **VIRTUAL
+        )
+        group = probe(warm_runtime, role, 2, Head.LANGUAGE_MODEL)
+        for count in counts:
+            rollouts = make_rollouts().select(range(count))
+            got = torch.tensor(group.call(EngineProbe.logits, rollouts).result()[0])
+            expected = expected_logits(model, rollouts, scored=False)
+            assert_close(got, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("scored", [False, True], ids=["tied", "scored"])
+def test_files_are_those_of_one_process(warm_runtime: Any, tmp_path: Path, scored: bool) -> None:
+    architecture = FOUR if scored else TIED_FOUR
+    make_llama(tmp_path / "start", architecture, scored)
+    head = Head.SCORE if scored else Head.LANGUAGE_MODEL
+    for name, layout in (("one", {}), ("two", VIRTUAL)):
+        role = RoleConfig(
+            model="t", architecture=architecture, load=str(tmp_path / "start"), **layout
+        )
+        group = probe(warm_runtime, role, len(layout) or 1, head)
+        group.call(Exporter.export, tmp_path / name).result()
+        dcp_to_torch_save(tmp_path / name / "megatron", tmp_path / f"{name}.pt")
+    start, one, two = (read_folder(tmp_path / p) for p in ("start", "one/hf", "two/hf"))
+    assert start.keys() == one.keys() == two.keys()
+    assert all(torch.equal(start[name], two[name]) for name in start)
+    saved = [torch.load(tmp_path / f"{n}.pt", weights_only=False) for n in ("one", "two")]
+    assert saved[0].keys() == saved[1].keys()
+    norms = saved[1]["decoder.layers.self_attention.linear_qkv.layer_norm_weight"]
+    names = [f"model.layers.{i}.input_layernorm.weight" for i in range(4)]
+    assert torch.equal(norms.flatten(), torch.cat([start[name] for name in names]))
+    for name, value in saved[0].items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, saved[1][name]), name
+
+
+def test_replicas_make_as_many_micro_batches(warm_runtime: Any, tmp_path: Path) -> None:
+    """By 31 tokens each replica makes two (19 + 12, 10 + 9; 10 + 15, 10 + 11). By 30 the first one
+    makes three (19, 12 + 10, 9), so the second one, which makes two, splits the first of them."""
+    lengths = [p + r for p, r in zip(PROMPT_LENGTHS, RESPONSE_LENGTHS, strict=True)]
+    assert lengths == [19, 12, 10, 9, 10, 15, 10, 11]
+    make_llama(tmp_path, PLAIN)
+    parts = [make_rollouts().select(rows) for rows in (range(4), range(4, 8))]
+    for limit, first, second in (
+        (31, [31, 19], [25, 21]),
+        (30, [19, 22, 9], [10, 15, 21]),
+    ):
+        role = RoleConfig(
+            model="t", architecture=PLAIN, load=str(tmp_path), max_tokens_per_micro_batch=limit
+        )
+        group = probe(warm_runtime, role, 2, Head.LANGUAGE_MODEL)
+        assert group.call(Exporter.group_sizes, Sharded(parts)).result() == [first, second]

@@ -1,0 +1,73 @@
+"""Rows that share a micro-batch: every row once, in order, within the limit, as many groups."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_rlxf.engine.grouping import chunk_rows, group_by_tokens, split_groups
+
+LIMIT = 12
+lengths_of_rows = st.lists(st.integers(1, LIMIT), min_size=1, max_size=30)
+
+
+def test_rows_are_cut_in_groups_of_one_size() -> None:
+    assert chunk_rows([4, 2, 0, 1, 3], 2) == [[4, 2], [0, 1], [3]]
+
+
+def test_a_group_is_closed_when_the_next_row_does_not_fit() -> None:
+    """Rows 3, 0, 1, 2 of 5, 4, 6, 5 tokens: 5 + 5 = 10, + 4 = 14 is too much; 4 + 6 = 10."""
+    assert group_by_tokens([3, 0, 1, 2], [5, 4, 6, 5], 10) == [[3, 0], [1, 2]]
+    assert group_by_tokens([3, 0, 1, 2], [5, 4, 6, 5], 9) == [[3], [0, 1], [2]]
+
+
+def test_a_row_beyond_the_limit_stands_alone() -> None:
+    assert group_by_tokens([0, 1, 2], [1, 20, 1], 10) == [[0], [1], [2]]
+
+
+def test_no_rows_make_no_group() -> None:
+    assert group_by_tokens([], [], 10) == [] and chunk_rows([], 3) == []
+
+
+@given(lengths=lengths_of_rows, data=st.data())
+def test_groups_hold_every_row_in_order_and_no_more_tokens_than_the_limit(
+    lengths: list[int], data: st.DataObject
+) -> None:
+    rows = data.draw(st.permutations(range(len(lengths))))
+    groups = group_by_tokens(rows, lengths, LIMIT)
+    assert list(chain.from_iterable(groups)) == rows
+    tokens = [sum(lengths[row] for row in group) for group in groups]
+    assert max(tokens) <= LIMIT
+    # none could have taken the first row of the next one
+    following = [lengths[group[0]] for group in groups[1:]]
+    assert all(a + b > LIMIT for a, b in zip(tokens, following, strict=False))
+
+
+def test_the_group_with_most_rows_is_halved() -> None:
+    assert split_groups([[0], [1, 2, 3], [4, 5]], 4) == [[0], [1], [2, 3], [4, 5]]
+    assert split_groups([[0], [1, 2, 3], [4, 5]], 5) == [[0], [1], [2], [3], [4, 5]]
+
+
+@given(
+    replicas=st.integers(1, 20).flatmap(
+        lambda rows: st.lists(
+            st.lists(st.integers(1, LIMIT), min_size=rows, max_size=rows), min_size=1, max_size=4
+        )
+    ),
+    multiple=st.integers(1, 4),
+)
+def test_replicas_with_as_many_rows_come_to_as_many_groups(
+    replicas: list[list[int]], multiple: int
+) -> None:
+    """The largest count, rounded up to a multiple that a virtual pipeline needs; rows at most."""
+    rows = range(len(replicas[0]))
+    grouped = [group_by_tokens(rows, lengths, LIMIT) for lengths in replicas]
+    count = max(map(len, grouped))
+    count = min(count + -count % multiple, len(rows))
+    for lengths, groups in zip(replicas, grouped, strict=True):
+        split = split_groups(groups, count)
+        assert len(split) == count
+        assert list(chain.from_iterable(split)) == list(rows)
+        assert all(split) and max(sum(lengths[r] for r in group) for group in split) <= LIMIT
