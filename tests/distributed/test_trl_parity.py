@@ -222,7 +222,7 @@ class MeanOfSequenceMeans(ActorRole):
     """Weighs every response of a micro-batch the same, whatever its length."""
 
     def policy_loss_step(self, experience: Experience, *rest: Any) -> LossOutput:
-        lengths = experience.response_mask[rest[2].rows].sum(1)
+        lengths = experience.response_mask[rest[3].rows].sum(1)
         weights = torch.repeat_interleave(lengths.sum() / lengths / len(lengths), lengths)
 
         def loss(*arguments: Any) -> TokenLoss:
