@@ -58,6 +58,7 @@ class KlPenalty(str, Enum):
     ABS = "abs"  # |d|
     MSE = "mse"  # d^2 / 2
     LOW_VAR_KL = "low_var_kl"  # exp(-d) - 1 + d
+    FULL = "full"  # sum over the vocabulary, not an estimate
 
 
 class KlIn(str, Enum):

@@ -24,7 +24,7 @@ def check_stage(config: RunConfig) -> Iterator[str]:
         yield from [*_pairs(config), *_pairs_by_tokens(config)]
     else:
         yield from _estimator(config)
-        yield from _kl(config)
+        yield from [*_kl(config), *_full_kl(config)]
     yield from _samples_per_prompt(config)
     yield from _rewards(config)
     yield from _log_probs(config)
@@ -84,6 +84,28 @@ def _kl(config: RunConfig) -> Iterator[str]:
             "algorithm.kl_penalty=kl teaches nothing with algorithm.kl_in=loss, where its gradient "
             "is 0 on average; use low_var_kl or mse"
         )
+
+
+def _full_kl(config: RunConfig) -> Iterator[str]:
+    """Both distributions have to be in one process, split in the same way."""
+    if config.algorithm.kl_penalty is not KlPenalty.FULL:
+        return
+    shown, actor, ref = "algorithm.kl_penalty=full", config.actor_rollout, config.ref
+    if config.algorithm.kl_in is KlIn.LOSS:
+        yield f"{shown} needs algorithm.kl_in=reward; use that, or low_var_kl"
+    pools = [config.pool_of(role) for role in (Role.ACTOR_ROLLOUT, Role.REF)]
+    if pools[0] != pools[1]:
+        yield (
+            f"{shown} compares all of the vocabulary and needs actor and reference in one pool, "
+            f"they are in {pools[0]} and {pools[1]}; use placement.ref={pools[0]}, or low_var_kl"
+        )
+    for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        mine, theirs = getattr(actor, key), getattr(ref, key)
+        if mine != theirs:
+            yield (
+                f"ref.{key}={theirs} must be the actor's {mine} with {shown}, which compares "
+                f"vocabularies part by part; use {mine}, or low_var_kl"
+            )
 
 
 def _samples_per_prompt(config: RunConfig) -> Iterator[str]:

@@ -109,6 +109,11 @@ class LogProbs(Rows):
 
 
 @dataclass(frozen=True)
+class LogProbsWithKl(LogProbs):
+    kl: Tensor  # [batch, response] fp32, over the whole vocabulary, 0 where padded
+
+
+@dataclass(frozen=True)
 class Values(Rows):
     values: Tensor  # [batch, response + 1] fp32: slot t is the state before token t, 0 where padded
 

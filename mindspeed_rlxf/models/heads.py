@@ -82,6 +82,46 @@ def full_logits(
     return logits[:, :vocab_size]
 
 
+@torch.no_grad()
+def full_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    other_hidden: Tensor,
+    other_weight: Tensor,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup,
+    temperature: float = 1.0,
+) -> Tensor:
+    """KL(p || q) = sum over the vocabulary of p (log p - log q), for each token.
+
+    hidden, weight: of p; other_hidden, other_weight: of q, split over the same ranks
+    Returns [tokens] fp32.
+    """
+    parts = []
+    for mine, theirs in zip(
+        hidden.split(CHUNK_TOKENS), other_hidden.split(CHUNK_TOKENS), strict=True
+    ):
+        log_p = _log_softmax(mine, weight, vocab_size, tp_group, temperature)
+        log_q = _log_softmax(theirs, other_weight, vocab_size, tp_group, temperature)
+        terms = torch.where(log_p.isfinite(), log_p.exp() * (log_p - log_q), 0.0).sum(-1)
+        _reduce(terms, tp_group, dist.ReduceOp.SUM)
+        parts.append(terms)
+    return torch.cat(parts)
+
+
+def _log_softmax(
+    hidden: Tensor, weight: Tensor, vocab_size: int, group: dist.ProcessGroup, temperature: float
+) -> Tensor:
+    """[tokens, vocab] of this rank's part; -inf at padding ids."""
+    logits = shard_logits(hidden, weight, vocab_size, group) / temperature
+    maximum = logits.max(dim=-1).values
+    _reduce(maximum, group, dist.ReduceOp.MAX)
+    shifted = logits - maximum[:, None]
+    total = shifted.exp().sum(-1)
+    _reduce(total, group, dist.ReduceOp.SUM)
+    return shifted - total.log()[:, None]
+
+
 class _VocabParallelLogProb(torch.autograd.Function):
     """log softmax at the labels, with the vocabulary split over tensor-parallel ranks."""
 

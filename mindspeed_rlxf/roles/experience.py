@@ -31,6 +31,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
     LogProbs,
+    LogProbsWithKl,
     RoleOutput,
     Rollouts,
     Scores,
@@ -142,7 +143,11 @@ class ExperienceMaker:
             rollouts.response_lengths, rollouts.has_eos, algorithm.score_position, slot_limit
         )
         value_mask = length_mask(slots, width + 1)
-        kl = kl_per_token(old_log_probs, ref_log_probs, algorithm.kl_penalty) * response_mask
+        if isinstance(ref, LogProbsWithKl):
+            kl = fit_columns(ref.kl, width)
+        else:
+            kl = kl_per_token(old_log_probs, ref_log_probs, algorithm.kl_penalty)
+        kl = kl * response_mask
         score = self._score(rollouts, scores)
         in_reward = algorithm.kl_in is KlIn.REWARD and not self.prefers
         rewards = token_rewards(

@@ -18,8 +18,15 @@ BUILD = "build"
 
 
 @dataclass(frozen=True)
+class Peer:
+    """An argument that stands for the object of another role in the same process."""
+
+    role: Role
+
+
+@dataclass(frozen=True)
 class Request:
-    """One role method on one rank; any RowsRef inside `args` is resolved there."""
+    """One role method on one rank; any RowsRef inside `args`, and any Peer, is resolved there."""
 
     role: Role
     method: str

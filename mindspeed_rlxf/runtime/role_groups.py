@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rlxf.config.enums import Role, Stage
+from mindspeed_rlxf.config.enums import KlPenalty, Role, Stage
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
@@ -17,7 +17,7 @@ from mindspeed_rlxf.roles.reference import ReferenceRole
 from mindspeed_rlxf.roles.reports import SampleText
 from mindspeed_rlxf.roles.reward import RewardRole
 from mindspeed_rlxf.runtime.group import Pending, RoleGroup, Sharded
-from mindspeed_rlxf.runtime.protocol import Pool
+from mindspeed_rlxf.runtime.protocol import Peer, Pool
 from mindspeed_rlxf.runtime.refs import RowsRef
 
 
@@ -100,7 +100,10 @@ class ReferenceGroup:
         return self.group.build(ReferenceRole, self.run)
 
     def log_probs(self, rollouts: RowsRef) -> Pending:
-        """Rows: LogProbs."""
+        """Rows: LogProbs, or LogProbsWithKl where the KL is over the vocabulary."""
+        if self.run.algorithm.kl_penalty is KlPenalty.FULL:
+            actor = Peer(Role.ACTOR_ROLLOUT)
+            return self.group.call(ReferenceRole.log_probs_with_kl, rollouts, actor)
         return self.group.call(ReferenceRole.log_probs, rollouts)
 
 

@@ -17,7 +17,7 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.data.batch import RoleOutput, Rows
 from mindspeed_rlxf.runtime.errors import WorkerError
 from mindspeed_rlxf.runtime.guard import check_report
-from mindspeed_rlxf.runtime.protocol import Reply, Request
+from mindspeed_rlxf.runtime.protocol import Peer, Reply, Request
 from mindspeed_rlxf.runtime.refs import Fetch, resolve_refs
 
 # What collectives say when another rank went away.
@@ -61,6 +61,7 @@ class RoleHost:
             return RoleOutput()
         hosted = self._roles.get(request.role)
         assert hosted is not None, f"{request.role.value} has not been built in this process"
+        args = tuple(self._roles[a.role] if isinstance(a, Peer) else a for a in args)
         output = getattr(hosted, request.method)(*args)
         assert isinstance(output, RoleOutput), (
             f"{request.method} must return a RoleOutput, got {type(output).__name__}"

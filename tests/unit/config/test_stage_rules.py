@@ -142,3 +142,19 @@ def test_remax_has_a_greedy_response_for_each_prompt(problems: Problems) -> None
         "algorithm.adv_estimator=remax, which scores one more response to each prompt; "
         "use 16 or 24"
     ]
+
+
+def test_kl_over_the_vocabulary_needs_both_models_in_one_process(problems: Problems) -> None:
+    full = {"algorithm.kl_penalty": "full"}
+    assert problems(full) == []
+    apart = {**full, "placement.ref": "refs", "resource_pool": {"main": 8, "refs": 8}}
+    assert problems(apart) == [
+        "algorithm.kl_penalty=full compares all of the vocabulary and needs actor and reference in "
+        "one pool, they are in main and refs; use placement.ref=main, or low_var_kl"
+    ]
+    (problem,) = problems({**full, "ref.tensor_model_parallel_size": 2})
+    assert problem.startswith("ref.tensor_model_parallel_size=2 must be the actor's 1 with")
+    (problem,) = problems({**full, "algorithm.kl_in": "loss"})
+    assert (
+        problem == "algorithm.kl_penalty=full needs algorithm.kl_in=reward; use that, or low_var_kl"
+    )

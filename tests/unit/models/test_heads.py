@@ -192,6 +192,29 @@ def test_full_logits_of_split_vocabulary_have_no_padding(
         assert_close(logits, hidden @ weight.T)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_kl_over_the_vocabulary_is_torchs(
+    problem: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    monkeypatch.setattr(heads, "CHUNK_TOKENS", 3)
+    hidden, weight, _ = problem
+    generator = torch.Generator().manual_seed(5)
+    other_hidden, other = (x + torch.randn(x.shape, generator=generator) for x in (hidden, weight))
+    padding = torch.ones(2, HIDDEN)
+
+    def work(group: Group) -> Tensor:
+        mine, theirs = (
+            torch.cat((w, padding)).split(12 // ranks)[group.rank()] for w in (weight, other)
+        )
+        return heads.full_kl(hidden, mine, other_hidden, theirs, VOCAB, group, 0.7)  # type: ignore[arg-type]
+
+    logs = torch.log_softmax(hidden @ weight.T / 0.7, -1)
+    others = torch.log_softmax(other_hidden @ other.T / 0.7, -1)
+    expected = torch.nn.functional.kl_div(others, logs, log_target=True, reduction="none").sum(-1)
+    for found in on_ranks(monkeypatch, ranks, work):
+        assert_close(found, expected)
+
+
 def test_large_logits_neither_overflow_nor_vanish() -> None:
     hidden, weight = torch.tensor([[1000.0]]), torch.tensor([[1.0], [-1.0], [1.0]])
     values, entropy = token_log_probs(hidden, weight, torch.tensor([0]), 3, Group())

@@ -1,0 +1,67 @@
+"""The KL over the whole vocabulary, through the workers, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_rlxf.config.enums import KlPenalty, RewardKind, Role
+from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.reference import ReferenceRole
+from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
+from mindspeed_rlxf.runtime.protocol import Peer
+from tests.distributed.llamas import PLAIN, make_llama, run_config
+from tests.distributed.samples import make_rollouts
+
+TEMPERATURE = 0.8
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "tp2 pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+}
+
+
+class ReportingReference(ReferenceRole):
+    def report_kl(self, rollouts: Rollouts, actor: ActorRole) -> RoleOutput:
+        rows = self.log_probs_with_kl(rollouts, actor).rows
+        return RoleOutput(report=rows and (rows.kl.tolist(), rows.log_probs.tolist()))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kl_is_the_sum_over_the_vocabulary(warm_runtime: Any, tmp_path: Path, layout: str) -> None:
+    policy = make_llama(tmp_path / "policy", PLAIN, seed=1)
+    reference = make_llama(tmp_path / "reference", PLAIN, seed=2)
+    size, keys = LAYOUTS[layout]
+    config = run_config(
+        tmp_path / "policy", tmp_path / "policy", PLAIN, keys, size,
+        ref={"load": str(tmp_path / "reference"), "micro_batch_size": 3},
+        actor_rollout={"do_sample": True, "temperature": TEMPERATURE, "micro_batch_size": 2},
+        algorithm={"kl_penalty": KlPenalty.FULL},
+        reward={"kind": RewardKind.RULE},
+    )  # fmt: skip
+    pool = warm_runtime.create_pools({"main": [size]})["main"]
+    actor = RoleGroup(Role.ACTOR_ROLLOUT, config.layout(Role.ACTOR_ROLLOUT), pool)
+    ref = RoleGroup(Role.REF, config.layout(Role.REF), pool)
+    actor.build(ActorRole, config, (2,)).result()
+    ref.build(ReportingReference, config).result()
+    rollouts = make_rollouts()
+    call = ref.call(ReportingReference.report_kl, Sharded([rollouts]), Peer(Role.ACTOR_ROLLOUT))
+    kl, log_probs = call.result()[0]
+    for row in range(rollouts.num_rows):
+        prompt = rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]]
+        count = int(rollouts.response_lengths[row])
+        tokens = rollouts.response_ids[row, :count]
+        logs = []
+        for model in (policy, reference):
+            with torch.no_grad():
+                logits = model(torch.cat((prompt, tokens))[None]).logits[0, len(prompt) - 1 : -1]
+            logs.append(torch.log_softmax(logits / TEMPERATURE, -1))
+        expected = (logs[0].exp() * (logs[0] - logs[1])).sum(-1)
+        assert expected.min() > 0.01
+        torch.testing.assert_close(torch.tensor(kl[row][:count]), expected, rtol=1e-4, atol=1e-5)
+        chosen = logs[1].gather(-1, tokens[:, None]).squeeze(-1)
+        torch.testing.assert_close(torch.tensor(log_probs[row][:count]), chosen)
+        assert not any(kl[row][count:])
