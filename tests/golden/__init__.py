@@ -1,0 +1,1 @@
+"""Recorded curves of short runs, one for each estimator."""

@@ -1,0 +1,104 @@
+"""Records the golden traces anew and prints what moved.
+
+    python -m tests.golden.record [--start] [NAME ...]
+
+Without names all of them. --start first teaches the start weights anew, which moves every trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
+from mindspeed_rlxf.runtime.ray_runtime import RayRuntime
+from tests.distributed.conftest import OnePoolSetAtATime
+from tests.golden.runs import SETTINGS, START, TRACES, Curves, read_trace, run, write_trace
+
+NUM_PROMPTS, STEPS = 1000, 400
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--start", action="store_true")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    arguments = parser.parse_args()
+    if arguments.start:
+        make_start()
+    ray_runtime = RayRuntime(
+        DeviceConfig(kind=DeviceKind.CPU),
+        RuntimeConfig(timeout_s=60.0, start_timeout_s=120.0),
+        1,
+        log_dir=Path(tempfile.mkdtemp()),
+        keep_warm=True,
+    )
+    runtime = OnePoolSetAtATime(ray_runtime)
+    try:
+        for name in arguments.names or SETTINGS:
+            with tempfile.TemporaryDirectory() as folder:
+                curves = run(name, Path(folder) / "run", runtime)
+            print(f"{name}: {moved(name, curves)}", flush=True)
+            write_trace(name, curves)
+    finally:
+        ray_runtime.shutdown()
+
+
+def moved(name: str, curves: Curves) -> str:
+    """How far each metric is from the trace that stands."""
+    if not (TRACES / f"{name}.json").exists():
+        return "recorded for the first time"
+    _, before = read_trace(name)
+    if before == curves:
+        return "the same"
+    lines = [f"\n  {key}: new" for key in curves.keys() - before.keys()]
+    lines += [f"\n  {key}: gone" for key in before.keys() - curves.keys()]
+    for key in sorted(curves.keys() & before.keys()):
+        pairs = list(zip(before[key], curves[key], strict=True))
+        first = next((i for i, (old, new) in enumerate(pairs, 1) if old != new), None)
+        if first is not None:
+            most = max(abs(new - old) for old, new in pairs)
+            lines.append(f"\n  {key}: from iteration {first} on, by {most:.2e} at most")
+    return "moved" + "".join(lines)
+
+
+def make_start() -> None:
+    """A policy of 42,480 parameters that solves about half of the problems."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "tiny"))
+    import tiny_task
+    import torch
+    import train_models
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def small_policy() -> LlamaForCausalLM:
+        config = LlamaConfig(
+            vocab_size=len(tiny_task.TOKENS),
+            hidden_size=48,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-5,
+            initializer_range=0.1,
+            pad_token_id=tiny_task.PAD_ID,
+            bos_token_id=tiny_task.BOS_ID,
+            eos_token_id=tiny_task.EOS_ID,
+        )
+        return LlamaForCausalLM(config)
+
+    torch.set_num_threads(1)
+    train_models.new_policy = small_policy
+    split = tiny_task.make_split(1)
+    taught = train_models.teach_policy(split, 1, STEPS)
+    taught.model.save_pretrained(START)
+    tiny_task.make_tokenizer().save_pretrained(START)
+    tiny_task.write_jsonl(START / "prompts.jsonl", split.train[:NUM_PROMPTS])
+    print(f"start: solves {taught.accuracy:.1%} of the validation problems")
+
+
+if __name__ == "__main__":
+    main()

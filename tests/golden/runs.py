@@ -1,0 +1,149 @@
+"""Twenty iterations of the tiny task for each estimator, from recorded weights, on one process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_rlxf.config.compose import compose
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.trainer.preflight import prepare
+from mindspeed_rlxf.trainer.run import train
+
+FOLDER = Path(__file__).resolve().parent
+START, TRACES = FOLDER / "start", FOLDER / "traces"
+ITERATIONS = 20
+# As large as recording takes seconds; the shape of the weights in `start`.
+SMALL = {
+    "model.tiny.num_layers": 2,
+    "model.tiny.hidden_size": 48,
+    "model.tiny.ffn_hidden_size": 96,
+    "training.train_iters": ITERATIONS,
+    "training.tokenizer_name_or_path": START,
+    "actor_rollout.load": START,
+    "actor_rollout.ppo_mini_batch_size": 32,
+    "actor_rollout.micro_batch_size": 16,
+    "actor_rollout.lr": 1e-3,
+    "ref.load": START,
+    "data.train_files": START / "prompts.jsonl",
+    "data.val_files": "[]",
+    "validation.interval": 0,
+    "resource_pool.main": 1,
+    "device.kind": "cpu",
+}
+PPO = {
+    "training.global_batch_size": 64,
+    "critic.load": START,
+    "critic.critic_mini_batch_size": 32,
+    "critic.micro_batch_size": 16,
+}
+GROUPS = {"training.global_batch_size": 16, "actor_rollout.n_samples_per_prompt": 4}
+# name -> configuration and what it changes
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gae": ("ppo_trainer_tiny", PPO),
+    "gae_full_kl": ("ppo_trainer_tiny", {**PPO, "algorithm.kl_penalty": "full"}),
+    "grpo": ("grpo_trainer_tiny", GROUPS),
+    "dapo": (
+        "grpo_trainer_tiny",
+        {
+            **GROUPS,
+            "algorithm.filter_groups": True,
+            "algorithm.overlong_buffer_len": 4,
+            "actor_rollout.clip_ratio_high": 0.28,
+        },
+    ),
+    "dr_grpo": (
+        "grpo_trainer_tiny",
+        {
+            **GROUPS,
+            "algorithm.adv_estimator": "dr_grpo",
+            "algorithm.loss_normalizer": "sequence_sums",
+        },
+    ),
+    "rloo": (
+        "grpo_trainer_tiny",
+        {**GROUPS, "algorithm.adv_estimator": "rloo", "actor_rollout.policy_loss": "gspo"},
+    ),
+    "reinforce_plus_plus": (
+        "grpo_trainer_tiny",
+        {
+            **GROUPS,
+            "algorithm.adv_estimator": "reinforce_plus_plus",
+            "algorithm.kl_in": "reward",
+            "algorithm.kl_penalty": "kl",
+        },
+    ),
+    "reinforce_plus_plus_baseline": (
+        "grpo_trainer_tiny",
+        {**GROUPS, "algorithm.adv_estimator": "reinforce_plus_plus_baseline"},
+    ),
+    "remax": ("grpo_trainer_tiny", {**GROUPS, "algorithm.adv_estimator": "remax"}),
+    "online_dpo": ("online_dpo_trainer_tiny", {"training.global_batch_size": 32}),
+    "online_ipo": (
+        "online_dpo_trainer_tiny",
+        {"training.global_batch_size": 32, "actor_rollout.dpo_loss_type": "ipo"},
+    ),
+}
+KEPT = (
+    "actor/pg_loss", "actor/dpo_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm",
+    "actor/pg_clipfrac", "critic/vf_loss", "critic/grad_norm", "critic/kl", "critic/score/mean",
+    "critic/advantages/max", "response_length/mean", "rollout/gen_batches",
+)  # fmt: skip
+
+Curves = dict[str, list[float]]
+
+
+def golden_config(name: str, out: Path) -> RunConfig:
+    base, changes = SETTINGS[name]
+    changes = {**SMALL, **changes, "training.output_dir": out}
+    return resolve(compose(base, [f"{key}={value}" for key, value in changes.items()]), name)
+
+
+def run(name: str, out: Path, runtime: Any) -> Curves:
+    """One run; the kept metrics of every iteration."""
+    config = golden_config(name, out)
+    prepared = prepare(config)
+    directory = RunDirectory.create(config)
+    train(config, prepared, directory, runtime)
+    lines = [json.loads(line)["metrics"] for line in directory.metrics.read_text().splitlines()]
+    assert len(lines) == ITERATIONS
+    return {key: [line[key] for line in lines] for key in KEPT if key in lines[0]}
+
+
+def fingerprint() -> dict[str, str]:
+    """What the last bit of a float depends on."""
+    flags = ""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text(encoding="utf-8").splitlines()
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    import megatron.core
+
+    return {
+        "machine": platform.machine(),
+        "cpu_flags": hashlib.sha256(" ".join(sorted(flags.split())).encode()).hexdigest()[:16],
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "megatron-core": megatron.core.__version__,
+        "threads": "1",
+    }
+
+
+def read_trace(name: str) -> tuple[dict[str, str], Curves]:
+    """The fingerprint that it was recorded with, and the curves."""
+    tree = json.loads((TRACES / f"{name}.json").read_text(encoding="utf-8"))
+    return tree["fingerprint"], tree["curves"]
+
+
+def write_trace(name: str, curves: Curves) -> None:
+    TRACES.mkdir(exist_ok=True)
+    tree = {"fingerprint": fingerprint(), "curves": curves}
+    text = json.dumps(tree, indent=1)
+    (TRACES / f"{name}.json").write_text(text + "\n", encoding="utf-8")
