@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.testing import assert_close
 
@@ -75,6 +76,8 @@ def test_files_are_those_of_one_process(warm_runtime: Any, tmp_path: Path, score
     start, one, two = (read_folder(tmp_path / p) for p in ("start", "one/hf", "two/hf"))
     assert start.keys() == one.keys() == two.keys()
     assert all(torch.equal(start[name], two[name]) for name in start)
+    files = [load_file(file) for file in (tmp_path / "two/hf").glob("*.safetensors")]
+    assert len(files) == 2 and sum(map(len, files)) == len(start)  # a tied one is not there twice
     saved = [torch.load(tmp_path / f"{n}.pt", weights_only=False) for n in ("one", "two")]
     assert saved[0].keys() == saved[1].keys()
     norms = saved[1]["decoder.layers.self_attention.linear_qkv.layer_norm_weight"]

@@ -122,6 +122,10 @@ def test_ppo_takes_gae_only(problems: Problems) -> None:
         ({"actor_rollout.n_samples_per_prompt": 4}, "n_samples_per_prompt=4 must be 2 with"),
         ({"actor_rollout.micro_batch_size": 3}, "micro_batch_size=3 must be even with"),
         (
+            {"actor_rollout.max_tokens_per_micro_batch": 24},
+            "max_tokens_per_micro_batch=24 may part the responses of a pair",
+        ),
+        (
             {"actor_rollout.micro_batch_size": 1, "actor_rollout.ppo_mini_batch_size": 24},
             "ppo_mini_batch_size=24 must be a multiple of 16 (pairs x data-parallel size 8)",
         ),

@@ -25,6 +25,7 @@ def test_a_group_is_closed_when_the_next_row_does_not_fit() -> None:
 
 def test_a_row_beyond_the_limit_stands_alone() -> None:
     assert group_by_tokens([0, 1, 2], [1, 20, 1], 10) == [[0], [1], [2]]
+    assert group_by_tokens([1, 0], [1, 20], 10) == [[1], [0]]
 
 
 def test_no_rows_make_no_group() -> None:
