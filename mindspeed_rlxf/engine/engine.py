@@ -31,6 +31,7 @@ from mindspeed_rlxf.checkpoint.hf_folder import HfFolder
 from mindspeed_rlxf.checkpoint.weights import StageWeights
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import Rollouts
+from mindspeed_rlxf.engine import megatron_versions
 from mindspeed_rlxf.engine.grouping import chunk_rows, group_by_tokens, split_groups
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
@@ -85,6 +86,7 @@ class MegatronEngine:
     ) -> None:
         """A collective over the world. Without `optimizer` the model is frozen."""
         assert role.architecture is not None and role.load is not None, "checked beforehand"
+        megatron_versions.adapt()
         self.role, self.head = role, head
         self.source = Path(role.load)
         self.groups = ParallelGroups(

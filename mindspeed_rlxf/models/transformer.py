@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -72,6 +72,9 @@ class TransformerModel(LanguageModule):
     ) -> None:
         super().__init__(config=config)
         self.vp_stage = vp_stage
+        # Megatron-core 0.16 sets these to the same groups, 0.12 knows no such attributes.
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.pp_group = parallel_state.get_pipeline_model_parallel_group()
         self.model_type = ModelType.encoder_or_decoder  # asked for by the schedules
         self.architecture, self.head = architecture, head
         self.pre_process, self.post_process = pre_process, post_process
@@ -133,11 +136,11 @@ class TransformerModel(LanguageModule):
         With sequence parallel a rank holds its part of the first axis.
         """
         hidden = self.embedding(token_ids, None) if self.pre_process else None
-        inverse = self.inverse_frequencies.to(positions.device)
+        angles = rotary_angles(positions, self.inverse_frequencies.to(positions.device))
         return self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=rotary_angles(positions, inverse),
+            rotary_pos_emb=angles if attend is None else angles.squeeze(1),  # as query and key
             packed_seq_params=attend,
         )
 
