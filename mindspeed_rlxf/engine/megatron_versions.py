@@ -49,7 +49,7 @@ def quantize_if_any(quantize: Function) -> Function:
 
 
 def write_in_torch_format(write: Function) -> Function:
-    """torch's writer of checkpoint items, whose format has no default since torch 2.8."""
+    """torch's writer of checkpoint items, whose format newer versions of torch want to be told."""
     if "serialization_format" not in inspect.signature(write).parameters:
         return write
     from torch.distributed.checkpoint.filesystem import SerializationFormat

@@ -1,8 +1,9 @@
 """Core attention for packed sequences, on CPU and CUDA.
 
 Megatron hands over query, key and value as [tokens, batch, heads, head_dim], or packed as [tokens,
-heads, head_dim], after the rotary embedding. What the tokens are - padded rows, packed sequences, one step of generation - is known to
-the object passed as `packed_seq_params`, whose `attend` does the work.
+heads, head_dim], after the rotary embedding. What the tokens are - padded rows, packed sequences,
+one step of generation - is known to the object passed as `packed_seq_params`, whose `attend` does
+the work.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Attend(PackedSeqParams):
 
     `qkv_format` is "thd" and no cumulative lengths are given: Megatron then drops the batch axis of
     1, applies the rotary angles token by token, as given, and passes the object through to the core
-    attention untouched. (Its version 0.12 drops that axis whatever the format says.)
+    attention untouched. (Its versions under 0.16 drop that axis whatever the format says.)
     """
 
     qkv_format: str = "thd"
