@@ -2,6 +2,7 @@
 #
 #   PYTHON=...            interpreter for the environment (default: the first good one found)
 #   DEVICE=cpu|cuda|npu   cpu installs torch; cuda and npu use the torch installed for PYTHON
+#   STACK=...             set of versions, a file of constraints/ (default: cpu); its own environment
 #   TORCH_INDEX_URL=...   package index for torch only (for example one that holds CPU builds)
 #   WHEELHOUSE=dir        install from this folder alone, without network (see `make wheelhouse`)
 #   SEED=1  PYTEST_ARGS=...
@@ -12,6 +13,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 DEVICE ?= cpu
+STACK ?= cpu
 SEED ?= 1
 PYTEST_ARGS ?=
 TORCH_INDEX_URL ?=
@@ -21,9 +23,14 @@ PYTHON ?=
 ifeq ($(filter $(DEVICE),cpu cuda npu),)
 $(error DEVICE=$(DEVICE) must be one of cpu, cuda, npu)
 endif
+STACKS := $(patsubst constraints/%.txt,%,$(wildcard constraints/*.txt))
+ifeq ($(filter $(STACK),$(STACKS)),)
+$(error STACK=$(STACK) must be one of: $(STACKS))
+endif
 
-TORCH := torch==2.13.0
-VENV := .venv$(if $(filter-out cpu,$(DEVICE)),-$(DEVICE))
+SET := constraints/$(STACK).txt
+TORCH := $(shell grep '^torch==' $(SET))
+VENV := .venv$(if $(filter-out cpu,$(DEVICE)),-$(DEVICE))$(if $(filter-out cpu,$(STACK)),-$(STACK))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOCKED := $(VENV)/constraints.txt
@@ -44,7 +51,7 @@ help:
 	  'make lint        ruff and mypy;  make format  applies ruff' \
 	  'make wheelhouse  gather every package in ./wheelhouse' \
 	  'make install     the environment alone; WHEELHOUSE=dir installs without network' \
-	  'options          PYTHON=... DEVICE=cpu|cuda|npu SEED=1 TORCH_INDEX_URL=... WHEELHOUSE=dir'
+	  'options          PYTHON=... DEVICE=cpu|cuda|npu STACK=... SEED=1 TORCH_INDEX_URL=... WHEELHOUSE=dir'
 
 install: $(STAMP)
 
@@ -68,16 +75,21 @@ $(BIN)/python:
 	fi
 
 # On cuda and npu the .pth above lets PYTHON be an environment itself, and the generated constraints
-# keep the torch that is there.
-$(STAMP): setup.py pyproject.toml constraints/cpu.txt constraints/around_installed.py | $(BIN)/python
+# keep the torch that is there. Sets other than cpu are complete: pip looks at no requirement then,
+# which in megatron-core 0.12.1 would be gigabytes that nothing here imports.
+$(STAMP): setup.py pyproject.toml $(SET) constraints/around_installed.py | $(BIN)/python
 	@echo 'installing (a minute or two the first time)'
 ifeq ($(DEVICE),cpu)
 	@$(PIP_INSTALL) $(if $(WHEELHOUSE),,$(TORCH_INDEX)) $(TORCH)
-	@cp constraints/cpu.txt $(LOCKED)
+	@sed 's/^torch==.*/$(TORCH)/' $(SET) > $(LOCKED)
 else
-	@$(BIN)/python constraints/around_installed.py constraints/cpu.txt > $(LOCKED)
+	@$(BIN)/python constraints/around_installed.py $(SET) > $(LOCKED)
 endif
+ifeq ($(STACK),cpu)
 	@$(PIP_INSTALL) -c $(LOCKED) -e '.[test]'
+else
+	@$(PIP_INSTALL) --no-deps -r $(LOCKED) -e .
+endif
 	@touch $@
 
 demo: $(STAMP)

@@ -31,6 +31,7 @@ from mindspeed_rlxf.checkpoint.hf_folder import HfFolder
 from mindspeed_rlxf.checkpoint.weights import StageWeights
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import Rollouts
+from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine.grouping import chunk_rows, group_by_tokens, split_groups
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
@@ -85,6 +86,7 @@ class MegatronEngine:
     ) -> None:
         """A collective over the world. Without `optimizer` the model is frozen."""
         assert role.architecture is not None and role.load is not None, "checked beforehand"
+        megatron_versions.mend()
         self.role, self.head = role, head
         self.source = Path(role.load)
         self.groups = ParallelGroups(
@@ -138,14 +140,16 @@ class MegatronEngine:
         )
         chunks = []
         for chunk in range(count):
-            module = TransformerModel(
-                config,
-                role.architecture,
-                self.head,
-                pre_process=groups.is_first_stage and chunk == 0,
-                post_process=groups.is_last_stage and chunk == count - 1,
-                vp_stage=chunk if count > 1 else None,
-            )
+            vp_stage = chunk if count > 1 else None
+            with megatron_versions.current_chunk(vp_stage):
+                module = TransformerModel(
+                    config,
+                    role.architecture,
+                    self.head,
+                    pre_process=groups.is_first_stage and chunk == 0,
+                    post_process=groups.is_last_stage and chunk == count - 1,
+                    vp_stage=vp_stage,
+                )
             chunks.append(module.to(device=device.current_device(), dtype=self.dtype))
         return chunks
 

@@ -1,8 +1,9 @@
 """Core attention for packed sequences, on CPU and CUDA.
 
-Megatron hands over query, key and value as [tokens, batch, heads, head_dim] after the rotary
-embedding. What the tokens are - padded rows, packed sequences, one step of generation - is known to
-the object passed as `packed_seq_params`, whose `attend` does the work.
+Megatron hands over query, key and value as [tokens, batch, heads, head_dim], or packed as [tokens,
+heads, head_dim], after the rotary embedding. What the tokens are - padded rows, packed sequences,
+one step of generation - is known to the object passed as `packed_seq_params`, whose `attend` does
+the work.
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ class CoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [s, b, heads, d]; key, value [s, b, groups, d] -> [s, b, heads * d]."""
+        """query [s, b, heads, d]; key, value [s, b, groups, d] -> [s, b, heads * d].
+
+        Packed, without the axis b: Megatron adds it to what this returns.
+        """
         assert attention_mask is None and attention_bias is None, "the mask is causal, nothing else"
         if isinstance(packed_seq_params, Attend):
-            out = packed_seq_params.attend(
-                self.layer_number, query.squeeze(1), key.squeeze(1), value.squeeze(1)
-            )
-            return out.reshape(query.size(0), 1, -1)
+            assert query.dim() == 3, "Megatron drops the batch axis of packed tokens"
+            return packed_seq_params.attend(self.layer_number, query, key, value).flatten(1)
         out = causal_attention(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
         return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
@@ -62,11 +64,12 @@ class CoreAttention(MegatronModule):
 class Attend(PackedSeqParams):
     """How the tokens of one forward see each other.
 
-    `qkv_format` is "sbhd": Megatron then applies the rotary angles token by token, as given, and
-    passes the object through to the core attention untouched.
+    `qkv_format` is "thd" and no cumulative lengths are given: Megatron then drops the batch axis of
+    1, applies the rotary angles token by token, as given, and passes the object through to the core
+    attention untouched. (Its versions under 0.16 drop that axis whatever the format says.)
     """
 
-    qkv_format: str = "sbhd"
+    qkv_format: str = "thd"
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [tokens, heads, d]; key, value [tokens, groups, d] -> [tokens, heads, d].

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.models.attention import Attend, CoreAttention
 from mindspeed_rlxf.models.parameters import Head, Split, padded_vocab_size, stage_parameters
 from mindspeed_rlxf.models.rope import inverse_frequencies, rotary_angles
@@ -72,6 +73,10 @@ class TransformerModel(LanguageModule):
     ) -> None:
         super().__init__(config=config)
         self.vp_stage = vp_stage
+        # Megatron-core 0.16 sets these to the same, 0.12 knows no such attributes.
+        self.vp_size = config.virtual_pipeline_model_parallel_size
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.pp_group = parallel_state.get_pipeline_model_parallel_group()
         self.model_type = ModelType.encoder_or_decoder  # asked for by the schedules
         self.architecture, self.head = architecture, head
         self.pre_process, self.post_process = pre_process, post_process
@@ -88,7 +93,7 @@ class TransformerModel(LanguageModule):
             layer_spec(config, vp_stage),
             pre_process=pre_process,
             post_process=post_process,
-            vp_stage=vp_stage,
+            **megatron_versions.chunk_argument(vp_stage),
         )
         if post_process and head is Head.SCORE:
             self.score = ScoreHead(config)
@@ -133,11 +138,11 @@ class TransformerModel(LanguageModule):
         With sequence parallel a rank holds its part of the first axis.
         """
         hidden = self.embedding(token_ids, None) if self.pre_process else None
-        inverse = self.inverse_frequencies.to(positions.device)
+        angles = rotary_angles(positions, self.inverse_frequencies.to(positions.device))
         return self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=rotary_angles(positions, inverse),
+            rotary_pos_emb=angles if attend is None else angles.squeeze(1),  # as query and key
             packed_seq_params=attend,
         )
 
@@ -164,9 +169,10 @@ class TransformerModel(LanguageModule):
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):  # type: ignore[no-untyped-def]
         """As the language module's; a score head has no output layer to tie or pad."""
-        if self.head is Head.SCORE:
-            return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
-        return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        with megatron_versions.current_chunk(self.vp_stage):
+            if self.head is Head.SCORE:
+                return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+            return super().sharded_state_dict(prefix, sharded_offsets, metadata)
 
 
 def layer_spec(
@@ -180,7 +186,7 @@ def layer_spec(
     attention.core_attention = CoreAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    num_layers = get_num_layers_to_build(config, vp_stage)
+    num_layers = get_num_layers_to_build(config, **megatron_versions.chunk_argument(vp_stage))
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
 
 

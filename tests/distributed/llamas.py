@@ -56,9 +56,9 @@ def make_llama(
 ) -> Any:
     """A random model in fp32, saved to `folder`; weights large enough that layers matter."""
     a = architecture
-    rope: dict[str, Any] = {"rope_theta": a.rotary_base, "rope_type": "default"}
+    scaling: dict[str, Any] | None = None
     if a.rope_scaling_type is RopeScaling.LLAMA3:
-        rope |= {
+        scaling = {
             "rope_type": "llama3",
             "factor": a.rope_scaling_factor,
             "low_freq_factor": a.low_freq_factor,
@@ -77,7 +77,8 @@ def make_llama(
         max_position_embeddings=a.max_position_embeddings,
         rms_norm_eps=a.norm_epsilon,
         tie_word_embeddings=not a.untie_embeddings_and_output_weights,
-        rope_parameters=rope,
+        rope_theta=a.rotary_base,  # version 5 of transformers reads this older spelling too
+        rope_scaling=scaling,
         initializer_range=0.15,
         pad_token_id=0,
         bos_token_id=None,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from transformers import LlamaConfig, Qwen2Config
 
 from mindspeed_rlxf.config.enums import RopeScaling
@@ -64,16 +65,26 @@ def older(**keys: Any) -> dict[str, Any]:
 
 
 def newer(rope: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
-    """As the installed transformers writes it."""
-    base = older()
-    for name in ("model_type", "rope_theta", "rope_scaling"):
+    """As transformers 5 writes it."""
+    base = older(head_dim=8)
+    for name in ("rope_theta", "rope_scaling"):
         del base[name]
     parameters = {"rope_theta": 500000.0, **(rope or {"rope_type": "default"})}
-    return json.loads(LlamaConfig(**(base | keys), rope_parameters=parameters).to_json_string())
+    return base | {"rope_parameters": parameters} | keys
+
+
+@pytest.mark.parametrize("rope", [None, LLAMA3_ROPE], ids=["plain", "llama3"])
+def test_config_of_the_installed_transformers_agrees(rope: dict[str, Any] | None) -> None:
+    config = older(rope_scaling=rope)
+    del config["model_type"]  # the class's own
+    written = json.loads(LlamaConfig(**config).to_json_string())
+    version_5 = int(transformers.__version__.split(".")[0]) >= 5
+    assert ("rope_parameters" in written, "rope_theta" in written) == (version_5, not version_5)
+    ours = architecture(**(LLAMA3_KEYS if rope else {}))
+    assert disagreements(ours, written, scored=False) == []
 
 
 def test_transformers_5_config_agrees() -> None:
-    assert "rope_parameters" in newer() and "rope_theta" not in newer()
     assert disagreements(architecture(), newer(), scored=False) == []
 
 
@@ -192,7 +203,7 @@ def test_a_yaml_may_allow_shorter_sequences() -> None:
 
 def test_qwen2_has_a_bias_that_config_json_does_not_mention() -> None:
     config = json.loads(Qwen2Config(**{**older(), "model_type": "qwen2"}).to_json_string())
-    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    config["rope_theta"] = config.pop("rope_parameters", config)["rope_theta"]
     assert "attention_bias" not in config
     assert hf_architecture(config)["add_qkv_bias"]
     assert disagreements(architecture(add_qkv_bias=True), older(model_type="qwen2"), False) == []

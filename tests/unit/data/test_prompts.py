@@ -77,7 +77,7 @@ def test_chat_messages_go_through_the_template_once(make_tokenizer, ids_of, writ
     (prompt,) = load_prompts(write_jsonl({"prompt": messages}), tokenizer, data(), 100)
     assert prompt.text == "<bos><user>hi<assistant>"
     assert prompt.token_ids.tolist() == ids_of("<bos>", "<user>", "h", "i", "<assistant>")
-    official = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    official = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
     assert prompt.token_ids.tolist() == official["input_ids"]
 
 

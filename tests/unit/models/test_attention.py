@@ -105,8 +105,16 @@ def test_core_attention_of_padded_rows_is_that_of_each_row() -> None:
 def test_core_attention_leaves_packed_tokens_to_the_pack() -> None:
     qkv = random_tokens(7)
     pack = PackedSequences(lengths=(3, 4))
-    got = core_attention()(*(x.unsqueeze(1) for x in qkv), None, packed_seq_params=pack)
-    assert_close(got, each_alone([3, 4], qkv).flatten(1)[:, None])
+    got = core_attention()(*qkv, None, packed_seq_params=pack)  # [tokens, heads * d]
+    assert_close(got, each_alone([3, 4], qkv).flatten(1))
+
+
+def test_core_attention_keeps_the_only_head_of_a_rank_apart_from_the_batch() -> None:
+    query, key, value = random_tokens(7)
+    pack = PackedSequences(lengths=(3, 4))
+    got = core_attention()(query[:, :1], key[:, :1], value[:, :1], None, packed_seq_params=pack)
+    alone = each_alone([3, 4], (query[:, :1], key[:, :1], value[:, :1]))
+    assert_close(got, alone.flatten(1))
 
 
 def test_core_attention_refuses_a_mask_of_its_own() -> None:
@@ -116,8 +124,10 @@ def test_core_attention_refuses_a_mask_of_its_own() -> None:
 
 
 def test_pack_asks_megatron_for_rotary_angles_token_by_token() -> None:
-    # "thd" would make Megatron restart positions at its own cumulative lengths
-    assert PackedSequences(lengths=(2,)).qkv_format == "sbhd"
+    # cumulative lengths would make Megatron restart the positions of each sequence at 0
+    pack = PackedSequences(lengths=(2,))
+    assert pack.cu_seqlens_q is None and pack.cu_seqlens_kv is None
+    assert pack.qkv_format == "thd"
 
 
 @pytest.mark.parametrize("lengths", [(), (3, 0)])

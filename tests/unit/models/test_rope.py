@@ -54,7 +54,8 @@ def theirs(rope: dict[str, Any]) -> LlamaRotaryEmbedding:
         num_attention_heads=2,
         head_dim=48,
         max_position_embeddings=1024,
-        rope_parameters={"rope_theta": 500.0, **rope},
+        rope_theta=500.0,  # version 5 reads this older spelling too
+        rope_scaling=rope,
     )
     return LlamaRotaryEmbedding(config)
 
