@@ -51,7 +51,7 @@ def test_plan_shows_a_virtual_pipeline(make_tree: Callable[..., Any]) -> None:
     keys = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
     virtual = {f"ref.{key}": value for key, value in keys.items()}
     shown = lines(make_tree, {**virtual, "ref.micro_batch_size": 5})
-    assert any(line.startswith("ref small main 8 1 2 x 2 chunks 4 fp32 ") for line in shown)
+    assert any(line.startswith("ref small main 8 1 2 x 2 chunks 4 1 fp32 ") for line in shown)
     assert "ref 24 5 6" in shown
 
 
