@@ -270,8 +270,10 @@ def test_expert_ranks_share_the_experts_out_and_hold_all_else(family: str, ep: i
 def test_a_rank_holds_neighbouring_experts_and_counts_them_from_zero() -> None:
     a = architecture(**FAMILIES["mixtral"])
     held = {p.name: p for p in stage_parameters(a, Head.LANGUAGE_MODEL, 1, 2, 1, 2)}
-    second = held["decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"]
-    block = "model.layers.2.block_sparse_moe.experts.3"  # layers 2, 3 and experts 2, 3
-    assert second.expert == 3
-    # w1 is the activated half (gate), w3 the other (up)
-    assert second.sources == (f"{block}.w1.weight", f"{block}.w3.weight")
+    place, block = "decoder.layers.0.mlp.experts.local_experts", "model.layers.2.block_sparse_moe"
+    for local, expert in ((0, 2), (1, 3)):
+        first = held[f"{place}.{local}.linear_fc1.weight"]
+        assert first.expert == expert
+        # w1 is the activated half (gate), w3 the other (up)
+        names = (f"{block}.experts.{expert}.{part}.weight" for part in ("w1", "w3"))
+        assert first.sources == tuple(names)
