@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    MixtralForSequenceClassification,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeForSequenceClassification,
 )
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
@@ -23,9 +30,71 @@ Family = tuple[Any, Any, Any]
 LLAMA: Family = (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification)
 QWEN2: Family = (Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification)
 QWEN3: Family = (Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification)
+QWEN3_MOE: Family = (Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification)
+MIXTRAL: Family = (MixtralConfig, MixtralForCausalLM, MixtralForSequenceClassification)
 
 
 def family_of(architecture: ArchitectureConfig) -> Family:
+    if architecture.num_experts is not None:
+        return QWEN3_MOE if architecture.qk_layernorm else MIXTRAL
     if architecture.add_qkv_bias:
         return QWEN2
     return QWEN3 if architecture.qk_layernorm else LLAMA
+
+
+def config_keys(a: ArchitectureConfig) -> dict[str, Any]:
+    """Numbers of the architecture by their names in transformers."""
+    keys = {
+        "num_hidden_layers": a.num_layers,
+        "hidden_size": a.hidden_size,
+        "intermediate_size": a.ffn_hidden_size,
+        "num_attention_heads": a.num_attention_heads,
+        "num_key_value_heads": a.kv_heads,
+        "head_dim": a.head_dim,
+        "vocab_size": a.vocab_size,
+        "tie_word_embeddings": not a.untie_embeddings_and_output_weights,
+        "num_labels": 1,
+        "pad_token_id": 0,
+    }
+    if a.num_experts is None:
+        return keys
+    keys |= {"num_local_experts": a.num_experts, "num_experts_per_tok": a.moe_router_topk}
+    if a.qk_layernorm:
+        keys |= {"moe_intermediate_size": a.mlp_hidden_size}
+        keys |= {"norm_topk_prob": not a.moe_router_pre_softmax}
+    return keys
+
+
+def stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor in a published safetensors file of the model.
+
+    transformers 5 holds the experts of a layer in one tensor; files hold a matrix for each, which
+    is what `save_pretrained` writes (`test_a_saved_folder_has_the_names_of_stored_shapes`).
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    mixtral = model.config.model_type == "mixtral"
+    block = "block_sparse_moe" if mixtral else "mlp"
+    # named_parameters leaves out the second name of a tied weight, as a file does
+    for name, parameter in model.named_parameters():
+        layer, found, rest = name.partition(".mlp.")
+        if not found or (rest != "gate.weight" and not rest.startswith("experts.")):
+            shapes[name] = tuple(parameter.shape)
+        elif rest == "gate.weight":
+            shapes[f"{layer}.{block}.gate.weight"] = tuple(parameter.shape)
+        else:
+            count, rows, columns = parameter.shape
+            both = rest == "experts.gate_up_proj"
+            names = ("w1", "w3") if mixtral else ("gate_proj", "up_proj")
+            if not both:
+                names = ("w2",) if mixtral else ("down_proj",)
+            for expert in range(count):
+                for part in names:
+                    key = f"{layer}.{block}.experts.{expert}.{part}.weight"
+                    shapes[key] = (rows // len(names), columns)
+    return shapes
+
+
+def on_meta(kind: Any, config: Any) -> Any:
+    """The model without its numbers."""
+    with torch.device("meta"):
+        return kind(config)

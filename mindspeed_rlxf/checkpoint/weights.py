@@ -21,7 +21,7 @@ from mindspeed_rlxf.models.parameters import (
     SCORE_HEAD,
     Head,
     StageParameter,
-    hf_shapes,
+    hf_shape,
     rank_parameters,
     shard_slices,
 )
@@ -39,6 +39,10 @@ SIDE_FILES = (
 )
 
 
+Files = list[tuple[str, dict[str, int]]]
+"""Name of each file, and the bytes of each tensor in it."""
+
+
 class StageWeights:
     """The parameters of one pipeline rank, as a table from the map to the module's tensors."""
 
@@ -49,15 +53,15 @@ class StageWeights:
         head: Head,
         tp_group: dist.ProcessGroup,
         pp_group: dist.ProcessGroup,
+        ep_group: dist.ProcessGroup,
         chunks: int = 1,
     ) -> None:
         """module: the stage, or the list of its chunks where there are several."""
         self.architecture, self.head = architecture, head
-        self.tp_group, self.pp_group = tp_group, pp_group
+        self.tp_group, self.pp_group, self.ep_group = tp_group, pp_group, ep_group
         self.tensors = dict(module.named_parameters())
-        self.table = list(
-            rank_parameters(architecture, head, pp_group.rank(), pp_group.size(), chunks)
-        )
+        place = (pp_group.rank(), pp_group.size(), chunks, ep_group.rank(), ep_group.size())
+        self.table = list(rank_parameters(architecture, head, *place))
         mapped = {p.name for p in self.table}
         assert mapped == set(self.tensors), f"map and module differ: {mapped ^ set(self.tensors)}"
 
@@ -96,7 +100,7 @@ class StageWeights:
         dist.all_gather(shards, shard.contiguous(), group=self.tp_group)
         if not keep:
             return {}
-        shapes = hf_shapes(self.architecture, self.head)
+        shapes = {name: hf_shape(name, self.architecture) for name in parameter.sources}
         full = {name: torch.empty(shapes[name], dtype=shard.dtype) for name in parameter.sources}
         for rank, piece in enumerate(shards):
             offset = 0
@@ -109,38 +113,44 @@ class StageWeights:
     def export(self, target: Path, source: Path, writes: bool) -> None:
         """Write the folder `target`: each pipeline stage its own file, the first one the index.
 
+        With experts on several ranks each of these writes a file: the first one of a stage its own
+        experts and all else, the others their experts.
+
         source: the folder the weights came from; gives config, tokenizer and the dtype per tensor.
-        writes: True on the one rank of each stage that writes (tp rank 0 of the first replica).
-        A collective over the tensor- and pipeline-parallel groups; only ranks that write hold the
-        stage's tensors on the host.
+        writes: True on the ranks that write (tp rank 0 of the first `ep` replicas).
+        A collective over the tensor-, pipeline- and expert-parallel groups; only ranks that write
+        hold their tensors on the host.
         """
-        stage, stages = self.pp_group.rank(), self.pp_group.size()
-        name = SINGLE if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
+        name = self._file_name()
+        first = self.ep_group.rank() == 0
         original = HfFolder(source)
         tensors: dict[str, Tensor] = {}
         for parameter in self.table:
             if parameter.name.endswith(OUTPUT_LAYER.name) and self._tied:
                 continue  # the first stage writes the embedding
-            for hf_name, tensor in self.hf_tensors(parameter, keep=writes).items():
+            keep = writes and (first or parameter.expert is not None)
+            for hf_name, tensor in self.hf_tensors(parameter, keep).items():
                 dtype = original.dtype(hf_name) if hf_name in original else tensor.dtype
                 tensors[hf_name] = tensor.to(dtype)
         if writes:
             target.mkdir(parents=True, exist_ok=True)
             save_file(tensors, target / name, metadata={"format": "pt"})
         sizes = {hf_name: t.numel() * t.element_size() for hf_name, t in tensors.items()}
-        gathered: list[tuple[str, dict[str, int]]] = [("", {})] * stages
-        dist.all_gather_object(gathered, (name, sizes), group=self.pp_group)
-        if writes and stage == 0:
+        gathered = _gather(_gather([(name, sizes)], self.ep_group), self.pp_group)
+        if writes and first and self.pp_group.rank() == 0:
             self._write_side_files(target, source, gathered)
+
+    def _file_name(self) -> str:
+        parts = self.pp_group.size() * self.ep_group.size()
+        part = self.pp_group.rank() * self.ep_group.size() + self.ep_group.rank()
+        return SINGLE if parts == 1 else f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
 
     @property
     def _tied(self) -> bool:
         lm = self.head is Head.LANGUAGE_MODEL
         return lm and not self.architecture.untie_embeddings_and_output_weights
 
-    def _write_side_files(
-        self, target: Path, source: Path, files: list[tuple[str, dict[str, int]]]
-    ) -> None:
+    def _write_side_files(self, target: Path, source: Path, files: Files) -> None:
         if len(files) > 1:
             weight_map = {name: file for file, sizes in files for name in sorted(sizes)}
             total = sum(size for _, sizes in files for size in sizes.values())
@@ -158,3 +168,10 @@ class StageWeights:
         for file in SIDE_FILES:
             if (source / file).exists():
                 shutil.copyfile(source / file, target / file)
+
+
+def _gather(files: Files, group: dist.ProcessGroup) -> Files:
+    """The lists of all ranks of the group, one after the other."""
+    gathered: list[Files] = [[]] * group.size()
+    dist.all_gather_object(gathered, files, group=group)
+    return [file for part in gathered for file in part]

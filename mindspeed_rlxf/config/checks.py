@@ -12,6 +12,7 @@ from mindspeed_rlxf.config.batch_rules import (
     token_budget,
 )
 from mindspeed_rlxf.config.enums import RewardKind, Role, RopeScaling
+from mindspeed_rlxf.config.expert_rules import expert_problems
 from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RoleConfig, RunConfig
 from mindspeed_rlxf.config.stage_rules import check_groups, check_stage
 from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_around, use
@@ -108,6 +109,8 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[str]:
         return
     section = config.role(role)
     tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
+    placed = problem is None and config.pool_of(role) in config.resource_pool
+    yield from expert_problems(role, section, config.layout(role).dp if placed else None)
     yield from _tensor_parallel(role, section, section.architecture)
     yield from token_budget(config, role)
     layers = section.architecture.num_layers
@@ -150,8 +153,9 @@ def _tensor_parallel(role: Role, section: RoleConfig, a: ArchitectureConfig) -> 
     parts = {
         "num_attention_heads": a.num_attention_heads,
         "num_query_groups": a.kv_heads,
-        "ffn_hidden_size": a.ffn_hidden_size,
     }
+    width = "moe_ffn_hidden_size" if a.num_experts and a.moe_ffn_hidden_size else "ffn_hidden_size"
+    parts[width] = a.mlp_hidden_size
     whole = gcd(*parts.values())
     for name, number in parts.items():
         if number % tp:

@@ -14,6 +14,13 @@ class Role(str, Enum):
     REWARD = "reward"
 
 
+class LoadBalancing(str, Enum):
+    """What keeps the experts of a layer equally busy."""
+
+    AUX_LOSS = "aux_loss"  # a loss on the router, times moe_aux_loss_coeff
+    NONE = "none"
+
+
 class Stage(str, Enum):
     """Training algorithm."""
 

@@ -12,6 +12,8 @@ FAMILIES = {
     "llama": {"add_qkv_bias": False, "qk_layernorm": False},
     "qwen2": {"add_qkv_bias": True, "qk_layernorm": False},
     "qwen3": {"add_qkv_bias": False, "qk_layernorm": True},
+    "qwen3_moe": {"add_qkv_bias": False, "qk_layernorm": True},
+    "mixtral": {"add_qkv_bias": False, "qk_layernorm": False},
 }
 """model_type -> what its config.json leaves unsaid."""
 
@@ -78,7 +80,21 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
     if kind == "llama3":
         for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
             fields[name] = scaling.get(name)
-    return fields
+    return fields | _experts(config)
+
+
+def _experts(config: dict[str, Any]) -> dict[str, Any]:
+    """transformers 5 calls the number of experts `num_local_experts` in both families."""
+    family = config.get("model_type")
+    if family not in ("qwen3_moe", "mixtral"):
+        return {"num_experts": None}
+    width = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
+    return {
+        "num_experts": config.get("num_experts") or config.get("num_local_experts"),
+        "moe_router_topk": config.get("num_experts_per_tok"),
+        "moe_ffn_hidden_size": config.get(width),
+        "moe_router_pre_softmax": family == "qwen3_moe" and not config.get("norm_topk_prob"),
+    }
 
 
 def _head_dim(config: dict[str, Any]) -> int | None:
@@ -99,7 +115,22 @@ def unsupported(config: dict[str, Any]) -> list[str]:
         return [f"hidden_act: silu, {config['hidden_act']}"]
     if config.get("use_sliding_window"):
         return ["use_sliding_window: false, true"]
-    return []
+    return _unsupported_experts(config)
+
+
+def _unsupported_experts(config: dict[str, Any]) -> list[str]:
+    found = []
+    window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
+    if config.get("model_type") == "mixtral" and window and longest and window < longest:
+        found.append(f"sliding_window: null or at least {longest}, {window}")
+    only = {"decoder_sparse_step": 1, "router_jitter_noise": 0.0, "mlp_only_layers": []}
+    for name, possible in only.items():
+        if config.get(name) not in (None, possible):
+            found.append(f"{name}: {possible}, {config[name]}")
+    for name in ("shared_expert_intermediate_size", "n_shared_experts"):
+        if config.get(name):
+            found.append(f"{name}: none, {config[name]}")
+    return found
 
 
 def disagreements(
@@ -129,5 +160,7 @@ def _resolved(architecture: ArchitectureConfig, name: str) -> Any:
         return architecture.kv_heads
     if name == "kv_channels":
         return architecture.head_dim
+    if name == "moe_ffn_hidden_size":
+        return architecture.mlp_hidden_size
     value = getattr(architecture, name)
     return getattr(value, "value", value)

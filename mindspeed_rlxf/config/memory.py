@@ -71,7 +71,9 @@ def layer_activation_bytes(
 
     Two norms keep their input in fp32, the normed value and the output; attention its projections,
     rotated queries and keys, cosines and sines, the output twice and the log of the normaliser; the
-    gated MLP its two halves together, the activated half, the other half and their product.
+    gated MLP its two halves together, the activated half, the other half and their product. Experts
+    keep that for each token sent to them, its hidden state and the product times its weight; the
+    router its probabilities and choices.
     """
     queries, keys = a.num_attention_heads * a.head_dim // tp, a.kv_heads * a.head_dim // tp
     norms = 2 * ((FP32 + 2 * itemsize) * a.hidden_size + FP32)
@@ -79,9 +81,30 @@ def layer_activation_bytes(
     attention += FP32 * a.num_attention_heads // tp
     if a.qk_layernorm:
         attention += (FP32 + itemsize) * (queries + keys)
-    mlp = 5 * itemsize * a.ffn_hidden_size // tp
     norm_tokens = tokens // tp if sequence_parallel else tokens
-    return norm_tokens * norms + tokens * (attention + mlp)
+    kept = norm_tokens * norms + tokens * attention
+    if a.num_experts is None:
+        return kept + tokens * 5 * itemsize * a.mlp_hidden_size // tp
+    expert = itemsize * (a.hidden_size + 6 * a.mlp_hidden_size // tp)
+    routing = 5 * a.num_experts + 12 * a.moe_router_topk
+    return kept + dispatched_tokens(a, tokens, tp, sequence_parallel) * expert + tokens * routing
+
+
+def dispatched_tokens(a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool) -> int:
+    """Tokens that the experts of a rank compute in one layer, each as often as experts chose it.
+
+    For routing that is balanced over the ranks. Without sequence parallel every tensor-parallel
+    rank sends all tokens.
+    """
+    return tokens * (a.moe_router_topk if a.num_experts else 0) * (1 if sequence_parallel else tp)
+
+
+def dispatch_bytes(
+    a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
+) -> int:
+    """Hidden states of one layer on their way to the experts and back: three copies at once."""
+    dispatched = dispatched_tokens(a, tokens, tp, sequence_parallel)
+    return 3 * dispatched * a.hidden_size * itemsize
 
 
 def micro_batch_tokens(role: RoleConfig, samples: int, length: int) -> int:
@@ -177,10 +200,20 @@ def gather_buffer_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:
     return tokens * hidden_size * itemsize
 
 
-def communicators(tp: int, pp: int, dp: int, trains: bool, generates: bool) -> int:
-    """Groups of more than one rank that a role makes device buffers for."""
+def communicators(
+    tp: int, pp: int, dp: int, trains: bool, generates: bool, ep: int = 1, experts: bool = False
+) -> int:
+    """Groups of more than one rank that a role makes device buffers for.
+
+    experts: the model has some, whose tensor-parallel groups are Megatron's own, with ep too
+    """
     model = trains and tp * pp > 1  # sums the gradient norm
-    return sum((tp > 1, pp > 1, dp > 1, model, generates and tp > 1))
+    dense = sum((tp > 1, pp > 1, dp > 1, model, generates and tp > 1))
+    if not experts:
+        return dense
+    sums = trains and ep > 1
+    sparse = sum((tp > 1, ep > 1, tp * ep > 1, sums and dp > ep, sums, generates and tp > 1))
+    return dense + sparse
 
 
 def sample_bytes(prompt: int, response: int) -> int:

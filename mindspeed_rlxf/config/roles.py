@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from mindspeed_rlxf.config.enums import DpoLoss, LrDecayStyle, PolicyLoss, RewardKind, RopeScaling
+from mindspeed_rlxf.config.enums import (
+    DpoLoss,
+    LoadBalancing,
+    LrDecayStyle,
+    PolicyLoss,
+    RewardKind,
+    RopeScaling,
+)
 from mindspeed_rlxf.config.fields import Integers, Section, Word, key
 
 
 class ArchitectureConfig(Section):
-    """A decoder of the Llama or Qwen family, in Megatron's names; `model.<name>` in the YAML."""
+    """A decoder of the Llama, Qwen or Mixtral family, in Megatron's names; `model.<name>` in the
+    YAML. With `num_experts` the MLP of every layer is a mixture of experts."""
 
     num_layers: int = key(..., "transformer layers", ge=1)
     hidden_size: int = key(..., "width of the residual stream", ge=1)
@@ -32,6 +40,16 @@ class ArchitectureConfig(Section):
     norm_epsilon: float = key(1e-5, "RMSNorm epsilon", gt=0)
     untie_embeddings_and_output_weights: bool = key(False, "output layer has its own weights")
     init_method_std: float = key(0.02, "standard deviation of new weights", gt=0)
+    num_experts: int | None = key(None, "experts of each layer; null = one dense MLP", ge=2)
+    moe_router_topk: int = key(2, "experts that compute a token", ge=1)
+    moe_ffn_hidden_size: int | None = key(None, "width of one expert; null = ffn_hidden_size", ge=1)
+    moe_router_pre_softmax: bool = key(
+        False, "weights of the chosen experts sum to less than 1 (norm_topk_prob: false)"
+    )
+    moe_router_load_balancing_type: Annotated[LoadBalancing, Word] = key(
+        LoadBalancing.AUX_LOSS, "aux_loss or none", "free"
+    )
+    moe_aux_loss_coeff: float = key(0.0, "weight of the load-balancing loss", "free", ge=0)
 
     @property
     def kv_heads(self) -> int:
@@ -42,6 +60,17 @@ class ArchitectureConfig(Section):
     def head_dim(self) -> int:
         """Width of one head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def mlp_hidden_size(self) -> int:
+        """Width of a layer's MLP, or of one expert."""
+        return (self.num_experts and self.moe_ffn_hidden_size) or self.ffn_hidden_size
+
+    @property
+    def balances_experts(self) -> bool:
+        """Training adds the load-balancing loss."""
+        wanted = self.moe_router_load_balancing_type is LoadBalancing.AUX_LOSS
+        return self.num_experts is not None and wanted and self.moe_aux_loss_coeff > 0
 
 
 class OptimizerConfig(Section):
@@ -69,6 +98,9 @@ class RoleConfig(Section):
     pipeline_model_parallel_size: int = key(1, "ranks that share the layers", "reshard", ge=1)
     num_layers_per_virtual_pipeline_stage: int | None = key(
         None, "layers of a chunk; a rank holds several (interleaved); null = one", "reshard", ge=1
+    )
+    expert_model_parallel_size: int = key(
+        1, "data-parallel ranks that share the experts of a layer", "reshard", ge=1
     )
     sequence_parallel: bool = key(False, "shard norms by token; no effect with TP 1", "reshard")
     micro_batch_size: int = key(1, "samples per forward on one rank", "free", ge=1)

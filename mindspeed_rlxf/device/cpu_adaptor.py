@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from mindspeed_rlxf.device import gloo_collectives
+
 FACTORIES = (
     "tensor", "zeros", "ones", "empty", "full", "rand", "randn", "arange", "randint", "as_tensor",
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
@@ -37,6 +39,7 @@ def apply() -> None:
     torch.Tensor.type = _type_with_cuda_prefix(torch.Tensor.type)
     _patch_runtime()
     _patch_random_state()
+    gloo_collectives.apply()
 
 
 def _is_cuda(device: Any) -> bool:
@@ -70,13 +73,20 @@ def _type_with_cuda_prefix(original: Callable[..., Any]) -> Callable[..., Any]:
     return tensor_type
 
 
+class _Stream(torch.cpu.Stream):
+    """torch's records no event, and the token dispatcher of experts waits for one."""
+
+    def record_event(self, event: Any = None) -> Any:
+        return torch.cpu.Event()
+
+
 def _patch_runtime() -> None:
     cuda = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.set_device = lambda device: None
     cuda.synchronize = lambda device=None: None
     cuda.empty_cache = lambda: None
-    cuda.Stream = torch.cpu.Stream
+    cuda.Stream = _Stream
     cuda.current_stream = cuda.default_stream = torch.cpu.current_stream
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.get_device_capability = lambda device=None: (0, 0)

@@ -36,6 +36,7 @@ from mindspeed_rlxf.engine.grouping import chunk_rows, group_by_tokens, split_gr
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rlxf.engine.parallel import ParallelGroups
+from mindspeed_rlxf.models.experts import weigh_balance_loss
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
 
@@ -94,6 +95,7 @@ class MegatronEngine:
             role.pipeline_model_parallel_size,
             seed,
             role.model_chunks,
+            role.expert_model_parallel_size,
         )
         self.dtype = torch.bfloat16 if role.bf16 else torch.float32
         with self.groups.active():
@@ -104,6 +106,7 @@ class MegatronEngine:
                 head,
                 self.groups.tp,
                 self.groups.pp,
+                self.groups.ep,
                 role.model_chunks,
             )
             self._load(seed)
@@ -137,6 +140,7 @@ class MegatronEngine:
             role.sequence_parallel,
             self.dtype,
             count,
+            groups.ep.size(),
         )
         chunks = []
         for chunk in range(count):
@@ -256,10 +260,10 @@ class MegatronEngine:
 
         A collective over the role's ranks; the last one to finish leaves both complete.
         """
-        first_replica = self.groups.dp.rank() == 0
+        first_experts = self.groups.dp.rank() < self.groups.ep.size()  # all experts, each once
         with self.groups.active():
             self.weights.export(
-                hf_folder, self.source, first_replica and self.groups.tp.rank() == 0
+                hf_folder, self.source, first_experts and self.groups.tp.rank() == 0
             )
             dist.barrier()
             if megatron_folder is None:
@@ -293,6 +297,7 @@ class MegatronEngine:
 
             def loss(hidden: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
                 output = then(self.chunks[-1], batch, hidden)
+                weigh_balance_loss(output.weight)
                 weight = torch.tensor(output.weight, dtype=torch.int, device=hidden.device)
                 return output.loss, weight, output
 

@@ -29,21 +29,28 @@ _PRISTINE = _globals()
 
 
 class ParallelGroups:
-    """Tensor, pipeline and data parallel groups of one role over the whole process world."""
+    """Tensor, pipeline, data and expert parallel groups of one role over the process world.
 
-    def __init__(self, tp: int, pp: int, seed: int, chunks: int = 1) -> None:
+    Experts are split over tp as a dense MLP is, and each layer's over `ep` neighbouring
+    data-parallel ranks: expert rank = data-parallel rank % ep. The gradients of an expert are
+    summed over the dp / ep ranks that hold it.
+    """
+
+    def __init__(self, tp: int, pp: int, seed: int, chunks: int = 1, ep: int = 1) -> None:
         """A collective: every process of the world has to take part.
 
         seed:   of Megatron's tensor-parallel random streams
         chunks: of the model on a pipeline rank
         """
-        assert dist.get_world_size() % (tp * pp) == 0, "world size must be a multiple of tp * pp"
+        assert dist.get_world_size() % (tp * pp * ep) == 0, "the world holds no whole replicas"
         outside = _globals()
         vars(parallel_state).update(_PRISTINE)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=tp,
         )
         tracker = tensor_parallel.get_cuda_rng_tracker()
         outside_random = tracker.get_states()
@@ -52,6 +59,7 @@ class ParallelGroups:
         self.tp = parallel_state.get_tensor_model_parallel_group()
         self.pp = parallel_state.get_pipeline_model_parallel_group()
         self.dp = parallel_state.get_data_parallel_group()
+        self.ep = parallel_state.get_expert_model_parallel_group()
         # For sums in fp64 on the host, which not every device's collectives can do.
         self.dp_host = parallel_state.get_data_parallel_group_gloo()
         vars(parallel_state).update(outside)

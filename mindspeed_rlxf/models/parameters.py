@@ -33,7 +33,10 @@ class Split(Enum):
 
 @dataclass(frozen=True)
 class Parameter:
-    """One Megatron parameter: `{layer}` is the stage's own index there, the global one in HF."""
+    """One Megatron parameter: `{layer}` is the stage's own index there, the global one in HF.
+
+    `{expert}` likewise: the expert-parallel rank's own index there, the global one in HF.
+    """
 
     name: str
     sources: tuple[str, ...]
@@ -42,11 +45,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class StageParameter:
-    """A parameter of one pipeline stage with its names resolved."""
+    """A parameter of one pipeline stage with its names resolved.
+
+    `expert` is its expert's global index; None = every expert-parallel rank holds the parameter.
+    """
 
     name: str
     sources: tuple[str, ...]
     split: Split
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -91,20 +98,55 @@ QK_NORM = tuple(
     )
     for name in "qk"
 )
-LAYER = (
+ATTENTION = (
     _layer("input_layernorm.weight", Split.REPLICATED, "input_layernorm.weight"),
     _qkv("weight"),
     _layer("self_attention.linear_proj.weight", Split.COLUMNS, "self_attn.o_proj.weight"),
     _layer("pre_mlp_layernorm.weight", Split.REPLICATED, "post_attention_layernorm.weight"),
+)
+MLP = (
     _layer("mlp.linear_fc1.weight", Split.GATE_UP, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
     _layer("mlp.linear_fc2.weight", Split.COLUMNS, "mlp.down_proj.weight"),
 )
 
 
+def _router(block: str) -> tuple[Parameter, ...]:
+    return (_layer("mlp.router.weight", Split.REPLICATED, f"{block}.gate.weight"),)
+
+
+def _expert(block: str, gate: str, up: str, down: str) -> tuple[Parameter, ...]:
+    ours, theirs = "mlp.experts.local_experts.{expert}", block + ".experts.{expert}"
+    return (
+        _layer(
+            f"{ours}.linear_fc1.weight",
+            Split.GATE_UP,
+            f"{theirs}.{gate}.weight",
+            f"{theirs}.{up}.weight",
+        ),
+        _layer(f"{ours}.linear_fc2.weight", Split.COLUMNS, f"{theirs}.{down}.weight"),
+    )
+
+
+QWEN_MOE = (_router("mlp"), _expert("mlp", "gate_proj", "up_proj", "down_proj"))
+MIXTRAL_MOE = (_router("block_sparse_moe"), _expert("block_sparse_moe", "w1", "w3", "w2"))
+
+
 def layer_parameters(architecture: ArchitectureConfig) -> tuple[Parameter, ...]:
-    """The parameters of one decoder layer."""
+    """The parameters of one decoder layer but its experts'."""
+    mlp = MLP if architecture.num_experts is None else _moe(architecture)[0]
     bias = QKV_BIAS if architecture.add_qkv_bias else ()
-    return LAYER + bias + (QK_NORM if architecture.qk_layernorm else ())
+    return ATTENTION + mlp + bias + (QK_NORM if architecture.qk_layernorm else ())
+
+
+def _moe(architecture: ArchitectureConfig) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
+    """Router and expert by their names in the family, which the norms of the heads tell apart."""
+    return QWEN_MOE if architecture.qk_layernorm else MIXTRAL_MOE
+
+
+def local_experts(num_experts: int | None, ep_rank: int, ep: int) -> range:
+    """Global indices of the experts of each layer that an expert-parallel rank holds."""
+    per_rank = (num_experts or 0) // ep
+    return range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
 
 
 def padded_vocab_size(architecture: ArchitectureConfig, tp: int) -> int:
@@ -119,9 +161,17 @@ def stage_layers(num_layers: int, pp_rank: int, pp: int) -> range:
 
 
 def stage_parameters(
-    architecture: ArchitectureConfig, head: Head, pp_rank: int = 0, pp: int = 1
+    architecture: ArchitectureConfig,
+    head: Head,
+    pp_rank: int = 0,
+    pp: int = 1,
+    ep_rank: int = 0,
+    ep: int = 1,
 ) -> Iterator[StageParameter]:
-    """The parameters of one pipeline stage, in a fixed order that is the same on every rank."""
+    """The parameters of one pipeline stage, in a fixed order that is the same on every rank.
+
+    Expert-parallel ranks differ in the experts only.
+    """
     first, last = pp_rank == 0, pp_rank == pp - 1
     tied = head is Head.LANGUAGE_MODEL and not architecture.untie_embeddings_and_output_weights
     if first:
@@ -129,6 +179,7 @@ def stage_parameters(
     for local, layer in enumerate(stage_layers(architecture.num_layers, pp_rank, pp)):
         for parameter in layer_parameters(architecture):
             yield _resolved(parameter, local, layer)
+        yield from _experts(architecture, local, layer, ep_rank, ep)
     if last:
         yield _resolved(FINAL_NORM, 0, 0)
         if head is Head.SCORE:
@@ -140,7 +191,13 @@ def stage_parameters(
 
 
 def rank_parameters(
-    architecture: ArchitectureConfig, head: Head, pp_rank: int, pp: int, chunks: int = 1
+    architecture: ArchitectureConfig,
+    head: Head,
+    pp_rank: int,
+    pp: int,
+    chunks: int = 1,
+    ep_rank: int = 0,
+    ep: int = 1,
 ) -> Iterator[StageParameter]:
     """The parameters of all chunks of the model that a pipeline rank holds.
 
@@ -148,9 +205,22 @@ def rank_parameters(
     pipeline). With several chunks a name starts with that of its chunk, `{c}.`.
     """
     for chunk in range(chunks):
-        table = stage_parameters(architecture, head, chunk * pp + pp_rank, chunks * pp)
-        for parameter in table:
+        place = (chunk * pp + pp_rank, chunks * pp, ep_rank, ep)
+        for parameter in stage_parameters(architecture, head, *place):
             yield parameter if chunks == 1 else replace(parameter, name=f"{chunk}.{parameter.name}")
+
+
+def _experts(
+    a: ArchitectureConfig, local: int, layer: int, ep_rank: int, ep: int
+) -> Iterator[StageParameter]:
+    for index, expert in enumerate(local_experts(a.num_experts, ep_rank, ep)):
+        for parameter in _moe(a)[1]:
+            yield StageParameter(
+                parameter.name.format(layer=local, expert=index),
+                tuple(s.format(layer=layer, expert=expert) for s in parameter.sources),
+                parameter.split,
+                expert,
+            )
 
 
 def _resolved(parameter: Parameter, local: int, layer: int) -> StageParameter:
@@ -171,6 +241,7 @@ def hf_shape(source: str, architecture: ArchitectureConfig) -> tuple[int, ...]:
     """Shape of the Hugging Face tensor of that name."""
     a = architecture
     queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
+    widens, narrows = (a.mlp_hidden_size, a.hidden_size), (a.hidden_size, a.mlp_hidden_size)
     by_suffix = {
         "embed_tokens.weight": (a.vocab_size, a.hidden_size),
         "lm_head.weight": (a.vocab_size, a.hidden_size),
@@ -184,9 +255,13 @@ def hf_shape(source: str, architecture: ArchitectureConfig) -> tuple[int, ...]:
         "q_norm.weight": (a.head_dim,),
         "k_norm.weight": (a.head_dim,),
         "o_proj.weight": (a.hidden_size, queries),
-        "gate_proj.weight": (a.ffn_hidden_size, a.hidden_size),
-        "up_proj.weight": (a.ffn_hidden_size, a.hidden_size),
-        "down_proj.weight": (a.hidden_size, a.ffn_hidden_size),
+        "gate_proj.weight": widens,
+        "up_proj.weight": widens,
+        "down_proj.weight": narrows,
+        ".w1.weight": widens,
+        ".w3.weight": widens,
+        ".w2.weight": narrows,
+        ".gate.weight": (a.num_experts or 0, a.hidden_size),
         "norm.weight": (a.hidden_size,),  # also input_layernorm, post_attention_layernorm
     }
     return next(shape for suffix, shape in by_suffix.items() if source.endswith(suffix))
@@ -209,10 +284,10 @@ def shard_slices(
         start = min(tp_rank * rows, a.vocab_size)
         return [Slice(sources[0], 0, start, min(start + rows, a.vocab_size))]
     if parameter.split is Split.COLUMNS:
-        width = a.ffn_hidden_size if "down_proj" in sources[0] else _query_size(a)
+        width = _query_size(a) if "self_attn" in sources[0] else a.mlp_hidden_size
         return [Slice(sources[0], 1, *_part(width, tp_rank, tp))]
     if parameter.split is Split.GATE_UP:
-        return [Slice(source, 0, *_part(a.ffn_hidden_size, tp_rank, tp)) for source in sources]
+        return [Slice(source, 0, *_part(a.mlp_hidden_size, tp_rank, tp)) for source in sources]
     return _qkv_slices(sources, a, tp_rank, tp)
 
 

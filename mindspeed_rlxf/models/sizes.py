@@ -31,25 +31,58 @@ def model_numbers(architecture: ArchitectureConfig, head: Head) -> int:
 
 
 def shard_sizes(
-    architecture: ArchitectureConfig, head: Head, tp: int, pp_rank: int, pp: int, chunks: int = 1
+    architecture: ArchitectureConfig,
+    head: Head,
+    tp: int,
+    pp_rank: int,
+    pp: int,
+    chunks: int = 1,
+    ep: int = 1,
 ) -> list[int]:
     """Numbers of each parameter on a rank of a pipeline stage, padding included."""
+    shared, experts = split_sizes(architecture, head, tp, pp_rank, pp, chunks, ep)
+    return shared + experts
+
+
+def split_sizes(
+    architecture: ArchitectureConfig,
+    head: Head,
+    tp: int,
+    pp_rank: int,
+    pp: int,
+    chunks: int = 1,
+    ep: int = 1,
+) -> tuple[list[int], list[int]]:
+    """As `shard_sizes`: what every expert-parallel rank holds, then its experts.
+
+    Every expert-parallel rank holds as many experts as the first.
+    """
     shapes = hf_shapes(architecture, head)
-    table = rank_parameters(architecture, head, pp_rank, pp, chunks)
-    return [_shard_size(parameter, architecture, shapes, tp) for parameter in table]
+    shared: list[int] = []
+    experts: list[int] = []
+    for parameter in rank_parameters(architecture, head, pp_rank, pp, chunks, 0, ep):
+        size = _shard_size(parameter, architecture, shapes, tp)
+        (shared if parameter.expert is None else experts).append(size)
+    return shared, experts
 
 
 def received_numbers(
-    architecture: ArchitectureConfig, head: Head, tp: int, pp_rank: int, pp: int, chunks: int = 1
+    architecture: ArchitectureConfig,
+    head: Head,
+    tp: int,
+    pp_rank: int,
+    pp: int,
+    chunks: int = 1,
+    ep: int = 1,
 ) -> int:
-    """What a stage is sent to hold the whole depth: all that is not its own.
+    """What a rank is sent to hold the whole depth and all experts: all that is not its own.
 
     A tied output layer is not used for it: the embedding comes from the first stage.
     """
     shapes = hf_shapes(architecture, head)
     own = [
         _shard_size(parameter, architecture, shapes, tp)
-        for parameter in rank_parameters(architecture, head, pp_rank, pp, chunks)
+        for parameter in rank_parameters(architecture, head, pp_rank, pp, chunks, 0, ep)
         if parameter.sources != EMBEDDING.sources or parameter.name.endswith(EMBEDDING.name)
     ]
     return sum(shard_sizes(architecture, head, tp, 0, 1)) - sum(own)

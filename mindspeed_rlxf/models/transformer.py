@@ -27,6 +27,7 @@ from torch.nn import Parameter
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.models.attention import Attend, CoreAttention
+from mindspeed_rlxf.models.experts import moe_settings, use_own_router
 from mindspeed_rlxf.models.parameters import Head, Split, padded_vocab_size, stage_parameters
 from mindspeed_rlxf.models.rope import inverse_frequencies, rotary_angles
 
@@ -117,7 +118,13 @@ class TransformerModel(LanguageModule):
         only, which we skip, and would count the unmarked ones on tensor-parallel rank 0 alone."""
         pp, chunks = self.pp_group.size(), self.vp_size or 1
         stage = (self.vp_stage or 0) * pp + self.pp_group.rank()
-        table = stage_parameters(self.architecture, self.head, stage, pp * chunks)
+        table = stage_parameters(
+            self.architecture,
+            self.head,
+            stage,
+            pp * chunks,
+            ep=self.config.expert_model_parallel_size,  # their names are the same on every rank
+        )
         named = dict(self.named_parameters())
         for parameter in table:
             split, tensor = parameter.split, named[parameter.name]
@@ -179,8 +186,14 @@ def layer_spec(
     config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """Megatron's local layer with our norm and core attention, for the layers of this stage."""
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        normalization="RMSNorm",
+        qk_layernorm=config.qk_layernorm,
+    )
     layer = spec.submodules
+    if config.num_moe_experts is not None:
+        use_own_router(layer.mlp)
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = CoreAttention
@@ -197,6 +210,7 @@ def transformer_config(
     sequence_parallel: bool = False,
     dtype: torch.dtype = torch.float32,
     chunks: int = 1,
+    ep: int = 1,
 ) -> TransformerConfig:
     """Megatron's configuration for one role; fusions that need extra kernels are off.
 
@@ -232,6 +246,7 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even dense
+        **moe_settings(a, tp, ep),
         calculate_per_token_loss=True,
         use_cpu_initialization=True,
         perform_initialization=False,  # every weight is loaded or set by name

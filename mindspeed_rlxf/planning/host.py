@@ -85,14 +85,21 @@ def _numbers(config: RunConfig, role: Role) -> int:
 
 
 def _written_on_a_host(config: RunConfig, role: Role) -> int:
-    """Weights of the stages whose first rank, which writes them, is on the same host."""
+    """Weights that the ranks which write them hold on the same host: the first rank of a stage,
+    and with experts on several ranks the first of each of these."""
     section, layout = config.role(role), config.layout(role)
-    stage = memory.weight_bytes(_numbers(config, role) // layout.pp, memory.itemsize(section))
+    ep = section.expert_model_parallel_size
+    numbers = _numbers(config, role) // (layout.pp * ep)
+    share = memory.weight_bytes(numbers, memory.itemsize(section))
     sizes = config.resource_pool[config.pool_of(role)]
     ends = list(accumulate(sizes if is_joined(config) else [sum(sizes)]))
-    writers = [layout.tp * layout.dp * pp_rank for pp_rank in range(layout.pp)]
+    writers = [
+        layout.tp * (layout.dp * pp_rank + ep_rank)
+        for pp_rank in range(layout.pp)
+        for ep_rank in range(ep)
+    ]
     hosts = Counter(bisect_right(ends, rank) for rank in writers)
-    return stage * max(hosts.values())
+    return share * max(hosts.values())
 
 
 def _checkpoint_bytes(config: RunConfig, role: Role) -> int:

@@ -16,7 +16,7 @@ from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, OptimizerConfig, RunConfig
 from mindspeed_rlxf.models.heads import CHUNK_TOKENS
 from mindspeed_rlxf.models.parameters import Head, padded_vocab_size
-from mindspeed_rlxf.models.sizes import HEADS, received_numbers, shard_sizes
+from mindspeed_rlxf.models.sizes import HEADS, received_numbers, split_sizes
 from mindspeed_rlxf.planning.available import rollout_memory
 
 
@@ -111,9 +111,12 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
     gradients = state = 0
     if optimizer:
         distributed = optimizer.use_distributed_optimizer
-        numbers = memory.buffer_numbers(stage.sizes, stage.layout.dp, distributed)
+        numbers = 0
+        for sizes, replicas in stage.buffers:
+            held = memory.buffer_numbers(sizes, replicas, distributed)
+            state += memory.optimizer_bytes(held, item, replicas if distributed else 1)
+            numbers += held
         gradients = memory.gradient_bytes(numbers)
-        state = memory.optimizer_bytes(numbers, item, stage.shards(optimizer))
     return RoleMemory(
         role,
         memory.weight_bytes(numbers, item),
@@ -145,8 +148,12 @@ def _phases(stage: _Stage, optimizer: OptimizerConfig | None) -> Iterator[Phase]
     yield stage.forward()
     if optimizer:
         yield stage.update(_mini_batch(config, role) // stage.layout.dp)
-        numbers, shards = sum(stage.sizes), stage.shards(optimizer)
-        yield Phase("optimizer step", other=memory.optimizer_step_bytes(numbers, shards))
+        distributed = optimizer.use_distributed_optimizer
+        roots = [
+            memory.optimizer_step_bytes(sum(sizes), replicas if distributed else 1)
+            for sizes, replicas in stage.buffers
+        ]
+        yield Phase("optimizer step", other=max(roots))
     if role is Role.ACTOR_ROLLOUT:
         yield stage.generate(config.actor_rollout, cache_rows(config))
 
@@ -167,25 +174,23 @@ class _Stage:
         self.architecture = self.section.architecture
         self.itemsize = memory.itemsize(self.section)
         self.sequence_parallel = self.section.sequence_parallel and self.layout.tp > 1
-        self.sizes = shard_sizes(
-            self.architecture,
-            self.head,
-            self.layout.tp,
-            pp_rank,
-            self.layout.pp,
-            self.section.model_chunks,
-        )
+        self.ep = self.section.expert_model_parallel_size
+        place = (pp_rank, self.layout.pp, self.section.model_chunks, self.ep)
+        shared, experts = split_sizes(self.architecture, self.head, self.layout.tp, *place)
+        self.sizes = shared + experts
+        # Parameters that Megatron keeps in one buffer, and the replicas that sum its gradients.
+        self.buffers = [(self.sizes, self.layout.dp)]
+        if self.ep > 1:
+            self.buffers = [(shared, self.layout.dp), (experts, self.layout.dp // self.ep)]
         actor = config.actor_rollout
         self.prompt, self.response = actor.max_prompt_length, actor.max_new_tokens
-
-    def shards(self, optimizer: OptimizerConfig) -> int:
-        """Ranks that share the optimizer's state."""
-        return self.layout.dp if optimizer.use_distributed_optimizer else 1
 
     def communication(self, trains: bool) -> int:
         layout = self.layout
         generates = self.role is Role.ACTOR_ROLLOUT
-        groups = memory.communicators(layout.tp, layout.pp, layout.dp, trains, generates)
+        experts = self.architecture.num_experts is not None
+        sizes = (layout.tp, layout.pp, layout.dp)
+        groups = memory.communicators(*sizes, trains, generates, self.ep, experts)
         held = groups * device.communicator_bytes(self.config.device.kind)
         if self.sequence_parallel:
             hidden = self.architecture.hidden_size
@@ -194,8 +199,9 @@ class _Stage:
 
     def forward(self) -> Phase:
         """A pass without gradients: one layer at a time."""
-        layer = self._layer(self._tokens(self._samples))
-        return Phase("forward", layer + self._head(self._samples))
+        tokens = self._tokens(self._samples)
+        held = self._layer(tokens) + self._head(self._samples)
+        return Phase("forward", held, other=self._sent(tokens))
 
     def update(self, samples: int) -> Phase:
         """Forward and backward of one micro-batch, with those that the pipeline has under way.
@@ -212,16 +218,18 @@ class _Stage:
         micro_batches = memory.micro_batches(self.section, samples, self._length)
         count = memory.in_flight(self.pp_rank, layout.pp, micro_batches, chunks)
         gradient = memory.weight_gradient_bytes(self.sizes, self.itemsize)
-        return Phase("update", count * held + self._head(samples), other=gradient)
+        other = gradient + self._sent(tokens)
+        return Phase("update", count * held + self._head(samples), other=other)
 
     def generate(self, actor: ActorConfig, rows: int) -> Phase:
-        """The rollout: no pipeline, so the other stages' weights are here for a while."""
+        """The rollout: no pipeline, all experts, so the others' weights are here for a while."""
         a, tp = self.architecture, self.layout.tp
         prefill = memory.prefill_tokens(rows, self.prompt)
         working = memory.layer_activation_bytes(a, prefill, tp, False, self.itemsize)
+        working += memory.dispatch_bytes(a, prefill, tp, False, self.itemsize)
         sampling = memory.sampling_bytes(rows, a.vocab_size, actor.do_sample)
-        pp, chunks = self.layout.pp, self.section.model_chunks
-        received = received_numbers(a, self.head, tp, self.pp_rank, pp, chunks)
+        place = (self.pp_rank, self.layout.pp, self.section.model_chunks, self.ep)
+        received = received_numbers(a, self.head, tp, *place)
         return Phase(
             "generate",
             max(working, sampling),
@@ -243,6 +251,12 @@ class _Stage:
 
     def _layer(self, tokens: int) -> int:
         return memory.layer_activation_bytes(
+            self.architecture, tokens, self.layout.tp, self.sequence_parallel, self.itemsize
+        )
+
+    def _sent(self, tokens: int) -> int:
+        """Hidden states on their way between the experts of a layer."""
+        return memory.dispatch_bytes(
             self.architecture, tokens, self.layout.tp, self.sequence_parallel, self.itemsize
         )
 

@@ -58,17 +58,18 @@ def _run(config: RunConfig) -> list[tuple[str, object]]:
 
 def _roles(config: RunConfig) -> list[list[object]]:
     rows: list[list[object]] = [
-        ["role", "model", "pool", "ranks", "TP", "PP", "DP", "precision", "weights"]
+        ["role", "model", "pool", "ranks", "TP", "PP", "DP", "EP", "precision", "weights"]
     ]
     for role in config.roles:
         section, layout = config.role(role), config.layout(role)
         where: list[object] = [config.pool_of(role), layout.world_size]
         if not has_model(config, role):
-            rows.append([role.value, "rule", *where, NONE, NONE, layout.dp, NONE, NONE])
+            rows.append([role.value, "rule", *where, NONE, NONE, layout.dp, *[NONE] * 3])
             continue
         precision = "bf16" if section.bf16 else "fp32"
         chunks = f" x {section.model_chunks} chunks" if section.model_chunks > 1 else ""
-        sizes = [layout.tp, f"{layout.pp}{chunks}", layout.dp]
+        ep = section.expert_model_parallel_size
+        sizes = [layout.tp, f"{layout.pp}{chunks}", layout.dp, ep]
         rows.append([role.value, section.model, *where, *sizes, precision, section.load])
     return rows
 

@@ -2,7 +2,9 @@
 
 With one pipeline stage the rollout module shares the storage of the trained parameters. With
 several, each rank receives the other stages' parameters before generation (broadcast from the rank
-that trains them, one parameter at a time) and frees them afterwards.
+that trains them, one parameter at a time) and frees them afterwards. Experts of other
+expert-parallel ranks come in the same way: replicas generate different numbers of steps, so that
+ranks that share experts would wait for one another in vain.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from mindspeed_rlxf import device
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.models.parameters import rank_parameters, stage_parameters
+from mindspeed_rlxf.models.parameters import StageParameter, rank_parameters, stage_parameters
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
 
 
@@ -57,25 +59,31 @@ class HybridModel:
             self._free()
 
     def _receive(self) -> None:
-        pipeline, role = self.engine.groups.pp, self.engine.role
-        trained = self.engine.weights.tensors
-        where = device.current_device()
+        pipeline, experts, role = self.engine.groups.pp, self.engine.groups.ep, self.engine.role
         for stage in range(pipeline.size()):
-            mine = stage == pipeline.rank()
-            for parameter in rank_parameters(
-                role.architecture, self.engine.head, stage, pipeline.size(), role.model_chunks
-            ):
-                target = self._by_source.get(parameter.sources)
-                if target is None or target.numel():
-                    continue  # the tied output layer: the embedding is there already
-                if mine:
-                    target.data = trained[parameter.name].data
-                else:
-                    shape = self._shapes[parameter.sources]
-                    target.data = torch.empty(shape, dtype=self.engine.dtype, device=where)
-                if pipeline.size() > 1:
-                    source = dist.get_global_rank(pipeline, stage)
-                    dist.broadcast(target.data, source, group=pipeline)
+            for ep_rank in range(experts.size()):
+                place = (stage, pipeline.size(), role.model_chunks, ep_rank, experts.size())
+                for parameter in rank_parameters(role.architecture, self.engine.head, *place):
+                    target = self._by_source.get(parameter.sources)
+                    if target is None or target.numel():
+                        continue  # a tied output layer, or what an expert rank before it has too
+                    self._receive_one(target, parameter, stage, ep_rank)
+
+    def _receive_one(
+        self, target: torch.nn.Parameter, parameter: StageParameter, stage: int, ep_rank: int
+    ) -> None:
+        """Along the pipeline, from its stage; then an expert to the ranks that hold others."""
+        pipeline, experts = self.engine.groups.pp, self.engine.groups.ep
+        holds = parameter.expert is None or ep_rank == experts.rank()
+        if holds and stage == pipeline.rank():
+            target.data = self.engine.weights.tensors[parameter.name].data
+        else:
+            shape, where = self._shapes[parameter.sources], device.current_device()
+            target.data = torch.empty(shape, dtype=self.engine.dtype, device=where)
+        if holds and pipeline.size() > 1:
+            dist.broadcast(target.data, dist.get_global_rank(pipeline, stage), group=pipeline)
+        if parameter.expert is not None and experts.size() > 1:
+            dist.broadcast(target.data, dist.get_global_rank(experts, ep_rank), group=experts)
 
     def _free(self) -> None:
         for parameter in self._by_source.values():

@@ -22,7 +22,7 @@ from mindspeed_rlxf.config.schema import (
     RuntimeConfig,
     TrainingConfig,
 )
-from tests.families import family_of
+from tests.families import config_keys, family_of
 
 VOCAB = 37  # odd: a vocabulary that tensor-parallel ranks have to pad
 PLAIN = ArchitectureConfig(
@@ -38,6 +38,11 @@ PLAIN = ArchitectureConfig(
 TIED = PLAIN.model_copy(update={"untie_embeddings_and_output_weights": False})
 QWEN2 = PLAIN.model_copy(update={"add_qkv_bias": True})
 QWEN3 = PLAIN.model_copy(update={"qk_layernorm": True, "kv_channels": 12})
+QWEN3_MOE = QWEN3.model_copy(
+    update={"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20}
+)
+QWEN3_MOE_UNNORMED = QWEN3_MOE.model_copy(update={"moe_router_pre_softmax": True})
+MIXTRAL = PLAIN.model_copy(update={"num_experts": 4, "moe_router_topk": 2})
 SCALED = PLAIN.model_copy(
     update={
         "num_query_groups": 4,
@@ -67,23 +72,14 @@ def make_llama(
         }
     config_class, language_model, scorer = family_of(a)
     config = config_class(
-        num_hidden_layers=a.num_layers,
-        hidden_size=a.hidden_size,
-        intermediate_size=a.ffn_hidden_size,
-        num_attention_heads=a.num_attention_heads,
-        num_key_value_heads=a.kv_heads,
-        head_dim=a.head_dim,
-        vocab_size=a.vocab_size,
+        **config_keys(a),
         max_position_embeddings=a.max_position_embeddings,
         rms_norm_eps=a.norm_epsilon,
-        tie_word_embeddings=not a.untie_embeddings_and_output_weights,
         rope_theta=a.rotary_base,  # version 5 of transformers reads this older spelling too
         rope_scaling=scaling,
         initializer_range=0.15,
-        pad_token_id=0,
         bos_token_id=None,
         eos_token_id=None,
-        num_labels=1,
     )
     torch.manual_seed(seed)
     model = (scorer if scored else language_model)(config)

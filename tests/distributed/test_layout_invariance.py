@@ -26,7 +26,16 @@ from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.run import train
 from tests.distributed.conftest import NUM_DEVICES, REPOSITORY
-from tests.distributed.llamas import PLAIN, QWEN2, QWEN3, TIED, make_llama, run_config
+from tests.distributed.llamas import (
+    MIXTRAL,
+    PLAIN,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    TIED,
+    make_llama,
+    run_config,
+)
 from tests.distributed.runtime.test_local_runtime import torchrun
 from tests.trl.record import make_tokenizer
 from tests.trl.runs import metrics_of
@@ -37,6 +46,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
 VP2 = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}  # for four layers
 TOKENS = {"max_tokens_per_micro_batch": 40}  # a sample has 2 to 35
+EP2 = {"expert_model_parallel_size": 2}
 
 # name -> processes, keys of every role, keys by section
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -68,6 +78,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "actor tp2, critic pp2": (2, {}, {"actor_rollout": TP2, "critic": PP2}),
     "actor pp2, ref tp2": (2, {}, {"actor_rollout": PP2, "ref": TP2}),
 }
+# For mixtures of experts.
+SPARSE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "dp2 ep2": (2, EP2, {}),
+    "dp4 ep2": (4, EP2, {}),
+    "dp2 ep2 distributed optimizer": (2, EP2, {"optimizer": {"use_distributed_optimizer": True}}),
+    "tp2 dp2 ep2": (4, {**TP2, **EP2, "sequence_parallel": True}, {}),
+    "pp2 dp2 ep2": (4, {**PP2, **EP2}, {}),
+    "dp2 ep2 padded": (2, {**EP2, "packed_sequences": False}, {}),
+}
 ALONE = ("dp2", "pp2", "tp2 pp2")  # what the other architectures are run in
 PAIRWISE = [
     ("untied", "tp2 sequence parallel"),
@@ -87,7 +106,15 @@ FOUR_LAYERS = {
     "untied, 4 layers": PLAIN.model_copy(update={"num_layers": 4}),
     "tied, 4 layers": TIED.model_copy(update={"num_layers": 4}),
 }
-ARCHITECTURES = FOUR_LAYERS | {"untied": PLAIN, "tied": TIED, "qwen2": QWEN2, "qwen3": QWEN3}
+SPARSE_PAIRWISE = [("qwen3-moe", "dp2 ep2"), ("mixtral", "dp2 ep2 distributed optimizer")]
+ARCHITECTURES = FOUR_LAYERS | {
+    "untied": PLAIN,
+    "tied": TIED,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3-moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
+}
 
 
 def partitions(roles: list[Role]) -> Iterator[list[list[Role]]]:
@@ -213,7 +240,7 @@ def outcome(
     pools: list[list[Role]] | None = None,
 ) -> Outcome:  # fmt: skip
     """pools: the roles of each pool, which get equal parts of the devices; None = one pool."""
-    size, keys, sections = LAYOUTS[layout] if layout else (1, {}, {})
+    size, keys, sections = (LAYOUTS | SPARSE)[layout] if layout else (1, {}, {})
     config, prepared = fixed_run(folder, out, ARCHITECTURES[name], size, keys, sections)
     if pools is not None:
         placed = {role: f"pool{i}" for i, pool in enumerate(pools) for role in pool}
@@ -230,9 +257,13 @@ def cases() -> list[Any]:
     found = [("untied", layout) for layout in LAYOUTS if layout not in deep]
     found += [(name, layout) for name in FOUR_LAYERS for layout in ["pp2", *deep]]
     found += [(name, layout) for name in ("tied", "qwen2", "qwen3") for layout in ALONE]
-    return [
-        pytest.param(*case, marks=() if case in PAIRWISE else pytest.mark.long) for case in found
+    found += [
+        (name, layout)
+        for name in ("qwen3-moe", "mixtral")
+        for layout in (*SPARSE, "tp2 sequence parallel")
     ]
+    short = PAIRWISE + SPARSE_PAIRWISE
+    return [pytest.param(*case, marks=() if case in short else pytest.mark.long) for case in found]
 
 
 @pytest.mark.parametrize(("name", "layout"), cases())

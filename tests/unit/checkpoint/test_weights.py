@@ -88,7 +88,7 @@ def stage(a: ArchitectureConfig, head: Head, tp: Group, pp: Group) -> StageWeigh
             shape[0] = padded_vocab_size(a, tp.size()) // tp.size()
         named.append((parameter.name, Parameter(torch.full(shape, torch.nan))))
     module: Any = SimpleNamespace(named_parameters=lambda: named)
-    return StageWeights(module, a, head, tp, pp)  # type: ignore[arg-type]
+    return StageWeights(module, a, head, tp, pp, Group(0, 1))  # type: ignore[arg-type]
 
 
 def ranks_of(
@@ -116,9 +116,12 @@ def export(
     monkeypatch: pytest.MonkeyPatch, ranks: list[list[StageWeights]], target: Path, source: Path
 ) -> None:
     """The last stage first, so that the first one knows what the others wrote."""
-    files: list[Any] = [None] * len(ranks)
+    files: list[Any] = [[]] * len(ranks)
 
     def all_gather_object(gathered: list[Any], mine: Any, group: Group) -> None:
+        if group.size() == 1:
+            gathered[:] = [mine]
+            return
         files[group.rank()] = mine
         gathered[:] = files
 
@@ -218,4 +221,5 @@ def test_ranks_that_do_not_write_hold_no_tensors_on_the_host(
 def test_a_module_that_the_map_does_not_describe_is_refused() -> None:
     module: Any = SimpleNamespace(named_parameters=lambda: [("extra.bias", torch.zeros(1))])
     with pytest.raises(AssertionError, match=r"map and module differ.*extra\.bias"):
-        StageWeights(module, architecture(), LM, Group(0, 1), Group(0, 1))  # type: ignore[arg-type]
+        one = Group(0, 1)
+        StageWeights(module, architecture(), LM, one, one, one)  # type: ignore[arg-type]

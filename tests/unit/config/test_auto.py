@@ -58,7 +58,10 @@ def test_keys_of_the_role_are_laid_over_it(make_tree: Callable[..., Any], tmp_pa
 @pytest.mark.parametrize(
     ("keys", "end"),
     [
-        ({"model_type": "gemma"}, "model_type: one of llama, qwen2, qwen3, gemma; use another"),
+        (
+            {"model_type": "gemma"},
+            "model_type: one of llama, qwen2, qwen3, qwen3_moe, mixtral, gemma; use another",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act: silu, gelu; use another model"),
     ],
 )

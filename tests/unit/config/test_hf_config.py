@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3MoeConfig
 
 from mindspeed_rlxf.config.enums import RopeScaling
 from mindspeed_rlxf.config.hf_config import disagreements, hf_architecture, read_hf_config
@@ -166,11 +166,25 @@ def test_tying_does_not_matter_to_a_score_head() -> None:
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        ({"model_type": "gemma"}, "model_type: one of llama, qwen2, qwen3, gemma"),
+        (
+            {"model_type": "gemma"},
+            "model_type: one of llama, qwen2, qwen3, qwen3_moe, mixtral, gemma",
+        ),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window: false, true"),
         ({"attention_bias": True}, "attention_bias/mlp_bias: false, true"),
         ({"hidden_act": "gelu"}, "hidden_act: silu, gelu"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling_type: None, dynamic"),
+        (
+            {"model_type": "mixtral", "sliding_window": 256},
+            "sliding_window: null or at least 512, 256",
+        ),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise: 0.0, 0.1"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step: 1, 2"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers: [], [0]"),
+        (
+            {"model_type": "qwen3_moe", "shared_expert_intermediate_size": 8},
+            "shared_expert_intermediate_size: none, 8",
+        ),
     ],
 )
 def test_what_the_model_cannot_do_is_named(keys: dict[str, Any], line: str) -> None:
@@ -214,3 +228,44 @@ def test_qwen3_norms_its_heads_and_has_a_head_width_of_its_own() -> None:
     assert disagreements(ours, older(model_type="qwen3"), False) == []
     ours = architecture(qk_layernorm=True, kv_channels=16)
     assert disagreements(ours, older(model_type="qwen3", head_dim=16), False) == []
+
+
+EXPERTS = {"num_experts": 4, "moe_router_topk": 3}
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_a_qwen3_moe_is_read_in_both_spellings(normed: bool) -> None:
+    keys = {"num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": normed}
+    published = older(model_type="qwen3_moe", head_dim=16, num_experts=4, **keys)
+    saved = json.loads(Qwen3MoeConfig(**published).to_json_string())
+    assert "num_experts" not in saved  # transformers 5 saves another name
+    ours = {"qk_layernorm": True, "kv_channels": 16, "moe_ffn_hidden_size": 20, **EXPERTS}
+    ours["moe_router_pre_softmax"] = not normed
+    for config in (published, saved | {"rope_theta": 500000.0, "rope_parameters": None}):
+        assert disagreements(architecture(**ours), config, scored=False) == []
+    wrong = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": None}
+    wrong["moe_router_pre_softmax"] = normed
+    assert disagreements(architecture(**(ours | wrong)), published, scored=False) == [
+        "num_experts: 8, 4",
+        "moe_router_topk: 2, 3",
+        "moe_ffn_hidden_size: 48, 20",
+        f"moe_router_pre_softmax: {normed}, {not normed}",
+    ]
+
+
+def test_a_mixtral_has_experts_as_wide_as_a_dense_mlp() -> None:
+    published = older(model_type="mixtral", num_local_experts=4, num_experts_per_tok=3)
+    published["sliding_window"] = 512  # as long as the model's sequences: no window
+    saved = json.loads(MixtralConfig(**published).to_json_string())
+    for config in (published, saved | {"rope_theta": 500000.0, "rope_parameters": None}):
+        assert disagreements(architecture(**EXPERTS), config, scored=False) == []
+        assert disagreements(architecture(), config, scored=False) == [
+            "num_experts: None, 4",
+            "moe_router_topk: 2, 3",
+        ]
+
+
+def test_experts_in_the_yaml_disagree_with_a_dense_folder() -> None:
+    assert disagreements(architecture(num_experts=4), older(), scored=False) == [
+        "num_experts: 4, None"
+    ]

@@ -47,6 +47,7 @@ print(json.dumps({
     "cast": torch.ones(1).type(torch.bfloat16).dtype is torch.bfloat16,
     "random": first == second,
     "memory": device.memory_allocated(),
+    "event": torch.cuda.Stream().record_event().synchronize(),
     "idle": [device.synchronize(), device.empty_cache()],
 }))
 """
@@ -80,6 +81,10 @@ def test_setup_again_only_sets_threads_and_another_kind_is_refused(
 ) -> None:
     assert seen["where"] == ["cpu", "cpu", "cpu"] and seen["threads"] == 2
     assert seen["other"] == "device already set up as cpu, not cuda"
+
+
+def test_a_stream_records_an_event_that_can_be_waited_for(seen: dict[str, object]) -> None:
+    assert seen["event"] is None  # what synchronize gives back; there is nothing to wait for
 
 
 def test_memory_is_the_resident_set(seen: dict[str, object]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -23,7 +25,7 @@ from mindspeed_rlxf.models.parameters import (
     stage_layers,
     stage_parameters,
 )
-from tests.families import family_of
+from tests.families import config_keys, family_of, on_meta, stored_shapes
 
 
 def architecture(**keys: Any) -> ArchitectureConfig:
@@ -41,28 +43,31 @@ def architecture(**keys: Any) -> ArchitectureConfig:
     return ArchitectureConfig(**(base | keys))
 
 
-FAMILIES = {"llama": {}, "qwen2": {"add_qkv_bias": True}, "qwen3": {"qk_layernorm": True}}
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"add_qkv_bias": True},
+    "qwen3": {"qk_layernorm": True},
+    "qwen3-moe": {"qk_layernorm": True, "moe_ffn_hidden_size": 12, **EXPERTS},
+    "mixtral": EXPERTS,
+}
 
 
 def of_transformers(a: ArchitectureConfig, head: Head) -> dict[str, tuple[int, ...]]:
     config_class, language_model, scorer = family_of(a)
-    config = config_class(
-        num_hidden_layers=a.num_layers,
-        hidden_size=a.hidden_size,
-        intermediate_size=a.ffn_hidden_size,
-        num_attention_heads=a.num_attention_heads,
-        num_key_value_heads=a.kv_heads,
-        head_dim=a.head_dim,
-        vocab_size=a.vocab_size,
-        tie_word_embeddings=not a.untie_embeddings_and_output_weights,
-        num_labels=1,
-        pad_token_id=0,
-    )
     kind = language_model if head is Head.LANGUAGE_MODEL else scorer
-    with torch.device("meta"):
-        model = kind(config)
-    # named_parameters leaves out the second name of a tied weight, as a safetensors file does
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return stored_shapes(on_meta(kind, config_class(**config_keys(a))))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_folder_has_the_names_of_stored_shapes(tmp_path: Path, family: str) -> None:
+    width = {"kv_channels": 2} if family == "qwen2" else {}
+    a = architecture(**FAMILIES[family], **width)
+    config_class, language_model, _ = family_of(a)
+    model = language_model(config_class(**config_keys(a)))
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert {name: tuple(t.shape) for name, t in saved.items()} == stored_shapes(model)
 
 
 @pytest.mark.parametrize("head", list(Head))
@@ -98,6 +103,7 @@ def coverage(
     untied=st.booleans(),
     bias=st.booleans(),
     norm=st.booleans(),
+    experts=st.sampled_from([None, 2, 3]),
 )
 def test_the_ranks_hold_every_element_once(
     tp: int,
@@ -110,6 +116,7 @@ def test_the_ranks_hold_every_element_once(
     untied: bool,
     bias: bool,
     norm: bool,
+    experts: int | None,
 ) -> None:
     a = architecture(
         add_qkv_bias=bias,
@@ -120,6 +127,7 @@ def test_the_ranks_hold_every_element_once(
         num_attention_heads=tp * groups_per_rank * heads_per_group,
         kv_channels=head_dim,
         ffn_hidden_size=tp * ffn_per_rank,
+        num_experts=experts,
         vocab_size=vocab,
         untie_embeddings_and_output_weights=untied,
     )
@@ -242,3 +250,30 @@ def test_one_chunk_is_the_stage_itself() -> None:
     a = architecture()
     stage = list(stage_parameters(a, Head.SCORE, 1, 2))
     assert list(rank_parameters(a, Head.SCORE, 1, 2)) == stage
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
+def test_expert_ranks_share_the_experts_out_and_hold_all_else(family: str, ep: int) -> None:
+    a = architecture(**FAMILIES[family])
+    head = Head.LANGUAGE_MODEL
+    ranks = [list(stage_parameters(a, head, 0, 1, rank, ep)) for rank in range(ep)]
+    names = [[parameter.name for parameter in rank] for rank in ranks]
+    assert all(n == names[0] for n in names) and len(set(names[0])) == len(names[0])
+    experts = [{s for p in rank if p.expert is not None for s in p.sources} for rank in ranks]
+    others = [{s for p in rank if p.expert is None for s in p.sources} for rank in ranks]
+    assert all(held == others[0] for held in others)
+    assert sum(map(len, experts)) == len(set().union(*experts)) == 4 * 4 * 3  # layers x experts
+    assert others[0] | set().union(*experts) == set(hf_shapes(a, head))
+
+
+def test_a_rank_holds_neighbouring_experts_and_counts_them_from_zero() -> None:
+    a = architecture(**FAMILIES["mixtral"])
+    held = {p.name: p for p in stage_parameters(a, Head.LANGUAGE_MODEL, 1, 2, 1, 2)}
+    place, block = "decoder.layers.0.mlp.experts.local_experts", "model.layers.2.block_sparse_moe"
+    for local, expert in ((0, 2), (1, 3)):
+        first = held[f"{place}.{local}.linear_fc1.weight"]
+        assert first.expert == expert
+        # w1 is the activated half (gate), w3 the other (up)
+        names = (f"{block}.experts.{expert}.{part}.weight" for part in ("w1", "w3"))
+        assert first.sources == tuple(names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from mindspeed_rlxf.models.parameters import (
     shard_slices,
     stage_parameters,
 )
-from tests.families import LLAMA, QWEN2, QWEN3
+from tests.families import LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, on_meta, stored_shapes
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -71,6 +71,17 @@ MODELS: dict[str, tuple[float, Any, dict[str, Any]]] = {
     "qwen3-8b": (
         8.19, QWEN3, published(36, 4096, 12288, 32, 8, 151936, 40960, 1e6, 1e-6, head_dim=128)
     ),
+    "qwen3-30b-a3b": (
+        30.5, QWEN3_MOE,
+        published(48, 2048, 6144, 32, 4, 151936, 40960, 1e6, 1e-6, head_dim=128, num_experts=128,
+                  num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+                  decoder_sparse_step=1, mlp_only_layers=[], use_sliding_window=False),
+    ),
+    "mixtral-8x7b": (
+        46.7, MIXTRAL,
+        published(32, 4096, 14336, 32, 8, 32000, 32768, 1e6, 1e-5, num_local_experts=8,
+                  num_experts_per_tok=2, sliding_window=None),
+    ),
 }  # fmt: skip
 KV_HEADS = {name: numbers["num_key_value_heads"] for name, (_, _, numbers) in MODELS.items()}
 SHIPPED = sorted(p.stem for p in (builtin_config_dir() / "model").glob("*.yaml"))
@@ -101,10 +112,8 @@ def test_the_yaml_says_what_config_json_says(name: str) -> None:
 def test_names_and_shapes_are_those_of_transformers(name: str, head: Head) -> None:
     billions, (config_class, language_model, scorer), numbers = MODELS[name]
     config = config_class(**numbers, num_labels=1, pad_token_id=0)
-    with torch.device("meta"):
-        model = (language_model if head is Head.LANGUAGE_MODEL else scorer)(config)
-    found = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    assert hf_shapes(architecture(name), head) == found
+    model = on_meta(language_model if head is Head.LANGUAGE_MODEL else scorer, config)
+    assert hf_shapes(architecture(name), head) == stored_shapes(model)
     if head is Head.LANGUAGE_MODEL:
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(billions * 1e9, rel=0.01)
 
@@ -115,7 +124,23 @@ def test_names_and_shapes_are_those_of_transformers(name: str, head: Head) -> No
     [(name, tp) for name in MODELS for tp in (1, 2, 4, 8) if KV_HEADS[name] % tp == 0],
 )
 def test_every_rank_holds_its_part_and_together_they_hold_all(name: str, tp: int, pp: int) -> None:
-    check_tiling(architecture(name), tp, pp)
+    a = architecture(name)
+    if a.num_experts:  # thousands of tensors in each layer
+        a = a.model_copy(update={"num_layers": 4})
+    check_tiling(a, tp, pp)
+
+
+@pytest.mark.parametrize("ep", [2, 4, 8])
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "mixtral-8x7b"])
+def test_expert_ranks_together_hold_every_expert_once(name: str, ep: int) -> None:
+    a = architecture(name).model_copy(update={"num_layers": 4})
+    held: Counter[str] = Counter()
+    for stage, rank in itertools.product(range(2), range(ep)):
+        for parameter in stage_parameters(a, Head.LANGUAGE_MODEL, stage, 2, rank, ep):
+            held.update(parameter.sources)
+    assert held.keys() == hf_shapes(a, Head.LANGUAGE_MODEL).keys()
+    assert {held[name] for name in held if ".experts." in name} == {1}
+    assert {held[name] for name in held if ".experts." not in name} == {ep}
 
 
 def check_tiling(a: ArchitectureConfig, tp: int, pp: int) -> None:
@@ -133,7 +158,7 @@ def check_tiling(a: ArchitectureConfig, tp: int, pp: int) -> None:
                         assert (parts[0].start, parts[0].stop) == (0, shapes[source][0])
     assert held.keys() == shapes.keys()
     for source, ranks in held.items():
-        if "norm" in source:
+        if "norm" in source or source.endswith(".gate.weight"):
             continue  # whole on every rank
         copies = 2 if len(ranks) > tp else 1  # a tied embedding is on the first and the last stage
         spans = sorted((p.start, p.stop) for parts in ranks[:tp] for p in parts)

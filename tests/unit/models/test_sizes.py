@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.models.sizes import model_numbers, received_numbers, shard_sizes
+from mindspeed_rlxf.models.sizes import model_numbers, received_numbers, shard_sizes, split_sizes
 
 LM, SCORE = Head.LANGUAGE_MODEL, Head.SCORE
 MODEL = ArchitectureConfig(
@@ -58,3 +58,30 @@ def test_chunks_of_a_virtual_pipeline_are_counted_with_their_stage() -> None:
     assert sum(shard_sizes(four, LM, 1, 1, 2, 2)) == 2 * LAYER + 8 + EMBEDDING
     assert received_numbers(four, LM, 1, 0, 2, 2) == 2 * LAYER + 8
     assert received_numbers(four, LM, 1, 1, 2, 2) == EMBEDDING + 2 * LAYER
+
+
+SPARSE = MODEL.model_copy(update={"num_experts": 4, "moe_ffn_hidden_size": 6, "qk_layernorm": True})
+# gate, up and down of one expert 3 x 8 x 6; norms of a head's width 2
+EXPERT = 144
+SPARSE_LAYER = 16 + 128 + 64 + 2 * 2 + 4 * 8  # and a router of 4 x 8
+
+
+def test_experts_are_counted() -> None:
+    assert model_numbers(SPARSE, LM) == 2 * EMBEDDING + 2 * (SPARSE_LAYER + 4 * EXPERT) + 8
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_an_expert_rank_holds_its_share_of_the_experts_and_all_else(ep: int) -> None:
+    shared, experts = split_sizes(SPARSE, SCORE, 1, 0, 1, 1, ep)
+    assert sum(shared) == EMBEDDING + 2 * SPARSE_LAYER + 8 + 8
+    assert sum(experts) == 2 * 4 // ep * EXPERT
+    assert sum(shard_sizes(SPARSE, SCORE, 1, 0, 1, 1, ep)) == sum(shared) + sum(experts)
+    _, halves = split_sizes(SPARSE, SCORE, 2, 0, 1, 1, ep)
+    assert sum(halves) == 2 * 4 // ep * EXPERT // 2
+
+
+def test_the_rollout_receives_the_experts_of_the_other_ranks() -> None:
+    assert received_numbers(SPARSE, LM, 1, 0, 1, 1, 1) == 0
+    assert received_numbers(SPARSE, LM, 1, 0, 1, 1, 4) == 2 * 3 * EXPERT
+    layer = SPARSE_LAYER + 4 * EXPERT
+    assert received_numbers(SPARSE, LM, 1, 0, 2, 1, 2) == 2 * EXPERT + layer + 8 + EMBEDDING

@@ -17,6 +17,8 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.planning.memory import cache_rows, pool_memory, role_memory
 from mindspeed_rlxf.rollout.kv_cache import CacheShape, KvCache
 
+EXPERTS = {"model.small.num_experts": 8, "model.small.moe_ffn_hidden_size": 32}
+EP4 = {**EXPERTS, "training.expert_model_parallel_size": 4}
 PP2 = {"actor_rollout.pipeline_model_parallel_size": 2}
 
 
@@ -107,3 +109,53 @@ def test_distributed_optimizer_is_shared_by_the_replicas(config: Callable[..., R
     shared = role_memory(config({"critic.use_distributed_optimizer": True}), Role.CRITIC, 0)
     assert shared.optimizer * 8 == shared.weights * 2  # two moments of an eighth
     assert shared.gradients == pytest.approx(whole.gradients, rel=0.05)
+
+
+def expert_bytes(config: RunConfig, share: int) -> int:
+    """4 layers of 8 experts with three matrices of 64 x 32, fp32."""
+    assert config.critic.architecture.num_experts == 8
+    return 4 * 8 // share * 3 * 64 * 32 * 4
+
+
+def test_expert_ranks_hold_their_share_and_receive_the_rest(
+    config: Callable[..., RunConfig],
+) -> None:
+    whole, shared = config(EXPERTS), config(EP4)
+    saved = expert_bytes(whole, 1) - expert_bytes(whole, 4)
+    for role in (Role.ACTOR_ROLLOUT, Role.REF, Role.CRITIC):
+        one, four = (role_memory(run, role, 0) for run in (whole, shared))
+        assert one.weights - four.weights == saved
+        assert one.optimizer - four.optimizer == (2 * saved if one.optimizer else 0)
+    assert phase(whole, Role.ACTOR_ROLLOUT, "generate").other == 0
+    assert phase(shared, Role.ACTOR_ROLLOUT, "generate").other == saved
+
+
+def test_an_experts_optimizer_is_shared_by_the_ranks_that_hold_it(
+    config: Callable[..., RunConfig],
+) -> None:
+    """DP 8: eight ranks share the dense state, two each expert's."""
+    run = config({**EP4, "critic.use_distributed_optimizer": True})
+    experts = expert_bytes(run, 4)
+    critic = role_memory(run, Role.CRITIC, 0)
+    dense = critic.weights - experts  # every expert matrix fills whole blocks of 64
+    assert critic.optimizer == 2 * (dense // 8 + experts // 2)
+
+
+def test_each_chosen_expert_keeps_its_tokens(config: Callable[..., RunConfig]) -> None:
+    a = config(EXPERTS).critic.architecture
+    dense = a.model_copy(update={"num_experts": None})
+    many = a.model_copy(update={"moe_router_topk": 4})
+    one, two, four = (memory.layer_activation_bytes(x, 10, 1, False, 4) for x in (dense, a, many))
+    # 10 tokens; a choice keeps a hidden state of 64, six times 32, and 12 bytes of routing
+    choice = 10 * (4 * (64 + 6 * 32) + 12)
+    assert four - two == 2 * choice
+    assert two - one == 2 * choice + 10 * 5 * 8 - 10 * 5 * 4 * 96  # a router, no MLP of 96
+
+
+def test_without_sequence_parallel_each_rank_sends_every_token(
+    config: Callable[..., RunConfig],
+) -> None:
+    a = config(EXPERTS).critic.architecture
+    assert memory.dispatched_tokens(a, 10, 4, True) == 20
+    assert memory.dispatched_tokens(a, 10, 4, False) == 80
+    assert memory.dispatch_bytes(a, 10, 4, True, 2) == 3 * 20 * 64 * 2

@@ -26,8 +26,8 @@ def lines(make_tree: Callable[..., Any], changes: dict[str, Any]) -> list[str]:
 
 def test_plan_shows_layouts_and_ranks(make_tree: Callable[..., Any]) -> None:
     shown = lines(make_tree, CHANGES)
-    assert any(line.startswith("actor_rollout small main 8 2 2 2 fp32 ") for line in shown)
-    assert "reward rule main 8 - - 8 - -" in shown
+    assert any(line.startswith("actor_rollout small main 8 2 2 2 1 fp32 ") for line in shown)
+    assert "reward rule main 8 - - 8 - - -" in shown
     assert "main 1 2 6 0,1,1 0,0,6 0,0,6 0,0,6" in shown
 
 
@@ -51,7 +51,7 @@ def test_plan_shows_a_virtual_pipeline(make_tree: Callable[..., Any]) -> None:
     keys = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
     virtual = {f"ref.{key}": value for key, value in keys.items()}
     shown = lines(make_tree, {**virtual, "ref.micro_batch_size": 5})
-    assert any(line.startswith("ref small main 8 1 2 x 2 chunks 4 fp32 ") for line in shown)
+    assert any(line.startswith("ref small main 8 1 2 x 2 chunks 4 1 fp32 ") for line in shown)
     assert "ref 24 5 6" in shown
 
 

@@ -1,0 +1,82 @@
+"""Mixture of experts: Megatron's settings for the routing of Qwen3-MoE and Mixtral, and its loss.
+
+Both families choose the `moe_router_topk` largest of the softmax over all experts. Renormalised
+(Mixtral; Qwen3-MoE with `norm_topk_prob`) that is a softmax over the chosen logits alone, which
+Megatron computes without `moe_router_pre_softmax`; with it the chosen probabilities stay as they
+are. No token is dropped: experts have no capacity limit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # Megatron 0.16 looks at the name without Transformer Engine too, and then does without it.
+    moe_utils.te_general_gemm = None
+
+
+def moe_settings(a: ArchitectureConfig, tp: int, ep: int) -> dict[str, Any]:
+    """Fields of Megatron's TransformerConfig; none for a dense model."""
+    if a.num_experts is None:
+        return {}
+    return {
+        "num_moe_experts": a.num_experts,
+        "moe_ffn_hidden_size": a.mlp_hidden_size,
+        "moe_router_topk": a.moe_router_topk,
+        "moe_router_pre_softmax": a.moe_router_pre_softmax,
+        "moe_router_load_balancing_type": a.moe_router_load_balancing_type.value,
+        "moe_aux_loss_coeff": a.moe_aux_loss_coeff,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": tp,
+    }
+
+
+class Router(TopKRouter):
+    """Megatron's router with another weight of the load-balancing loss.
+
+    Megatron multiplies it by the tokens of the micro-batch, because gradients are divided by the
+    tokens of the mini-batch later on. Ours are divided by the sum of `LossOutput.weight` (response
+    tokens, or micro-batches), so that is what the loss of each micro-batch is multiplied by: its
+    gradient is the mean over the mini-batch's micro-batches, weighted as their main losses are.
+    """
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *_: Any, **__: Any
+    ) -> Tensor:
+        return _WithBalanceLoss.apply(activation, aux_loss)
+
+
+class _WithBalanceLoss(torch.autograd.Function):
+    """Gives on `output`, and in backward adds `weight` times the gradient of `loss`."""
+
+    weight = 0.0
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
+        ctx.like = loss
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.full_like(ctx.like, _WithBalanceLoss.weight)
+
+
+def weigh_balance_loss(weight: float) -> None:
+    """Of the micro-batch whose backward pass follows.
+
+    Known on the last stage only, which is why the loss needs a pipeline of one stage: there the
+    backward pass of a micro-batch comes before the forward pass of the next.
+    """
+    _WithBalanceLoss.weight = float(weight)
+
+
+def use_own_router(mlp: ModuleSpec) -> None:
+    mlp.submodules.router = Router

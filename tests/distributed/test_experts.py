@@ -1,0 +1,221 @@
+"""Mixtures of experts compute what transformers computes, wherever the experts are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_rlxf.config.enums import LossNormalizer, Role
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RoleConfig
+from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
+from mindspeed_rlxf.engine.engine import LossOutput, MegatronEngine
+from mindspeed_rlxf.engine.losses import normalised_loss
+from mindspeed_rlxf.engine.micro_batch import MicroBatch, chunk_rows
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.models.transformer import TransformerModel
+from mindspeed_rlxf.roles.log_probs import read_log_probs
+from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
+from mindspeed_rlxf.runtime.role_groups import ActorGroup
+from tests.distributed.llamas import (
+    MIXTRAL,
+    QWEN3_MOE,
+    QWEN3_MOE_UNNORMED,
+    make_llama,
+    run_config,
+)
+from tests.distributed.probe import EngineProbe
+from tests.distributed.samples import make_rollouts
+from tests.distributed.test_parity_with_transformers import (
+    expected_logits,
+    make_prompts,
+    read_folder,
+)
+
+FAMILIES = {"qwen3-moe": QWEN3_MOE, "unnormed": QWEN3_MOE_UNNORMED, "mixtral": MIXTRAL}
+TP2 = {"tensor_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep1": (1, {}),
+    "ep1-padded": (1, {"packed_sequences": False}),
+    "ep2": (2, EP2),
+    "ep2-padded": (2, {**EP2, "packed_sequences": False}),
+    "tp2": (2, TP2),
+    "tp2-sp": (2, {**TP2, "sequence_parallel": True}),
+    "tp2-ep2-sp": (4, {**TP2, **EP2, "sequence_parallel": True}),
+    "pp2-ep2": (4, {**EP2, "pipeline_model_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scored", [False, True], ids=["logits", "scores"])
+def test_forward_equals_transformers_wherever_the_experts_are(
+    warm_runtime: Any, tmp_path: Path, family: str, scored: bool
+) -> None:
+    """The replicas that share experts have micro-batches of different lengths."""
+    model = make_llama(tmp_path, FAMILIES[family], scored)
+    rollouts = make_rollouts()
+    expected = expected_logits(model, rollouts, scored)
+    head = Head.SCORE if scored else Head.LANGUAGE_MODEL
+    method = EngineProbe.scores if scored else EngineProbe.logits
+    for name, (size, keys) in LAYOUTS.items():
+        role = RoleConfig(
+            model="test",
+            architecture=FAMILIES[family],
+            load=str(tmp_path),
+            micro_batch_size=3,
+            **keys,
+        )
+        layout = ParallelLayout(
+            size, role.tensor_model_parallel_size, role.pipeline_model_parallel_size
+        )
+        group = RoleGroup(
+            Role.ACTOR_ROLLOUT, layout, warm_runtime.create_pools({"main": [size]})["main"]
+        )
+        group.build(EngineProbe, role, head).result()
+        each = rollouts.num_rows // layout.dp
+        shares = [rollouts.select(range(n * each, (n + 1) * each)) for n in range(layout.dp)]
+        flat = [x for part in group.call(method, Sharded(shares)).result() for x in part]
+        error = (torch.tensor(flat) - expected).abs().max() / expected.abs().max()
+        assert error < 2e-5, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("layout", ["ep2", "tp2-ep2-sp", "pp2-ep2"])
+@pytest.mark.parametrize("architecture", [QWEN3_MOE, MIXTRAL], ids=["qwen3-moe", "mixtral"])
+def test_experts_are_exported_once_each_and_generate_as_in_transformers(
+    warm_runtime: Any, tmp_path: Path, layout: str, architecture: ArchitectureConfig
+) -> None:
+    """Replicas generate different numbers of steps: none waits for another's experts."""
+    lm, eos = tmp_path / "lm", [3, 8, 17, 21, 26, 30, 34]
+    model = make_llama(lm, architecture)
+    size, keys = LAYOUTS[layout]
+    rows = {"num_samples_per_step": 2}
+    config = run_config(lm, lm, architecture, keys, pool=size, actor_rollout=rows)
+    actor = ActorGroup(config, warm_runtime.create_pools({"main": [size]})["main"])
+    actor.build(eos).result()
+    actor.export(tmp_path / "out", tmp_path / "megatron").result()
+    before, after = read_folder(lm), read_folder(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    reloaded = type(model).from_pretrained(tmp_path / "out").state_dict()  # by its index too
+    assert all(torch.equal(t, reloaded[name]) for name, t in model.state_dict().items())
+    prompts = make_prompts(8)
+    produced = actor.sample_texts(actor.generate(prompts, seed=5, greedy=True).rows(), 8)
+    for text, prompt in zip(produced, prompts.token_ids, strict=True):
+        with torch.no_grad():
+            expected = model.generate(
+                torch.tensor(prompt)[None],
+                attention_mask=torch.ones(1, len(prompt)),
+                max_new_tokens=16,
+                do_sample=False,
+                eos_token_id=eos,
+                pad_token_id=0,
+            )[0, len(prompt) :].tolist()
+        assert text.response_ids == expected
+    assert len({len(text.response_ids) for text in produced}) > 2
+
+
+ROWS = 4  # of a micro-batch; both have an even number of tokens, which TP 2 need not fill up
+
+
+class GradientProbe:
+    """Gradients of one step, by the names that a Hugging Face folder gives the weights."""
+
+    def __init__(self, role: RoleConfig) -> None:
+        self.engine = MegatronEngine(role, Head.LANGUAGE_MODEL, 1, OptimizerConfig(clip_grad=0.0))
+
+    def gradients(self, rollouts: Rollouts, main: float) -> RoleOutput:
+        """Of `main` times the mean negative log-likelihood, and of the load-balancing loss."""
+
+        def loss_step(model: TransformerModel, batch: MicroBatch, hidden: Any) -> LossOutput:
+            log_probs, _ = read_log_probs(model, batch, hidden, 1.0)
+            loss, mean = -main * log_probs, LossNormalizer.MINIBATCH_TOKENS
+            return normalised_loss(loss, batch.response_lengths, mean, {"loss": loss}, {})
+
+        batches = self.engine.micro_batches(rollouts, range(rollouts.num_rows))
+        norm = self.engine.train_step(batches, loss_step)
+        weights = self.engine.weights
+        for tensor in weights.tensors.values():
+            tensor.data = tensor.main_grad  # type: ignore[attr-defined]
+        named: dict[str, Any] = {}
+        for parameter in weights.table:
+            named |= weights.hf_tensors(parameter)
+        return RoleOutput(report=({k: v.tolist() for k, v in named.items()}, norm["grad_norm"]))
+
+
+def expected_gradients(
+    model: Any, rollouts: Rollouts, main: float, coefficient: float, folder: Path
+) -> dict[str, torch.Tensor]:
+    """transformers' forward pass, and plain sums over its tokens, experts and layers."""
+    a, total = model.config, int(rollouts.response_lengths.sum())
+    loss = torch.zeros(())
+    for group in chunk_rows(range(rollouts.num_rows), ROWS):
+        routed: list[list[Any]] = [[] for _ in range(a.num_hidden_layers)]
+        for row in group:
+            prompt = rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]]
+            response = rollouts.response_ids[row, : rollouts.response_lengths[row]]
+            out = model(torch.cat((prompt, response))[None], output_router_logits=True)
+            log_probs = out.logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            loss = loss - main * log_probs[range(len(response)), response].sum() / total
+            for layer, logits in enumerate(out.router_logits):
+                routed[layer] += logits.view(-1, a.num_local_experts).softmax(-1).unbind()
+        weight = float(rollouts.response_lengths[list(group)].sum()) / total
+        for tokens in routed:
+            choices = [t.topk(a.num_experts_per_tok).indices.tolist() for t in tokens]
+            for expert in range(a.num_local_experts):
+                share = sum(c.count(expert) for c in choices) / sum(map(len, choices))
+                probability = sum(t[expert] for t in tokens) / len(tokens)
+                balance = a.num_local_experts * share * probability
+                loss = loss + weight * coefficient * balance
+    loss.backward()
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    model.save_pretrained(folder)  # the names of a published folder
+    return read_folder(folder)
+
+
+@pytest.mark.parametrize(("main", "coefficient"), [(1.0, 0.0), (0.0, 0.7), (1.0, 0.7)])
+@pytest.mark.parametrize("architecture", [QWEN3_MOE, MIXTRAL], ids=["qwen3-moe", "mixtral"])
+def test_gradients_of_both_losses_equal_transformers(
+    warm_runtime: Any,
+    tmp_path: Path,
+    architecture: ArchitectureConfig,
+    main: float,
+    coefficient: float,
+) -> None:
+    balanced = architecture.model_copy(update={"moe_aux_loss_coeff": coefficient})
+    made = make_rollouts()  # without token 0, to which transformers gives no gradient
+    ids = {"prompt_ids": made.prompt_ids.clamp(1), "response_ids": made.response_ids.clamp(1)}
+    rollouts = replace(made, **ids)
+    model = make_llama(tmp_path / "lm", architecture)
+    expected = expected_gradients(model, rollouts, main, coefficient, tmp_path / "expected")
+    whole = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
+    routers = [gradient for name, gradient in expected.items() if name.endswith(".gate.weight")]
+    assert len(routers) == 2 and all(gradient.norm() > 1e-3 for gradient in routers)
+    for name in ("ep1", "ep2", "tp2-sp", "tp2-ep2-sp"):
+        size, keys = LAYOUTS[name]
+        role = RoleConfig(
+            model="test",
+            architecture=balanced,
+            load=str(tmp_path / "lm"),
+            micro_batch_size=ROWS,
+            **keys,
+        )
+        layout = ParallelLayout(size, role.tensor_model_parallel_size)
+        group = RoleGroup(
+            Role.ACTOR_ROLLOUT, layout, warm_runtime.create_pools({"main": [size]})["main"]
+        )
+        group.build(GradientProbe, role).result()
+        each = rollouts.num_rows // layout.dp
+        shares = [rollouts.select(range(n * each, (n + 1) * each)) for n in range(layout.dp)]
+        reports = group.call(GradientProbe.gradients, Sharded(shares), main).result()
+        found = {k: torch.tensor(v) for named, _ in reports for k, v in named.items()}
+        assert found.keys() == expected.keys()
+        for tensor, gradient in expected.items():
+            error = (found[tensor] - gradient).norm() / max(float(gradient.norm()), 1e-3 * whole)
+            assert error < 1e-4, f"{name}, {tensor}: {error:.2e}"
+        assert reports[0][1] == pytest.approx(whole, rel=1e-5), name
