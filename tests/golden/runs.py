@@ -101,20 +101,20 @@ KEPT = (
 Curves = dict[str, list[float]]
 
 
-def golden_config(name: str, out: Path) -> RunConfig:
+def golden_config(name: str, out: Path, more: dict[str, Any]) -> RunConfig:
     base, changes = SETTINGS[name]
-    changes = {**SMALL, **changes, "training.output_dir": out}
+    changes = {**SMALL, **changes, **more, "training.output_dir": out}
     return resolve(compose(base, [f"{key}={value}" for key, value in changes.items()]), name)
 
 
-def run(name: str, out: Path, runtime: Any) -> Curves:
-    """One run; the kept metrics of every iteration."""
-    config = golden_config(name, out)
+def run(name: str, out: Path, runtime: Any, more: dict[str, Any] | None = None) -> Curves:
+    """One run; the kept metrics of every iteration. more: keys that it changes too."""
+    config = golden_config(name, out, more or {})
     prepared = prepare(config)
     directory = RunDirectory.create(config)
     train(config, prepared, directory, runtime)
     lines = [json.loads(line)["metrics"] for line in directory.metrics.read_text().splitlines()]
-    assert len(lines) == ITERATIONS
+    assert len(lines) == config.training.train_iters
     return {key: [line[key] for line in lines] for key in KEPT if key in lines[0]}
 
 

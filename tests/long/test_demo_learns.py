@@ -25,8 +25,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def metrics_of(folder: Path, name: str, *overrides: str, script: str = "ray_gpt.py") -> list[dict]:
-    config = "ppo_trainer_tiny_rm" if "rm" in name else "ppo_trainer_tiny"
+def metrics_of(
+    folder: Path,
+    name: str,
+    *overrides: str,
+    config: str = "ppo_trainer_tiny",
+    script: str = "ray_gpt.py",
+) -> list[dict]:
     command = [sys.executable, str(ROOT / script), "--config-name", config, "device.kind=cpu"]
     command += [f"training.output_dir={name}", *overrides]
     subprocess.run(command, cwd=folder, check=True, timeout=900)
@@ -45,8 +50,15 @@ def test_rule_reward_lifts_accuracy_from_under_60_to_90_percent(tiny: Path, seed
     assert curve[-1] >= 0.9
 
 
+@pytest.mark.parametrize("config", ["grpo_trainer_tiny", "online_dpo_trainer_tiny"])
+def test_stages_without_a_critic_learn_it_too(tiny: Path, config: str) -> None:
+    curve = accuracies(metrics_of(tiny, config, config=config))
+    assert curve[0] < 0.6
+    assert curve[-1] >= 0.95
+
+
 def test_reward_model_lifts_its_score_and_not_at_the_cost_of_accuracy(tiny: Path) -> None:
-    lines = metrics_of(tiny, "rm-1")
+    lines = metrics_of(tiny, "rm-1", config="ppo_trainer_tiny_rm")
     scores = [line["critic/score/mean"] for line in lines if "critic/score/mean" in line]
     assert sum(scores[-10:]) / 10 > sum(scores[:10]) / 10
     curve = accuracies(lines)
