@@ -11,11 +11,12 @@ import torch
 
 from mindspeed_rlxf.config.enums import LossNormalizer, Role
 from mindspeed_rlxf.config.layout import ParallelLayout
-from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RoleConfig
+from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import LossOutput, MegatronEngine
+from mindspeed_rlxf.engine.grouping import chunk_rows
 from mindspeed_rlxf.engine.losses import normalised_loss
-from mindspeed_rlxf.engine.micro_batch import MicroBatch, chunk_rows
+from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.roles.log_probs import read_log_probs
@@ -38,6 +39,7 @@ from tests.distributed.test_parity_with_transformers import (
 
 FAMILIES = {"qwen3-moe": QWEN3_MOE, "unnormed": QWEN3_MOE_UNNORMED, "mixtral": MIXTRAL}
 TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep1": (1, {}),
@@ -47,12 +49,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, TP2),
     "tp2-sp": (2, {**TP2, "sequence_parallel": True}),
     "tp2-ep2-sp": (4, {**TP2, **EP2, "sequence_parallel": True}),
-    "pp2-ep2": (4, {**EP2, "pipeline_model_parallel_size": 2}),
+    "pp2-ep2": (4, {**EP2, **PP2}),
 }
+VIRTUAL = {"virtual-pp2-ep2": (4, {**EP2, **PP2, "num_layers_per_virtual_pipeline_stage": 1})}
+
+
+LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scored", [False, True], ids=["logits", "scores"])
+@pytest.mark.parametrize(
+    "scored", [False, pytest.param(True, marks=LONG)], ids=["logits", "scores"]
+)
 def test_forward_equals_transformers_wherever_the_experts_are(
     warm_runtime: Any, tmp_path: Path, family: str, scored: bool
 ) -> None:
@@ -84,15 +92,26 @@ def test_forward_equals_transformers_wherever_the_experts_are(
         assert error < 2e-5, f"{name}: {error:.2e}"
 
 
-@pytest.mark.parametrize("layout", ["ep2", "tp2-ep2-sp", "pp2-ep2"])
-@pytest.mark.parametrize("architecture", [QWEN3_MOE, MIXTRAL], ids=["qwen3-moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("mixtral", "ep2"),
+        ("qwen3-moe", "tp2-ep2-sp"),
+        pytest.param("mixtral", "tp2-ep2-sp", marks=LONG),
+        pytest.param("mixtral", "pp2-ep2", marks=LONG),
+        pytest.param("qwen3-moe", "ep2", marks=LONG),
+        pytest.param("qwen3-moe", "pp2-ep2", marks=LONG),
+        pytest.param("qwen3-moe", "virtual-pp2-ep2", marks=LONG),
+    ],
+)
 def test_experts_are_exported_once_each_and_generate_as_in_transformers(
-    warm_runtime: Any, tmp_path: Path, layout: str, architecture: ArchitectureConfig
+    warm_runtime: Any, tmp_path: Path, family: str, layout: str
 ) -> None:
     """Replicas generate different numbers of steps: none waits for another's experts."""
+    architecture = FAMILIES[family].model_copy(update={"num_layers": 4})
     lm, eos = tmp_path / "lm", [3, 8, 17, 21, 26, 30, 34]
     model = make_llama(lm, architecture)
-    size, keys = LAYOUTS[layout]
+    size, keys = (LAYOUTS | VIRTUAL)[layout]
     rows = {"num_samples_per_step": 2}
     config = run_config(lm, lm, architecture, keys, pool=size, actor_rollout=rows)
     actor = ActorGroup(config, warm_runtime.create_pools({"main": [size]})["main"])
@@ -178,15 +197,25 @@ def expected_gradients(
     return read_folder(folder)
 
 
-@pytest.mark.parametrize(("main", "coefficient"), [(1.0, 0.0), (0.0, 0.7), (1.0, 0.7)])
-@pytest.mark.parametrize("architecture", [QWEN3_MOE, MIXTRAL], ids=["qwen3-moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "main", "coefficient"),
+    [
+        ("qwen3-moe", 0.0, 0.7),
+        ("mixtral", 1.0, 0.7),
+        pytest.param("qwen3-moe", 1.0, 0.0, marks=LONG),
+        pytest.param("qwen3-moe", 1.0, 0.7, marks=LONG),
+        pytest.param("mixtral", 1.0, 0.0, marks=LONG),
+        pytest.param("mixtral", 0.0, 0.7, marks=LONG),
+    ],
+)
 def test_gradients_of_both_losses_equal_transformers(
     warm_runtime: Any,
     tmp_path: Path,
-    architecture: ArchitectureConfig,
+    family: str,
     main: float,
     coefficient: float,
 ) -> None:
+    architecture = FAMILIES[family]
     balanced = architecture.model_copy(update={"moe_aux_loss_coeff": coefficient})
     made = make_rollouts()  # without token 0, to which transformers gives no gradient
     ids = {"prompt_ids": made.prompt_ids.clamp(1), "response_ids": made.response_ids.clamp(1)}
