@@ -82,10 +82,15 @@ def truncated_importance(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: 
 
 
 def clipped_value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float
+    values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float | None
 ) -> TokenLoss:
-    """0.5 * max((v - R)^2, (v_clip - R)^2), v_clip within `cliprange_value` of the old value."""
+    """0.5 * max((v - R)^2, (v_clip - R)^2), v_clip within `cliprange_value` of the old value.
+
+    cliprange_value: None = 0.5 * (v - R)^2
+    """
     moved = values - old_values
+    if cliprange_value is None:
+        return TokenLoss(0.5 * (values - returns).square(), torch.zeros_like(moved).bool())
     held_values = old_values + torch.clamp(moved, -cliprange_value, cliprange_value)
     free = (values - returns).square()
     held = (held_values - returns).square()

@@ -67,6 +67,14 @@ def test_value_loss_by_hand(
     assert_close(slope, torch.tensor([gradient]))
 
 
+def test_value_loss_without_a_clip_is_the_squared_error() -> None:
+    values = torch.tensor([9.0, 1.0]).requires_grad_()
+    token = clipped_value_loss(values, torch.zeros(2), torch.tensor([10.0, 3.0]), None)
+    (slope,) = torch.autograd.grad(token.loss.sum(), values)
+    assert token.loss.tolist() == [0.5, 2.0] and not token.clipped.any()
+    assert slope.tolist() == [-1.0, -2.0]
+
+
 def test_losses_are_per_token() -> None:
     logs = torch.zeros(4)
     assert clipped_policy_loss(logs, logs, torch.randn(4), ClipRange(0.2, 0.2)).loss.shape == (4,)
