@@ -23,6 +23,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 BATCH, PROMPT, RESPONSE, VOCAB = 64, 16, 16, 64
+SHAPE = {
+    "num_layers": 4,
+    "hidden_size": 128,
+    "ffn_hidden_size": 384,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+}
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -38,7 +47,7 @@ def main() -> None:
         peer_s = plain_passes(*models)
         write_inputs(folder)
         started = time.monotonic()
-        lines = train(folder, arguments)
+        lines = train(folder, arguments.iterations, arguments.devices, arguments.runtime)
         wall_s = time.monotonic() - started
     seconds = [line["metrics"]["timing/all"] for line in lines]
     warm_s = statistics.median(seconds[2:])
@@ -60,15 +69,18 @@ def main() -> None:
     )
 
 
-def make_models(folder: Path) -> tuple[LlamaForCausalLM, LlamaForSequenceClassification]:
+def make_models(
+    folder: Path, shape: dict[str, int] = SHAPE
+) -> tuple[LlamaForCausalLM, LlamaForSequenceClassification]:
+    """Random policy and scorer of that shape, in Megatron's names, saved to `folder`."""
     config = LlamaConfig(
-        num_hidden_layers=4,
-        hidden_size=128,
-        intermediate_size=384,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_hidden_layers=shape["num_layers"],
+        hidden_size=shape["hidden_size"],
+        intermediate_size=shape["ffn_hidden_size"],
+        num_attention_heads=shape["num_attention_heads"],
+        num_key_value_heads=shape["num_query_groups"],
         vocab_size=VOCAB,
-        max_position_embeddings=64,
+        max_position_embeddings=shape["max_position_embeddings"],
         tie_word_embeddings=True,
         rms_norm_eps=1e-5,
         pad_token_id=0,
@@ -119,28 +131,28 @@ def write_inputs(folder: Path) -> None:
             stream.write(json.dumps(row) + "\n")
 
 
-def train(folder: Path, arguments: argparse.Namespace) -> list[dict]:
+def train(
+    folder: Path,
+    iterations: int,
+    devices: int,
+    runtime: str,
+    shape: dict[str, int] = SHAPE,
+    bf16: bool = False,
+) -> list[dict]:
+    """The lines of metrics.jsonl of one run."""
+    name = "bf16" if bf16 else "fp32"
     role = {"micro_batch_size": 32, "load": str(folder / "scorer")}
     policy = {**role, "load": str(folder / "policy")}
     tree = {
-        "model": {
-            "bench": {
-                "num_layers": 4,
-                "hidden_size": 128,
-                "ffn_hidden_size": 384,
-                "num_attention_heads": 4,
-                "num_query_groups": 2,
-                "vocab_size": VOCAB,
-                "max_position_embeddings": 64,
-            }
-        },
+        "model": {"bench": shape},
         "training": {
             "model": "bench",
-            "train_iters": arguments.iterations,
+            "train_iters": iterations,
+            "bf16": bf16,
             "global_batch_size": BATCH,
             "seq_length": PROMPT + RESPONSE,
             "tokenizer_name_or_path": str(folder / "tokenizer"),
-            "output_dir": str(folder / "run"),
+            "output_dir": str(folder / name),
         },
         "actor_rollout": {
             **policy,
@@ -154,15 +166,15 @@ def train(folder: Path, arguments: argparse.Namespace) -> list[dict]:
         "reward": {**role, "kind": "model"},
         "data": {"train_files": str(folder / "train.jsonl")},
         "device": {"kind": "cpu"},
-        "runtime": arguments.runtime,
+        "runtime": runtime,
         "placement": dict.fromkeys(("actor_rollout", "ref", "critic", "reward"), "main"),
-        "resource_pool": {"main": arguments.devices},
+        "resource_pool": {"main": devices},
     }
     # JSON is YAML: no need of another library here.
     (folder / "bench.yaml").write_text(json.dumps(tree), encoding="utf-8")
     command = [sys.executable, str(ROOT / "ray_gpt.py"), "--config-dir", str(folder)]
     subprocess.run([*command, "--config-name", "bench"], check=True, stdout=sys.stderr)
-    text = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    text = (folder / name / "metrics.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 

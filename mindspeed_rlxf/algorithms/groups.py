@@ -36,7 +36,7 @@ def rloo_advantages(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def groups_that_differ(scores: list[float], group_size: int) -> list[int]:
-    """Numbers of the groups whose scores are not all the same; the others teach nothing."""
+    """Numbers of the groups whose scores are not all the same."""
     groups = [scores[i : i + group_size] for i in range(0, len(scores), group_size)]
     return [number for number, group in enumerate(groups) if min(group) != max(group)]
 

@@ -51,8 +51,8 @@ def loss_by_micro_batch(config: RunConfig) -> Iterator[str]:
         if limit is not None:
             yield (
                 f"algorithm.loss_normalizer=micro_batch_mean needs micro-batches of one size, "
-                f"{role.value}.max_tokens_per_micro_batch={limit} makes others; use "
-                f"{role.value}.micro_batch_size, or algorithm.loss_normalizer=minibatch_tokens"
+                f"{role.value}.max_tokens_per_micro_batch={limit} makes others; "
+                "use null there, or algorithm.loss_normalizer=minibatch_tokens"
             )
 
 

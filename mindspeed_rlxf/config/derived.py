@@ -11,6 +11,8 @@ from mindspeed_rlxf.config.enums import (
     AdvEstimator,
     KlIn,
     KlPenalty,
+    LossNormalizer,
+    PolicyLoss,
     RewardKind,
     Role,
     RuntimeKind,
@@ -21,13 +23,15 @@ from mindspeed_rlxf.config.suggest import multiples_around, use
 
 MAX_DEVICES = 100_000
 ROLE_NAMES = {role.value for role in Role}
+KL_IN_LOSS = ("grpo", "dr_grpo", "reinforce_plus_plus_baseline")
+"""Estimators whose authors put the KL in the loss."""
 UNWHITENED = ("grpo", "dr_grpo", "rloo", "remax")
 """Estimators whose advantages are whitened only where the YAML asks for it."""
 
 
 def has_critic(stage: object) -> bool:
-    """stage: the word of training.stage, None = the default."""
-    return stage not in (Stage.RAY_GRPO.value, Stage.RAY_ONLINE_DPO.value)
+    """stage: the word of training.stage, None = the default; also one that is misspelled."""
+    return not any(word in str(stage).lower() for word in ("grpo", "dpo"))
 
 
 def stage_defaults(draft: Draft) -> None:
@@ -36,13 +40,19 @@ def stage_defaults(draft: Draft) -> None:
     actor = draft.payload[Role.ACTOR_ROLLOUT.value]
     if stage == Stage.RAY_ONLINE_DPO.value:
         set_default(actor, "n_samples_per_prompt", 2)
+        return
     if stage == Stage.RAY_GRPO.value:
         set_default(algorithm, "adv_estimator", AdvEstimator.GRPO.value)
-        set_default(algorithm, "kl_in", KlIn.LOSS.value)
+        if algorithm["adv_estimator"] in KL_IN_LOSS:
+            set_default(algorithm, "kl_in", KlIn.LOSS.value)
     if algorithm.get("kl_in") == KlIn.LOSS.value:
         set_default(algorithm, "kl_penalty", KlPenalty.LOW_VAR_KL.value)
     if algorithm.get("adv_estimator") in UNWHITENED:
         set_default(algorithm, "advantage_whiten", AdvantageWhiten.NONE.value)
+    if actor.get("policy_loss") == PolicyLoss.GSPO.value:
+        set_default(algorithm, "loss_normalizer", LossNormalizer.SEQUENCE_MEANS.value)
+    if algorithm.get("adv_estimator") == AdvEstimator.DR_GRPO.value:
+        set_default(algorithm, "loss_normalizer", LossNormalizer.SEQUENCE_SUMS.value)
 
 
 def place_roles(draft: Draft, sections: Tree) -> None:

@@ -21,6 +21,7 @@ def expert_problems(role: Role, section: RoleConfig, dp: int | None) -> Iterator
         yield from _dense(role, section)
         return
     yield from _routing(a, f"model.{section.model}")
+    yield from _balance(a, f"model.{section.model}")
     yield from _sharing(role, section, a.num_experts, dp)
     if role in TRAINED:
         yield from _training(role, section)
@@ -54,6 +55,15 @@ def _routing(a: ArchitectureConfig, name: str) -> Iterator[str]:
         yield (
             f"{name}.add_qkv_bias=true has no model with num_experts here (Qwen3-MoE and Mixtral "
             "have no biases); use false"
+        )
+
+
+def _balance(a: ArchitectureConfig, name: str) -> Iterator[str]:
+    if a.moe_aux_loss_coeff and not a.balances_experts:
+        kind = a.moe_router_load_balancing_type.value
+        yield (
+            f"{name}.moe_aux_loss_coeff={a.moe_aux_loss_coeff:g} has no effect with "
+            f"moe_router_load_balancing_type={kind}; use 0, or aux_loss"
         )
 
 

@@ -53,6 +53,6 @@ def _rule(error: ErrorDetails) -> tuple[str, str]:
 
 def _choice(value: Any, expected: str) -> tuple[str, str]:
     words = expected.replace("'", "").replace(" or ", ", ").split(", ")
-    guess = closest(str(value), words)
+    guess = closest(str(value).lower(), words)
     rule = f"must be {'one of ' if len(words) > 1 else ''}{', '.join(words)}"
     return rule, f"did you mean {guess}?" if guess else f"use {words[0]}"

@@ -70,7 +70,7 @@ class AlgorithmConfig(Section):
         KlPenalty.KL, "per-token KL estimate; absent = kl, or low_var_kl in the loss"
     )
     kl_in: Annotated[KlIn, Word] = key(
-        KlIn.REWARD, "where the KL penalty acts; absent = reward, or loss in stage ray_grpo"
+        KlIn.REWARD, "where the KL penalty acts; absent = reward, loss for grpo and dr_grpo"
     )
     kl_ctrl: KlControlConfig = key(KlControlConfig(), "KL coefficient")
     reward_scale: float = key(1.0, "scores are multiplied by it")
@@ -93,7 +93,9 @@ class AlgorithmConfig(Section):
         "remax",
     )
     loss_normalizer: Annotated[LossNormalizer, Word] = key(
-        LossNormalizer.MINIBATCH_TOKENS, "what token losses are divided by"
+        LossNormalizer.MINIBATCH_TOKENS,
+        "what token losses are divided by; absent = minibatch_tokens, sequence_sums for dr_grpo, "
+        "sequence_means for gspo",
     )
     old_log_probs: Annotated[OldLogProbs, Word] = key(
         OldLogProbs.RECOMPUTE, "where the behaviour policy's log-probs come from"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import lcm
 
 from mindspeed_rlxf.config.enums import (
     AdvEstimator,
@@ -16,6 +15,7 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.suggest import multiples_around, use
+from mindspeed_rlxf.config.without_effect import without_effect
 
 
 def check_stage(config: RunConfig) -> Iterator[str]:
@@ -24,7 +24,9 @@ def check_stage(config: RunConfig) -> Iterator[str]:
         yield from [*_pairs(config), *_pairs_by_tokens(config)]
     else:
         yield from _estimator(config)
-        yield from [*_kl(config), *_full_kl(config)]
+        yield from _kl(config)
+    yield from [*_full_kl(config), *_one_vocabulary(config)]
+    yield from without_effect(config)
     yield from _samples_per_prompt(config)
     yield from _rewards(config)
     yield from _log_probs(config)
@@ -40,16 +42,13 @@ def check_groups(config: RunConfig) -> Iterator[str]:
             f"size {dp}, so that the responses to a prompt, which are compared, are on one rank; "
             f"{use(multiples_around(prompts, dp))}"
         )
-    if config.algorithm.adv_estimator is AdvEstimator.REMAX:
-        step = lcm(dp, config.layout(Role.REWARD).dp)
-        if prompts % step:
-            yield (
-                f"training.global_batch_size={prompts} must be a multiple of {step} with "
-                "algorithm.adv_estimator=remax, which scores one more response to each prompt; "
-                f"{use(multiples_around(prompts, step))}"
-            )
-    if config.training.stage is Stage.RAY_ONLINE_DPO:
-        yield from _whole_pairs(config, dp)
+    replicas = config.layout(Role.REWARD).dp
+    if config.algorithm.adv_estimator is AdvEstimator.REMAX and prompts % replicas:
+        yield (
+            f"training.global_batch_size={prompts} must be a multiple of the reward's "
+            f"data-parallel size {replicas} with algorithm.adv_estimator=remax, which scores one "
+            f"more response to each prompt; {use(multiples_around(prompts, replicas))}"
+        )
 
 
 def _estimator(config: RunConfig) -> Iterator[str]:
@@ -65,16 +64,6 @@ def _estimator(config: RunConfig) -> Iterator[str]:
             f"algorithm.adv_estimator=gae needs a critic, which training.stage={stage.value} has "
             "not; use grpo, or training.stage=ray_ppo"
         )
-    for name, given in {
-        "gamma": algorithm.gamma != 1.0,
-        "whiten_rewards": algorithm.whiten_rewards,
-    }.items():
-        if given and not estimator.discounts:
-            yield (
-                f"algorithm.{name}={getattr(algorithm, name)} has no effect with "
-                f"algorithm.adv_estimator={estimator.value}, which takes the total of a response; "
-                "remove it"
-            )
 
 
 def _kl(config: RunConfig) -> Iterator[str]:
@@ -91,7 +80,7 @@ def _full_kl(config: RunConfig) -> Iterator[str]:
     if config.algorithm.kl_penalty is not KlPenalty.FULL:
         return
     shown, actor, ref = "algorithm.kl_penalty=full", config.actor_rollout, config.ref
-    if config.algorithm.kl_in is KlIn.LOSS:
+    if config.algorithm.kl_in is KlIn.LOSS and config.training.stage is not Stage.RAY_ONLINE_DPO:
         yield f"{shown} needs algorithm.kl_in=reward; use that, or low_var_kl"
     pools = [config.pool_of(role) for role in (Role.ACTOR_ROLLOUT, Role.REF)]
     if pools[0] != pools[1]:
@@ -106,6 +95,15 @@ def _full_kl(config: RunConfig) -> Iterator[str]:
                 f"ref.{key}={theirs} must be the actor's {mine} with {shown}, which compares "
                 f"vocabularies part by part; use {mine}, or low_var_kl"
             )
+
+
+def _one_vocabulary(config: RunConfig) -> Iterator[str]:
+    actor, ref = config.actor_rollout.architecture, config.ref.architecture
+    if actor.vocab_size != ref.vocab_size:
+        yield (
+            f"ref: vocab_size={ref.vocab_size} must be the actor's {actor.vocab_size}, whose "
+            "tokens it judges; give folder and model of the policy that training starts from"
+        )
 
 
 def _samples_per_prompt(config: RunConfig) -> Iterator[str]:
@@ -144,17 +142,7 @@ def _pairs_by_tokens(config: RunConfig) -> Iterator[str]:
     if limit is not None:
         yield (
             f"actor_rollout.max_tokens_per_micro_batch={limit} may part the responses of a pair "
-            "with training.stage=ray_online_dpo; use actor_rollout.micro_batch_size=2"
-        )
-
-
-def _whole_pairs(config: RunConfig, dp: int) -> Iterator[str]:
-    size = config.actor_rollout.ppo_mini_batch_size
-    if size % (2 * dp):
-        yield (
-            f"actor_rollout.ppo_mini_batch_size={size} must be a multiple of {2 * dp} (pairs x "
-            f"data-parallel size {dp}) with training.stage=ray_online_dpo; "
-            f"{use(multiples_around(size, 2 * dp))}"
+            "with training.stage=ray_online_dpo; use null, and micro_batch_size"
         )
 
 
@@ -169,6 +157,15 @@ def _rewards(config: RunConfig) -> Iterator[str]:
         yield (
             "algorithm.filter_groups=true draws prompts that actor_rollout.fixed_responses has no "
             "responses for; remove one of them"
+        )
+    compares = config.algorithm.adv_estimator.compares_group
+    if config.algorithm.filter_groups and not (
+        compares or config.training.stage is Stage.RAY_ONLINE_DPO
+    ):
+        yield (
+            "algorithm.filter_groups=true drops prompts that "
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator.value} learns from; remove "
+            "it, or use grpo, dr_grpo, rloo or reinforce_plus_plus_baseline"
         )
     if config.algorithm.filter_groups and config.reward.kind is RewardKind.MODEL:
         yield (

@@ -45,6 +45,7 @@ def _uneven_all_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(parts: list[Tensor], mine: Tensor, group: Any = None, **kwargs: Any) -> Any:
         if not _uneven(parts):
             return gather(parts, mine, group=group, **kwargs)
+        assert not kwargs.get("async_op"), "parts of several sizes are gathered at once"
         parts[dist.get_rank(group)].copy_(mine)
         for rank, part in enumerate(parts):
             dist.broadcast(part, group=group, group_src=rank)
@@ -58,6 +59,8 @@ def _uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(mine: Tensor, parts: list[Tensor], group: Any = None, **kwargs: Any) -> Any:
         if not _uneven(parts):
             return scatter(mine, parts, group=group, **kwargs)
+        assert not kwargs.get("async_op"), "parts of several sizes are scattered at once"
+        assert kwargs.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM, "they are summed up"
         whole = torch.cat(parts)
         dist.all_reduce(whole, group=group)
         mine.copy_(whole.split([len(part) for part in parts])[dist.get_rank(group)])

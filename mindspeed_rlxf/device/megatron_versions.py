@@ -16,6 +16,7 @@ import megatron.core
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import distrib_optimizer
+from megatron.core.transformer.moe import moe_utils
 from packaging.version import Version
 
 Function = Callable[..., Any]
@@ -51,6 +52,9 @@ def mend() -> None:
     """Mend the defects of the imported version, once per process and before a model is built."""
     for module, name, wrap in mends():
         setattr(module, name, wrap(getattr(module, name)))
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # Megatron 0.16 looks at the name without Transformer Engine too, and then does without it.
+        moe_utils.te_general_gemm = None
 
 
 def mends() -> tuple[Mend, ...]:

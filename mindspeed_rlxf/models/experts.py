@@ -8,19 +8,17 @@ are. No token is dropped: experts have no capacity limit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe import moe_utils
+from megatron.core import parallel_state
+from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
-
-if not hasattr(moe_utils, "te_general_gemm"):
-    # Megatron 0.16 looks at the name without Transformer Engine too, and then does without it.
-    moe_utils.te_general_gemm = None
 
 
 def moe_settings(a: ArchitectureConfig, tp: int, ep: int) -> dict[str, Any]:
@@ -53,6 +51,21 @@ class Router(TopKRouter):
     ) -> Tensor:
         return _WithBalanceLoss.apply(activation, aux_loss)
 
+    def apply_load_balancing_loss(
+        self, activation: Tensor, load_balancing_loss_func: Callable[..., Tensor]
+    ) -> Tensor:
+        """Where Megatron 0.12 attaches it."""
+        coefficient = self.config.moe_aux_loss_coeff
+        if coefficient == 0:
+            return activation
+        group = None
+        if parallel_state.get_tensor_and_context_parallel_world_size() > 1:
+            group = parallel_state.get_tensor_and_context_parallel_group()
+        loss = load_balancing_loss_func(
+            moe_aux_loss_coeff=coefficient, sequence_partition_group=group
+        )
+        return _WithBalanceLoss.apply(activation, loss)
+
 
 class _WithBalanceLoss(torch.autograd.Function):
     """Gives on `output`, and in backward adds `weight` times the gradient of `loss`."""
@@ -79,4 +92,8 @@ def weigh_balance_loss(weight: float) -> None:
 
 
 def use_own_router(mlp: ModuleSpec) -> None:
-    mlp.submodules.router = Router
+    """Of the layers that are built from this specification."""
+    if hasattr(mlp.submodules, "router"):
+        mlp.submodules.router = Router
+    else:  # Megatron 0.12 builds the router by its name in this module
+        moe_layer.TopKRouter = Router

@@ -98,12 +98,11 @@ def full_kl(
     Returns [tokens] fp32.
     """
     parts = []
-    for mine, theirs in zip(
-        hidden.split(CHUNK_TOKENS), other_hidden.split(CHUNK_TOKENS), strict=True
-    ):
+    chunk = max(1, CHUNK_TOKENS // 2)  # two distributions at a time
+    for mine, theirs in zip(hidden.split(chunk), other_hidden.split(chunk), strict=True):
         log_p = _log_softmax(mine, weight, vocab_size, tp_group, temperature)
         log_q = _log_softmax(theirs, other_weight, vocab_size, tp_group, temperature)
-        terms = torch.where(log_p.isfinite(), log_p.exp() * (log_p - log_q), 0.0).sum(-1)
+        terms = torch.where(log_p != -torch.inf, log_p.exp() * (log_p - log_q), 0.0).sum(-1)
         _reduce(terms, tp_group, dist.ReduceOp.SUM)
         parts.append(terms)
     return torch.cat(parts)

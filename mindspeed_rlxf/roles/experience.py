@@ -116,6 +116,7 @@ class ExperienceMaker:
             returns = rewards_to_go(found.rewards, found.value_mask, algorithm.gamma)
             advantages = returns[:, : mask.size(1)]
             if greedy is not None and greedy_scores is not None:
+                _check_finite(greedy_scores.scores, greedy.sample_ids)
                 advantages = advantages - self._score(greedy, greedy_scores)[:, None]
         else:
             estimate = GROUP_ADVANTAGES[algorithm.adv_estimator]

@@ -6,7 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import torch
+
 from mindspeed_rlxf.algorithms.groups import groups_that_differ
+from mindspeed_rlxf.algorithms.scores import shape_scores
 from mindspeed_rlxf.config.enums import AdvEstimator
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
@@ -81,6 +84,11 @@ class Collected:
             scoring += self.greedy_calls[1].seconds
         return generation, scoring
 
+    def sync_s(self) -> float:
+        """How long generation waited for weights."""
+        calls = [batch.generated for batch in self.batches] + list(self.greedy_calls[:1])
+        return sum(max(float(report.sync_s) for report in call.result()) for call in calls)
+
     def _chosen(self, columns: Iterable[Sequence[T]]) -> list[T]:
         everything = [item for column in columns for item in column]
         return everything if self.kept is None else [everything[row] for row in self.kept]
@@ -119,6 +127,8 @@ class Collector:
     def _filtered(self) -> Collected:
         """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): prompts whose responses score
         all the same are drawn anew, `max_num_gen_batches` times at most; then they fill the rest.
+
+        Penalties (missing EOS, length, KL) are not counted: they would make any two differ.
         """
         wanted, size = self.config.training.global_batch_size, self.group_size
         batches: list[Batch] = []
@@ -126,7 +136,8 @@ class Collector:
         while len(differing) < wanted and len(batches) < self.algorithm.max_num_gen_batches:
             batches.append(self._batch(self.prompts.next_prompts()))
             offset = (len(batches) - 1) * wanted
-            differing += [offset + g for g in groups_that_differ(batches[-1].scores(), size)]
+            seen = self._clipped(batches[-1].scores())
+            differing += [offset + g for g in groups_that_differ(seen, size)]
         alike = sorted(set(range(len(batches) * wanted)) - set(differing))
         missing = max(0, wanted - len(differing))
         groups = sorted(differing[:wanted] + alike[:missing])
@@ -134,6 +145,12 @@ class Collector:
         rollouts = RowsRef.concat([batch.generated.rows() for batch in batches]).take(kept)
         scores = RowsRef.concat([batch.scored.rows() for batch in batches]).take(kept)
         return Collected(rollouts, scores, batches, kept, missing)
+
+    def _clipped(self, scores: list[float]) -> list[float]:
+        """Scores as the advantages see them, but for penalties."""
+        algorithm = self.algorithm
+        shaped = shape_scores(torch.tensor(scores), algorithm.reward_scale, algorithm.reward_clip)
+        return list(shaped.tolist())
 
     def _with_greedy(self, found: Collected) -> Collected:
         """One greedy response to each prompt, given to all of the prompt's samples."""

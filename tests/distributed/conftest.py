@@ -13,12 +13,13 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-NUM_DEVICES = 4
+NUM_DEVICES = 4  # of the largest pool
+WARM_DEVICES = 7  # pools of 4, 2 and 1 keep their processes beside each other
 
 
 @pytest.fixture(scope="session")
 def ray_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A RayRuntime on its own cluster with four CPU devices; 30 s deadlines.
+    """A RayRuntime on its own cluster with CPU devices for all pool sizes; 30 s deadlines.
 
     A pool that a test ends keeps its processes: the next pool of the same shape takes them over,
     with all their imports done. Pools that a test leaves open end with the session.
@@ -31,7 +32,7 @@ def ray_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     runtime = RayRuntime(
         DeviceConfig(kind=DeviceKind.CPU),
         RuntimeConfig(timeout_s=30.0, start_timeout_s=120.0),
-        NUM_DEVICES,
+        WARM_DEVICES,
         log_dir=tmp_path_factory.mktemp("logs"),
         keep_warm=True,
     )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import runpy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -21,3 +25,33 @@ def test_every_line_is_a_comment_or_an_exact_version(file: Path) -> None:
             pins.append(f"{requirement.name} {requirement.marker or ''}")
     assert len(set(pins)) == len(pins), "a package is named twice"
     assert "torch " in pins, "make takes the torch from here"
+
+
+def ranges(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `setup.py` tells setuptools, which need not be there."""
+    told: dict[str, Any] = {}
+    stand_in = SimpleNamespace(setup=told.update, find_packages=lambda **_: [])
+    monkeypatch.setitem(sys.modules, "setuptools", stand_in)
+    runpy.run_path(str(FILES[0].parents[1] / "setup.py"))
+    return told
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_tested_versions_are_within_the_ranges_that_are_installed(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = ranges(monkeypatch)
+    wanted = {r.name: r.specifier for r in map(Requirement, told["install_requires"])}
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line]
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    assert wanted.keys() <= {pin.name for pin in pins}
+    for pin in pins:
+        (version,) = (specifier.version for specifier in pin.specifier)
+        assert pin.name not in wanted or version in wanted[pin.name], pin
+
+
+def test_python_and_torch_have_no_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = ranges(monkeypatch)
+    torch = next(r for r in told["install_requires"] if Requirement(r).name == "torch")
+    for specifier in (told["python_requires"], torch.removeprefix("torch")):
+        assert re.fullmatch(r">=[\d.]+", specifier), specifier

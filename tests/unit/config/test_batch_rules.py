@@ -141,7 +141,7 @@ def test_batch_fills_a_virtual_pipeline(problems: Problems) -> None:
                 "algorithm.loss_normalizer": "micro_batch_mean",
             },
             "algorithm.loss_normalizer=micro_batch_mean needs micro-batches of one size, "
-            "critic.max_tokens_per_micro_batch=24 makes others; use critic.micro_batch_size, or "
+            "critic.max_tokens_per_micro_batch=24 makes others; use null there, or "
             "algorithm.loss_normalizer=minibatch_tokens",
         ),
     ],

@@ -93,10 +93,13 @@ def test_frozen_roles_may_be_split_without_sequence_parallel(problems: Problems)
     assert problems({**SPARSE, **keys("ref", tensor_model_parallel_size=2)}) == []
 
 
-def test_a_balance_type_of_none_needs_no_stage_to_know_it(problems: Problems) -> None:
-    off = {"model.small.moe_router_load_balancing_type": "none"}
-    loss = {
+def test_a_coefficient_that_no_loss_reads_is_refused(problems: Problems) -> None:
+    changes = {
+        "model.small.moe_router_load_balancing_type": "none",
         "model.small.moe_aux_loss_coeff": 0.01,
         **keys("critic", pipeline_model_parallel_size=2),
     }
-    assert problems({**SPARSE, **loss, **off}) == []
+    assert problems({**SPARSE, **changes}) == [
+        "model.small.moe_aux_loss_coeff=0.01 has no effect with "
+        "moe_router_load_balancing_type=none; use 0, or aux_loss"
+    ]

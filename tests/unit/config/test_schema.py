@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,3 +98,18 @@ def test_user_error_keeps_its_problems_across_processes() -> None:
     error = pickle.loads(pickle.dumps(ConfigError(["one", "two"])))
     assert isinstance(error, UserError) and error.problems == ["one", "two"]
     assert str(error) == "one\ntwo"
+
+
+def names_read() -> set[str]:
+    """Every attribute that the package reads, of whatever object."""
+    found = set()
+    for file in Path(roles.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                found.add(node.attr)
+    return found
+
+
+@pytest.mark.parametrize("section", all_sections(), ids=lambda section: section.__name__)
+def test_no_key_is_accepted_and_then_forgotten(section: type[BaseModel]) -> None:
+    assert set(section.model_fields) - names_read() == set()

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.enums import AdvantageWhiten, AdvEstimator, KlIn, KlPenalty, Role
+from mindspeed_rlxf.config.enums import (
+    AdvantageWhiten,
+    AdvEstimator,
+    KlIn,
+    KlPenalty,
+    LossNormalizer,
+    Role,
+)
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 
@@ -55,6 +62,15 @@ def test_the_stage_chooses_what_the_yaml_leaves_open(config: Callable[..., RunCo
     assert (grpo.adv_estimator, grpo.kl_in) == (AdvEstimator.GRPO, KlIn.LOSS)
     assert (grpo.kl_penalty, grpo.advantage_whiten) == (KlPenalty.LOW_VAR_KL, AdvantageWhiten.NONE)
     reinforce = {**GRPO, "algorithm.adv_estimator": "reinforce_plus_plus_baseline"}
+    assert grpo.loss_normalizer is LossNormalizer.MINIBATCH_TOKENS
+    rloo = config({**GRPO, "algorithm.adv_estimator": "rloo"}, WITHOUT_CRITIC).algorithm
+    assert (rloo.kl_in, rloo.kl_penalty) == (KlIn.REWARD, KlPenalty.KL)
+    dr_grpo = {**GRPO, "algorithm.adv_estimator": "dr_grpo"}
+    sums = config(dr_grpo, WITHOUT_CRITIC).algorithm.loss_normalizer
+    assert sums is LossNormalizer.SEQUENCE_SUMS
+    gspo = {**GRPO, "actor_rollout.policy_loss": "gspo"}
+    means = config(gspo, WITHOUT_CRITIC).algorithm.loss_normalizer
+    assert means is LossNormalizer.SEQUENCE_MEANS
     chosen = config({**reinforce, "algorithm.kl_in": "reward"}, WITHOUT_CRITIC).algorithm
     assert (chosen.kl_penalty, chosen.advantage_whiten) == (KlPenalty.KL, AdvantageWhiten.BATCH)
     assert config(DPO, WITHOUT_CRITIC).actor_rollout.n_samples_per_prompt == 2
@@ -74,7 +90,7 @@ def test_the_stage_chooses_what_the_yaml_leaves_open(config: Callable[..., RunCo
             "algorithm.adv_estimator=grpo, which compares the responses to a prompt; use 4 or 8",
         ),
         ({"algorithm.gamma": 0.9}, "algorithm.gamma=0.9 has no effect with"),
-        ({"algorithm.whiten_rewards": True}, "algorithm.whiten_rewards=True has no effect with"),
+        ({"algorithm.whiten_rewards": True}, "algorithm.whiten_rewards=true has no effect with"),
         ({"algorithm.kl_penalty": "kl"}, "algorithm.kl_penalty=kl teaches nothing with"),
         (
             {"algorithm.overlong_buffer_len": 17},
@@ -125,10 +141,6 @@ def test_ppo_takes_gae_only(problems: Problems) -> None:
             {"actor_rollout.max_tokens_per_micro_batch": 24},
             "max_tokens_per_micro_batch=24 may part the responses of a pair",
         ),
-        (
-            {"actor_rollout.micro_batch_size": 1, "actor_rollout.ppo_mini_batch_size": 24},
-            "ppo_mini_batch_size=24 must be a multiple of 16 (pairs x data-parallel size 8)",
-        ),
     ],
 )
 def test_online_dpo_needs_whole_pairs(
@@ -142,8 +154,8 @@ def test_remax_has_a_greedy_response_for_each_prompt(problems: Problems) -> None
     changes = {**GRPO, "algorithm.adv_estimator": "remax", "training.global_batch_size": 18}
     changes |= {"actor_rollout.ppo_mini_batch_size": 24}
     assert problems(changes, WITHOUT_CRITIC) == [
-        "training.global_batch_size=18 must be a multiple of 8 with "
-        "algorithm.adv_estimator=remax, which scores one more response to each prompt; "
+        "training.global_batch_size=18 must be a multiple of the reward's data-parallel size 8 "
+        "with algorithm.adv_estimator=remax, which scores one more response to each prompt; "
         "use 16 or 24"
     ]
 
@@ -162,3 +174,60 @@ def test_kl_over_the_vocabulary_needs_both_models_in_one_process(problems: Probl
     assert (
         problem == "algorithm.kl_penalty=full needs algorithm.kl_in=reward; use that, or low_var_kl"
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("algorithm.gamma", 0.9),
+        ("algorithm.adv_estimator", "remax"),
+        ("algorithm.loss_normalizer", "sequence_sums"),
+        ("algorithm.kl_ctrl.kl_coef", 0.2),
+        ("algorithm.whiten_rewards", True),
+        ("actor_rollout.entropy_coeff", 0.1),
+        ("actor_rollout.policy_loss", "gspo"),
+        ("actor_rollout.clip_ratio", 0.3),
+    ],
+)
+def test_online_dpo_refuses_what_it_does_not_read(problems: Problems, key: str, value: Any) -> None:
+    (problem,) = problems({**DPO, key: value}, WITHOUT_CRITIC)
+    section, name = key.split(".")[:2]
+    assert problem.startswith(f"{section}.{name}")
+    assert problem.endswith(" has no effect with training.stage=ray_online_dpo; remove it")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"actor_rollout.dpo_beta": 0.2}, "actor_rollout.dpo_beta=0.2"),
+        ({"algorithm.overlong_penalty_factor": 0.5}, "algorithm.overlong_penalty_factor=0.5"),
+        (
+            {**GRPO, "algorithm.adv_estimator": "remax", "algorithm.gamma": 0.9},
+            "algorithm.gamma=0.9",
+        ),
+    ],
+)
+def test_keys_of_another_method_are_refused(
+    problems: Problems, changes: dict[str, Any], named: str
+) -> None:
+    without = WITHOUT_CRITIC if "training.stage" in changes else ()
+    (problem,) = problems(changes, without)
+    assert problem.startswith(f"{named} has no effect with ")
+
+
+def test_dynamic_sampling_needs_an_estimator_that_compares(problems: Problems) -> None:
+    changes = {**GRPO, "algorithm.filter_groups": True}
+    assert problems(changes, WITHOUT_CRITIC) == []
+    changes["algorithm.adv_estimator"] = "reinforce_plus_plus"
+    (problem,) = problems(changes, WITHOUT_CRITIC)
+    assert problem.startswith("algorithm.filter_groups=true drops prompts that ")
+
+
+def test_actor_and_reference_have_one_vocabulary(problems: Problems) -> None:
+    (problem,) = problems({"ref.vocab_size": 40})
+    assert problem.startswith("ref: vocab_size=40 must be the actor's 32, whose tokens it judges")
+
+
+def test_a_stage_in_another_spelling_brings_no_error_about_the_critic(problems: Problems) -> None:
+    (problem,) = problems({**GRPO, "training.stage": "RAY_GRPO"}, WITHOUT_CRITIC)
+    assert problem.endswith("did you mean ray_grpo?")

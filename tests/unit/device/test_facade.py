@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.device import facade
 
 CPU, CUDA, NPU, AUTO = DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.NPU, DeviceKind.AUTO
 
@@ -76,6 +78,32 @@ def test_npu_without_torch_npu_says_what_to_install(monkeypatch: pytest.MonkeyPa
     for use in (device.device_count, device.setup):
         with pytest.raises(ValueError, match=r"device\.kind=npu needs torch_npu.*install it"):
             use(NPU)
+
+
+@pytest.mark.parametrize("kind", [CUDA, NPU])
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "index"),
+    [
+        (1, 0, 0),  # Ray: each process sees its own device alone, whatever number that has outside
+        (1, 3, 0),
+        (4, 3, 3),  # torchrun: all see the same, as in VISIBLE_DEVICES=4,5,6,7
+    ],
+)
+def test_a_process_counts_among_the_devices_that_it_sees(
+    monkeypatch: pytest.MonkeyPatch, kind: DeviceKind, visible: int, local_rank: int, index: int
+) -> None:
+    chosen: list[int] = []
+    library = SimpleNamespace(
+        device_count=lambda: visible, set_device=chosen.append, current_device=lambda: chosen[-1]
+    )
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=library))
+    monkeypatch.setitem(sys.modules, "mindspeed", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "mindspeed.megatron_adaptor", SimpleNamespace())
+    monkeypatch.setattr(torch, "cuda", library)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setattr(torch, "device", lambda name, number: (name, number))
+    monkeypatch.setattr(facade, "_active", None)
+    assert device.setup(kind, local_rank=local_rank) == (kind.value, index)
 
 
 def test_the_device_of_a_process_is_unknown_before_setup() -> None:

@@ -1,0 +1,61 @@
+"""What bf16 gains over fp32: seconds of the parts of one PPO iteration on one process.
+
+Prints one JSON line; the peer in the same run is the same work in fp32.
+
+    python benchmarks/precision.py [--hidden-size 768] [--layers 8] [--iterations 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+from iteration import SHAPE, make_models, train, write_inputs
+
+PARTS = ("all", "gen", "old_log_prob", "update_actor", "update_critic")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hidden-size", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--iterations", type=int, default=4)
+    arguments = parser.parse_args()
+    width = arguments.hidden_size
+    sizes = {"num_layers": arguments.layers, "hidden_size": width, "ffn_hidden_size": 3 * width}
+    shape = {**SHAPE, **sizes, "num_attention_heads": 12, "num_query_groups": 4}
+    seconds: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        policy, _ = make_models(folder, shape)
+        write_inputs(folder)
+        for bf16 in (False, True):
+            lines = train(folder, arguments.iterations, 1, "local", shape, bf16)
+            seconds["bf16" if bf16 else "fp32"] = {
+                part: statistics.median(line["metrics"][f"timing/{part}"] for line in lines[1:])
+                for part in PARTS
+            }
+    print(
+        json.dumps(
+            {
+                "benchmark": "precision",
+                "parameters_m": round(sum(p.numel() for p in policy.parameters()) / 1e6, 1),
+                "cores": os.cpu_count(),
+                "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+                "torch": torch.__version__,
+                **{f"{k}_s": {p: round(s, 3) for p, s in v.items()} for k, v in seconds.items()},
+                "ratio_bf16_to_fp32": {
+                    part: round(seconds["bf16"][part] / seconds["fp32"][part], 2) for part in PARTS
+                },
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

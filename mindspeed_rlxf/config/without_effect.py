@@ -1,0 +1,48 @@
+"""Keys that the chosen stage or estimator does not read: refused where they say something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mindspeed_rlxf.config.enums import AdvEstimator, Stage
+from mindspeed_rlxf.config.schema import RunConfig
+
+OF_PAIRS = ("dpo_beta", "dpo_loss_type")
+OF_POLICY_LOSS = (
+    "policy_loss", "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c",
+    "entropy_coeff",
+)  # fmt: skip
+OF_ADVANTAGES = (
+    "adv_estimator", "advantage_whiten", "loss_normalizer", "kl_in", "kl_ctrl",
+    "rollout_is_threshold",
+)  # fmt: skip
+OF_TOKEN_REWARDS = ("gamma", "whiten_rewards")
+
+
+def without_effect(config: RunConfig) -> Iterator[str]:
+    """One line for each such key that differs from its default."""
+    stage, estimator = config.training.stage, config.algorithm.adv_estimator
+    named = f"training.stage={stage.value}"
+    if stage is Stage.RAY_ONLINE_DPO:
+        yield from _unread(config, "algorithm", (*OF_ADVANTAGES, *OF_TOKEN_REWARDS), named)
+        yield from _unread(config, "actor_rollout", OF_POLICY_LOSS, named)
+        return
+    yield from _unread(config, "actor_rollout", OF_PAIRS, named)
+    # ReMax subtracts a plain score, which fits neither a discounted nor a rescaled return.
+    if not estimator.discounts or estimator is AdvEstimator.REMAX:
+        named = f"algorithm.adv_estimator={estimator.value}"
+        yield from _unread(config, "algorithm", OF_TOKEN_REWARDS, named)
+    if not config.algorithm.overlong_buffer_len:
+        key = ("overlong_penalty_factor",)
+        yield from _unread(config, "algorithm", key, "algorithm.overlong_buffer_len=0")
+
+
+def _unread(config: RunConfig, section: str, keys: tuple[str, ...], reader: str) -> Iterator[str]:
+    values = getattr(config, section)
+    for key in keys:
+        value = getattr(values, key)
+        if value != type(values).model_fields[key].default:
+            word = str(getattr(value, "value", value))
+            shown = f"={word.lower() if isinstance(value, bool) else word}"
+            shown = "" if key == "kl_ctrl" else shown
+            yield f"{section}.{key}{shown} has no effect with {reader}; remove it"

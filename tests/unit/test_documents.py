@@ -1,0 +1,58 @@
+"""Keys, defaults, configs and tests that the documents name are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.config.compose import builtin_config_dir, config_names
+from mindspeed_rlxf.config.keys import known_keys
+from mindspeed_rlxf.config.roles import ActorConfig, CriticConfig, OptimizerConfig
+from mindspeed_rlxf.config.sections import AlgorithmConfig
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+KNOWN = known_keys()
+FUNCTIONS = {"device.setup"}  # named in log.md
+
+
+def code_words(document: Path) -> set[str]:
+    """What stands between backticks, and the words of code blocks."""
+    text = document.read_text(encoding="utf-8")
+    blocks = re.findall(r"```.*?```", text, re.DOTALL)
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return {word for part in (*blocks, *spans) for word in part.split()}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_keys_that_a_document_names_are_known(document: Path) -> None:
+    words = {word.partition("=")[0].rstrip(",;:.)") for word in code_words(document)}
+    named = {word for word in words if word.rpartition(".")[0] in KNOWN} - FUNCTIONS
+    known = KNOWN.keys() | {f"{section}.{key}" for section, keys in KNOWN.items() for key in keys}
+    assert named - known == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_configs_and_tests_that_a_document_names_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    configs = set(re.findall(r"\b\w+_trainer_\w+\b", text))
+    assert configs <= set(config_names([builtin_config_dir()]))
+    for name, test in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", text):
+        source = (ROOT / name).read_text(encoding="utf-8")
+        assert not test or f"def {test}(" in source, f"{name}::{test}"
+
+
+def test_defaults_in_the_comparison_with_trl_are_the_schemas() -> None:
+    text = (ROOT / "docs" / "correctness.md").read_text(encoding="utf-8")
+    table = text.partition("| key | TRL's way | default | why |")[2].partition("\n\n")[0]
+    sections = {"algorithm": AlgorithmConfig, "critic": CriticConfig, "actor_rollout": ActorConfig}
+    lines = [line.replace("`", "").split("|")[1:-1] for line in table.splitlines()]
+    rows = [[cell.strip() for cell in line] for line in lines]
+    stated = {row[0]: row[2] for row in rows if len(row) == 4 and not row[0].startswith("-")}
+    assert len(stated) >= 5
+    for name, default in stated.items():
+        section, _, key = name.rpartition(".")
+        found = sections.get(section, OptimizerConfig).model_fields[key].default
+        assert str(getattr(found, "value", found)) in (default, f"{default}.0"), name

@@ -1,0 +1,62 @@
+"""An iteration asks for everything before it waits for anything."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.config.enums import ScoreSlotLimit
+from mindspeed_rlxf.config.schema import AlgorithmConfig
+from mindspeed_rlxf.runtime.refs import Piece, RowsRef
+from mindspeed_rlxf.trainer.ppo import PpoTrainer
+
+
+class Waited(Exception):
+    """The driver asked for a result."""
+
+
+class Call:
+    def rows(self) -> RowsRef:
+        return RowsRef((Piece("somewhere", 4),))
+
+    def result(self) -> Any:
+        raise Waited
+
+
+class Scripted:
+    """A role whose methods note that they were called."""
+
+    def __init__(self, role: str, called: list[str]) -> None:
+        self._role, self._called = role, called
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*_arguments: Any) -> Call:
+            self._called.append(f"{self._role}.{method}")
+            return Call()
+
+        return call
+
+
+@pytest.mark.parametrize("limit", ScoreSlotLimit)
+def test_roles_on_different_devices_have_work_at_the_same_time(limit: ScoreSlotLimit) -> None:
+    called: list[str] = []
+    config: Any = SimpleNamespace(
+        algorithm=AlgorithmConfig(score_slot_limit=limit),
+        actor_rollout=SimpleNamespace(n_samples_per_prompt=1, max_new_tokens=8),
+        training=SimpleNamespace(train_iters=1, seed=1),
+        validation=SimpleNamespace(before=False),
+    )
+    names = ("actor", "ref", "critic", "reward")
+    roles: Any = SimpleNamespace(**{name: Scripted(name, called) for name in names})
+    prompts: Any = SimpleNamespace(next_prompts=lambda: None)
+    nobody: Any = None
+    with pytest.raises(Waited):
+        PpoTrainer(config, roles, prompts, nobody, nobody).fit()
+    scoring = ["actor.generate", "reward.score", "actor.log_probs", "ref.log_probs"]
+    scoring.append("critic.values")
+    updates = ["critic.make_experience", "critic.update_critic", "actor.update_policy"]
+    # TRL's limit is the length of the longest response, which has to be known first
+    by_width = limit is ScoreSlotLimit.BATCH_WIDTH
+    assert called == scoring + ([] if by_width else updates)
