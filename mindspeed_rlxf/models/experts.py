@@ -8,9 +8,11 @@ are. No token is dropped: experts have no capacity limit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -51,6 +53,20 @@ class Router(TopKRouter):
     def attach_and_log_load_balancing_loss(
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *_: Any, **__: Any
     ) -> Tensor:
+        return _WithBalanceLoss.apply(activation, aux_loss)
+
+    def apply_load_balancing_loss(
+        self, activation: Tensor, load_balancing_loss_func: Callable[..., Tensor]
+    ) -> Tensor:
+        """What megatron-core 0.12 and 0.13 call in its place, the loss not yet computed."""
+        coefficient, group = self.config.moe_aux_loss_coeff, None
+        if coefficient == 0:
+            return activation
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            group = parallel_state.get_tensor_model_parallel_group()
+        aux_loss = load_balancing_loss_func(
+            moe_aux_loss_coeff=coefficient, sequence_partition_group=group
+        )
         return _WithBalanceLoss.apply(activation, aux_loss)
 
 
