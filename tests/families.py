@@ -58,10 +58,12 @@ def config_keys(a: ArchitectureConfig) -> dict[str, Any]:
     }
     if a.num_experts is None:
         return keys
-    keys |= {"num_local_experts": a.num_experts, "num_experts_per_tok": a.moe_router_topk}
+    keys |= {"num_experts_per_tok": a.moe_router_topk}
     if a.qk_layernorm:
-        keys |= {"moe_intermediate_size": a.mlp_hidden_size}
+        keys |= {"num_experts": a.num_experts, "moe_intermediate_size": a.mlp_hidden_size}
         keys |= {"norm_topk_prob": not a.moe_router_pre_softmax}
+    else:
+        keys |= {"num_local_experts": a.num_experts}
     return keys
 
 
@@ -69,7 +71,8 @@ def stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     """Name and shape of each tensor in a published safetensors file of the model.
 
     transformers 5 holds the experts of a layer in one tensor; files hold a matrix for each, which
-    is what `save_pretrained` writes (`test_a_saved_folder_has_the_names_of_stored_shapes`).
+    is what `save_pretrained` writes (`test_a_saved_folder_has_the_names_of_stored_shapes`), and
+    what transformers 4 holds.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     mixtral = model.config.model_type == "mixtral"
@@ -77,7 +80,8 @@ def stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     # named_parameters leaves out the second name of a tied weight, as a file does
     for name, parameter in model.named_parameters():
         layer, found, rest = name.partition(".mlp.")
-        if not found or (rest != "gate.weight" and not rest.startswith("experts.")):
+        stacked = rest.startswith("experts.") and parameter.dim() == 3
+        if not found or (rest != "gate.weight" and not stacked):
             shapes[name] = tuple(parameter.shape)
         elif rest == "gate.weight":
             shapes[f"{layer}.{block}.gate.weight"] = tuple(parameter.shape)

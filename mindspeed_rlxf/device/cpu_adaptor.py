@@ -79,6 +79,9 @@ class _Stream(torch.cpu.Stream):
     def record_event(self, event: Any = None) -> Any:
         return torch.cpu.Event()
 
+    def synchronize(self) -> None:
+        """What megatron-core 0.12 calls in place of waiting for the event."""
+
 
 def _patch_runtime() -> None:
     cuda = torch.cuda

@@ -54,17 +54,16 @@ class Router(TopKRouter):
     def apply_load_balancing_loss(
         self, activation: Tensor, load_balancing_loss_func: Callable[..., Tensor]
     ) -> Tensor:
-        """Where Megatron 0.12 attaches it."""
-        coefficient = self.config.moe_aux_loss_coeff
+        """What megatron-core 0.12 and 0.13 call in its place, the loss not yet computed."""
+        coefficient, group = self.config.moe_aux_loss_coeff, None
         if coefficient == 0:
             return activation
-        group = None
-        if parallel_state.get_tensor_and_context_parallel_world_size() > 1:
-            group = parallel_state.get_tensor_and_context_parallel_group()
-        loss = load_balancing_loss_func(
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            group = parallel_state.get_tensor_model_parallel_group()
+        aux_loss = load_balancing_loss_func(
             moe_aux_loss_coeff=coefficient, sequence_partition_group=group
         )
-        return _WithBalanceLoss.apply(activation, loss)
+        return _WithBalanceLoss.apply(activation, aux_loss)
 
 
 class _WithBalanceLoss(torch.autograd.Function):

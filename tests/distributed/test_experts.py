@@ -166,11 +166,18 @@ class GradientProbe:
         return RoleOutput(report=({k: v.tolist() for k, v in named.items()}, norm["grad_norm"]))
 
 
+def config_experts(config: Any) -> int:
+    """Version 4 of transformers has one name for each family."""
+    both = config.to_dict()
+    return int(both.get("num_experts") or both["num_local_experts"])
+
+
 def expected_gradients(
     model: Any, rollouts: Rollouts, main: float, coefficient: float, folder: Path
 ) -> dict[str, torch.Tensor]:
     """transformers' forward pass, and plain sums over its tokens, experts and layers."""
     a, total = model.config, int(rollouts.response_lengths.sum())
+    experts = config_experts(a)
     loss = torch.zeros(())
     for group in chunk_rows(range(rollouts.num_rows), ROWS):
         routed: list[list[Any]] = [[] for _ in range(a.num_hidden_layers)]
@@ -181,14 +188,14 @@ def expected_gradients(
             log_probs = out.logits[0, len(prompt) - 1 : -1].log_softmax(-1)
             loss = loss - main * log_probs[range(len(response)), response].sum() / total
             for layer, logits in enumerate(out.router_logits):
-                routed[layer] += logits.view(-1, a.num_local_experts).softmax(-1).unbind()
+                routed[layer] += logits.view(-1, experts).softmax(-1).unbind()
         weight = float(rollouts.response_lengths[list(group)].sum()) / total
         for tokens in routed:
             choices = [t.topk(a.num_experts_per_tok).indices.tolist() for t in tokens]
-            for expert in range(a.num_local_experts):
+            for expert in range(experts):
                 share = sum(c.count(expert) for c in choices) / sum(map(len, choices))
                 probability = sum(t[expert] for t in tokens) / len(tokens)
-                balance = a.num_local_experts * share * probability
+                balance = experts * share * probability
                 loss = loss + weight * coefficient * balance
     loss.backward()
     for parameter in model.parameters():

@@ -42,6 +42,7 @@ dist.all_to_all_single(
 )
 assert out.flatten().tolist() == ([0.0, 10.0, 11.0, 12.0] if rank == 0 else [1.0, 2.0]), out
 dist.barrier()
+dist.destroy_process_group()
 """
 
 
