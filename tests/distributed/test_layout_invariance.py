@@ -97,16 +97,14 @@ PAIRWISE = [
     ("untied", "padded"),
     ("untied", "actor tp2, critic pp2"),
     ("tied", "pp2"),
-    ("qwen2", "tp2 pp2"),
     ("qwen3", "tp2 pp2"),
-    ("untied, 4 layers", "virtual pipeline dp2 distributed optimizer"),
     ("tied, 4 layers", "virtual pipeline by tokens"),
 ]
 FOUR_LAYERS = {
     "untied, 4 layers": PLAIN.model_copy(update={"num_layers": 4}),
     "tied, 4 layers": TIED.model_copy(update={"num_layers": 4}),
 }
-SPARSE_PAIRWISE = [("qwen3-moe", "dp2 ep2"), ("mixtral", "dp2 ep2 distributed optimizer")]
+SPARSE_PAIRWISE = [("qwen3-moe", "dp2 ep2")]
 ARCHITECTURES = FOUR_LAYERS | {
     "untied": PLAIN,
     "tied": TIED,

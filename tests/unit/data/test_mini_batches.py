@@ -69,3 +69,9 @@ def test_shuffled_orders_follow_from_seed_iteration_and_epoch() -> None:
 def test_uneven_mini_batches_are_refused(size: int, ranks: int) -> None:
     with pytest.raises(AssertionError, match="checked beforehand"):
         rank_steps([list(range(6))], size, ranks)
+
+
+def test_neighbours_that_belong_together_stay_together() -> None:
+    (order,) = mini_batch_order(12, 1, True, seed=1, iteration=2, together=2)
+    assert sorted(order) == list(range(12)) and order != list(range(12))
+    assert all(b == a + 1 and a % 2 == 0 for a, b in zip(order[::2], order[1::2], strict=True))

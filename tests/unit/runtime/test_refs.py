@@ -54,6 +54,17 @@ def test_take_of_a_taken_ref_counts_in_its_rows() -> None:
     assert numbers(resolve(ref, store.fetch)) == [3, 8]
 
 
+def test_refs_are_joined_row_after_row() -> None:
+    store = Store([3, 2, 4])  # rows 0 1 2 | 3 4 | 5 6 7 8
+    whole = store.ref
+    first, second = RowsRef(whole.pieces[:1]), RowsRef(whole.pieces[1:]).take([5, 0, 2])
+    joined = RowsRef.concat([first, second, first.take([1])])
+    assert joined.num_rows == 7
+    assert numbers(resolve(joined, store.fetch)) == [0, 1, 2, 8, 3, 5, 1]
+    assert numbers(resolve(joined.take([6, 3, 0]), store.fetch)) == [1, 8, 0]
+    assert RowsRef.concat([first]) is first
+
+
 def test_only_pieces_with_a_wanted_row_travel_and_are_fetched() -> None:
     store = Store([2, 2, 2])  # rows 0 1 | 2 3 | 4 5
     ref = store.ref.take([5, 1])

@@ -1,0 +1,197 @@
+"""Advantages without a critic: which rewards, spread over which tokens, whitened when."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from mindspeed_rlxf.algorithms.advantages import length_mask
+from mindspeed_rlxf.algorithms.masked import alone
+from mindspeed_rlxf.config.enums import AdvantageWhiten, AdvEstimator, KlIn, KlPenalty, Stage
+from mindspeed_rlxf.config.schema import AlgorithmConfig
+from mindspeed_rlxf.data.batch import Experience, LogProbs, LogProbsWithKl, Rollouts, Scores
+from mindspeed_rlxf.roles.experience import ExperienceMaker
+from mindspeed_rlxf.roles.reports import ExperienceReport
+
+LIMIT = 6  # max_new_tokens
+LENGTHS, HAS_EOS = [3, 5, 2, 6], [True, False, True, True]
+SCORES = [1.0, 0.0, 0.25, 2.0]
+KL_COEF = 0.1
+
+
+def rollouts_of(lengths: list[int], has_eos: list[bool]) -> Rollouts:
+    rows, width = len(lengths), max(lengths)
+    mask = length_mask(torch.tensor(lengths), width)
+    return Rollouts(
+        sample_ids=list(range(rows)),
+        prompt_ids=torch.ones(rows, 2, dtype=torch.long),
+        prompt_lengths=torch.full((rows,), 2),
+        response_ids=torch.ones(rows, width, dtype=torch.long) * mask,
+        response_lengths=torch.tensor(lengths),
+        has_eos=torch.tensor(has_eos),
+        rollout_log_probs=-torch.rand(rows, width, generator=torch.Generator().manual_seed(0)),
+        ground_truths=[""] * rows,
+        data_sources=[""] * rows,
+    )
+
+
+def made(
+    estimator: AdvEstimator,
+    stage: Stage = Stage.RAY_GRPO,
+    greedy: tuple[Rollouts | None, Scores | None] = (None, None),
+    scores: list[float] = SCORES,
+    kl: torch.Tensor | None = None,
+    **keys: Any,
+) -> tuple[Experience, ExperienceReport, torch.Tensor]:
+    """Experience, report, and log-prob less reference log-prob of each token [4, 6].
+
+    kl: that of the vocabulary, in place of an estimate
+    """
+    keys = {"advantage_whiten": AdvantageWhiten.NONE, **keys}
+    config: Any = SimpleNamespace(
+        algorithm=AlgorithmConfig(adv_estimator=estimator, **keys),
+        actor_rollout=SimpleNamespace(max_new_tokens=LIMIT, n_samples_per_prompt=2),
+        training=SimpleNamespace(stage=stage),
+    )
+    rollouts = rollouts_of(LENGTHS, HAS_EOS)
+    log_probs = -torch.rand(rollouts.response_ids.shape, generator=torch.Generator().manual_seed(1))
+    ref = LogProbs(log_probs) if kl is None else LogProbsWithKl(log_probs, kl)
+    output = ExperienceMaker(config, alone).without_critic(
+        rollouts, None, ref, Scores(torch.tensor(scores)), *greedy, KL_COEF, LIMIT
+    )
+    assert isinstance(output.rows, Experience) and isinstance(output.report, ExperienceReport)
+    mask = length_mask(rollouts.response_lengths, rollouts.response_ids.size(1))
+    return output.rows, output.report, (rollouts.rollout_log_probs - log_probs) * mask
+
+
+def test_total_of_a_response_is_its_score_less_its_kl() -> None:
+    experience, _, kl = made(AdvEstimator.DR_GRPO)
+    totals = torch.tensor(SCORES) - KL_COEF * kl.sum(1)
+    means = totals.view(2, 2).mean(1).repeat_interleave(2)
+    for row, length in enumerate(LENGTHS):
+        expected = torch.zeros(6)
+        expected[:length] = totals[row] - means[row]
+        assert_close(experience.advantages[row], expected)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        # scores 1 0 | 0.25 2: means 0.5, 1.125
+        (AdvEstimator.GRPO, [0.5**0.5, -(0.5**0.5), -(0.5**0.5), 0.5**0.5]),
+        (AdvEstimator.DR_GRPO, [0.5, -0.5, -0.875, 0.875]),
+        (AdvEstimator.RLOO, [1.0, -1.0, -1.75, 1.75]),
+        (AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE, [0.5, -0.5, -0.875, 0.875]),
+    ],
+)
+def test_kl_in_the_loss_leaves_the_scores_alone(
+    estimator: AdvEstimator, expected: list[float]
+) -> None:
+    experience, report, difference = made(estimator, kl_in=KlIn.LOSS, kl_penalty=KlPenalty.MSE)
+    assert_close(experience.advantages[:, 0], torch.tensor(expected))
+    assert experience.ref_log_probs.shape == difference.shape, "the loss needs the reference"
+    assert report.rewards.total == pytest.approx(sum(SCORES))
+    mean = (difference**2 / 2).sum(1) / torch.tensor(LENGTHS)
+    assert report.kl == pytest.approx(mean.tolist()), "the KL is reported all the same"
+
+
+def test_the_kl_of_the_vocabulary_takes_the_place_of_an_estimate() -> None:
+    kl = torch.rand(4, 6, generator=torch.Generator().manual_seed(2))
+    experience, report, _ = made(AdvEstimator.DR_GRPO, kl=kl, kl_penalty=KlPenalty.FULL)
+    inside = kl * experience.response_mask
+    assert report.kl == pytest.approx((inside.sum(1) / torch.tensor(LENGTHS)).tolist())
+    totals = torch.tensor(SCORES) - KL_COEF * inside.sum(1)
+    assert_close(experience.advantages[0, 0], (totals[0] - totals[1]) / 2)
+
+
+def test_reinforce_takes_the_rewards_from_each_token_on() -> None:
+    experience, _, kl = made(AdvEstimator.REINFORCE_PLUS_PLUS, gamma=0.9)
+    for row, length in enumerate(LENGTHS):
+        rewards = [-KL_COEF * float(value) for value in kl[row, :length]]
+        if HAS_EOS[row] and length < LIMIT:  # the score has a slot of its own
+            rewards.append(SCORES[row])
+        else:
+            rewards[-1] += SCORES[row]
+        for t in range(length):
+            rest = sum(0.9**i * reward for i, reward in enumerate(rewards[t:]))
+            assert float(experience.advantages[row, t]) == pytest.approx(rest, abs=1e-6)
+        assert not experience.advantages[row, length:].any()
+
+
+def test_remax_subtracts_the_shaped_score_of_the_greedy_response() -> None:
+    greedy = rollouts_of([2, 2, 4, 4], [True, True, False, False])
+    baseline = Scores(torch.tensor([0.5, 0.5, 3.0, 3.0]))
+    experience, _, _ = made(
+        AdvEstimator.REMAX,
+        greedy=(greedy, baseline),
+        missing_eos_penalty=1.0,
+        reward_scale=2.0,
+        kl_in=KlIn.LOSS,
+        kl_penalty=KlPenalty.LOW_VAR_KL,
+    )
+    # responses: 2, 0 - 1, 0.5, 4; greedy: 1, 1, 6 - 1, 6 - 1
+    assert_close(experience.advantages[:, 0], torch.tensor([1.0, -2.0, -4.5, -1.0]))
+
+
+def test_whitening_is_over_the_tokens_of_the_batch() -> None:
+    experience, _, _ = made(
+        AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE, advantage_whiten=AdvantageWhiten.BATCH
+    )
+    inside = experience.advantages[experience.response_mask]
+    assert_close(inside.mean(), torch.tensor(0.0), rtol=0, atol=1e-6)
+    assert_close(inside.var(), torch.tensor(1.0))
+
+
+def test_rewards_are_scaled_to_variance_one_and_keep_their_mean() -> None:
+    plain, before, _ = made(AdvEstimator.REINFORCE_PLUS_PLUS)
+    white, after, kl = made(AdvEstimator.REINFORCE_PLUS_PLUS, whiten_rewards=True)
+    slots = [n + (eos and n < LIMIT) for n, eos in zip(LENGTHS, HAS_EOS, strict=True)]
+    rewards = torch.cat((-KL_COEF * kl, torch.zeros(4, 1)), 1)
+    for row, count in enumerate(slots):
+        rewards[row, count - 1] += SCORES[row]
+    inside = torch.cat([rewards[row, :count] for row, count in enumerate(slots)])
+    assert before.rewards.total == pytest.approx(float(inside.sum()), abs=1e-5)
+    scaled = (inside - inside.mean()) / inside.std() + inside.mean()
+    assert after.rewards.total == pytest.approx(float(scaled.sum()), abs=1e-5)
+    assert not torch.allclose(plain.advantages, white.advantages)
+
+
+def test_penalties_are_subtracted_after_scale_and_clip() -> None:
+    _, report, _ = made(
+        AdvEstimator.DR_GRPO,
+        reward_scale=4.0,
+        reward_clip=3.0,
+        missing_eos_penalty=0.5,
+        overlong_buffer_len=2,
+        overlong_penalty_factor=1.0,
+    )
+    # 4 -> 3, 0 - 0.5 for no EOS - 0.5 for 5 of 6 tokens, 1, 8 -> 3 - 1 for 6 of 6
+    assert report.score.total == pytest.approx(3 - 1.0 + 1 + 2)
+
+
+def test_online_dpo_marks_the_better_response_of_each_pair() -> None:
+    experience, report, difference = made(AdvEstimator.GAE, stage=Stage.RAY_ONLINE_DPO)
+    assert experience.advantages[:, 0].tolist() == [1, -1, -1, 1]
+    assert experience.ref_log_probs.shape == difference.shape
+    assert report.rewards.total == pytest.approx(sum(SCORES)), "the KL is in the loss"
+
+
+def test_without_a_critic_nothing_of_it_travels() -> None:
+    experience, report, _ = made(AdvEstimator.GRPO)
+    assert experience.returns.shape == experience.values.shape == (4, 0)
+    assert experience.value_mask.shape == experience.ref_log_probs.shape == (4, 0)
+    assert report.values is None and report.returns is None
+    assert experience.select([3, 1]).response_mask.sum(1).tolist() == [6, 5]
+
+
+def test_a_score_that_is_no_number_is_named() -> None:
+    with pytest.raises(ValueError, match=r"those of samples \[2\] are not"):
+        made(AdvEstimator.GRPO, scores=[1.0, 0.0, float("nan"), 1.0])
+    greedy = rollouts_of([2, 2, 4, 4], [True] * 4)
+    broken = Scores(torch.tensor([0.0, float("inf"), 0.0, 0.0]))
+    with pytest.raises(ValueError, match=r"those of samples \[1\] are not"):
+        made(AdvEstimator.REMAX, greedy=(greedy, broken))
