@@ -219,11 +219,12 @@ def communicators(
 def sample_bytes(prompt: int, response: int) -> int:
     """Host memory of one sample's rows, over all roles (fields of `data.batch`).
 
-    Prompt ids 8; response ids 8, log-probs of rollout, actor and reference 4 each; values 4; then
-    advantages 4, mask 1, old log-probs 4, returns 4, values 4, mask 1; values, returns, their copy
-    and mask have one slot more. Lengths, id, end flag and score: 29.
+    Prompt ids 8; response ids 8, log-probs of rollout, actor and reference 4 each, the KL over the
+    vocabulary 4; values 4; then advantages 4, mask 1, old and reference log-probs 4 each, returns
+    4, values 4, mask 1; values, returns, their copy and mask have one slot more. Lengths, id, end
+    flag and score: 29.
     """
-    return 8 * prompt + 42 * response + 3 * 4 + 1 + 29
+    return 8 * prompt + 50 * response + 3 * 4 + 1 + 29
 
 
 def store_bytes(samples: int, sample_bytes: int) -> int:

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from mindspeed_rlxf.checkpoint.hf_folder import HfFolder
 from mindspeed_rlxf.config import memory
-from mindspeed_rlxf.config.enums import Role, RuntimeKind
+from mindspeed_rlxf.config.enums import AdvEstimator, Role, RuntimeKind
 from mindspeed_rlxf.config.host import PROCESS_BYTES
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.models.sizes import HEADS, model_numbers
@@ -62,10 +62,18 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
         num_processes=count,
         processes=count * PROCESS_BYTES,
         devices=sum(devices) if on_cpu(config) else 0,
-        rows=memory.store_bytes(samples, row),
+        rows=memory.store_bytes(_generated(config), row),
         driver=memory.driver_bytes(PROCESS_BYTES, samples, actor.max_prompt_length),
         export=sum(_written_on_a_host(config, role) for role in _trained(config)),
     )
+
+
+def _generated(config: RunConfig) -> int:
+    """Responses of an iteration at most, those that are not learnt from among them."""
+    algorithm, samples = config.algorithm, config.samples_per_iteration
+    batches = algorithm.max_num_gen_batches if algorithm.filter_groups else 1
+    greedy = algorithm.adv_estimator is AdvEstimator.REMAX
+    return batches * samples + (config.training.global_batch_size if greedy else 0)
 
 
 def disk_needed(config: RunConfig) -> Disk:

@@ -11,6 +11,7 @@ import torch
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.runtime.errors import DevicesMissing, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.runtime.group import Sharded
+from tests.distributed.conftest import WARM_DEVICES
 from tests.distributed.runtime.group_checks import (
     build,
     check_failures,
@@ -129,7 +130,8 @@ def test_a_joined_cluster_without_the_devices_says_what_is_missing(
     monkeypatch.setattr(ray_runtime.pools, "start_timeout_s", 1.0)
     with pytest.raises(DevicesMissing) as missing:
         ray_runtime.create_pools({"big": [99]})
-    message = r"resource_pool\.big=\[99\] needs 99 rlxf_cpu; the cluster at .* has \[4\]"
+    message = r"resource_pool\.big=\[99\] needs 99 rlxf_cpu; the cluster at .* has "
+    message += rf"\[{WARM_DEVICES}\]"
     missing.match(message)
 
 

