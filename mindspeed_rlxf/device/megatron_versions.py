@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import queue
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -52,6 +53,9 @@ def mend() -> None:
     """Mend the defects of the imported version, once per process and before a model is built."""
     for module, name, wrap in mends():
         setattr(module, name, wrap(getattr(module, name)))
+    # Checkpoints are saved synchronously: what writes puts its result here in this very process.
+    # Megatron's own queue is one between processes, with a server process for each rank.
+    filesystem_async._results_queue = queue.Queue()
     if not hasattr(moe_utils, "te_general_gemm"):
         # Megatron 0.16 looks at the name without Transformer Engine too, and then does without it.
         moe_utils.te_general_gemm = None
