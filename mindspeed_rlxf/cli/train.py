@@ -59,7 +59,7 @@ def _dry_run(config: RunConfig) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="train", description="PPO training from a YAML configuration.")
+    parser = Parser(prog="train", description="PPO, GRPO or online DPO from a YAML configuration.")
     parser.add_argument("--config-name", "-cn", help="configuration, without .yaml")
     parser.add_argument("--config-dir", "-cd", help="folder to look in before the built-in one")
     parser.add_argument("--cfg", "-c", choices=["job"], help="print the resolved YAML and stop")

@@ -125,8 +125,8 @@ class _Step:
             return use(around(size, good))
         fits = around(self.micro, divisors(samples // self.share))[0]
         return (
-            f"no size fits, so use {self.role.value}.micro_batch_size={fits} and "
-            f"{fits * self.share} here"
+            f"no size fits, so use {self.role.value}.micro_batch_size={fits} and a mini-batch of "
+            f"{fits * self.share}"
         )
 
 

@@ -29,9 +29,18 @@ UNWHITENED = ("grpo", "dr_grpo", "rloo", "remax")
 """Estimators whose advantages are whitened only where the YAML asks for it."""
 
 
-def has_critic(stage: object) -> bool:
-    """stage: the word of training.stage, None = the default; also one that is misspelled."""
-    return not any(word in str(stage).lower() for word in ("grpo", "dpo"))
+def has_critic(stage: object, section: object) -> bool:
+    """Of a stage that there is; of another, which is an error, whether the YAML has the section.
+
+    stage: the word of training.stage, None = the default
+    """
+    if stage is None:
+        return True
+    return stage == Stage.RAY_PPO.value if is_stage(stage) else bool(section)
+
+
+def is_stage(word: object) -> bool:
+    return word in [stage.value for stage in Stage]
 
 
 def stage_defaults(draft: Draft) -> None:
@@ -67,7 +76,15 @@ def place_roles(draft: Draft, sections: Tree) -> None:
     if not pools and not any(path.startswith("resource_pool") for path in draft.broken):
         draft.reject("resource_pool", "resource_pool is required; name a pool: `main: 2`")
     roles = [role.value for role in Role if draft.payload[role.value] is not None]
-    given = draft.known("placement", sections["placement"], set(roles))
+    placed = sections["placement"]
+    if Role.CRITIC.value in placed and Role.CRITIC.value not in roles:
+        placed = {role: pool for role, pool in placed.items() if role != Role.CRITIC.value}
+        draft.reject(
+            "placement.critic",
+            f"placement.critic: training.stage={draft.payload['training']['stage']} has no critic; "
+            "remove it ('~placement.critic' on the command line)",
+        )
+    given = draft.known("placement", placed, set(roles))
     placement = {role: role for role in roles} | given
     is_rule = draft.payload["reward"].get("kind") == RewardKind.RULE.value
     if is_rule and "reward" not in given and "reward" not in pools:

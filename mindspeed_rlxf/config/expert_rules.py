@@ -11,7 +11,10 @@ from mindspeed_rlxf.config.schema import RoleConfig
 from mindspeed_rlxf.config.suggest import around, divisors, use
 
 TRAINED = (Role.ACTOR_ROLLOUT, Role.CRITIC)
-ONLY_WITH_EXPERTS = ("moe_ffn_hidden_size", "moe_router_pre_softmax", "moe_aux_loss_coeff")
+ONLY_WITH_EXPERTS = (
+    "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
+    "moe_router_load_balancing_type", "moe_aux_loss_coeff",
+)  # fmt: skip
 
 
 def expert_problems(role: Role, section: RoleConfig, dp: int | None) -> Iterator[str]:
@@ -35,8 +38,10 @@ def _dense(role: Role, section: RoleConfig) -> Iterator[str]:
             f"1, or set {name}.num_experts"
         )
     for key in ONLY_WITH_EXPERTS:
-        if value := getattr(section.architecture, key):
-            yield f"{name}.{key}={value} needs num_experts, the model is dense; remove it"
+        value = getattr(section.architecture, key)
+        if value != ArchitectureConfig.model_fields[key].default:
+            word = getattr(value, "value", value)
+            yield f"{name}.{key}={word} needs num_experts, the model is dense; remove it"
 
 
 def _routing(a: ArchitectureConfig, name: str) -> Iterator[str]:

@@ -122,7 +122,9 @@ def _roles(draft: Draft, sections: Tree) -> None:
     models = _models(draft, sections["model"])
     training = {key: value for key, value in sections["training"].items() if key in SHARED_KEYS}
     for role in Role:
-        if role is Role.CRITIC and not has_critic(draft.payload["training"].get("stage")):
+        if role is Role.CRITIC and not has_critic(
+            draft.payload["training"].get("stage"), sections[role.value]
+        ):
             _no_critic(draft, sections)
             continue
         own = draft.known(role.value, sections[role.value], role_keys(role))
@@ -147,7 +149,11 @@ def _no_critic(draft: Draft, sections: Tree) -> None:
     draft.payload[Role.CRITIC.value] = None
     if sections[Role.CRITIC.value]:
         stage = draft.payload["training"]["stage"]
-        draft.reject("critic", f"training.stage={stage} has no critic; remove the section critic")
+        draft.reject(
+            "critic",
+            f"training.stage={stage} has no critic; remove the section critic ('~critic' on the "
+            "command line)",
+        )
 
 
 def _from_folder(draft: Draft, role: Role, load: Any) -> Tree | None:

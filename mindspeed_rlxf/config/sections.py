@@ -26,6 +26,8 @@ from mindspeed_rlxf.config.fields import Section, Strings, Word, key
 CONSOLE_METRICS = (
     "actor/pg_loss_abs",
     "actor/dpo_loss",
+    "actor/dpo_accuracy",
+    "actor/dpo_decided",
     "critic/vf_loss",
     "critic/kl",
     "critic/score/mean",

@@ -13,7 +13,7 @@ OF_POLICY_LOSS = (
     "entropy_coeff",
 )  # fmt: skip
 OF_ADVANTAGES = (
-    "adv_estimator", "advantage_whiten", "loss_normalizer", "kl_in", "kl_ctrl",
+    "adv_estimator", "lam", "advantage_whiten", "loss_normalizer", "kl_in", "kl_penalty", "kl_ctrl",
     "rollout_is_threshold",
 )  # fmt: skip
 OF_TOKEN_REWARDS = ("gamma", "whiten_rewards")
@@ -28,10 +28,16 @@ def without_effect(config: RunConfig) -> Iterator[str]:
         yield from _unread(config, "actor_rollout", OF_POLICY_LOSS, named)
         return
     yield from _unread(config, "actor_rollout", OF_PAIRS, named)
+    if estimator is not AdvEstimator.GAE:
+        named = f"algorithm.adv_estimator={estimator.value}"
+        yield from _unread(config, "algorithm", ("lam",), named)
     # ReMax subtracts a plain score, which fits neither a discounted nor a rescaled return.
     if not estimator.discounts or estimator is AdvEstimator.REMAX:
         named = f"algorithm.adv_estimator={estimator.value}"
         yield from _unread(config, "algorithm", OF_TOKEN_REWARDS, named)
+    if not config.algorithm.filter_groups:
+        key = ("max_num_gen_batches",)
+        yield from _unread(config, "algorithm", key, "algorithm.filter_groups=false")
     if not config.algorithm.overlong_buffer_len:
         key = ("overlong_penalty_factor",)
         yield from _unread(config, "algorithm", key, "algorithm.overlong_buffer_len=0")

@@ -24,7 +24,8 @@ def preference_loss_step(
 ) -> LossOutput:
     """Loss of one micro-batch of whole pairs, the mean over pairs.
 
-    A pair with equal scores prefers neither: it counts, with a loss of 0.
+    A pair with equal scores prefers neither: it counts, with a loss of 0. Metrics are over the
+    pairs that are decided, whose share is `dpo_decided`.
     """
     log_probs, entropy = read_log_probs(model, batch, hidden, temperature)
     mask = experience.response_mask[batch.rows]
@@ -38,11 +39,11 @@ def preference_loss_step(
     rejected = torch.where(sign < 0, first, second)
     decided = (sign != 0).float()
     loss = preference_loss(chosen, rejected, actor.dpo_beta, actor.dpo_loss_type) * decided
-    pairs = len(loss)
+    pairs, num_decided = len(loss), int(decided.sum())
     metrics = {
-        "dpo_loss": Mean.of(loss, pairs),
-        "dpo_accuracy": Mean.of((chosen > rejected) * decided, int(decided.sum())),
-        "dpo_margin": Mean.of((chosen - rejected) * decided * actor.dpo_beta, int(decided.sum())),
+        "dpo_loss": Mean.of(loss, num_decided),
+        "dpo_accuracy": Mean.of((chosen > rejected) * decided, num_decided),
+        "dpo_margin": Mean.of((chosen - rejected) * decided * actor.dpo_beta, num_decided),
         "dpo_decided": Mean.of(decided, pairs),
         "entropy": Mean.of(entropy, len(entropy)),
     }

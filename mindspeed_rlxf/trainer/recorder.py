@@ -43,6 +43,11 @@ class Recorder:
         """seconds: of the whole iteration."""
         self._metrics.write(iteration, metrics, seconds)
         self._progress.update(iteration, metrics)
+        if alike := int(metrics.get("rollout/alike_groups", 0)):
+            self._progress.note(
+                f"warning: {alike} prompts of this iteration teach nothing, all their responses "
+                "score alike; raise algorithm.max_num_gen_batches, or use easier or harder prompts"
+            )
         gap = metrics.get("rollout/log_prob_gap_mean", 0.0)
         if gap > GAP_WARNING:
             self._progress.note(

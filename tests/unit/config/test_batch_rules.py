@@ -66,7 +66,7 @@ def test_mini_batch_must_fill_whole_micro_batches(problems: Problems) -> None:
 def test_micro_batch_that_fits_no_mini_batch_has_a_remedy(problems: Problems) -> None:
     """12 samples on a rank: 5 does not divide them, 4 and 6 do."""
     (problem,) = problems({"critic.micro_batch_size": 5})
-    assert problem.endswith("no size fits, so use critic.micro_batch_size=4 and 32 here")
+    assert problem.endswith("no size fits, so use critic.micro_batch_size=4 and a mini-batch of 32")
 
 
 def test_token_budget_leaves_the_mini_batch_to_the_replicas(problems: Problems) -> None:
@@ -94,7 +94,7 @@ def test_virtual_pipeline_takes_as_many_micro_batches_as_stages(problems: Proble
     assert problems({**VIRTUAL, "critic.micro_batch_size": 8}) == [
         "critic.critic_mini_batch_size=32 must be a multiple of 64 (data-parallel size 4 x 2 "
         "stages of its virtual pipeline x critic.micro_batch_size=8); no size fits, so use "
-        "critic.micro_batch_size=6 and 48 here"
+        "critic.micro_batch_size=6 and a mini-batch of 48"
     ]
     budget = {"critic.max_tokens_per_micro_batch": 24, "critic.critic_mini_batch_size": 12}
     assert problems({**VIRTUAL, **budget}) == [

@@ -50,7 +50,8 @@ def test_a_critic_section_that_nothing_reads_is_refused(
     problems: Problems, changes: dict[str, Any]
 ) -> None:
     assert problems(changes, ("placement.critic",)) == [
-        f"training.stage={changes['training.stage']} has no critic; remove the section critic"
+        f"training.stage={changes['training.stage']} has no critic; remove the section critic "
+        "('~critic' on the command line)"
     ]
 
 
@@ -226,6 +227,39 @@ def test_dynamic_sampling_needs_an_estimator_that_compares(problems: Problems) -
 def test_actor_and_reference_have_one_vocabulary(problems: Problems) -> None:
     (problem,) = problems({"ref.vocab_size": 40})
     assert problem.startswith("ref: vocab_size=40 must be the actor's 32, whose tokens it judges")
+
+
+@pytest.mark.parametrize("stage", ["grpo", "ray_gpro", ""])
+@pytest.mark.parametrize("without", [(), WITHOUT_CRITIC])
+def test_an_unknown_stage_is_the_only_error(
+    problems: Problems, stage: str, without: tuple[str, ...]
+) -> None:
+    (problem,) = problems({"training.stage": stage}, without)
+    assert problem.startswith(f"training.stage={stage!r} must be one of")
+
+
+def test_what_to_remove_for_a_stage_without_a_critic_is_told(problems: Problems) -> None:
+    section, place = problems(GRPO)
+    assert "('~critic' on the command line)" in section
+    assert place == (
+        "placement.critic: training.stage=ray_grpo has no critic; "
+        "remove it ('~placement.critic' on the command line)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({**GRPO, "algorithm.lam": 0.5}, "algorithm.lam=0.5"),
+        ({"algorithm.max_num_gen_batches": 3}, "algorithm.max_num_gen_batches=3"),
+        ({**DPO, "algorithm.kl_penalty": "abs"}, "algorithm.kl_penalty=abs"),
+    ],
+)
+def test_what_nothing_reads_is_refused(
+    problems: Problems, changes: dict[str, Any], named: str
+) -> None:
+    (problem,) = problems(changes, WITHOUT_CRITIC if "training.stage" in changes else ())
+    assert problem.startswith(f"{named} has no effect with ")
 
 
 def test_a_stage_in_another_spelling_brings_no_error_about_the_critic(problems: Problems) -> None:
