@@ -1,7 +1,7 @@
 """Where the supported versions of megatron-core differ: the only module that asks for the version.
 
 Most differences need no question: the rest of the code uses what all versions from 0.12.1 on share.
-All that is left lies between 0.12 and 0.13.
+What is left is here.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ def mend() -> None:
     """Mend the defects of the imported version, once per process and before a model is built."""
     for module, name, wrap in mends():
         setattr(module, name, wrap(getattr(module, name)))
-    # Checkpoints are saved synchronously: what writes puts its result here in this very process.
-    # Megatron's own queue is one between processes, with a server process for each rank.
-    filesystem_async._results_queue = queue.Queue()
+    if Version(megatron.core.__version__) >= Version("0.15"):
+        # Checkpoints are saved synchronously: what writes puts its result here in this very
+        # process (until 0.14 in a fork of it). Megatron's own queue is one between processes, with
+        # a server process for each rank.
+        filesystem_async._results_queue = queue.Queue()
     if not hasattr(moe_utils, "te_general_gemm"):
         # Megatron 0.16 looks at the name without Transformer Engine too, and then does without it.
         moe_utils.te_general_gemm = None

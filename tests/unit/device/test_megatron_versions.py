@@ -63,6 +63,20 @@ def test_the_version_that_is_imported_decides(
     assert (filesystem_async._write_item is not plain) is mended
 
 
+@pytest.mark.parametrize(
+    ("version", "own"),
+    [("0.12.1", False), ("0.14.0", False), ("0.15.3", True), ("0.16.1", True)],
+    indirect=["version"],
+)
+def test_results_of_writing_stay_in_the_process_where_nothing_forks(
+    monkeypatch: pytest.MonkeyPatch, version: str, own: bool
+) -> None:
+    monkeypatch.setattr(megatron_versions, "mends", lambda: ())
+    monkeypatch.setattr(filesystem_async, "_results_queue", None)
+    mend.__wrapped__()
+    assert (filesystem_async._results_queue is not None) is own
+
+
 def test_a_process_is_mended_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(megatron_versions, "mends", lambda: asked.append("mends") or ())
