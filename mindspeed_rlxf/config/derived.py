@@ -23,9 +23,11 @@ from mindspeed_rlxf.config.suggest import multiples_around, use
 
 MAX_DEVICES = 100_000
 ROLE_NAMES = {role.value for role in Role}
-KL_IN_LOSS = ("grpo", "dr_grpo", "reinforce_plus_plus_baseline")
+KL_IN_LOSS = (
+    AdvEstimator.GRPO, AdvEstimator.DR_GRPO, AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE,
+)  # fmt: skip
 """Estimators whose authors put the KL in the loss."""
-UNWHITENED = ("grpo", "dr_grpo", "rloo", "remax")
+UNWHITENED = (AdvEstimator.GRPO, AdvEstimator.DR_GRPO, AdvEstimator.RLOO, AdvEstimator.REMAX)
 """Estimators whose advantages are whitened only where the YAML asks for it."""
 
 

@@ -24,8 +24,8 @@ def check_stage(config: RunConfig) -> Iterator[str]:
         yield from [*_pairs(config), *_pairs_by_tokens(config)]
     else:
         yield from _estimator(config)
-        yield from _kl(config)
-    yield from [*_full_kl(config), *_one_vocabulary(config)]
+        yield from [*_kl(config), *_full_kl(config)]
+    yield from _one_vocabulary(config)
     yield from without_effect(config)
     yield from _samples_per_prompt(config)
     yield from _rewards(config)
@@ -80,7 +80,7 @@ def _full_kl(config: RunConfig) -> Iterator[str]:
     if config.algorithm.kl_penalty is not KlPenalty.FULL:
         return
     shown, actor, ref = "algorithm.kl_penalty=full", config.actor_rollout, config.ref
-    if config.algorithm.kl_in is KlIn.LOSS and config.training.stage is not Stage.RAY_ONLINE_DPO:
+    if config.algorithm.kl_in is KlIn.LOSS:
         yield f"{shown} needs algorithm.kl_in=reward; use that, or low_var_kl"
     pools = [config.pool_of(role) for role in (Role.ACTOR_ROLLOUT, Role.REF)]
     if pools[0] != pools[1]:

@@ -21,24 +21,26 @@ OF_TOKEN_REWARDS = ("gamma", "whiten_rewards")
 
 def without_effect(config: RunConfig) -> Iterator[str]:
     """One line for each such key that differs from its default."""
-    stage, estimator = config.training.stage, config.algorithm.adv_estimator
-    named = f"training.stage={stage.value}"
+    stage, algorithm, actor = config.training.stage, config.algorithm, config.actor_rollout
+    named, estimator = f"training.stage={stage.value}", algorithm.adv_estimator
     if stage is Stage.RAY_ONLINE_DPO:
         yield from _unread(config, "algorithm", (*OF_ADVANTAGES, *OF_TOKEN_REWARDS), named)
         yield from _unread(config, "actor_rollout", OF_POLICY_LOSS, named)
-        return
-    yield from _unread(config, "actor_rollout", OF_PAIRS, named)
-    if estimator is not AdvEstimator.GAE:
+    else:
+        yield from _unread(config, "actor_rollout", OF_PAIRS, named)
         named = f"algorithm.adv_estimator={estimator.value}"
-        yield from _unread(config, "algorithm", ("lam",), named)
-    # ReMax subtracts a plain score, which fits neither a discounted nor a rescaled return.
-    if not estimator.discounts or estimator is AdvEstimator.REMAX:
-        named = f"algorithm.adv_estimator={estimator.value}"
-        yield from _unread(config, "algorithm", OF_TOKEN_REWARDS, named)
-    if not config.algorithm.filter_groups:
+        if estimator is not AdvEstimator.GAE:
+            yield from _unread(config, "algorithm", ("lam",), named)
+        # ReMax subtracts a plain score, which fits neither a discounted nor a rescaled return.
+        if not estimator.discounts or estimator is AdvEstimator.REMAX:
+            yield from _unread(config, "algorithm", OF_TOKEN_REWARDS, named)
+        if actor.clip_ratio_low is not None and actor.clip_ratio_high is not None:
+            named = "both actor_rollout.clip_ratio_low and clip_ratio_high"
+            yield from _unread(config, "actor_rollout", ("clip_ratio",), named)
+    if not algorithm.filter_groups:
         key = ("max_num_gen_batches",)
         yield from _unread(config, "algorithm", key, "algorithm.filter_groups=false")
-    if not config.algorithm.overlong_buffer_len:
+    if not algorithm.overlong_buffer_len:
         key = ("overlong_penalty_factor",)
         yield from _unread(config, "algorithm", key, "algorithm.overlong_buffer_len=0")
 

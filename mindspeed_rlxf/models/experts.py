@@ -42,8 +42,9 @@ class Router(TopKRouter):
 
     Megatron multiplies it by the tokens of the micro-batch, because gradients are divided by the
     tokens of the mini-batch later on. Ours are divided by the sum of `LossOutput.weight` (response
-    tokens, or micro-batches), so that is what the loss of each micro-batch is multiplied by: its
-    gradient is the mean over the mini-batch's micro-batches, weighted as their main losses are.
+    tokens, responses, pairs or micro-batches), so that is what the loss of each micro-batch is
+    multiplied by: its gradient is the mean over the mini-batch's micro-batches, weighted as their
+    main losses are.
     """
 
     def attach_and_log_load_balancing_loss(

@@ -213,7 +213,9 @@ class ActorRole:
             parts["kl_loss"] = kl_per_token(log_probs, ref, self.algorithm.kl_penalty)
             loss = loss + kl_coef * parts["kl_loss"]
         per_token = {"pg_clipfrac": token.clipped, "ppo_kl": old - log_probs, "entropy": entropy}
-        return normalised_loss(loss, mask.sum(1), self.algorithm.loss_normalizer, parts, per_token)
+        return normalised_loss(
+            loss, batch.response_lengths, self.algorithm.loss_normalizer, parts, per_token
+        )
 
     def _clipped_loss(
         self, log_probs: Tensor, old: Tensor, advantages: Tensor, lengths: Tensor

@@ -29,9 +29,10 @@ def preference_loss_step(
     """
     log_probs, entropy = read_log_probs(model, batch, hidden, temperature)
     mask = experience.response_mask[batch.rows]
-    lengths = mask.sum(1)
     ref = experience.ref_log_probs[batch.rows][mask].to(log_probs.device)
-    ratios = torch.stack([part.sum() for part in (log_probs - ref).split(lengths.tolist())])
+    ratios = torch.stack(
+        [part.sum() for part in (log_probs - ref).split(batch.response_lengths.tolist())]
+    )
     preferred = experience.advantages[batch.rows][:, 0].to(log_probs.device)  # 1, -1, or 0
     first, second = ratios.view(-1, 2).unbind(1)
     sign = preferred.view(-1, 2)[:, 0]

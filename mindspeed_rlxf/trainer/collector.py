@@ -40,9 +40,9 @@ class Collected:
     """What an iteration learns from.
 
     rollouts, scores: rows of its samples
+    batches: what they were taken from; kept: which samples of these, None = all
     greedy, greedy_scores: for ReMax, the greedy response to each sample's prompt
-    batches: everything generated for it; kept: which samples of these, None = all
-    greedy_calls: what the greedy responses took
+    greedy_batch: what these were taken from
     """
 
     rollouts: RowsRef
@@ -52,7 +52,7 @@ class Collected:
     num_alike: int = 0  # groups taken though their scores are all the same
     greedy: RowsRef | None = None
     greedy_scores: RowsRef | None = None
-    greedy_calls: tuple[Pending, ...] = ()
+    greedy_batch: Batch | None = None
 
     def responses(self) -> ResponseLengths:
         """Lengths and ends of the iteration's responses; waits for them."""
@@ -72,22 +72,21 @@ class Collected:
         )
 
     def generate_reports(self) -> list[GenerateReport]:
-        """Of all that was generated."""
+        """Of all that was sampled."""
         return [report for batch in self.batches for report in batch.generated.result()]
 
     def seconds(self) -> tuple[float, float]:
         """Of generation and of scoring; waits for them."""
-        generation = sum(batch.generated.seconds for batch in self.batches)
-        scoring = sum(batch.scored.seconds for batch in self.batches)
-        if self.greedy_calls:
-            generation += self.greedy_calls[0].seconds
-            scoring += self.greedy_calls[1].seconds
-        return generation, scoring
+        generation = sum(batch.generated.seconds for batch in self._everything())
+        return generation, sum(batch.scored.seconds for batch in self._everything())
 
     def sync_s(self) -> float:
         """How long generation waited for weights."""
-        calls = [batch.generated for batch in self.batches] + list(self.greedy_calls[:1])
+        calls = [batch.generated for batch in self._everything()]
         return sum(max(float(report.sync_s) for report in call.result()) for call in calls)
+
+    def _everything(self) -> list[Batch]:
+        return self.batches + ([self.greedy_batch] if self.greedy_batch else [])
 
     def _chosen(self, columns: Iterable[Sequence[T]]) -> list[T]:
         everything = [item for column in columns for item in column]
@@ -164,5 +163,5 @@ class Collector:
             found,
             greedy=batch.generated.rows().take(rows),
             greedy_scores=batch.scored.rows().take(rows),
-            greedy_calls=(batch.generated, batch.scored),
+            greedy_batch=batch,
         )

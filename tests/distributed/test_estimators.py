@@ -55,7 +55,6 @@ CASES: dict[str, tuple[AdvEstimator, dict[str, Any], dict[str, Any], int, dict[s
     ),
     "remax": (AdvEstimator.REMAX, PLAIN, {}, 2, {}),
 }
-DPO = ("online dpo", "online ipo")
 
 
 @pytest.fixture(scope="module")

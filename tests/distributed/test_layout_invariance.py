@@ -328,6 +328,8 @@ def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
 def compare_metrics(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
     """1e-5 relative on average, 1e-4 at most, 1e-6 absolute near zero; clips within one token."""
     assert len(one) == len(other) == ITERATIONS
+    for line in one + other:  # the weights that generation received are those that learn
+        assert line["rollout/log_prob_gap_max"] < 1e-4
     names = [n for n in one[0] if not n.startswith(("timing/", "throughput/", "rollout/"))]
     for name in names:
         ours, theirs = (np.array([line[name] for line in lines]) for lines in (one, other))

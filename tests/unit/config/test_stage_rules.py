@@ -253,6 +253,15 @@ def test_what_to_remove_for_a_stage_without_a_critic_is_told(problems: Problems)
         ({**GRPO, "algorithm.lam": 0.5}, "algorithm.lam=0.5"),
         ({"algorithm.max_num_gen_batches": 3}, "algorithm.max_num_gen_batches=3"),
         ({**DPO, "algorithm.kl_penalty": "abs"}, "algorithm.kl_penalty=abs"),
+        ({**DPO, "algorithm.max_num_gen_batches": 3}, "algorithm.max_num_gen_batches=3"),
+        (
+            {
+                "actor_rollout.clip_ratio": 0.5,
+                "actor_rollout.clip_ratio_low": 0.1,
+                "actor_rollout.clip_ratio_high": 0.3,
+            },
+            "actor_rollout.clip_ratio=0.5",
+        ),
     ],
 )
 def test_what_nothing_reads_is_refused(
