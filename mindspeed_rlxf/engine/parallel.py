@@ -1,17 +1,21 @@
 """One role's Megatron parallel groups, so that roles of different layouts share a process.
 
-Megatron keeps its groups in module globals. `ParallelGroups` creates one role's groups, remembers
-the globals, and puts them back while the role runs (`active`).
+Megatron keeps its groups in module globals. `ParallelGroups` remembers the globals of one role and
+puts them back while the role runs (`active`). Roles of one layout share their process groups: a
+group costs two threads on a CPU and the buffers of a communicator on a device.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+
+from mindspeed_rlxf.engine.shared_groups import groups_of_layout
 
 
 def _globals() -> dict[str, Any]:
@@ -44,14 +48,13 @@ class ParallelGroups:
         """
         assert dist.get_world_size() % (tp * pp * ep) == 0, "the world holds no whole replicas"
         outside = _globals()
-        vars(parallel_state).update(_PRISTINE)
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-            expert_model_parallel_size=ep,
-            expert_tensor_parallel_size=tp,
-        )
+        make = partial(_make_groups, tp, pp, ep)
+        vars(parallel_state).update(groups_of_layout((tp, pp, ep), make))
+        if chunks > 1:
+            vars(parallel_state).update(
+                _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK=0,
+                _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE=chunks,
+            )
         tracker = tensor_parallel.get_cuda_rng_tracker()
         outside_random = tracker.get_states()
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -98,3 +101,14 @@ class ParallelGroups:
     def is_leader(self) -> bool:
         """The one rank of a replica whose results are used: last stage, tensor-parallel rank 0."""
         return self.is_last_stage and self.tp.rank() == 0
+
+
+def _make_groups(tp: int, pp: int, ep: int) -> dict[str, Any]:
+    vars(parallel_state).update(_PRISTINE)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=tp,
+    )
+    return _globals()

@@ -24,6 +24,7 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Rows
+from mindspeed_rlxf.engine import shared_groups
 from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
 from mindspeed_rlxf.runtime.process import COLLECTIVE_MARGIN_S
 from mindspeed_rlxf.runtime.protocol import Reply, Request
@@ -113,6 +114,7 @@ class LocalWorld:
         return result[0]
 
     def close(self) -> None:
+        shared_groups.forget()
         dist.destroy_process_group()
 
     def _await_all(self, number: int, what: str) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.data.batch import Rows
+from mindspeed_rlxf.engine import shared_groups
 from mindspeed_rlxf.runtime.protocol import Reply, Request
 from mindspeed_rlxf.runtime.refs import Fetch
 from mindspeed_rlxf.runtime.worker import RoleHost
@@ -87,6 +88,7 @@ class WorkerProcess:
     def reset(self) -> None:
         """Leave the pool: drop roles and world, keep the process and what it imported."""
         self._host = self._store = None
+        shared_groups.forget()
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()

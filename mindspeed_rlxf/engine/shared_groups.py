@@ -1,0 +1,26 @@
+"""Process groups that the roles of one layout share, for as long as the process is in its world.
+
+Were they to live as long as a role, ranks that drop a role at different times would disagree on
+what there is, and the next collective that makes groups would wait for ever. Free of Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Layout = tuple[int, int, int]  # tensor, pipeline and expert parallel size
+
+_made: dict[Layout, dict[str, Any]] = {}
+
+
+def groups_of_layout(layout: Layout, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Megatron's globals with the groups of a layout; the first role that asks makes them."""
+    if layout not in _made:
+        _made[layout] = make()
+    return dict(_made[layout])
+
+
+def forget() -> None:
+    """Before the world ends: its groups end with it."""
+    _made.clear()

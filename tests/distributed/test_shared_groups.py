@@ -1,0 +1,51 @@
+"""Roles of one layout share their process groups and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.data.batch import RoleOutput
+from mindspeed_rlxf.runtime.group import RoleGroup
+
+
+class GroupsProbe:
+    """Makes groups as several roles would."""
+
+    def same_and_other_layouts(self) -> RoleOutput:
+        from mindspeed_rlxf.engine.parallel import ParallelGroups
+
+        one, same, other = (ParallelGroups(*sizes) for sizes in ((2, 1, 1), (2, 1, 2), (1, 2, 1)))
+        streams = [groups.random_state()["model-parallel-rng"].tolist() for groups in (one, same)]
+        shared = [one.tp is same.tp, one.dp_host is same.dp_host, one.tp is other.tp]
+        sizes = [[g.tp.size(), g.pp.size(), g.dp.size()] for g in (one, same, other)]
+        return RoleOutput(report=(shared, streams[0] == streams[1], sizes))
+
+    def virtual_pipeline(self) -> RoleOutput:
+        from megatron.core import parallel_state
+
+        from mindspeed_rlxf.engine.parallel import ParallelGroups
+
+        chunked, plain = ParallelGroups(1, 2, 1, chunks=2), ParallelGroups(1, 2, 1)
+        seen = []
+        with chunked.active():
+            seen.append(parallel_state.get_virtual_pipeline_model_parallel_world_size())
+            vars(parallel_state)["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 1
+        with plain.active():
+            seen.append(parallel_state.get_virtual_pipeline_model_parallel_world_size())
+            seen.append(parallel_state.get_virtual_pipeline_model_parallel_rank())
+        with chunked.active():
+            seen.append(parallel_state.get_virtual_pipeline_model_parallel_rank())
+        return RoleOutput(report=seen)
+
+
+def test_roles_of_one_layout_share_groups_and_keep_their_own_state(warm_runtime: Any) -> None:
+    pool = warm_runtime.create_pools({"main": [2]})["main"]
+    probe = RoleGroup(Role.REF, ParallelLayout(2, 2, 1), pool)
+    probe.build(GroupsProbe).result()
+    shared, same_stream, sizes = probe.call(GroupsProbe.same_and_other_layouts).result()[0]
+    assert shared == [True, True, False]
+    assert not same_stream
+    assert sizes == [[2, 1, 1], [2, 1, 1], [1, 2, 1]]
+    assert probe.call(GroupsProbe.virtual_pipeline).result()[0] == [2, None, None, 1]
