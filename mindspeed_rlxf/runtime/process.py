@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.data.batch import Rows
+from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.runtime.protocol import Reply, Request
 from mindspeed_rlxf.runtime.refs import Fetch
 from mindspeed_rlxf.runtime.worker import RoleHost
@@ -35,6 +36,7 @@ class ProcessSetup:
     timeout_s: float  # longest wait of one call
     log_dir: str | None  # of the run; None leaves stdout and stderr alone
     loopback: bool  # all processes are on this host: collectives stay on it
+    parts: tuple[int, ...] = ()  # sizes of the pool's parts; empty = the pool is one world
 
 
 class WorkerProcess:
@@ -63,7 +65,7 @@ class WorkerProcess:
         return port
 
     def start(self, setup: ProcessSetup, ip: str, port: int) -> None:
-        """Join the pool's world; returns when every rank has."""
+        """Join the pool's world, or that of a part; returns when every rank has."""
         if setup.log_dir is not None:
             redirect_output(Path(setup.log_dir) / setup.pool / f"rank_{setup.rank:05d}.log")
         if setup.loopback:
@@ -71,13 +73,8 @@ class WorkerProcess:
         device.setup(setup.device_kind, setup.threads)
         timeout = timedelta(seconds=setup.timeout_s + COLLECTIVE_MARGIN_S)
         store = self._store or dist.TCPStore(ip, port, setup.world_size, timeout=timeout)
-        dist.init_process_group(
-            device.backend(setup.device_kind),
-            store=store,
-            rank=setup.rank,
-            world_size=setup.world_size,
-            timeout=timeout,
-        )
+        parts = setup.parts or (setup.world_size,)
+        worlds.join(device.backend(setup.device_kind), store, setup.rank, parts, timeout)
         self._host = RoleHost(setup.rank, self._fetch)
 
     def run(self, request: Request) -> tuple[Rows | None, Reply]:
@@ -88,8 +85,7 @@ class WorkerProcess:
         """Leave the pool: drop roles and world, keep the process and what it imported."""
         self._host = self._store = None
         gc.collect()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        worlds.leave()
 
 
 def redirect_output(path: Path) -> None:
