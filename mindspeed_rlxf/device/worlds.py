@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import accumulate
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -49,11 +50,13 @@ def _group_across(
     backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta
 ) -> dist.ProcessGroup:
     """A group of ranks of several worlds; its own ranks count for `src` and `dst` too."""
+    make: Any = distributed_c10d._new_process_group_helper
     # No list of ranks: they are no ranks of the default world, which would be looked up.
-    group, _ = distributed_c10d._new_process_group_helper(
+    group, _ = make(
         size, rank, [], backend, dist.PrefixStore("pool", store), group_name="pool", timeout=timeout
     )
     distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
+    assert isinstance(group, dist.ProcessGroup), "every rank of the pool is a member"
     return group
 
 

@@ -69,9 +69,9 @@ class ActorRole:
         if config.parts is None:
             self.hybrid = HybridModel(self.engine, config.training.seed)
         else:
-            tensors = {name: p.data for name, p in self.engine.weights.tensors.items()}
-            group, trains = worlds.whole_pool(), config.parts[0]
-            self.sender = WeightSender(tensors, plan_of(config), group, trains)
+            self.sender = WeightSender(
+                self.engine.weights.tensors, plan_of(config), worlds.whole_pool(), config.parts[0]
+            )
         self.experience = ExperienceMaker(config, self.engine.sum_over_replicas)
         self.prefers = config.training.stage is Stage.RAY_ONLINE_DPO
         low, high = actor.clip_ratio_low, actor.clip_ratio_high

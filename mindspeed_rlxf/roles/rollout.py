@@ -34,9 +34,10 @@ class RolloutRole:
         self.module = module.to(device=device.current_device(), dtype=dtype)
         for parameter in self.module.parameters():
             parameter.data.zero_()  # the vocabulary's padding, which nobody sends
-        tensors = {name: p.data for name, p in self.module.named_parameters()}
-        whole = worlds.whole_pool()
-        self.receiver = WeightReceiver(tensors, plan_of(config), whole, config.parts[0])
+        tensors = dict(self.module.named_parameters())
+        self.receiver = WeightReceiver(
+            tensors, plan_of(config), worlds.whole_pool(), config.parts[0]
+        )
         self.is_current = False  # weights have arrived whole
         self.sync_s = 0.0  # spent on weights since the last report
 

@@ -7,7 +7,8 @@ then stands in its own parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ BUCKET_BYTES = 256 * 1024**2  # what a rank holds beside its weights
 PATTERNS = {2: torch.int16, 4: torch.int32}  # by bytes of a number
 
 Buckets = list[list[Move]]
+Operation = Callable[..., Any]
 
 
 class _Side:
@@ -70,7 +72,7 @@ class _Side:
             torch.empty(len(bucket), dtype=torch.int64, device=where),
         )
 
-    def _exchange(self, operation: object, tensors: Sequence[Tensor], rank: int) -> None:
+    def _exchange(self, operation: Operation, tensors: Sequence[Tensor], rank: int) -> None:
         """Returns when they are there; the group's deadline is that of every collective."""
         pieces = [dist.P2POp(operation, tensor, rank, self.group) for tensor in tensors]
         for work in dist.batch_isend_irecv(pieces):

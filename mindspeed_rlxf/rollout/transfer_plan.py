@@ -89,7 +89,7 @@ def moves(
         tp_rank = rollout.tp_rank(receiver)
         for parameter in stage_parameters(architecture, Head.LANGUAGE_MODEL):
             # The same cut in every layer, and for every expert.
-            key = re.sub(r"\d+", "", parameter.name), tp_rank
+            key = re.sub(r"\.\d+\.", ".", parameter.name), tp_rank
             if key not in found:
                 place = tp_rank, rollout.tp, training.ranks.tp
                 found[key] = list(_overlaps(parameter, architecture, *place))

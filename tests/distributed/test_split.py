@@ -64,8 +64,10 @@ def run_of(
     keys = {**(layout or {})}
     if parts:
         keys |= {"num_gpus_for_train": parts[0], "num_gpus_for_infer": parts[1]}
-    sections = {"actor_rollout": keys, "logging": {"samples": "all"}}
+    sections = {"actor_rollout": keys}
     config, prepared = fixed_run(folder, out, ARCHITECTURES[name], 1, {}, sections)
+    everything = config.logging.model_copy(update={"samples": "all"})
+    config = config.model_copy(update={"logging": everything})
     if parts:
         actor = Role.ACTOR_ROLLOUT
         changes = {

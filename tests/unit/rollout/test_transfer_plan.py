@@ -88,7 +88,7 @@ def held_in_training(
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(layouts(), st.sampled_from([1, 7, 50, 10**6]))
 def test_every_number_arrives_once_and_where_it_belongs(
     case: tuple[str, TrainingLayout, ParallelLayout], limit: int
