@@ -136,7 +136,7 @@ def _overlaps(
         yield _Overlap(None, dim, 0, 0, stop, _width(source, dim, a))
         return
     for rank in range(training_tp):
-        last = None
+        last: _Overlap | None = None
         held = _placed(parameter, a, rank, training_tp)
         for source, dim, start, stop, target in needed:
             for other, _, held_start, held_stop, place in held:
@@ -145,7 +145,7 @@ def _overlaps(
                     continue
                 numbers = place + first - held_start, target + first - start, end - first
                 piece = _Overlap(rank, dim, *numbers, _width(source, dim, a))
-                joined = last and _joined(last, piece)
+                joined = _joined(last, piece) if last else None
                 if last and not joined:
                     yield last
                 last = joined or piece

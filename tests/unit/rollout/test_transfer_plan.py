@@ -88,8 +88,8 @@ def held_in_training(
     return found
 
 
-@settings(max_examples=30, deadline=None)
-@given(layouts(), st.sampled_from([1, 7, 50, 10**6]))
+@settings(max_examples=25, deadline=None)
+@given(layouts(), st.sampled_from([5, 50, 10**6]))
 def test_every_number_arrives_once_and_where_it_belongs(
     case: tuple[str, TrainingLayout, ParallelLayout], limit: int
 ) -> None:
@@ -97,13 +97,13 @@ def test_every_number_arrives_once_and_where_it_belongs(
     a = FAMILIES[name]
     whole = whole_model(a)
     held = held_in_training(a, training, whole)
-    table = list(stage_parameters(a, LM))
+    table, planned = list(stage_parameters(a, LM)), list(moves(a, training, rollout))
     for receiver in range(rollout.world_size):
         tp_rank = rollout.tp_rank(receiver)
         wanted = {p.name: shard(p, a, whole, tp_rank, rollout.tp) for p in table}
         got = {n: torch.zeros_like(t) for n, t in wanted.items()}
         arrivals = {n: torch.zeros_like(t) for n, t in wanted.items()}
-        mine = [move for move in moves(a, training, rollout) if move.receiver == receiver]
+        mine = [move for move in planned if move.receiver == receiver]
         for move in (piece for bucket in in_buckets(mine, limit) for piece in bucket):
             piece = held[move.sender][move.source].narrow(move.dim, move.source_start, move.size)
             target = got[move.target].narrow(move.dim, move.target_start, move.size)
