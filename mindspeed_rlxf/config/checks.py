@@ -13,7 +13,8 @@ from mindspeed_rlxf.config.batch_rules import (
 )
 from mindspeed_rlxf.config.enums import RewardKind, Role, RopeScaling
 from mindspeed_rlxf.config.expert_rules import expert_problems
-from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RoleConfig, RunConfig
+from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig, RunConfig
+from mindspeed_rlxf.config.split_rules import ROLLOUT_TP, TRAIN, check_split
 from mindspeed_rlxf.config.stage_rules import check_groups, check_stage
 from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_around, use
 
@@ -21,7 +22,7 @@ from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_a
 def check(config: RunConfig) -> list[str]:
     """Every rule that the configuration breaks, each `rule, value, remedy`; empty when none."""
     problems = [*_pools(config), *_lengths(config), *_generation(config), *_schedules(config)]
-    problems += [*_data(config), *check_stage(config)]
+    problems += [*_data(config), *check_stage(config), *check_split(config)]
     for role in config.roles:
         problems += [*_weights(config, role), *_model(config, role), *_parallel(config, role)]
     problems += loss_by_micro_batch(config)
@@ -51,11 +52,12 @@ def _misplaced(config: RunConfig) -> bool:
 def _replicas(config: RunConfig, role: Role) -> str | None:
     pool, section = config.pool_of(role), config.role(role)
     tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
-    size = config.pool_size(pool) if pool in config.resource_pool else tp * pp
+    size = sum(config.processes_of(role)) if pool in config.resource_pool else tp * pp
     if size % (tp * pp) == 0:
         return None
+    key = TRAIN if role is Role.ACTOR_ROLLOUT and config.parts else f"resource_pool.{pool}"
     return (
-        f"resource_pool.{pool}={size} must be a multiple of TP {tp} x PP {pp} = {tp * pp} of "
+        f"{key}={size} must be a multiple of TP {tp} x PP {pp} = {tp * pp} of "
         f"{TITLES[role]} ({role.value}); {use(multiples_around(size, tp * pp))}"
     )
 
@@ -111,7 +113,10 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[str]:
     tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
     placed = problem is None and config.pool_of(role) in config.resource_pool
     yield from expert_problems(role, section, config.layout(role).dp if placed else None)
-    yield from _tensor_parallel(role, section, section.architecture)
+    key = f"{role.value}.tensor_model_parallel_size"
+    yield from _tensor_parallel(key, tp, section)
+    if role is Role.ACTOR_ROLLOUT and config.rollout_tp != tp:
+        yield from _tensor_parallel(ROLLOUT_TP, config.rollout_tp, section)
     yield from token_budget(config, role)
     layers = section.architecture.num_layers
     if layers % pp:
@@ -121,7 +126,8 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[str]:
         )
     else:
         yield from _virtual_pipeline(role, section, layers // pp)
-    for processes in config.resource_pool.get(config.pool_of(role), []):
+    known = config.pool_of(role) in config.resource_pool
+    for processes in config.processes_of(role) if known else []:
         if processes % tp and not problem:
             yield (
                 f"resource_pool.{config.pool_of(role)}: {processes} processes on a node must be a "
@@ -148,8 +154,8 @@ def _virtual_pipeline(role: Role, section: RoleConfig, layers: int) -> Iterator[
         )
 
 
-def _tensor_parallel(role: Role, section: RoleConfig, a: ArchitectureConfig) -> Iterator[str]:
-    tp = section.tensor_model_parallel_size
+def _tensor_parallel(key: str, tp: int, section: RoleConfig) -> Iterator[str]:
+    a = section.architecture
     parts = {
         "num_attention_heads": a.num_attention_heads,
         "num_query_groups": a.kv_heads,
@@ -160,7 +166,7 @@ def _tensor_parallel(role: Role, section: RoleConfig, a: ArchitectureConfig) -> 
     for name, number in parts.items():
         if number % tp:
             yield (
-                f"{role.value}.tensor_model_parallel_size={tp} must divide "
+                f"{key}={tp} must divide "
                 f"model.{section.model}.{name}={number}; {use(around(tp, divisors(whole)))}"
             )
 

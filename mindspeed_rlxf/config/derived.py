@@ -90,7 +90,9 @@ def place_roles(draft: Draft, sections: Tree) -> None:
     placement = {role: role for role in roles} | given
     is_rule = draft.payload["reward"].get("kind") == RewardKind.RULE.value
     if is_rule and "reward" not in given and "reward" not in pools:
-        placement["reward"] = placement["actor_rollout"]
+        # Any pool will do, but one that is split holds the actor alone.
+        split = draft.payload[Role.ACTOR_ROLLOUT.value].get("num_gpus_for_infer") is not None
+        placement["reward"] = placement["ref" if split else "actor_rollout"]
     draft.payload |= {"resource_pool": pools, "placement": placement}
 
 

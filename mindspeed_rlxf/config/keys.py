@@ -18,6 +18,7 @@ from mindspeed_rlxf.config.schema import (
     RefConfig,
     RewardConfig,
     RoleConfig,
+    RolloutConfig,
     RuntimeConfig,
     TrainingConfig,
     ValidationConfig,
@@ -26,6 +27,7 @@ from mindspeed_rlxf.config.suggest import closest
 
 PLAIN_SECTIONS: dict[str, type[BaseModel]] = {
     "algorithm": AlgorithmConfig,
+    "rollout": RolloutConfig,
     "data": DataConfig,
     "validation": ValidationConfig,
     "logging": LoggingConfig,

@@ -34,6 +34,7 @@ from mindspeed_rlxf.config.keys import (
     unknown_key,
 )
 from mindspeed_rlxf.config.schema import KlControlConfig, TrainingConfig
+from mindspeed_rlxf.config.split_rules import rename_rollout_keys
 from mindspeed_rlxf.config.suggest import closest
 
 AUTO = "auto"
@@ -72,6 +73,7 @@ def _sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
     for name in TOP_LEVEL - {"dry_run"}:
         sections[name] = draft.mapping(name, sections.get(name))
     _unfold(draft, sections)
+    rename_rollout_keys(draft, sections)
     return sections
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -39,3 +41,14 @@ class ParallelLayout:
     def leaders(self) -> list[int]:
         """Leader ranks ordered by data-parallel rank."""
         return [rank for rank in range(self.world_size) if self.is_leader(rank)]
+
+
+def part_of(processes: Sequence[int], first: int, count: int) -> list[int]:
+    """Of `count` ranks from `first` on: how many stand on each node that has any.
+
+    processes: of each node; ranks fill one node after the other
+    """
+    ends = list(accumulate(processes))
+    spans = zip((0, *ends), ends, strict=False)
+    shares = [min(end, first + count) - max(start, first) for start, end in spans]
+    return [share for share in shares if share > 0]

@@ -137,6 +137,15 @@ class ActorConfig(RoleConfig):
     max_new_tokens: int = key(
         ..., "longest response, tokens; absent = seq_length - max_prompt_length", ge=1
     )
+    num_gpus_for_train: int | None = key(
+        None,
+        "first devices of the pool, which train; null = all do both",
+        "reshard",
+        ge=1,
+    )
+    num_gpus_for_infer: int | None = key(
+        None, "the pool's other devices, which generate; null = all do both", "reshard", ge=1
+    )
     stop_token_ids: Integers = key((), "token ids that end a response besides EOS")
     num_samples_per_step: int | None = key(
         None, "rows generated at once on one rank; null = as many as the cache holds", "free", ge=1

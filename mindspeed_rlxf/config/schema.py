@@ -9,7 +9,7 @@ from typing import Annotated
 
 from mindspeed_rlxf.config.enums import Role, Stage
 from mindspeed_rlxf.config.fields import Section, Word, key
-from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.layout import ParallelLayout, part_of
 from mindspeed_rlxf.config.roles import (
     ActorConfig,
     ArchitectureConfig,
@@ -25,6 +25,7 @@ from mindspeed_rlxf.config.sections import (
     DeviceConfig,
     KlControlConfig,
     LoggingConfig,
+    RolloutConfig,
     RuntimeConfig,
     TrainingConfig,
     ValidationConfig,
@@ -43,6 +44,7 @@ __all__ = [
     "RefConfig",
     "RewardConfig",
     "RoleConfig",
+    "RolloutConfig",
     "RunConfig",
     "RuntimeConfig",
     "TrainingConfig",
@@ -62,6 +64,7 @@ class RunConfig(Section):
     reward: RewardConfig = key(..., "what scores responses")
     placement: dict[Annotated[Role, Word], str] = key(..., "role -> pool, every role", "reshard")
     resource_pool: dict[str, list[int]] = key(..., "pool -> processes per node", "reshard")
+    rollout: RolloutConfig = key(RolloutConfig(), "generation on devices of its own")
     data: DataConfig = key(..., "prompts")
     validation: ValidationConfig = key(ValidationConfig(), "when to validate")
     logging: LoggingConfig = key(LoggingConfig(), "what is written down")
@@ -111,10 +114,36 @@ class RunConfig(Section):
         return sum(self.resource_pool[pool])
 
     def layout(self, role: Role) -> ParallelLayout:
-        """Where the ranks of a role's pool stand in its parallel groups."""
+        """Where a role's ranks stand in its parallel groups."""
         section = self.role(role)
         return ParallelLayout(
-            world_size=self.pool_size(self.pool_of(role)),
+            world_size=sum(self.processes_of(role)),
             tp=section.tensor_model_parallel_size,
             pp=section.pipeline_model_parallel_size,
         )
+
+    def processes_of(self, role: Role) -> list[int]:
+        """A role's processes on each node that has any; the actor's, where its pool is split, are
+        those that train."""
+        processes = self.resource_pool[self.pool_of(role)]
+        if role is Role.ACTOR_ROLLOUT and self.parts:
+            return part_of(processes, 0, self.parts[0])
+        return processes
+
+    @property
+    def parts(self) -> tuple[int, int] | None:
+        """Ranks of the actor's pool that train, and that generate; None = all do both."""
+        train, infer = self.actor_rollout.num_gpus_for_train, self.actor_rollout.num_gpus_for_infer
+        return None if train is None or infer is None else (train, infer)
+
+    @property
+    def rollout_tp(self) -> int:
+        """Ranks that share a layer in generation."""
+        actor = self.actor_rollout
+        return self.rollout.tensor_model_parallel_size or actor.tensor_model_parallel_size
+
+    @property
+    def rollout_layout(self) -> ParallelLayout:
+        """Where the ranks that generate stand: those of the actor, or the rest of its pool."""
+        generating = self.parts[1] if self.parts else self.layout(Role.ACTOR_ROLLOUT).world_size
+        return ParallelLayout(generating, self.rollout_tp)

@@ -119,6 +119,14 @@ class AlgorithmConfig(Section):
         return 0.0 if value is None else value
 
 
+class RolloutConfig(Section):
+    """Generation, where it has devices of its own (`actor_rollout.num_gpus_for_infer`)."""
+
+    tensor_model_parallel_size: int | None = key(
+        None, "ranks that share a layer in generation; null = as in training", "reshard", ge=1
+    )
+
+
 class DataConfig(Section):
     """Prompts: files or indexed data sets, and the names of their columns (dots reach inside)."""
 

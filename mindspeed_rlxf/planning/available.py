@@ -28,12 +28,12 @@ def device_memory(config: RunConfig) -> int | None:
     return None if is_joined(config) else device.memory_unclaimed(config.device.kind)
 
 
-def rollout_memory(config: RunConfig, pool: str) -> int | None:
+def rollout_memory(config: RunConfig) -> int | None:
     """What the rollout counts as the memory of its process; on CPU, where nothing is configured, an
-    equal part of the host's."""
+    equal part of the host's for each rank that generates."""
     if config.device.memory_gib is not None or not on_cpu(config):
         return device_memory(config)
-    return None if is_joined(config) else device.host_memory() // config.pool_size(pool)
+    return None if is_joined(config) else device.host_memory() // config.rollout_layout.world_size
 
 
 def host_memory(config: RunConfig) -> int | None:

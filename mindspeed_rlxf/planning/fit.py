@@ -11,11 +11,12 @@ from mindspeed_rlxf.config.table import pairs, table
 from mindspeed_rlxf.planning import available
 from mindspeed_rlxf.planning.host import disk_needed, host_memory_needed
 from mindspeed_rlxf.planning.memory import (
+    GENERATES,
     Phase,
     PoolMemory,
     RoleMemory,
     optimizer_of,
-    pool_memory,
+    pool_memories,
 )
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 
@@ -58,11 +59,12 @@ class Fit:
 
 def fit(config: RunConfig) -> Fit:
     """Memory of devices and hosts, and disk."""
-    pools = [pool_memory(config, pool) for pool in config.resource_pool]
+    pools = [need for pool in config.resource_pool for need in pool_memories(config, pool)]
     sections, needs = {}, []
     for pool in pools:
         need = _device_need(config, pool)
-        title = f"Memory per device, pool {pool.pool} (rank {pool.rank}, which needs most)"
+        part = f", {pool.part}" if pool.part else ""
+        title = f"Memory per device, pool {pool.pool}{part} (rank {pool.rank}, which needs most)"
         sections[title] = f"{table(_pool_rows(pool))}\n  {need.verdict}"
         needs.append(need)
     for title, (rows, need) in _elsewhere(config, pools).items():
@@ -101,7 +103,7 @@ def _line(name: str, roles: Sequence[RoleMemory], other: int, phase: Phase) -> l
 
 def _device_need(config: RunConfig, pool: PoolMemory) -> Need:
     return Need(
-        f"resource_pool.{pool.pool}: a device",
+        f"resource_pool.{pool.pool}: a device{f' of the {pool.part}' if pool.part else ''}",
         pool.total,
         available.device_memory(config),
         _remedy(config, pool),
@@ -125,6 +127,9 @@ def _remedy(config: RunConfig, pool: PoolMemory) -> str:
 
 def _ways_to_spread(config: RunConfig, pool: PoolMemory) -> Iterator[str]:
     """Fewer weights, gradients and optimizer slots on a rank."""
+    if pool.part == GENERATES:
+        yield "raise rollout.tensor_model_parallel_size"
+        return
     for role in pool.roles:
         optimizer = optimizer_of(config, role.role)
         whole = optimizer is not None and not optimizer.use_distributed_optimizer

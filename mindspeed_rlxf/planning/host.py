@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -53,10 +54,10 @@ class Disk:
 def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory:
     """pools: of the run, for what lies in the host's memory on CPU."""
     actor, samples = config.actor_rollout, config.samples_per_iteration
-    sizes = {need.pool: _processes(config, need.pool) for need in pools}
+    sizes = {need.pool: _on_a_host(config, config.resource_pool[need.pool]) for need in pools}
     shared = config.runtime.kind is RuntimeKind.LOCAL or is_joined(config)
     count = max(sizes.values()) if shared else sum(sizes.values())
-    devices = [need.total * sizes[need.pool] for need in pools]
+    devices = [need.total * _on_a_host(config, need.processes) for need in pools]
     row = memory.sample_bytes(actor.max_prompt_length, actor.max_new_tokens)
     return HostMemory(
         num_processes=count,
@@ -83,9 +84,9 @@ def disk_needed(config: RunConfig) -> Disk:
     )
 
 
-def _processes(config: RunConfig, pool: str) -> int:
-    """Processes of a pool on one host: on a cluster that is joined, on its largest."""
-    return max(config.resource_pool[pool]) if is_joined(config) else config.pool_size(pool)
+def _on_a_host(config: RunConfig, processes: Sequence[int]) -> int:
+    """Of the processes of each node: on a cluster that is joined those of the largest."""
+    return max(processes) if is_joined(config) else sum(processes)
 
 
 def _numbers(config: RunConfig, role: Role) -> int:

@@ -7,17 +7,21 @@ only the largest one counts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config import memory
 from mindspeed_rlxf.config.enums import RewardKind, Role
-from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.layout import ParallelLayout, part_of
 from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, OptimizerConfig, RunConfig
 from mindspeed_rlxf.models.heads import CHUNK_TOKENS
 from mindspeed_rlxf.models.parameters import Head, padded_vocab_size
-from mindspeed_rlxf.models.sizes import HEADS, received_numbers, split_sizes
+from mindspeed_rlxf.models.sizes import HEADS, received_numbers, shard_sizes, split_sizes
 from mindspeed_rlxf.planning.available import rollout_memory
+from mindspeed_rlxf.rollout.transfer import BUCKET_BYTES
+
+TRAINS, GENERATES = "ranks that train", "ranks that generate"
+POOL_GROUP = 1  # the communicator of a split pool, for weights
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class PoolMemory:
     rank: int
     roles: tuple[RoleMemory, ...]
     process: int
+    processes: tuple[int, ...]  # of the pool, or of the part of it, on each node
+    part: str = ""  # of a pool that is split
 
     @property
     def busiest(self) -> RoleMemory | None:
@@ -84,12 +90,72 @@ def has_model(config: RunConfig, role: Role) -> bool:
     return role is not Role.REWARD or config.reward.kind is RewardKind.MODEL
 
 
+def pool_memories(config: RunConfig, pool: str) -> list[PoolMemory]:
+    """The pool's rank that needs most; where the pool is split, one for each part."""
+    if not is_split(config, pool):
+        return [pool_memory(config, pool)]
+    return [replace(pool_memory(config, pool), part=TRAINS), _generating(config, pool)]
+
+
+def is_split(config: RunConfig, pool: str) -> bool:
+    return config.parts is not None and pool == config.pool_of(Role.ACTOR_ROLLOUT)
+
+
+def _generating(config: RunConfig, pool: str) -> PoolMemory:
+    """A rank that only generates: the weights of all layers and experts, and the KV cache."""
+    assert config.parts is not None, "the pool is split"
+    actor, tp = config.actor_rollout, config.rollout_tp
+    item = memory.itemsize(actor)
+    numbers = sum(shard_sizes(actor.architecture, Head.LANGUAGE_MODEL, tp, 0, 1))
+    weights = memory.weight_bytes(numbers, item)
+    groups = (2 if actor.architecture.num_experts else 1) * (tp > 1) + POOL_GROUP
+    rollout = RoleMemory(
+        Role.ACTOR_ROLLOUT,
+        weights,
+        0,
+        0,
+        groups * device.communicator_bytes(config.device.kind),
+        (_buckets("receive weights", weights), generate_phase(config, 0)),
+    )
+    return PoolMemory(
+        pool,
+        config.parts[0],
+        (rollout,),
+        device.process_bytes(config.device.kind),
+        tuple(part_of(config.resource_pool[pool], *config.parts)),
+        GENERATES,
+    )
+
+
+def _buckets(name: str, weights: int) -> Phase:
+    """Weights on their way from one part of a pool to the other."""
+    return Phase(name, other=min(BUCKET_BYTES, weights))
+
+
+def generate_phase(config: RunConfig, received: int) -> Phase:
+    """The rollout: no pipeline, all experts; `received` numbers are there for its time only."""
+    actor, tp, rows = config.actor_rollout, config.rollout_tp, cache_rows(config)
+    a, item = actor.architecture, memory.itemsize(actor)
+    prefill = memory.prefill_tokens(rows, actor.max_prompt_length)
+    working = memory.layer_activation_bytes(a, prefill, tp, False, item)
+    working += memory.dispatch_bytes(a, prefill, tp, False, item)
+    sampling = memory.sampling_bytes(rows, a.vocab_size, actor.do_sample)
+    length = actor.max_prompt_length + actor.max_new_tokens
+    return Phase(
+        "generate",
+        max(working, sampling),
+        memory.kv_cache_bytes(rows, length, a, tp, item),
+        memory.weight_bytes(received, item),
+    )
+
+
 def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
-    """The rank of the pool that needs most; the first one of these."""
+    """The rank that needs most of those that learn or compute; the first one of these."""
     roles = [role for role in config.roles_of(pool) if has_model(config, role)]
     process = device.process_bytes(config.device.kind)
     ranks: dict[tuple[int, ...], int] = {}
-    for rank in range(config.pool_size(pool)):
+    processes = tuple(config.processes_of(config.roles_of(pool)[0]))
+    for rank in range(sum(processes)):
         ranks.setdefault(tuple(config.layout(role).pp_rank(rank) for role in roles), rank)
     needs = [
         PoolMemory(
@@ -97,6 +163,7 @@ def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
             rank,
             tuple(role_memory(config, r, s) for r, s in zip(roles, stages, strict=True)),
             process,
+            processes,
         )
         for stages, rank in ranks.items()
     ]
@@ -129,11 +196,11 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
 
 def cache_rows(config: RunConfig) -> int:
     """Sequences that a rollout replica generates at once."""
-    actor, layout = config.actor_rollout, config.layout(Role.ACTOR_ROLLOUT)
-    waiting = -(-config.samples_per_iteration // (layout.dp * layout.pp))
+    actor, layout = config.actor_rollout, config.rollout_layout
+    waiting = -(-config.samples_per_iteration // layout.dp)
     length = actor.max_prompt_length + actor.max_new_tokens
     row = memory.kv_cache_bytes(1, length, actor.architecture, layout.tp, memory.itemsize(actor))
-    room = rollout_memory(config, config.pool_of(Role.ACTOR_ROLLOUT))
+    room = rollout_memory(config)
     return memory.kv_cache_rows(actor.num_samples_per_step, waiting, row, room)
 
 
@@ -154,8 +221,10 @@ def _phases(stage: _Stage, optimizer: OptimizerConfig | None) -> Iterator[Phase]
             for sizes, replicas in stage.buffers
         ]
         yield Phase("optimizer step", other=max(roots))
-    if role is Role.ACTOR_ROLLOUT:
-        yield stage.generate(config.actor_rollout, cache_rows(config))
+    if role is Role.ACTOR_ROLLOUT and config.parts:
+        yield _buckets("send weights", memory.weight_bytes(sum(stage.sizes), stage.itemsize))
+    elif role is Role.ACTOR_ROLLOUT:
+        yield generate_phase(config, stage.received())
 
 
 def _mini_batch(config: RunConfig, role: Role) -> int:
@@ -187,10 +256,11 @@ class _Stage:
 
     def communication(self, trains: bool) -> int:
         layout = self.layout
-        generates = self.role is Role.ACTOR_ROLLOUT
+        generates = self.role is Role.ACTOR_ROLLOUT and not self.config.parts
         experts = self.architecture.num_experts is not None
         sizes = (layout.tp, layout.pp, layout.dp)
         groups = memory.communicators(*sizes, trains, generates, self.ep, experts)
+        groups += POOL_GROUP if is_split(self.config, self.config.pool_of(self.role)) else 0
         held = groups * device.communicator_bytes(self.config.device.kind)
         if self.sequence_parallel:
             hidden = self.architecture.hidden_size
@@ -221,21 +291,10 @@ class _Stage:
         other = gradient + self._sent(tokens)
         return Phase("update", count * held + self._head(samples), other=other)
 
-    def generate(self, actor: ActorConfig, rows: int) -> Phase:
-        """The rollout: no pipeline, all experts, so the others' weights are here for a while."""
-        a, tp = self.architecture, self.layout.tp
-        prefill = memory.prefill_tokens(rows, self.prompt)
-        working = memory.layer_activation_bytes(a, prefill, tp, False, self.itemsize)
-        working += memory.dispatch_bytes(a, prefill, tp, False, self.itemsize)
-        sampling = memory.sampling_bytes(rows, a.vocab_size, actor.do_sample)
+    def received(self) -> int:
+        """Numbers of other stages and experts that a rank which generates too is sent."""
         place = (self.pp_rank, self.layout.pp, self.section.model_chunks, self.ep)
-        received = received_numbers(a, self.head, tp, *place)
-        return Phase(
-            "generate",
-            max(working, sampling),
-            memory.kv_cache_bytes(rows, self._length, a, tp, self.itemsize),
-            memory.weight_bytes(received, self.itemsize),
-        )
+        return received_numbers(self.architecture, self.head, self.layout.tp, *place)
 
     @property
     def _length(self) -> int:

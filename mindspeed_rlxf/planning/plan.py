@@ -71,7 +71,17 @@ def _roles(config: RunConfig) -> list[list[object]]:
         ep = section.expert_model_parallel_size
         sizes = [layout.tp, f"{layout.pp}{chunks}", layout.dp, ep]
         rows.append([role.value, section.model, *where, *sizes, precision, section.load])
+        if role is Role.ACTOR_ROLLOUT and config.parts:
+            rows.append(_rollout(config, precision))
     return rows
+
+
+def _rollout(config: RunConfig, precision: str) -> list[object]:
+    """The line of ranks that only generate."""
+    layout, pool = config.rollout_layout, config.pool_of(Role.ACTOR_ROLLOUT)
+    sizes = [layout.world_size, layout.tp, layout.pp, layout.dp, 1]
+    model = config.actor_rollout.model
+    return ["rollout", model, pool, *sizes, precision, "the actor's, after each update"]
 
 
 def _batch(config: RunConfig) -> list[tuple[str, object]]:
@@ -90,8 +100,7 @@ def _batch(config: RunConfig) -> list[tuple[str, object]]:
 
 def _at_once(config: RunConfig) -> str:
     """On replicas of the rollout, which has no pipeline."""
-    layout = config.layout(Role.ACTOR_ROLLOUT)
-    per_replica = -(-config.samples_per_iteration // (layout.dp * layout.pp))
+    per_replica = -(-config.samples_per_iteration // config.rollout_layout.dp)
     rows = cache_rows(config)
     return f"{rows} (rounds: {-(-per_replica // rows)})"
 

@@ -1,4 +1,4 @@
-"""The policy: generates on its own devices, recomputes its log-probs, learns."""
+"""The policy: recomputes its log-probs, learns, and generates or sends its weights to who does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from mindspeed_rlxf.algorithms.advantages import length_mask
 from mindspeed_rlxf.algorithms.kl import kl_per_token
@@ -31,34 +30,33 @@ from mindspeed_rlxf.data.batch import (
     Scores,
     fit_columns,
 )
+from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine.engine import LossOutput, MegatronEngine
 from mindspeed_rlxf.engine.losses import normalised_loss
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.roles.experience import ExperienceMaker
+from mindspeed_rlxf.roles.generation import Generation, generated
 from mindspeed_rlxf.roles.log_probs import read_log_probs, response_log_probs
 from mindspeed_rlxf.roles.preference import preference_loss_step
 from mindspeed_rlxf.roles.reports import (
-    GenerateReport,
     LogProbReport,
     SampleText,
     Summary,
     UpdateReport,
 )
 from mindspeed_rlxf.rollout.hybrid import HybridModel
-from mindspeed_rlxf.rollout.native import NativeRollout
-from mindspeed_rlxf.rollout.sampling import SamplingSettings
+from mindspeed_rlxf.rollout.transfer import WeightSender
+from mindspeed_rlxf.rollout.transfer_plan import plan_of
 
 
 class ActorRole:
-    """Actor and rollout as one (hybrid): generation sees the trained weights."""
+    """The policy; actor and rollout as one (hybrid), unless the rollout has ranks of its own."""
 
     def __init__(self, config: RunConfig, eos_token_ids: Sequence[int]) -> None:
         actor = config.actor_rollout
         self.config, self.algorithm = actor, config.algorithm
-        memory_gib = config.device.memory_gib
-        self.device_memory = int(memory_gib * 2**30) if memory_gib else None
         self.engine = MegatronEngine(
             actor,
             Head.LANGUAGE_MODEL,
@@ -66,7 +64,14 @@ class ActorRole:
             actor.optimizer,
             config.training.train_iters,
         )
-        self.hybrid = HybridModel(self.engine, config.training.seed)
+        self.hybrid: HybridModel | None = None
+        self.sender: WeightSender | None = None
+        if config.parts is None:
+            self.hybrid = HybridModel(self.engine, config.training.seed)
+        else:
+            self.sender = WeightSender(
+                self.engine.weights.tensors, plan_of(config), worlds.whole_pool(), config.parts[0]
+            )
         self.experience = ExperienceMaker(config, self.engine.sum_over_replicas)
         self.prefers = config.training.stage is Stage.RAY_ONLINE_DPO
         low, high = actor.clip_ratio_low, actor.clip_ratio_high
@@ -75,20 +80,8 @@ class ActorRole:
             actor.clip_ratio if high is None else high,
             actor.clip_ratio_c,
         )
-        self.sampling = self._sampling(eos_token_ids, actor.do_sample)
-        self.greedy = self._sampling(eos_token_ids, False)
-
-    def _sampling(self, eos_token_ids: Sequence[int], do_sample: bool) -> SamplingSettings:
-        actor = self.config
-        return SamplingSettings(
-            do_sample=do_sample,
-            temperature=actor.temperature,
-            top_k=actor.top_k,
-            top_p=actor.top_p,
-            min_new_tokens=actor.min_new_tokens,
-            max_new_tokens=actor.max_new_tokens,
-            eos_token_ids=tuple(eos_token_ids),
-        )
+        self.generation = Generation(config, eos_token_ids)
+        self.sampling = self.generation.sampling
 
     def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> RoleOutput:
         """Responses to the prompts of this rollout replica: generated, or those that come along.
@@ -96,32 +89,18 @@ class ActorRole:
         seed: of this call; with the sample ids it determines every sampled token.
         greedy: most likely tokens whatever `do_sample` says (validation).
         """
-        settings = self.greedy if greedy else self.sampling
+        assert self.hybrid is not None, "other ranks generate"
         with self.hybrid.ready() as model:
-            rollout = NativeRollout(
-                model, settings, self.config.num_samples_per_step, self.device_memory
-            )
-            if any(prompts.responses):
-                tokens = prompts.responses
-                log_probs = rollout.score(prompts.token_ids, tokens)
-            else:
-                tokens, log_probs = rollout.generate(prompts.token_ids, prompts.sample_ids, seed)
+            rows, stats = self.generation.respond(model, prompts, seed, greedy)
         if self.hybrid.groups.tp.rank() != 0:
             return RoleOutput()
-        rows = _rollouts(prompts, tokens, log_probs, settings)
-        stats = rollout.stats
-        report = GenerateReport(
-            sample_ids=prompts.sample_ids,
-            data_sources=prompts.data_sources,
-            prompt_lengths=rows.prompt_lengths.tolist(),
-            response_lengths=rows.response_lengths.tolist(),
-            has_eos=rows.has_eos.tolist(),
-            prompt_tokens=stats.prompt_tokens,
-            decoded_tokens=stats.decoded_tokens,
-            sampled_tokens=stats.sampled_tokens,
-            sync_s=self.hybrid.sync_s,
-        )
-        return RoleOutput(rows, report)
+        return generated(prompts, rows, stats, self.hybrid.sync_s)
+
+    def send_weights(self) -> RoleOutput:
+        """To the ranks that generate, which run `RolloutRole.receive_weights` at the same time."""
+        assert self.sender is not None, "these ranks generate themselves"
+        self.sender.send()
+        return RoleOutput()
 
     def log_probs(self, rollouts: Rollouts) -> RoleOutput:
         """Log-probs under the training model, before any update of the iteration."""
@@ -250,31 +229,6 @@ class ActorRole:
         """Write the weights; a collective over the role's ranks."""
         self.engine.export(hf_folder, megatron_folder)
         return RoleOutput()
-
-
-def _rollouts(
-    prompts: Prompts,
-    tokens: list[list[int]],
-    log_probs: list[list[float]],
-    settings: SamplingSettings,
-) -> Rollouts:
-    return Rollouts(
-        sample_ids=prompts.sample_ids,
-        prompt_ids=_padded([torch.from_numpy(ids) for ids in prompts.token_ids]),
-        prompt_lengths=torch.tensor([len(ids) for ids in prompts.token_ids], dtype=torch.long),
-        response_ids=_padded([torch.tensor(t) for t in tokens]),
-        response_lengths=torch.tensor([len(t) for t in tokens], dtype=torch.long),
-        has_eos=torch.tensor([t[-1] in settings.eos_token_ids for t in tokens], dtype=torch.bool),
-        rollout_log_probs=_padded([torch.tensor(p) for p in log_probs], torch.float32),
-        ground_truths=prompts.ground_truths,
-        data_sources=prompts.data_sources,
-    )
-
-
-def _padded(rows: list[Tensor], dtype: torch.dtype = torch.long) -> Tensor:
-    if not rows:
-        return torch.zeros(0, 0, dtype=dtype)
-    return pad_sequence(rows, batch_first=True).to(dtype)
 
 
 def _gaps(rollouts: Rollouts, recomputed: LogProbs) -> Tensor:

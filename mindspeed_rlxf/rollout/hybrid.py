@@ -17,10 +17,25 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.models.parameters import StageParameter, rank_parameters, stage_parameters
+from mindspeed_rlxf.models.parameters import (
+    Head,
+    StageParameter,
+    rank_parameters,
+    stage_parameters,
+)
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
+
+
+def rollout_module(
+    architecture: ArchitectureConfig, tp: int, dtype: torch.dtype
+) -> TransformerModel:
+    """The whole depth with all experts, under the parallel groups that are active."""
+    config = transformer_config(architecture, tp, 1, False, dtype)
+    module = TransformerModel(config, architecture, Head.LANGUAGE_MODEL, True, True)
+    return module.requires_grad_(False)
 
 
 class HybridModel:
@@ -32,10 +47,7 @@ class HybridModel:
         tp = engine.groups.tp.size()
         self.groups = ParallelGroups(tp, 1, seed)
         with self.groups.active():
-            config = transformer_config(engine.role.architecture, tp, 1, False, engine.dtype)
-            self.module = TransformerModel(
-                config, engine.role.architecture, engine.head, True, True
-            ).requires_grad_(False)
+            self.module = rollout_module(engine.role.architecture, tp, engine.dtype)
         self._by_source = self._parameters_by_source()
         self._shapes = {k: p.shape for k, p in self._by_source.items()}
         self.sync_s = 0.0  # seconds that the last `ready` waited for weights

@@ -87,6 +87,14 @@ class RoleGroup:
         """
         return self._submit(method.__name__, args, rows_per_input, None)
 
+    def prepare(self, method: Callable[..., Any], *args: Any) -> list[Request]:
+        """The requests of `call(method, *args)`, for `submit_together`."""
+        return self._requests(method.__name__, args, 0, None)[0]
+
+    def prepare_build(self, factory: Callable[..., Any], *args: Any) -> list[Request]:
+        """The requests of `build(factory, *args)`."""
+        return self._requests(BUILD, args, 0, factory)[0]
+
     def _submit(
         self,
         method: str,
@@ -94,6 +102,17 @@ class RoleGroup:
         rows_per_input: int,
         factory: Callable[..., Any] | None,
     ) -> Pending:
+        requests, num_rows = self._requests(method, args, rows_per_input, factory)
+        return Pending(self.pool.submit(requests), self.layout.leaders(), num_rows)
+
+    def _requests(
+        self,
+        method: str,
+        args: Sequence[Any],
+        rows_per_input: int,
+        factory: Callable[..., Any] | None,
+    ) -> tuple[list[Request], list[int | None]]:
+        """By rank; and the rows that come out, by data-parallel rank."""
         shards = [self._shards(arg) for arg in args]
         by_dp = [tuple(shard[dp] for shard in shards) for dp in range(self.layout.dp)]
         inputs = [self._num_rows_in(shards, args, dp) for dp in range(self.layout.dp)]
@@ -102,7 +121,7 @@ class RoleGroup:
         for rank in range(self.layout.world_size):
             dp, leads = self.layout.dp_rank(rank), self.layout.is_leader(rank)
             requests.append(Request(self.role, method, by_dp[dp], leads, num_rows[dp], factory))
-        return Pending(self.pool.submit(requests), self.layout.leaders(), num_rows)
+        return requests, num_rows
 
     def _shards(self, arg: Any) -> Sequence[Any]:
         """The argument of each data-parallel rank."""
@@ -125,6 +144,14 @@ class RoleGroup:
                 if num_rows is not None:
                     return num_rows
         return None
+
+
+def submit_together(pool: Pool, *parts: Sequence[Request]) -> Pending:
+    """One call over all parts of a pool, whose ranks may wait for each other; it has no rows.
+
+    parts: what `RoleGroup.prepare` gave for each, in the order of ranks
+    """
+    return Pending(pool.submit([request for part in parts for request in part]), [], [])
 
 
 def _num_rows(value: Any) -> int | None:

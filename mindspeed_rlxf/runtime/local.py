@@ -135,8 +135,9 @@ class LocalPool:
         self.name, self.world_size, self._world = name, world.size, world
         self._host = RoleHost(world.rank, lambda handles: [handle.rows for handle in handles])
 
-    def submit(self, requests: Sequence[Request]) -> LocalCall:
+    def submit(self, requests: Sequence[Request], first_rank: int = 0) -> LocalCall:
         """Run this rank's request now. Raises what `Call.wait` raises in other runtimes."""
+        assert first_rank == 0 and len(requests) == self.world_size, "a local pool has no parts"
         mine = requests[self._world.rank]
         outcome: Outcome | WorkerError
         try:
@@ -171,7 +172,12 @@ class LocalRuntime:
         """What `make()` returns on rank 0, or raises there, on every rank."""
         return self.world.from_first(make)
 
-    def create_pools(self, processes_per_node: Mapping[str, Sequence[int]]) -> dict[str, LocalPool]:
+    def create_pools(
+        self,
+        processes_per_node: Mapping[str, Sequence[int]],
+        parts: Mapping[str, Sequence[int]] | None = None,
+    ) -> dict[str, LocalPool]:
+        assert not parts, "refused by the rules of the configuration"
         size = self.world.size
         problems = [
             f"resource_pool.{name}={list(counts)} must add up to the {size} processes of "

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.data.batch import Rows
+from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine import shared_groups
 from mindspeed_rlxf.runtime.protocol import Reply, Request
 from mindspeed_rlxf.runtime.refs import Fetch
@@ -36,6 +37,7 @@ class ProcessSetup:
     timeout_s: float  # longest wait of one call
     log_dir: str | None  # of the run; None leaves stdout and stderr alone
     loopback: bool  # all processes are on this host: collectives stay on it
+    parts: tuple[int, ...] = ()  # sizes of the pool's parts; empty = the pool is one world
 
 
 class WorkerProcess:
@@ -64,7 +66,7 @@ class WorkerProcess:
         return port
 
     def start(self, setup: ProcessSetup, ip: str, port: int) -> None:
-        """Join the pool's world; returns when every rank has."""
+        """Join the pool's world, or that of a part; returns when every rank has."""
         if setup.log_dir is not None:
             redirect_output(Path(setup.log_dir) / setup.pool / f"rank_{setup.rank:05d}.log")
         if setup.loopback:
@@ -72,13 +74,8 @@ class WorkerProcess:
         device.setup(setup.device_kind, setup.threads)
         timeout = timedelta(seconds=setup.timeout_s + COLLECTIVE_MARGIN_S)
         store = self._store or dist.TCPStore(ip, port, setup.world_size, timeout=timeout)
-        dist.init_process_group(
-            device.backend(setup.device_kind),
-            store=store,
-            rank=setup.rank,
-            world_size=setup.world_size,
-            timeout=timeout,
-        )
+        parts = setup.parts or (setup.world_size,)
+        worlds.join(device.backend(setup.device_kind), store, setup.rank, parts, timeout)
         self._host = RoleHost(setup.rank, self._fetch)
 
     def run(self, request: Request) -> tuple[Rows | None, Reply]:
@@ -90,8 +87,7 @@ class WorkerProcess:
         self._host = self._store = None
         shared_groups.forget()
         gc.collect()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        worlds.leave()
 
 
 def redirect_output(path: Path) -> None:

@@ -3,6 +3,9 @@
 A pool is one torch.distributed world: process i is rank i, one process per device. Several roles
 may live in the processes of one pool; their methods then run one after the other, in the order of
 submission. Methods on different pools run at the same time.
+
+A pool may be split into parts, each a world of neighbouring ranks; `PoolPart` is one as a pool.
+Methods on different parts run at the same time too.
 """
 
 from __future__ import annotations
@@ -63,16 +66,43 @@ class Pool(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def submit(self, requests: Sequence[Request]) -> Call:
-        """Start one request per rank, in the order of ranks, without waiting."""
+    def submit(self, requests: Sequence[Request], first_rank: int = 0) -> Call:
+        """Start one request per rank, in the order of ranks, without waiting.
+
+        first_rank: where they begin; a part of the pool may have fewer than its ranks
+        """
 
     def shutdown(self) -> None:
         """End the roles and processes of this pool."""
 
 
+class PoolPart:
+    """Neighbouring ranks of a pool, counted from 0; implements `Pool`."""
+
+    def __init__(self, pool: Pool, first_rank: int, world_size: int) -> None:
+        assert 0 <= first_rank <= first_rank + world_size <= pool.world_size, (
+            f"{pool.name} has {pool.world_size} ranks, not {first_rank} + {world_size}"
+        )
+        self.name, self.world_size = pool.name, world_size
+        self._pool, self._first = pool, first_rank
+
+    def submit(self, requests: Sequence[Request], first_rank: int = 0) -> Call:
+        return self._pool.submit(requests, self._first + first_rank)
+
+    def shutdown(self) -> None:
+        """The pool ends as a whole."""
+
+
 class Runtime(Protocol):
-    def create_pools(self, processes_per_node: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        """Pools by name, started at the same time. Each list is the processes on each node."""
+    def create_pools(
+        self,
+        processes_per_node: Mapping[str, Sequence[int]],
+        parts: Mapping[str, Sequence[int]] | None = None,
+    ) -> dict[str, Any]:
+        """Pools by name, started at the same time. Each list is the processes on each node.
+
+        parts: of pools that are split, the sizes
+        """
 
     def shutdown(self) -> None:
         """End all pools and whatever else this runtime started."""

@@ -91,7 +91,8 @@ class RayCall:
         rows, replies = zip(*refs, strict=True)
         self.handles = [RayHandle(r, o) for r, o in zip(rows, origins, strict=True)]
         self._tasks = list(zip(replies, origins, strict=True))
-        self._requests, self._timeout_s = list(requests), s
+        ranks = [origin.rank for origin in origins]
+        self._requests, self._timeout_s = dict(zip(ranks, requests, strict=True)), s
 
     def wait(self) -> list[Reply]:
         replies = gather(self._tasks, self._timeout_s, self._what_they_wait_for)
@@ -119,10 +120,11 @@ class RayPool:
         self.timeout_s = setups[0].timeout_s
         self._setups, self._release = setups, release
 
-    def submit(self, requests: Sequence[Request]) -> RayCall:
-        pairs = list(zip(self.workers.actors, requests, strict=True))
-        origins = [self.origin(i, r.role.value, r.method) for i, r in enumerate(requests)]
-        refs = [actor.run.remote(request) for actor, request in pairs]
+    def submit(self, requests: Sequence[Request], first_rank: int = 0) -> RayCall:
+        ranks = range(first_rank, first_rank + len(requests))
+        pairs = list(zip(ranks, requests, strict=True))
+        origins = [self.origin(rank, r.role.value, r.method) for rank, r in pairs]
+        refs = [self.workers.actors[rank].run.remote(request) for rank, request in pairs]
         return RayCall(requests, refs, origins, self.timeout_s)
 
     def origin(self, rank: int, role: str, phase: str) -> Origin:

@@ -50,8 +50,12 @@ class RayPools:
         self._pools: list[RayPool] = []
         self._warm: list[RayWorkers] = []
 
-    def create(self, processes_per_node: Mapping[str, Sequence[int]]) -> dict[str, RayPool]:
-        """Pools by name, started at the same time.
+    def create(
+        self,
+        processes_per_node: Mapping[str, Sequence[int]],
+        parts: Mapping[str, Sequence[int]],
+    ) -> dict[str, RayPool]:
+        """Pools by name, started at the same time. parts: sizes, of pools that are split.
 
         Raises DevicesMissing (joined cluster) or UserError (own) when the devices are not there,
         WorkerError when a process does not come up, RuntimeTimeout when it does not come back.
@@ -70,7 +74,7 @@ class RayPools:
                 reserved[name] = self._reserve(shape)
             self._await_devices(cold, reserved)
             claimed.update(self._start_processes(cold, reserved))
-            setups = self._join_worlds({name: claimed[name] for name in processes_per_node})
+            setups = self._join_worlds({n: claimed[n] for n in processes_per_node}, parts)
         except BaseException:
             for workers in claimed.values():
                 workers.kill()
@@ -180,8 +184,10 @@ class RayPools:
             found += [(bundle, factory.remote()) for _ in range(count)]
         return found
 
-    def _join_worlds(self, workers: Mapping[str, RayWorkers]) -> dict[str, list[ProcessSetup]]:
-        """Make each pool one torch.distributed world."""
+    def _join_worlds(
+        self, workers: Mapping[str, RayWorkers], parts: Mapping[str, Sequence[int]]
+    ) -> dict[str, list[ProcessSetup]]:
+        """Make each pool one torch.distributed world, or one of each of its parts."""
         limit = self.start_timeout_s
         ips = {n: LOOPBACK if self._cluster.own else w.places[0].ip for n, w in workers.items()}
         opening = [
@@ -192,7 +198,10 @@ class RayPools:
             for name, w in workers.items()
         ]
         ports = dict(zip(workers, gather(opening, limit), strict=True))
-        setups = {name: self._setups(name, len(w.actors)) for name, w in workers.items()}
+        setups = {
+            name: self._setups(name, len(w.actors), tuple(parts.get(name, ())))
+            for name, w in workers.items()
+        }
         starting = [
             (
                 actor.start.remote(setups[name][rank], ips[name], ports[name]),
@@ -204,7 +213,7 @@ class RayPools:
         gather(starting, limit)
         return setups
 
-    def _setups(self, name: str, world_size: int) -> list[ProcessSetup]:
+    def _setups(self, name: str, world_size: int, parts: tuple[int, ...]) -> list[ProcessSetup]:
         return [
             ProcessSetup(
                 pool=name,
@@ -215,6 +224,7 @@ class RayPools:
                 timeout_s=self.timeout_s,
                 log_dir=str(self.log_dir.absolute()) if self.log_dir is not None else None,
                 loopback=self._cluster.own,
+                parts=parts,
             )
             for rank in range(world_size)
         ]

@@ -42,13 +42,17 @@ class RayRuntime:
         num_devices = sum(config.pool_size(name) for name in config.resource_pool)
         return cls(config.device, config.runtime, num_devices, log_dir)
 
-    def create_pools(self, processes_per_node: Mapping[str, Sequence[int]]) -> dict[str, Pool]:
+    def create_pools(
+        self,
+        processes_per_node: Mapping[str, Sequence[int]],
+        parts: Mapping[str, Sequence[int]] | None = None,
+    ) -> dict[str, Pool]:
         """Pools by name, started at the same time.
 
         Raises DevicesMissing (joined cluster) or UserError (own) when the devices are not there,
         WorkerError when a process does not come up, RuntimeTimeout when it does not come back.
         """
-        return dict(self.pools.create(processes_per_node))
+        return dict(self.pools.create(processes_per_node, parts or {}))
 
     def shutdown(self) -> None:
         """End all pools, and an own cluster with everything in it."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rlxf.config.enums import KlPenalty, Role, Stage
-from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.mini_batches import mini_batch_order, rank_steps
@@ -16,27 +15,50 @@ from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.reference import ReferenceRole
 from mindspeed_rlxf.roles.reports import SampleText
 from mindspeed_rlxf.roles.reward import RewardRole
-from mindspeed_rlxf.runtime.group import Pending, RoleGroup, Sharded
-from mindspeed_rlxf.runtime.protocol import Peer, Pool
+from mindspeed_rlxf.roles.rollout import RolloutRole
+from mindspeed_rlxf.runtime.group import Pending, RoleGroup, Sharded, submit_together
+from mindspeed_rlxf.runtime.protocol import Peer, Pool, PoolPart
 from mindspeed_rlxf.runtime.refs import RowsRef
 
 
 class ActorGroup:
-    """The policy; its rollout replicas are the tensor-parallel groups of the same ranks."""
+    """The policy; its rollout replicas are the tensor-parallel groups of the same ranks, or of the
+    other part of a pool that is split."""
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         layout = config.layout(Role.ACTOR_ROLLOUT)
         self.run, self.config, self.seed = config, config.actor_rollout, config.training.seed
-        self.train = RoleGroup(Role.ACTOR_ROLLOUT, layout, pool)
-        self.rollout = RoleGroup(
-            Role.ACTOR_ROLLOUT, ParallelLayout(layout.world_size, layout.tp, 1), pool
-        )
+        self.pool, self.is_split = pool, config.parts is not None
+        trains, generates = pool, pool
+        if config.parts is not None:
+            trains = PoolPart(pool, 0, config.parts[0])
+            generates = PoolPart(pool, *config.parts)
+        self.train = RoleGroup(Role.ACTOR_ROLLOUT, layout, trains)
+        self.rollout = RoleGroup(Role.ACTOR_ROLLOUT, config.rollout_layout, generates)
+        self._rollout_is_current = not self.is_split
 
     def build(self, eos_token_ids: Sequence[int]) -> Pending:
-        return self.train.build(ActorRole, self.run, tuple(eos_token_ids))
+        arguments = self.run, tuple(eos_token_ids)
+        if not self.is_split:
+            return self.train.build(ActorRole, *arguments)
+        trains = self.train.prepare_build(ActorRole, *arguments)
+        generates = self.rollout.prepare_build(RolloutRole, *arguments)
+        return submit_together(self.pool, trains, generates)
+
+    def sync_weights(self) -> None:
+        """Give the ranks that generate the weights as they are after the last update; waits.
+
+        Nothing to do where the same ranks generate. Raises WorkerError, RuntimeTimeout.
+        """
+        if not self._rollout_is_current:
+            send = self.train.prepare(ActorRole.send_weights)
+            receive = self.rollout.prepare(RolloutRole.receive_weights)
+            submit_together(self.pool, send, receive).result()
+            self._rollout_is_current = True
 
     def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> Pending:
         """Rows: Rollouts in the order of the prompts. Reports: GenerateReport per replica."""
+        self.sync_weights()
         parts = prompts.split(self.rollout.layout.dp)
         return self.rollout.call(ActorRole.generate, Sharded(parts), seed, greedy)
 
@@ -78,6 +100,7 @@ class ActorGroup:
             iteration,
             2 if self.run.training.stage is Stage.RAY_ONLINE_DPO else 1,
         )
+        self._rollout_is_current = not self.is_split
         steps = rank_steps(orders, self.config.ppo_mini_batch_size, self.train.layout.dp)
         return self.train.call(
             ActorRole.update_policy,

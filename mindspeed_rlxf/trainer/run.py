@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_rlxf.config.enums import RuntimeKind
+from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.sampler import PromptSampler
@@ -108,7 +108,8 @@ def train(
 
     writes: this process writes the metric and sample files.
     """
-    pools = runtime.create_pools(config.resource_pool)
+    parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}
+    pools = runtime.create_pools(config.resource_pool, parts)
     roles = RoleGroups.build(config, pools, prepared.eos_token_ids)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
     try:

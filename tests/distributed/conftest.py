@@ -53,9 +53,9 @@ class OnePoolSetAtATime:
     def __init__(self, runtime: Any) -> None:
         self._runtime, self._pools = runtime, {}
 
-    def create_pools(self, processes_per_node: Any) -> dict[str, Any]:
+    def create_pools(self, processes_per_node: Any, parts: Any = None) -> dict[str, Any]:
         self.end_pools()
-        self._pools = self._runtime.create_pools(processes_per_node)
+        self._pools = self._runtime.create_pools(processes_per_node, parts)
         return self._pools
 
     def end_pools(self) -> None:

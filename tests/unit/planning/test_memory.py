@@ -14,7 +14,12 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.host import GIB
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.planning.memory import cache_rows, pool_memory, role_memory
+from mindspeed_rlxf.planning.memory import (
+    cache_rows,
+    pool_memories,
+    pool_memory,
+    role_memory,
+)
 from mindspeed_rlxf.rollout.kv_cache import CacheShape, KvCache
 
 EXPERTS = {"model.small.num_experts": 8, "model.small.moe_ffn_hidden_size": 32}
@@ -159,3 +164,34 @@ def test_without_sequence_parallel_each_rank_sends_every_token(
     assert memory.dispatched_tokens(a, 10, 4, True) == 20
     assert memory.dispatched_tokens(a, 10, 4, False) == 80
     assert memory.dispatch_bytes(a, 10, 4, True, 2) == 3 * 20 * 64 * 2
+
+
+SPLIT = {
+    "resource_pool.actor": 8,
+    "placement.actor_rollout": "actor",
+    "actor_rollout.num_gpus_for_train": 6,
+    "actor_rollout.num_gpus_for_infer": 2,
+    "actor_rollout.pipeline_model_parallel_size": 2,
+    "rollout.tensor_model_parallel_size": 2,
+}
+
+
+def test_parts_of_a_split_pool_hold_what_they_use(config: Callable[..., RunConfig]) -> None:
+    """Training has no cache and no other weights; generation half of them all and no optimizer."""
+    run, whole = config(SPLIT), role_memory(config(), Role.ACTOR_ROLLOUT, 0)
+    trains, generates = pool_memories(run, "actor")
+    [learning], [rollout] = trains.roles, generates.roles
+    assert learning.optimizer > 0
+    assert [p.name for p in learning.phases] == [
+        "forward", "update", "optimizer step", "send weights",
+    ]  # fmt: skip
+    assert all(p.kv_cache == 0 for p in learning.phases)
+    assert (rollout.gradients, rollout.optimizer) == (0, 0)
+    norms = 9 * 64 * 4  # on both ranks: two of each of four layers, and the last
+    assert rollout.weights == (whole.weights - norms) // 2 + norms
+    [receive, generate] = rollout.phases
+    assert (receive.name, receive.total) == ("receive weights", rollout.weights)
+    # all 96 samples on one replica, 4 layers, 2 of 4 groups of width 8, 24 tokens, keys and values
+    assert generate.kv_cache == 96 * 4 * 2 * 8 * 24 * 2 * 4
+    assert (trains.rank, trains.processes) == (0, (6,))
+    assert (generates.rank, generates.processes) == (6, (2,))

@@ -61,3 +61,20 @@ def test_a_host_of_another_size_has_a_line_of_its_own(make_tree: Callable[..., A
     }
     hosts = [line.split()[1] for line in lines(make_tree, changes)[2:]]
     assert hosts == ["0-4", "5", "6-11", "12"]
+
+
+def test_parts_of_a_split_pool_have_tables_of_their_own(make_tree: Callable[..., Any]) -> None:
+    """Ranks and devices are the pool's; places count from the first rank of the part."""
+    changes = {
+        "resource_pool.actor": [4, 4],
+        "placement.actor_rollout": "actor",
+        "actor_rollout.num_gpus_for_train": 6,
+        "actor_rollout.num_gpus_for_infer": 2,
+        "actor_rollout.pipeline_model_parallel_size": 2,
+        "rollout.tensor_model_parallel_size": 2,
+    }
+    shown = lines(make_tree, changes)
+    header = shown.index("pool hosts devices ranks rollout TP,PP,DP")
+    # rank 5 = DP 2 + 3 x PP 1 of training; ranks 6 and 7 are TP 0 and 1 of generation
+    assert shown[header - 2] == "actor 1 1 5 0,1,2"
+    assert shown[header + 2 : header + 4] == ["actor 1 2 6 0,0,0", "actor 1 3 7 1,0,0"]

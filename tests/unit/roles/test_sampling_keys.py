@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.generation import sampling_settings
 from mindspeed_rlxf.rollout.sampling import SamplingSettings
 
 
@@ -13,8 +13,8 @@ def test_every_sampling_key_reaches_generation() -> None:
     keys = {
         "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_new_tokens": 2, "max_new_tokens": 8,
     }  # fmt: skip
-    role: Any = SimpleNamespace(config=SimpleNamespace(**keys))
-    told = ActorRole._sampling(role, [3, 4], True)
+    actor: Any = SimpleNamespace(**keys)
+    told = sampling_settings(actor, [3, 4], True)
     assert told == SamplingSettings(do_sample=True, eos_token_ids=(3, 4), **keys)
     assert told.logit_temperature == 0.7  # of the log-probs in training too
-    assert ActorRole._sampling(role, [3, 4], False).logit_temperature == 1.0
+    assert sampling_settings(actor, [3, 4], False).logit_temperature == 1.0

@@ -10,8 +10,8 @@ import torch
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.data.batch import RoleOutput, Rows
-from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
-from mindspeed_rlxf.runtime.protocol import Reply, Request
+from mindspeed_rlxf.runtime.group import RoleGroup, Sharded, submit_together
+from mindspeed_rlxf.runtime.protocol import PoolPart, Reply, Request
 from mindspeed_rlxf.runtime.refs import Piece, RowsRef
 
 
@@ -40,10 +40,11 @@ class RecordingPool:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.requests: list[Request] = []
+        self.first_rank = 0
         self.calls: list[RecordingCall] = []
 
-    def submit(self, requests: Sequence[Request]) -> RecordingCall:
-        self.requests = list(requests)
+    def submit(self, requests: Sequence[Request], first_rank: int = 0) -> RecordingCall:
+        self.requests, self.first_rank = list(requests), first_rank
         self.calls.append(RecordingCall(requests))
         return self.calls[-1]
 
@@ -129,3 +130,29 @@ def test_sharded_arguments_must_fit_the_layout() -> None:
     group, _ = make_group(4, tp=2, pp=1)
     with pytest.raises(AssertionError, match="critic has 2 data-parallel ranks, got 3 parts"):
         group.call(SomeRole.work, Sharded([1, 2, 3]))
+
+
+def test_a_part_of_a_pool_is_a_pool_whose_ranks_count_from_its_first() -> None:
+    pool = RecordingPool(5)
+    part = PoolPart(pool, 3, 2)
+    group = RoleGroup(Role.CRITIC, ParallelLayout(2), part)
+    found = group.call(SomeRole.work, Sharded(["left", "right"]))
+    assert pool.first_rank == 3 and [r.args for r in pool.requests] == [("left",), ("right",)]
+    assert found.result() == ["report 0", "report 1"]
+    PoolPart(part, 1, 1).submit([])
+    assert pool.first_rank == 4
+    with pytest.raises(AssertionError, match="recording has 5 ranks, not 3 \\+ 3"):
+        PoolPart(pool, 3, 3)
+
+
+def test_parts_that_wait_for_each_other_are_called_at_once() -> None:
+    pool = RecordingPool(3)
+    first = RoleGroup(Role.CRITIC, ParallelLayout(2, 2), PoolPart(pool, 0, 2))
+    other = RoleGroup(Role.CRITIC, ParallelLayout(1), PoolPart(pool, 2, 1))
+    pending = submit_together(
+        pool, first.prepare_build(SomeRole, "a"), other.prepare(SomeRole.work, "b")
+    )
+    assert pending.result() == [] and pool.calls[0].waits == 1  # waited for all the same
+    assert [(r.method, r.args) for r in pool.requests] == [
+        ("build", ("a",)), ("build", ("a",)), ("work", ("b",)),
+    ]  # fmt: skip

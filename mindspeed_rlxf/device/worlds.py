@@ -1,0 +1,74 @@
+"""The torch.distributed worlds of a process: its own, and a group around it in a split pool.
+
+The processes of a split pool form one world for each part: its ranks count from 0 and Megatron sees
+nothing else. One more group spans all parts, for what passes between them. torch makes groups
+inside a world only, so this one is made by the function that `init_process_group` itself calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_whole_pool: dist.ProcessGroup | None = None
+
+
+def part_rank(rank: int, parts: Sequence[int]) -> tuple[int, int]:
+    """(part, rank in it) of a rank of the pool; `parts` are sizes."""
+    for part, end in enumerate(accumulate(parts)):
+        if rank < end:
+            return part, rank - (end - parts[part])
+    raise AssertionError(f"rank {rank} is beyond the parts {tuple(parts)}")
+
+
+def join(
+    backend: str, store: dist.Store, rank: int, parts: Sequence[int], timeout: timedelta
+) -> None:
+    """Join the world of this rank's part of the pool, and where it has several the pool's group.
+
+    parts: sizes; one = the pool is a world. Returns when every rank of the pool has called it.
+    """
+    global _whole_pool
+    part, own_rank = part_rank(rank, parts)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"part{part}", store),
+        rank=own_rank,
+        world_size=parts[part],
+        timeout=timeout,
+    )
+    if len(parts) > 1:
+        _whole_pool = _group_across(backend, store, rank, sum(parts), timeout)
+
+
+def _group_across(
+    backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A group of ranks of several worlds; its own ranks count for `src` and `dst` too."""
+    make: Any = distributed_c10d._new_process_group_helper
+    # No list of ranks: they are no ranks of the default world, which would be looked up.
+    group, _ = make(
+        size, rank, [], backend, dist.PrefixStore("pool", store), group_name="pool", timeout=timeout
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
+    assert isinstance(group, dist.ProcessGroup), "every rank of the pool is a member"
+    return group
+
+
+def whole_pool() -> dist.ProcessGroup:
+    """The group of all ranks of a split pool."""
+    assert _whole_pool is not None, "the pool of this process is not split"
+    return _whole_pool
+
+
+def leave() -> None:
+    """End all groups of this process."""
+    global _whole_pool
+    _whole_pool = None
+    if dist.is_initialized():
+        dist.destroy_process_group()

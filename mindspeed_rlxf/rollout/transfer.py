@@ -1,0 +1,162 @@
+"""Moves trained weights to the ranks that generate: bucket by bucket, each checked by a sum.
+
+A bucket is the bits of the parameters as they are trained, never rounded. Beside it travels, for
+each slice in it, the sum of its bit patterns as integers, which is exact; the receiver sums what
+then stands in its own parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.rollout.transfer_plan import Move, in_buckets, peers_in_turn
+
+BUCKET_BYTES = 256 * 1024**2  # what a rank holds beside its weights
+PATTERNS = {2: torch.int16, 4: torch.int32}  # by bytes of a number
+
+Buckets = list[list[Move]]
+Operation = Callable[..., Any]
+
+
+class _Side:
+    """The buckets of one rank, by the rank of the other side, in the order they are moved in."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        planned: Iterable[Move],
+        group: dist.ProcessGroup,
+        num_senders: int,
+        sends: bool,
+    ) -> None:
+        """planned: of all ranks; group: the senders' ranks, then the receivers'."""
+        self.tensors, self.group, self.num_senders = tensors, group, num_senders
+        mine = group.rank() - (0 if sends else num_senders)
+        sample = next(iter(tensors.values()))
+        self.dtype = sample.dtype
+        by_peer: dict[int, list[Move]] = {}
+        for move in planned:
+            own, peer = (move.sender, move.receiver) if sends else (move.receiver, move.sender)
+            if own == mine:
+                by_peer.setdefault(peer, []).append(move)
+        limit = BUCKET_BYTES // sample.element_size()
+        order = peers_in_turn(mine, num_senders, group.size() - num_senders, sends)
+        self.buckets: dict[int, Buckets] = {
+            peer: in_buckets(by_peer[peer], limit) for peer in order if peer in by_peer
+        }
+
+    def _begin(self, numbers: int) -> None:
+        """All ranks of both sides meet; their plans have to agree.
+
+        numbers: to be sent, less those to be received
+        """
+        total = torch.tensor([numbers], dtype=torch.int64, device=device.current_device())
+        dist.all_reduce(total, group=self.group)
+        assert int(total) == 0, f"{int(total)} numbers more are sent than received"
+
+    def _numbers(self) -> int:
+        planned = (move for found in self.buckets.values() for bucket in found for move in bucket)
+        return sum(move.numbers for move in planned)
+
+    def _empty(self, bucket: Sequence[Move]) -> tuple[Tensor, Tensor]:
+        """A bucket and its sums, to be filled."""
+        numbers, where = sum(move.numbers for move in bucket), device.current_device()
+        return (
+            torch.empty(numbers, dtype=self.dtype, device=where),
+            torch.empty(len(bucket), dtype=torch.int64, device=where),
+        )
+
+    def _exchange(self, operation: Operation, tensors: Sequence[Tensor], rank: int) -> None:
+        """Returns when they are there; the group's deadline is that of every collective."""
+        pieces = [dist.P2POp(operation, tensor, rank, self.group) for tensor in tensors]
+        for work in dist.batch_isend_irecv(pieces):
+            work.wait()
+
+
+class WeightSender(_Side):
+    """A rank that trains."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        planned: Iterable[Move],
+        group: dist.ProcessGroup,
+        num_senders: int,
+    ) -> None:
+        super().__init__(tensors, planned, group, num_senders, sends=True)
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """The weights as they are now; every rank of the rollout receives at the same time."""
+        self._begin(self._numbers())
+        for receiver, buckets in self.buckets.items():
+            for bucket in buckets:
+                self._exchange(dist.isend, self._pack(bucket), self.num_senders + receiver)
+
+    def _pack(self, bucket: Sequence[Move]) -> tuple[Tensor, Tensor]:
+        flat, sums = self._empty(bucket)
+        for i, (move, part) in enumerate(zip(bucket, _parts(flat, bucket), strict=True)):
+            piece = self.tensors[move.source].narrow(move.dim, move.source_start, move.size)
+            part.copy_(piece.reshape(-1))
+            sums[i] = bit_sum(piece)
+        return flat, sums
+
+
+class WeightReceiver(_Side):
+    """A rank that generates."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        planned: Iterable[Move],
+        group: dist.ProcessGroup,
+        num_senders: int,
+    ) -> None:
+        super().__init__(tensors, planned, group, num_senders, sends=False)
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        """Fill the parameters. Raises WeightsDiffer; they are of no use then."""
+        self._begin(-self._numbers())
+        for sender, buckets in self.buckets.items():
+            for bucket in buckets:
+                flat, sums = self._empty(bucket)
+                self._exchange(dist.irecv, (flat, sums), sender)
+                self._unpack(bucket, flat, sums, sender)
+
+    def _unpack(self, bucket: Sequence[Move], flat: Tensor, sums: Tensor, sender: int) -> None:
+        found = torch.empty_like(sums)
+        for i, (move, part) in enumerate(zip(bucket, _parts(flat, bucket), strict=True)):
+            piece = self.tensors[move.target].narrow(move.dim, move.target_start, move.size)
+            piece.copy_(part.view(piece.shape))
+            found[i] = bit_sum(piece)
+        differ = (found != sums).tolist()
+        if any(differ):
+            names = [move.target for move, wrong in zip(bucket, differ, strict=True) if wrong]
+            raise WeightsDiffer(sender, self.group.rank(), names)
+
+
+class WeightsDiffer(ValueError):
+    """What arrived is not what was sent."""
+
+    def __init__(self, sender: int, receiver: int, names: Sequence[str]) -> None:
+        super().__init__(
+            f"weights that rank {sender} sent arrived changed at rank {receiver} of the pool, by "
+            f"the sums of their bits: {', '.join(dict.fromkeys(names))}; look for faults of memory "
+            "and network between the two"
+        )
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """The sum of all bit patterns as signed integers, modulo 2^64."""
+    return tensor.detach().view(PATTERNS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def _parts(flat: Tensor, bucket: Sequence[Move]) -> Sequence[Tensor]:
+    return flat.split([move.numbers for move in bucket])

@@ -1,0 +1,185 @@
+"""A rollout on ranks of its own: samples and metrics as on the actor's ranks, faults are seen."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.batch import Prompts, RoleOutput
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.rollout import RolloutRole
+from mindspeed_rlxf.rollout import transfer
+from mindspeed_rlxf.runtime.errors import WorkerError
+from mindspeed_rlxf.runtime.group import submit_together
+from mindspeed_rlxf.runtime.role_groups import ActorGroup
+from mindspeed_rlxf.trainer.preflight import Prepared
+from mindspeed_rlxf.trainer.run import train
+from tests.distributed.llamas import PLAIN
+from tests.distributed.test_layout_invariance import (
+    ARCHITECTURES,
+    EOS,
+    EP2,
+    PP2,
+    SP2,
+    TP2,
+    VP2,
+    Outcome,
+    compare,
+    fixed_run,
+    models,
+)
+from tests.distributed.test_parity_with_transformers import make_prompts
+
+__all__ = ["models"]
+
+# name -> architecture, ranks that train and that generate, training's layout, rollout's TP
+SPLITS: dict[str, tuple[str, tuple[int, int], dict[str, Any], int]] = {
+    "tp2 -> dp2": ("untied", (2, 2), TP2, 1),
+    "pp2 -> dp2": ("qwen3", (2, 2), PP2, 1),
+    "dp2 -> tp2": ("tied", (2, 2), {}, 2),
+    "dp2 ep2 -> dp2": ("qwen3-moe", (2, 2), EP2, 1),
+    "tp2 -> tp2": ("qwen2", (2, 2), TP2, 2),
+    "virtual pipeline -> tp2": ("tied, 4 layers", (2, 2), VP2, 2),
+    "tp2 pp2 -> tp2": ("tied", (4, 2), {**TP2, **PP2}, 2),
+    "tp2 dp2 ep2 -> dp2": ("mixtral", (4, 2), {**SP2, **EP2}, 1),
+}
+USUAL = ("tp2 -> dp2", "pp2 -> dp2", "dp2 -> tp2")
+
+
+def run_of(
+    folder: Path, out: Path, name: str, parts: tuple[int, int] | None = None,
+    layout: dict[str, Any] | None = None, rollout_tp: int | None = None,
+) -> tuple[RunConfig, Prepared]:  # fmt: skip
+    """Five iterations on responses that are sampled. parts: None = one rank, all roles."""
+    keys = {**(layout or {})}
+    if parts:
+        keys |= {"num_gpus_for_train": parts[0], "num_gpus_for_infer": parts[1]}
+    sections = {"actor_rollout": keys}
+    config, prepared = fixed_run(folder, out, ARCHITECTURES[name], 1, {}, sections)
+    everything = config.logging.model_copy(update={"samples": "all"})
+    config = config.model_copy(update={"logging": everything})
+    if parts:
+        actor = Role.ACTOR_ROLLOUT
+        changes = {
+            "placement": {**config.placement, actor: "actor"},
+            "resource_pool": {"main": [1], "actor": [sum(parts)]},
+            "rollout": config.rollout.model_copy(update={"tensor_model_parallel_size": rollout_tp}),
+        }
+        config = config.model_copy(update=changes)
+    return config, replace(prepared, fixed_responses=None)
+
+
+_shared: dict[str, tuple[Outcome, list[Any]]] = {}
+
+
+def outcome(runtime: Any, folder: Path, out: Path, *case: Any) -> tuple[Outcome, list[Any]]:
+    """What came of a run, and its samples."""
+    config, prepared = run_of(folder, out, *case)
+    directory = RunDirectory.create(config)
+    train(config, prepared, directory, runtime)
+    lines = [json.loads(line) for line in directory.samples.read_text().splitlines()]
+    return Outcome(directory), [(s["iteration"], s["sample_id"], s["response_ids"]) for s in lines]
+
+
+@pytest.mark.parametrize(
+    "split",
+    [pytest.param(name, marks=() if name in USUAL else pytest.mark.long) for name in SPLITS],
+)
+def test_samples_and_metrics_are_those_of_ranks_that_do_both(
+    warm_runtime: Any, tmp_path: Path, models: dict[str, Path], split: str
+) -> None:
+    name, *case = SPLITS[split]
+    if name not in _shared:
+        _shared[name] = outcome(warm_runtime, models[name], tmp_path / "shared", name)
+    one, samples = _shared[name]
+    other, others = outcome(warm_runtime, models[name], tmp_path / "split", name, *case)
+    assert samples == others
+    assert len({tuple(ids) for _, _, ids in samples}) > len(samples) // 2
+    compare(one, other, models[name])
+    assert all(line["timing/sync"] > 0 for line in other.metrics)
+
+
+class TinyBuckets(ActorRole):
+    """Sends a few rows at a time; flips one bit of the sixth bucket where it is told to."""
+
+    def __init__(self, config: RunConfig, eos: Any, flips: bool) -> None:
+        usual, transfer.BUCKET_BYTES = transfer.BUCKET_BYTES, 512
+        try:
+            super().__init__(config, eos)
+        finally:
+            transfer.BUCKET_BYTES = usual
+        assert self.sender is not None
+        pack, packed = self.sender._pack, iter(range(10**6))
+
+        def faulty(bucket: Any) -> Any:
+            flat, sums = pack(bucket)
+            if flips and dist.get_rank() == 0 and next(packed) == 5:
+                flat.view(torch.int32)[3] ^= 1 << 9
+            return flat, sums
+
+        self.sender._pack = faulty
+
+
+class TinyReceiver(RolloutRole):
+    def __init__(self, config: RunConfig, eos: Any) -> None:
+        usual, transfer.BUCKET_BYTES = transfer.BUCKET_BYTES, 512
+        try:
+            super().__init__(config, eos)
+        finally:
+            transfer.BUCKET_BYTES = usual
+
+
+class Mortal(RolloutRole):
+    def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> RoleOutput:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), 9)
+        return super().generate(prompts, seed, greedy)
+
+
+def group(runtime: Any, folder: Path, out: Path, generates: Any, *actor: Any) -> ActorGroup:
+    """TP 2 in training, two replicas of the rollout, with roles of the tests."""
+    config, _ = run_of(folder, out, "untied", (2, 2), TP2, 1)
+    found = ActorGroup(config, runtime.create_pools({"actor": [4]}, {"actor": (2, 2)})["actor"])
+    factory, *more = actor or (ActorRole,)
+    trains = found.train.prepare_build(factory, config, (EOS,), *more)
+    submit_together(
+        found.pool, trains, found.rollout.prepare_build(generates, config, (EOS,))
+    ).result()
+    return found
+
+
+def test_small_buckets_arrive_and_a_bit_that_flips_is_named(
+    warm_runtime: Any, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    assert PLAIN is ARCHITECTURES["untied"]
+    folder, prompts = models["untied"], make_prompts(5)  # replicas get 2 and 3
+    whole = group(warm_runtime, folder, tmp_path, RolloutRole).generate(prompts, 3).result()
+    small = group(warm_runtime, folder, tmp_path, TinyReceiver, TinyBuckets, False)
+    assert small.generate(prompts, 3).result()[1].response_lengths == whole[1].response_lengths
+    assert [report.sample_ids for report in whole] == [[0, 1], [2, 3, 4]]
+    broken = group(warm_runtime, folder, tmp_path, TinyReceiver, TinyBuckets, True)
+    with pytest.raises(WorkerError, match="receive_weights") as error:
+        broken.sync_weights()
+    # Rank 0 sends to rank 2 first: 19 rows of the embedding by 4, then a norm and rows of QKV.
+    sent = "weights that rank 0 sent arrived changed at rank 2 of the pool, by the sums of their"
+    assert sent + " bits: decoder.layers.0.self_attention.linear_qkv.weight;" in str(error.value)
+
+
+def test_a_killed_rank_of_the_rollout_is_named(
+    warm_runtime: Any, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    actor = group(warm_runtime, models["untied"], tmp_path, Mortal)
+    with pytest.raises(WorkerError) as error:
+        actor.generate(make_prompts(4), 3).result()
+    assert (error.value.role, error.value.rank) == ("actor_rollout", 3)
+    assert error.value.phase == "generate"
