@@ -114,6 +114,9 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int = 8) -> 
     """A machine with NPUs: stand-ins on the path, CANN's environment, nothing imported yet."""
     recorder = Recorder(devices)
     monkeypatch.setitem(sys.modules, recorder.__name__, recorder)
+    for name in ("megatron", "mindspeed", "mindspeed.megatron_adaptor"):
+        if name not in sys.modules:  # gone again afterwards
+            monkeypatch.setitem(sys.modules, name, None)
     for name in [n for n in sys.modules if n.split(".")[0] in ("megatron", "mindspeed")]:
         monkeypatch.delitem(sys.modules, name)
     torch_npu = SimpleNamespace(npu=Npu(recorder))
@@ -155,7 +158,8 @@ def checkout(folder: Path, parts: Sequence[str], numbers: tuple[int, int, int]) 
 
 def look_in(monkeypatch: pytest.MonkeyPatch, folders: Sequence[Path]) -> None:
     """Only these hold Megatron and MindSpeed."""
-    kept = [p for p in sys.path if not Path(p, "megatron").exists()]
+    hidden = ("megatron", "mindspeed")
+    kept = [p for p in sys.path if not any(Path(p, name).exists() for name in hidden)]
     monkeypatch.setattr(sys, "path", [*map(str, folders), *kept])
 
 

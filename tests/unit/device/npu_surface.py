@@ -26,9 +26,11 @@ def used() -> tuple[set[str], set[str]]:
             if not isinstance(node, ast.Attribute):
                 continue
             owner = ast.unparse(node.value)
-            if owner.endswith("library().npu") or (file.stem == "npu" and owner == "npu"):
-                npu.add(node.attr)
-            elif owner.startswith("getattr(torch, FACTS["):
+            if (
+                owner.endswith("library().npu")
+                or (file.stem == "npu" and owner == "npu")
+                or owner.startswith("getattr(torch, FACTS[")
+            ):
                 npu.add(node.attr)
             elif owner == "adaptor":
                 adaptor.add(node.attr)
