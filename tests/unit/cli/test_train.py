@@ -164,6 +164,8 @@ def test_a_local_run_claims_its_device_before_the_roles_bring_in_megatron(
     replace_trainer(monkeypatch, prepare=lambda config: order.append("prepare"))
 
     def imported(name: str) -> Any:
+        if name != "run":
+            raise AttributeError(name)
         order.append("import")
         return lambda config, prepared: 0
 
