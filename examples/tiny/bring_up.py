@@ -25,7 +25,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 TRACE = HERE / "bring_up.json"
-FLOOR = 1e-5  # numbers below it are compared by their difference
+FLOOR = 1e-3  # numbers below it are compared by their difference
 SHOWN = 25  # lines of a failed stage
 
 

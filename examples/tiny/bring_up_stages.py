@@ -132,7 +132,7 @@ def forward(kind: str, work: Path) -> Numbers:
 
 
 def update(kind: str, work: Path) -> Numbers:
-    """One iteration of PPO on given responses: both losses, gradients, Adam."""
+    """Two iterations of PPO on given responses: both losses, gradients, Adam."""
     return train(kind, work, 2, fixed=True)
 
 

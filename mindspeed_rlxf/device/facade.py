@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
-import subprocess
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import npu, visible
+from mindspeed_rlxf.device import driver, npu, visible
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ FACTS = {
     DeviceKind.NPU: DeviceFacts("npu", "hccl", "NPU", "ASCEND_RT_VISIBLE_DEVICES", 512, 400),
 }
 MIB = 1024**2
-MEMORY_QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 
 _active: DeviceKind | None = None
 
@@ -143,15 +141,10 @@ def memory_total() -> int:
 def memory_unclaimed(kind: DeviceKind) -> int | None:
     """Bytes of the smallest device of this host, asked without claiming one; None = unknown.
 
-    Only CUDA's can be asked: its tool answers without a context. On CPU there is none.
+    The driver's tool answers without a context. On CPU there is none.
     """
-    if resolve_kind(kind) is not DeviceKind.CUDA:
-        return None
-    try:
-        answer = subprocess.run(MEMORY_QUERY, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    sizes = [int(line) for line in answer.stdout.split() if line.isdigit()]
+    view = driver.driver_view(resolve_kind(kind))
+    sizes = [each.memory_mib for each in view.devices if each.memory_mib] if view else []
     return min(sizes) * MIB if sizes else None
 
 
