@@ -24,10 +24,11 @@ def current_device(): ...
 def synchronize(): ...
 """
 MEMORY = "def empty_cache(): ...\ndef mem_get_info(): ...\ndef memory_allocated(): ...\n"
+NONE = [pytest.param(None, marks=pytest.mark.skip(reason="RLXF_NPU_PACKAGES names no package"))]
 CONFIG = "def set_compile_mode(jit_compile=False): ...\n"
 
 
-@pytest.mark.parametrize("package", NAMED, ids=lambda path: path.name)
+@pytest.mark.parametrize("package", NAMED or NONE, ids=str)
 def test_real_packages_have_every_name_that_is_used(package: Path) -> None:
     assert npu_surface.problems(package) == []
 
