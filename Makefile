@@ -2,7 +2,8 @@
 #
 #   PYTHON=...            interpreter for the environment (default: the first good one found)
 #   DEVICE=cpu|cuda|npu   cpu installs torch; cuda and npu use the torch installed for PYTHON
-#   STACK=...             set of versions, a file of constraints/ (default: cpu); its own environment
+#   STACK=...             set of versions, a file of constraints/; its own environment (default: cpu,
+#                         with DEVICE=npu npu-core0.12.1)
 #   TORCH_INDEX_URL=...   package index for torch only (for example one that holds CPU builds)
 #   WHEELHOUSE=dir        install from this folder alone, without network (see `make wheelhouse`)
 #   SEED=1  PYTEST_ARGS=...
@@ -13,7 +14,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 DEVICE ?= cpu
-STACK ?= cpu
+STACK ?= $(if $(filter npu,$(DEVICE)),npu-core0.12.1,cpu)
 SEED ?= 1
 PYTEST_ARGS ?=
 TORCH_INDEX_URL ?=
@@ -41,12 +42,13 @@ PIP_WHEEL = $(BIN)/python -m pip wheel --no-input --disable-pip-version-check --
 TORCH_INDEX = $(if $(TORCH_INDEX_URL),--index-url "$(TORCH_INDEX_URL)")
 CODE := mindspeed_rlxf examples tests constraints setup.py ray_gpt.py preprocess_data.py
 
-.PHONY: help install demo test test-long lint format wheelhouse
+.PHONY: help install demo bring-up test test-long lint format wheelhouse
 
 help:
 	@printf '%s\n' \
 	  'make demo        PPO on a tiny model made here, then a report' \
-	  'make test        unit and distributed tests (PYTEST_ARGS adds arguments)' \
+	  'make bring-up    does DEVICE compute what a CPU computed? stage by stage' \
+  'make test        unit and distributed tests (PYTEST_ARGS adds arguments)' \
 	  'make test-long   the tests that take longer' \
 	  'make lint        ruff and mypy;  make format  applies ruff' \
 	  'make wheelhouse  gather every package in ./wheelhouse' \
@@ -70,7 +72,7 @@ $(BIN)/python:
 	rm -rf $(VENV); \
 	"$$found" -m venv $(if $(filter-out cpu,$(DEVICE)),--system-site-packages) $(VENV); \
 	if [ $(DEVICE) != cpu ]; then \
-	  "$$found" -c 'import sysconfig as s; print(s.get_path("purelib"), s.get_path("platlib"), sep="\n")' \
+	  "$$found" -c 'import sysconfig as s; [print("import site; site.addsitedir(" + repr(s.get_path(n)) + ")") for n in ("purelib", "platlib")]' \
 	    > "$$(echo $(VENV)/lib/python3.*/site-packages)/installed_torch.pth"; \
 	fi
 
@@ -92,12 +94,16 @@ else
 endif
 	@touch $@
 
-demo: $(STAMP)
+# On NPU the demo comes after the bring-up, which says what to look at where it does not work.
+demo: $(STAMP) $(if $(filter npu,$(DEVICE)),bring-up)
 	@run="outputs/demo-$$(date +%Y%m%d-%H%M%S)-$$$$"; \
 	$(BIN)/python examples/tiny/make.py --output outputs/tiny --seed 1; \
 	$(BIN)/python ray_gpt.py --config-name ppo_trainer_tiny training.output_dir="$$run" \
 	  training.seed=$(SEED) device.kind=$(DEVICE); \
 	$(BIN)/python examples/tiny/report.py "$$run"
+
+bring-up: $(STAMP)
+	$(BIN)/python examples/tiny/bring_up.py --device $(DEVICE)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests -m "not long" $(PYTEST_ARGS)

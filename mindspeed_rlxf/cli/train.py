@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
 from mindspeed_rlxf.config.dump import to_yaml
+from mindspeed_rlxf.config.enums import RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
@@ -37,9 +38,15 @@ def _train(config: RunConfig) -> int:
     # Megatron says at every import that Apex is missing; torch's own kernels are what we use.
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     from mindspeed_rlxf.trainer.preflight import prepare
+
+    prepared = prepare(config)
+    if config.runtime.kind is RuntimeKind.LOCAL:  # before the next import, which brings in Megatron
+        from mindspeed_rlxf.runtime.local import claim_device
+
+        claim_device(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
     from mindspeed_rlxf.trainer.run import run
 
-    return run(config, prepare(config))
+    return run(config, prepared)
 
 
 def _dry_run(config: RunConfig) -> int:

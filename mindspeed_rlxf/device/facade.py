@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
-import subprocess
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.device import driver, npu, visible
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,13 @@ class DeviceFacts:
     communicator_mib: int  # device memory of one process group's buffers
 
 
-# A communicator of HCCL holds 2 x HCCL_BUFFSIZE, 200 MiB each; the others are rules of thumb.
+# Rules of thumb; the communicators of NPU are asked from `npu.communicator_mib`.
 FACTS = {
     DeviceKind.CPU: DeviceFacts("cpu", "gloo", "rlxf_cpu", None, 0, 0),
     DeviceKind.CUDA: DeviceFacts("cuda", "nccl", "GPU", "CUDA_VISIBLE_DEVICES", 512, 128),
     DeviceKind.NPU: DeviceFacts("npu", "hccl", "NPU", "ASCEND_RT_VISIBLE_DEVICES", 512, 400),
 }
 MIB = 1024**2
-MEMORY_QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 
 _active: DeviceKind | None = None
 
@@ -52,7 +51,7 @@ def device_count(kind: DeviceKind) -> int | None:
         return None
     if kind is DeviceKind.CUDA:
         return torch.cuda.device_count()
-    return int(_torch_npu().npu.device_count())
+    return int(npu.library().npu.device_count())
 
 
 def backend(kind: DeviceKind) -> str:
@@ -67,11 +66,21 @@ def visible_devices_variable(kind: DeviceKind) -> str | None:
     return FACTS[resolve_kind(kind)].visible_devices
 
 
-def setup(kind: DeviceKind, threads: int = 1, local_rank: int = 0) -> torch.device:
+def setup(
+    kind: DeviceKind,
+    threads: int = 1,
+    local_rank: int = 0,
+    assigned: str | None = None,
+    deadline_s: float | None = None,
+) -> torch.device:
     """Select the device of this process and apply its adaptor. Call before importing Megatron.
 
+    local_rank: among the devices that this process sees, where none is assigned
+    assigned:   number that Ray gave this process, as the host counts devices
+    deadline_s: longest time that ranks may wait for each other in a collective
     A second call with the same kind does nothing but set the thread count; another kind is a
-    programming error, because adaptors cannot be taken back.
+    programming error, because adaptors cannot be taken back. Raises ValueError where something of
+    the installation is missing.
     """
     global _active
     kind = resolve_kind(kind)
@@ -84,11 +93,12 @@ def setup(kind: DeviceKind, threads: int = 1, local_rank: int = 0) -> torch.devi
 
         cpu_adaptor.apply()
     elif kind is DeviceKind.CUDA:
-        torch.cuda.set_device(local_rank % max(torch.cuda.device_count(), 1))
+        seen = torch.cuda.device_count()
+        if assigned is not None:
+            local_rank = visible.index_within(assigned, FACTS[kind].visible_devices, seen)
+        torch.cuda.set_device(visible.checked(local_rank, FACTS[kind].visible_devices, seen))
     else:
-        torch_npu = _torch_npu()
-        torch_npu.npu.set_device(local_rank % max(torch_npu.npu.device_count(), 1))
-        import mindspeed.megatron_adaptor  # noqa: F401  (patches Megatron on import)
+        npu.start(local_rank, assigned, deadline_s)
     _active = kind
     return current_device()
 
@@ -100,7 +110,7 @@ def current_device() -> torch.device:
         return torch.device("cpu")
     if _active is DeviceKind.CUDA:
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("npu", _torch_npu().npu.current_device())
+    return torch.device("npu", npu.library().npu.current_device())
 
 
 def seed_all(seed: int) -> None:
@@ -131,15 +141,10 @@ def memory_total() -> int:
 def memory_unclaimed(kind: DeviceKind) -> int | None:
     """Bytes of the smallest device of this host, asked without claiming one; None = unknown.
 
-    Only CUDA's can be asked: its tool answers without a context. On CPU there is none.
+    The driver's tool answers without a context. On CPU there is none.
     """
-    if resolve_kind(kind) is not DeviceKind.CUDA:
-        return None
-    try:
-        answer = subprocess.run(MEMORY_QUERY, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    sizes = [int(line) for line in answer.stdout.split() if line.isdigit()]
+    view = driver.driver_view(resolve_kind(kind))
+    sizes = [each.memory_mib for each in view.devices if each.memory_mib] if view else []
     return min(sizes) * MIB if sizes else None
 
 
@@ -150,6 +155,8 @@ def process_bytes(kind: DeviceKind) -> int:
 
 def communicator_bytes(kind: DeviceKind) -> int:
     """Device memory that the buffers of one process group take."""
+    if resolve_kind(kind) is DeviceKind.NPU:
+        return npu.communicator_mib(os.environ) * MIB
     return FACTS[resolve_kind(kind)].communicator_mib * MIB
 
 
@@ -170,14 +177,3 @@ def memory_allocated() -> int:
     import psutil
 
     return int(psutil.Process(os.getpid()).memory_info().rss)
-
-
-def _torch_npu():  # type: ignore[no-untyped-def]
-    try:
-        import torch_npu
-    except ImportError as error:
-        raise ValueError(
-            "device.kind=npu needs torch_npu, which cannot be imported "
-            f"({error}); install it and source CANN's set_env.sh, or use device.kind=cpu"
-        ) from error
-    return torch_npu

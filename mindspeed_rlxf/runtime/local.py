@@ -58,13 +58,25 @@ class LocalCall:
         return self._replies
 
 
+def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
+    """Set up this process's device, which has to come before Megatron is imported.
+
+    Raises UserError where something of the installation is missing.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    try:
+        device.setup(kind, threads, local_rank, deadline_s=timeout_s + COLLECTIVE_MARGIN_S)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
 class LocalWorld:
     """The ranks of torchrun, or this process alone, and the exchange between them."""
 
     def __init__(self, kind: DeviceKind, threads: int, timeout_s: float) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
-        device.setup(kind, threads, int(os.environ.get("LOCAL_RANK", "0")))
+        claim_device(kind, threads, timeout_s)
         self.timeout_s, self._calls = timeout_s, itertools.count()
         self._store: Store = HashStore()
         if self.size > 1:

@@ -65,14 +65,18 @@ class WorkerProcess:
         )
         return port
 
-    def start(self, setup: ProcessSetup, ip: str, port: int) -> None:
-        """Join the pool's world, or that of a part; returns when every rank has."""
+    def start(self, setup: ProcessSetup, ip: str, port: int, assigned: str | None = None) -> None:
+        """Join the pool's world, or that of a part; returns when every rank has.
+
+        assigned: number of the device that Ray gave this process, as the host counts
+        """
         if setup.log_dir is not None:
             redirect_output(Path(setup.log_dir) / setup.pool / f"rank_{setup.rank:05d}.log")
         if setup.loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        device.setup(setup.device_kind, setup.threads)
-        timeout = timedelta(seconds=setup.timeout_s + COLLECTIVE_MARGIN_S)
+        deadline_s = setup.timeout_s + COLLECTIVE_MARGIN_S
+        device.setup(setup.device_kind, setup.threads, assigned=assigned, deadline_s=deadline_s)
+        timeout = timedelta(seconds=deadline_s)
         store = self._store or dist.TCPStore(ip, port, setup.world_size, timeout=timeout)
         parts = setup.parts or (setup.world_size,)
         worlds.join(device.backend(setup.device_kind), store, setup.rank, parts, timeout)

@@ -9,6 +9,8 @@ from typing import Any
 
 import ray
 
+from mindspeed_rlxf import device as device_facade
+from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
 from mindspeed_rlxf.runtime.installed import build
 from mindspeed_rlxf.runtime.places import Place
@@ -41,7 +43,7 @@ class RayWorker:
     def start(self, setup: ProcessSetup, ip: str, port: int) -> WorkerError | None:
         self._timeout_s = setup.timeout_s
         try:
-            self._process.start(setup, ip, port)
+            self._process.start(setup, ip, port, assigned_device(setup.device_kind))
         except Exception as error:
             return worker_error(error, setup.pool, setup.rank, "start")
         return None
@@ -55,6 +57,13 @@ class RayWorker:
 
     def reset(self) -> None:
         self._process.reset()
+
+
+def assigned_device(kind: DeviceKind) -> str | None:
+    """Number of the one device that Ray gave this process; None for logical devices."""
+    resource = device_facade.ray_resource(kind)
+    found = ray.get_runtime_context().get_accelerator_ids().get(resource, [])
+    return str(found[0]) if found else None
 
 
 @dataclass(frozen=True)

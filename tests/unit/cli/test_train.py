@@ -153,3 +153,28 @@ def test_installed_command_finds_its_subcommands(
     assert cli.main(["tarin"]) == 2
     assert capsys.readouterr().err.startswith("error: tarin: no such command")
     assert cli.main([]) == 0
+
+
+def test_a_local_run_claims_its_device_before_the_roles_bring_in_megatron(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from mindspeed_rlxf.runtime import local
+
+    order: list[str] = []
+    replace_trainer(monkeypatch, prepare=lambda config: order.append("prepare"))
+
+    def imported(name: str) -> Any:
+        if name != "run":
+            raise AttributeError(name)
+        order.append("import")
+        return lambda config, prepared: 0
+
+    module = ModuleType("mindspeed_rlxf.trainer.run")
+    module.__getattr__ = imported  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(local, "claim_device", lambda kind, threads, s: order.append("claim"))
+    assert main([*TINY, "runtime.kind=local", "resource_pool.main=1"]) == 0
+    assert order == ["prepare", "claim", "import"]
+    order.clear()
+    assert main(TINY) == 0
+    assert order == ["prepare", "import"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.device import facade
+from tests.unit.device import npu_recorder
 
 CPU, CUDA, NPU, AUTO = DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.NPU, DeviceKind.AUTO
 
@@ -72,38 +74,61 @@ def test_facts_of_auto_are_those_of_what_it_resolves_to(machine: Any) -> None:
     assert device.backend(AUTO) == "gloo" and device.device_count(AUTO) is None
 
 
-def test_npu_without_torch_npu_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_npu_without_torch_npu_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    npu_recorder.install(monkeypatch, tmp_path)
+    monkeypatch.setattr(facade, "_active", None)
     monkeypatch.setitem(sys.modules, "torch_npu", None)
-    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     for use in (device.device_count, device.setup):
         with pytest.raises(ValueError, match=r"device\.kind=npu needs torch_npu.*install it"):
             use(NPU)
 
 
-@pytest.mark.parametrize("kind", [CUDA, NPU])
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A process that sees as many GPUs; the list is of those it chose."""
+
+    def make(count: int) -> list[int]:
+        chosen: list[int] = []
+        library = SimpleNamespace(
+            device_count=lambda: count, set_device=chosen.append, current_device=lambda: chosen[-1]
+        )
+        monkeypatch.setattr(torch, "cuda", library)
+        monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+        monkeypatch.setattr(torch, "device", lambda name, number: (name, number))
+        monkeypatch.setattr(facade, "_active", None)
+        return chosen
+
+    return make
+
+
 @pytest.mark.parametrize(
-    ("visible", "local_rank", "index"),
+    ("seen", "shown", "given", "index"),
     [
-        (1, 0, 0),  # Ray: each process sees its own device alone, whatever number that has outside
-        (1, 3, 0),
-        (4, 3, 3),  # torchrun: all see the same, as in VISIBLE_DEVICES=4,5,6,7
+        (1, "6", {"assigned": "6"}, 0),  # Ray: each process sees its own device alone
+        (4, "4,5,6,7", {"assigned": "6"}, 2),  # Ray was told to leave the node's list
+        (4, "4,5,6,7", {"local_rank": 3}, 3),  # torchrun: all see the same
     ],
 )
-def test_a_process_counts_among_the_devices_that_it_sees(
-    monkeypatch: pytest.MonkeyPatch, kind: DeviceKind, visible: int, local_rank: int, index: int
+def test_a_process_counts_among_the_gpus_that_it_sees(
+    gpus: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    seen: int,
+    shown: str,
+    given: dict[str, Any],
+    index: int,
 ) -> None:
-    chosen: list[int] = []
-    library = SimpleNamespace(
-        device_count=lambda: visible, set_device=chosen.append, current_device=lambda: chosen[-1]
-    )
-    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=library))
-    monkeypatch.setitem(sys.modules, "mindspeed", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "mindspeed.megatron_adaptor", SimpleNamespace())
-    monkeypatch.setattr(torch, "cuda", library)
-    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    monkeypatch.setattr(torch, "device", lambda name, number: (name, number))
-    monkeypatch.setattr(facade, "_active", None)
-    assert device.setup(kind, local_rank=local_rank) == (kind.value, index)
+    chosen = gpus(seen)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert device.setup(CUDA, **given) == ("cuda", index)
+    assert chosen == [index]
+
+
+def test_two_processes_never_share_a_gpu_by_wrapping_around(gpus: Any) -> None:
+    gpus(2)
+    with pytest.raises(ValueError, match="start at most 2 processes"):
+        device.setup(CUDA, local_rank=2)
 
 
 def test_the_device_of_a_process_is_unknown_before_setup() -> None:

@@ -1,0 +1,230 @@
+"""Does a device compute what a CPU computed? Stage by stage, from the import to PPO.
+
+    python examples/tiny/bring_up.py --device npu
+
+Each stage runs in a process of its own, so that a crash has a name, and is compared with
+`bring_up.json`, which was recorded on a CPU (`--record`). The first stage that fails ends it.
+Exit code 0 = every stage agrees, 1 = one does not, 2 = wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+TRACE = HERE / "bring_up.json"
+FLOOR = 1e-3  # numbers below it are compared by their difference
+SHOWN = 25  # lines of a failed stage
+
+
+@dataclass(frozen=True)
+class Stage:
+    """deadline_s: of its process. rtol: how far, as a part of the number, a device may be off.
+
+    A CPU may be off by CPU_RTOL, whatever the stage. The others are chosen, not measured: fp32
+    sums in another order, through more and more steps.
+    """
+
+    name: str
+    deadline_s: float
+    rtol: float
+    processes: int = 1
+
+
+CPU_RTOL = 1e-3
+STAGES = (
+    Stage("import", 120, 0),
+    Stage("patch", 300, 2e-2),  # bf16 among it
+    Stage("collective", 300, 1e-6, processes=2),
+    Stage("forward", 300, 1e-3),
+    Stage("update", 300, 1e-2),
+    Stage("generate", 300, 0),
+    Stage("ppo", 600, 5e-2),
+)
+
+
+class Failed(Exception):
+    """A stage did not end, or not well. The message says how."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=["cpu", "cuda", "npu"], default="cpu")
+    parser.add_argument("--trace", type=Path, default=TRACE, help="numbers to compare with")
+    parser.add_argument("--stages", help="only these, such as import,patch")
+    parser.add_argument("--processes", type=int, help="of the stage collective (default 2)")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor of the deadlines")
+    parser.add_argument("--record", action="store_true", help="write the trace anew")
+    arguments = parser.parse_args(argv)
+    names = arguments.stages.split(",") if arguments.stages else [s.name for s in STAGES]
+    unknown = set(names) - {s.name for s in STAGES}
+    if unknown:
+        parser.error(f"--stages={','.join(sorted(unknown))} must be of {[s.name for s in STAGES]}")
+    chosen = [
+        replace(s, deadline_s=s.deadline_s * arguments.patience) for s in STAGES if s.name in names
+    ]
+    recorded = _read(arguments.trace, arguments.record)
+    for stage in chosen:
+        processes = min(arguments.processes or stage.processes, stage.processes)
+        started = time.monotonic()
+        try:
+            numbers = run_stage(stage, arguments.device, processes)
+        except Failed as error:
+            print(f"{stage.name:<11} FAILED  {error}", flush=True)
+            return 1
+        seconds = time.monotonic() - started
+        if arguments.record:
+            recorded[stage.name] = numbers
+        rtol = CPU_RTOL if arguments.device == "cpu" and stage.rtol else stage.rtol
+        wrong = list(differences(recorded[stage.name], numbers, rtol))
+        if wrong:
+            print(f"{stage.name:<11} DIFFERS  {wrong[0]}", flush=True)
+            print("".join(f"{'':<13}{line}\n" for line in wrong[1:]), end="", flush=True)
+            return 1
+        worst = max(distances(recorded[stage.name], numbers), default=0.0)
+        print(f"{stage.name:<11} ok  {seconds:5.1f} s, off by {worst:.1e}", flush=True)
+    if arguments.record:
+        ordered = {s.name: recorded[s.name] for s in STAGES if s.name in recorded}
+        arguments.trace.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _read(trace: Path, record: bool) -> dict[str, Any]:
+    """Numbers by stage; what a recording does not make anew stays."""
+    if record and not trace.exists():
+        return {}
+    found: dict[str, Any] = json.loads(trace.read_text(encoding="utf-8"))
+    return found
+
+
+def run_stage(stage: Stage, device: str, processes: int = 1) -> Mapping[str, Any]:
+    """Numbers of the first process. Raises Failed; no process is left behind."""
+    with tempfile.TemporaryDirectory(prefix="rlxf-bring-up-") as folder:
+        command = [
+            sys.executable, str(HERE / "bring_up_stages.py"), stage.name,
+            "--device", device, "--work", folder,
+        ]  # fmt: skip
+        outputs = [Path(folder) / f"output_{rank}.txt" for rank in range(processes)]
+        port = _free_port()
+        running = []
+        try:
+            for rank, output in enumerate(outputs):
+                with output.open("wb") as file:
+                    environment = _environment(rank, processes, port)
+                    running.append(
+                        subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+                    )
+            deadline = time.monotonic() + stage.deadline_s
+            for rank, process in enumerate(running):
+                _await(process, rank, outputs[rank], stage, deadline)
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        return _numbers(outputs[0])
+
+
+def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
+    """As torchrun sets it; this clone is on the path."""
+    path = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _await(
+    process: subprocess.Popen[bytes], rank: int, output: Path, stage: Stage, deadline: float
+) -> None:
+    try:
+        code = process.wait(max(deadline - time.monotonic(), 0))
+    except subprocess.TimeoutExpired as error:
+        raise Failed(
+            f"no end after {stage.deadline_s:g} s (process {rank}){_tail(output)}"
+        ) from error
+    if code < 0:
+        name = signal.Signals(-code).name
+        raise Failed(f"process {rank} was ended by {name}{_tail(output)}")
+    if code:
+        raise Failed(f"process {rank} ended with exit code {code}{_tail(output)}")
+
+
+def _tail(output: Path) -> str:
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN:]
+    return "".join(f"\n    {line}" for line in lines)
+
+
+def _numbers(output: Path) -> dict[str, Any]:
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    found = [line for line in lines if line.startswith("{")]
+    if not found:
+        raise Failed(f"it printed no numbers{_tail(output)}")
+    numbers: dict[str, Any] = json.loads(found[-1])
+    return numbers
+
+
+def differences(wanted: Mapping[str, Any], found: Mapping[str, Any], rtol: float) -> Iterator[str]:
+    """One line for each number or list that is too far off, with the first place where it is."""
+    for name, value in wanted.items():
+        if name not in found:
+            yield f"{name} is missing"
+            continue
+        pairs = _pairs(value, found[name])
+        if pairs is None:
+            yield f"{name} has {_length(found[name])} numbers, the trace {_length(value)}"
+            continue
+        for place, (old, new) in enumerate(pairs):
+            if not distance(old, new) <= rtol:  # so that NaN is too far
+                yield (
+                    f"{name}[{place}] is {new:.7g}, the trace {old:.7g}: off by "
+                    f"{distance(old, new):.1e}, allowed {rtol:.0e}"
+                )
+                break
+    yield from (f"{name} is not in the trace" for name in found.keys() - wanted.keys())
+
+
+def distances(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[float]:
+    for name, value in wanted.items():
+        for old, new in _pairs(value, found[name]) or ():
+            yield distance(old, new)
+
+
+def distance(old: float, new: float) -> float:
+    return abs(new - old) / max(abs(old), FLOOR)
+
+
+def _pairs(old: Any, new: Any) -> list[tuple[float, float]] | None:
+    before, after = (x if isinstance(x, list) else [x] for x in (old, new))
+    return list(zip(before, after, strict=True)) if len(before) == len(after) else None
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

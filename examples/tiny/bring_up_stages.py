@@ -1,0 +1,231 @@
+"""The stages of `bring_up.py`, each run in a process of its own.
+
+    python examples/tiny/bring_up_stages.py STAGE --device cpu --work DIR
+
+The last line of its output is a JSON object, name -> number or list of numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+START = Path(__file__).resolve().parents[2] / "tests" / "golden" / "start"
+PROMPTS, ITERATIONS, TIMEOUT_S = 16, 3, 120.0
+SMALL: dict[str, Any] = {
+    "model.tiny.num_layers": 2,
+    "model.tiny.hidden_size": 48,
+    "model.tiny.ffn_hidden_size": 96,
+    "training.global_batch_size": PROMPTS,
+    "training.tokenizer_name_or_path": START,
+    "actor_rollout.load": START,
+    "actor_rollout.ppo_mini_batch_size": PROMPTS,
+    "actor_rollout.micro_batch_size": 8,
+    "ref.load": START,
+    "critic.load": START,
+    "critic.critic_mini_batch_size": PROMPTS,
+    "critic.micro_batch_size": 8,
+    "data.train_files": START / "prompts.jsonl",
+    "data.val_files": "[]",
+    "validation.interval": 0,
+    "resource_pool.main": 1,
+    "runtime.kind": "local",
+}
+KEPT = (
+    "actor/pg_loss_abs", "actor/entropy", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm",
+    "critic/kl", "critic/score/mean", "critic/advantages/max", "response_length/mean",
+)  # fmt: skip
+
+Numbers = dict[str, Any]
+
+
+def import_(kind: str, _work: Path) -> Numbers:
+    """Torch and the device's library; nothing is claimed."""
+    import torch
+
+    from mindspeed_rlxf import device
+    from mindspeed_rlxf.config.enums import DeviceKind
+
+    print(f"torch {torch.__version__}, devices: {device.device_count(DeviceKind(kind))}")
+    return {}
+
+
+def patch(kind: str, _work: Path) -> Numbers:
+    """The adaptor, Megatron, and the operations that a layer is made of."""
+    import torch
+    import torch.nn.functional as F
+
+    where = claim(kind)
+    import megatron.core
+
+    print(f"on {where}, megatron-core {megatron.core.__version__}")
+
+    def wave(*shape: int) -> Any:
+        count = torch.Size(shape).numel()
+        return torch.arange(count, dtype=torch.float32).sin().reshape(shape).to(where)
+
+    a, b, heads = wave(32, 48), wave(48, 64), wave(1, 4, 16, 8)
+    results = {
+        "matmul": a @ b,
+        "matmul_bf16": (a.bfloat16() @ b.bfloat16()).float(),
+        "rms_norm": F.rms_norm(a, (48,)),
+        "silu": F.silu(a),
+        "softmax": a.softmax(-1),
+        "logsumexp": a.logsumexp(-1),
+        "attention": F.scaled_dot_product_attention(heads, heads, heads, is_causal=True),
+    }
+    return {name: [float(x.abs().sum()), float(x.flatten()[7])] for name, x in results.items()}
+
+
+def collective(kind: str, _work: Path) -> Numbers:
+    """Every collective that training uses, among the processes of torchrun's variables."""
+    import torch
+    import torch.distributed as dist
+
+    where = claim(kind)
+    from mindspeed_rlxf.config.enums import DeviceKind
+    from mindspeed_rlxf.runtime.local import LocalWorld
+
+    world = LocalWorld(DeviceKind(kind), 1, TIMEOUT_S)
+    rank, size = world.rank, world.size
+    mine, parts = torch.arange(4.0, device=where) + rank, torch.zeros(4 * size, device=where)
+    results = {}
+    dist.all_reduce(total := mine.clone())
+    results["all_reduce"] = float(total.sum()) / size - 2 * (size - 1)
+    dist.all_reduce(largest := mine.clone(), op=dist.ReduceOp.MAX)
+    results["all_reduce_max"] = float(largest[0]) - (size - 1)
+    dist.all_gather_into_tensor(parts, mine)
+    results["all_gather"] = float(parts[:4].sum())
+    dist.reduce_scatter_tensor(mine, parts)
+    results["reduce_scatter"] = float(mine.sum()) / size - 4 * rank
+    dist.all_to_all_single(torch.empty_like(parts), parts)
+    dist.broadcast(told := torch.full((2,), 7.0 + rank, device=where), src=0)
+    results["broadcast"] = float(told.sum())
+    if size > 1:
+        passed = torch.full((2,), float(rank), device=where)
+        got = torch.empty_like(passed)
+        ring = [
+            dist.P2POp(dist.isend, passed, (rank + 1) % size),
+            dist.P2POp(dist.irecv, got, (rank - 1) % size),
+        ]
+        for work in dist.batch_isend_irecv(ring):
+            work.wait()
+        assert got.tolist() == [float((rank - 1) % size)] * 2, "send and receive"
+    host = dist.new_group(backend="gloo")
+    exact = torch.tensor([1 + 2.0**-40], dtype=torch.double)
+    dist.all_reduce(exact, group=host)
+    results["fp64_on_host"] = (float(exact) / size - 1) * 2.0**40
+    world.close()
+    return results
+
+
+def forward(kind: str, work: Path) -> Numbers:
+    """Weights from a Hugging Face folder, and the log-probs of given responses."""
+    _runtime, roles, source, _ = start(kind, work)
+    from mindspeed_rlxf.runtime.refs import resolve
+
+    rollouts = roles.actor.generate(source.next_prompts(), seed=1).rows()
+    rows = resolve(roles.actor.log_probs(rollouts).rows(), lambda hs: [h.rows for h in hs])
+    return {"log_probs": [round(x, 6) for x in rows.log_probs.sum(-1).tolist()]}  # type: ignore[attr-defined]
+
+
+def update(kind: str, work: Path) -> Numbers:
+    """Two iterations of PPO on given responses: both losses, gradients, Adam."""
+    return train(kind, work, 2, fixed=True)
+
+
+def generate(kind: str, work: Path) -> Numbers:
+    """Greedy responses with the KV cache."""
+    _runtime, roles, source, _ = start(kind, work, fixed=False)
+    from mindspeed_rlxf.runtime.refs import resolve
+
+    pending = roles.actor.generate(source.next_prompts(), seed=1, greedy=True)
+    rows: Any = resolve(pending.rows(), lambda hs: [h.rows for h in hs])
+    lengths = rows.response_lengths.tolist()
+    responses = zip(rows.response_ids.tolist(), lengths, strict=True)
+    return {"tokens": [token for ids, n in responses for token in ids[:n]], "lengths": lengths}
+
+
+def ppo(kind: str, work: Path) -> Numbers:
+    """The whole loop, with sampled responses."""
+    return train(kind, work, ITERATIONS, fixed=False)
+
+
+STAGES = {
+    "import": import_,
+    "patch": patch,
+    "collective": collective,
+    "forward": forward,
+    "update": update,
+    "generate": generate,
+    "ppo": ppo,
+}
+
+
+def claim(kind: str) -> Any:
+    """The device of this process, before Megatron is imported."""
+    from mindspeed_rlxf import device
+    from mindspeed_rlxf.config.enums import DeviceKind
+    from mindspeed_rlxf.runtime.local import claim_device
+
+    claim_device(DeviceKind(kind), 1, TIMEOUT_S)
+    return device.current_device()
+
+
+def configure(kind: str, work: Path, iterations: int, fixed: bool) -> Any:
+    from mindspeed_rlxf.config.compose import compose
+    from mindspeed_rlxf.config.resolve import resolve
+
+    changes = {**SMALL, "device.kind": kind, "training.train_iters": iterations}
+    changes["training.output_dir"] = work / "run"
+    if fixed:
+        file = work / "responses.jsonl"
+        answers = [{"response": str(7 * i % 200)} for i in range(PROMPTS * iterations)]
+        file.write_text("".join(json.dumps(a) + "\n" for a in answers), encoding="utf-8")
+        changes["actor_rollout.fixed_responses"] = file
+    settings = [f"{key}={value}" for key, value in changes.items()]
+    return resolve(compose("ppo_trainer_tiny", settings), "bring_up")
+
+
+def start(kind: str, work: Path, fixed: bool = True) -> tuple[Any, Any, Any, Any]:
+    """The roles of one process and the prompts that they are given."""
+    config = configure(kind, work, 1, fixed)
+    claim(kind)
+    from mindspeed_rlxf.data.sampler import PromptSampler
+    from mindspeed_rlxf.runtime.local import LocalRuntime
+    from mindspeed_rlxf.runtime.role_groups import RoleGroups
+    from mindspeed_rlxf.trainer.preflight import prepare
+    from mindspeed_rlxf.trainer.prompt_source import PromptSource
+
+    prepared = prepare(config)
+    runtime = LocalRuntime.from_config(config, log_dir=None)
+    pools = runtime.create_pools(config.resource_pool)
+    roles = RoleGroups.build(config, pools, prepared.eos_token_ids)
+    sampler = PromptSampler(len(prepared.train_prompts), PROMPTS, 1, False)
+    source = PromptSource(prepared.train_prompts, sampler, 1, prepared.fixed_responses)
+    return runtime, roles, source, config
+
+
+def train(kind: str, work: Path, iterations: int, fixed: bool) -> Numbers:
+    config = configure(kind, work, iterations, fixed)
+    claim(kind)
+    from mindspeed_rlxf.trainer.preflight import prepare
+    from mindspeed_rlxf.trainer.run import run
+
+    code = run(config, prepare(config))
+    assert code == 0, f"the run ended with exit code {code}"
+    lines = (work / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = [json.loads(line)["metrics"] for line in lines]
+    return {name: [m[name] for m in metrics] for name in KEPT if name in metrics[0]}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--work", type=Path, required=True)
+    arguments = parser.parse_args()
+    numbers = STAGES[arguments.stage](arguments.device, arguments.work)
+    print(json.dumps(numbers), flush=True)

@@ -1,0 +1,176 @@
+"""The Ascend NPU of one worker process, from nothing to a patched Megatron.
+
+The order is the point of this module, and `start` is that order on one screen:
+
+    environment of CANN -> torch_npu -> this process's device -> MindSpeed's adaptor (once)
+    -> repatch (once) -> Megatron, which the roles import later
+
+One set of patches serves all roles of a process. MindSpeed keeps its arguments in one namespace,
+whose values become the defaults of every `TransformerConfig` that is built afterwards, and taking
+patches back replaces functions under models that are already there. So `ARGUMENTS` holds what is
+the same for every role; what differs (layouts, sizes) each role states in its own config.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rlxf.device import npu_versions, visible
+
+logger = logging.getLogger(__name__)
+
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+HOME = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+LIBRARY = "libascendcl.so"
+SOURCE_IT = "run `source <CANN>/set_env.sh` on every node before `ray start` (or this command)"
+ARGUMENTS: Mapping[str, Any] = {
+    "use_flash_attn": True,
+    "transformer_impl": "local",  # the layers that we build on; the other needs its own engine
+    "context_parallel_size": 1,
+}
+BUFFER_MIB = 200  # HCCL's default of HCCL_BUFFSIZE; a communicator has one to send, one to receive
+CONNECT_S = (120, 7200)  # what HCCL_CONNECT_TIMEOUT may be; the first is its default
+
+
+def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
+    """Make this process ready for its NPU; nothing of Megatron may be imported before.
+
+    index:      among the devices that the process sees, where nobody assigned one (torchrun)
+    assigned:   number that Ray gave, as the host counts devices
+    deadline_s: longest time that ranks may wait for each other
+    Raises ValueError with a remedy where something of the installation is missing.
+    """
+    early = sorted(name for name in sys.modules if name.split(".")[0] == "megatron")
+    assert not early, f"{early[0]} was imported before MindSpeed's adaptor"
+    check_cann(os.environ)
+    npu_versions.check_sources()
+    for warning in npu_versions.check_pairs(npu_versions.found()):
+        logger.warning("%s", warning)
+    if deadline_s is not None:
+        set_timeouts(os.environ, deadline_s)
+    npu = library().npu
+    seen = int(npu.device_count())
+    if assigned is not None:
+        index = visible.index_within(assigned, VISIBLE, seen)
+    npu.set_device(visible.checked(index, VISIBLE, seen))
+    npu.set_compile_mode(jit_compile=False)  # lengths vary: compiling for each would take minutes
+    _patch_megatron()
+
+
+def check_cann(environment: Mapping[str, str]) -> None:
+    """Raises ValueError unless CANN's set_env.sh has been sourced."""
+    homes = [environment[name] for name in HOME if environment.get(name)]
+    if not homes:
+        raise ValueError(f"CANN needs {' or '.join(HOME)}, neither is set; {SOURCE_IT}")
+    if not Path(homes[0]).is_dir():
+        raise ValueError(f"CANN's folder {homes[0]} is not there; correct it, or {SOURCE_IT}")
+    folders = filter(None, environment.get("LD_LIBRARY_PATH", "").split(os.pathsep))
+    if any(Path(folder, LIBRARY).exists() for folder in folders):
+        return
+    if ctypes.util.find_library("ascendcl") is None:
+        raise ValueError(
+            f"{LIBRARY} must be on LD_LIBRARY_PATH, it is in none of its folders; {SOURCE_IT}"
+        )
+
+
+def library() -> Any:
+    """torch_npu. Raises ValueError where it cannot be imported."""
+    check_cann(os.environ)
+    try:
+        return importlib.import_module("torch_npu")
+    except ImportError as error:
+        raise ValueError(
+            "device.kind=npu needs torch_npu, which cannot be imported "
+            f"({error}); install it, or use device.kind=cpu"
+        ) from error
+
+
+def set_timeouts(environment: Any, deadline_s: float) -> None:
+    """Let HCCL wait longer than we do, so that our message, which names the ranks, comes first.
+
+    What the user set stays, with a warning where it is shorter.
+    """
+    deadline = math.ceil(deadline_s)
+    wanted = {
+        "HCCL_CONNECT_TIMEOUT": min(max(deadline, CONNECT_S[0]), CONNECT_S[1]),
+        "HCCL_EXEC_TIMEOUT": deadline,
+    }
+    for name, seconds in wanted.items():
+        given = environment.setdefault(name, str(seconds))
+        if given.isdigit() and 0 < int(given) < seconds:
+            logger.warning(
+                "%s=%s is less than the %s s that this run waits: HCCL gives up first, without "
+                "saying for whom it waited", name, given, seconds,
+            )  # fmt: skip
+
+
+def communicator_mib(environment: Mapping[str, str]) -> int:
+    """Device memory of one communicator, from HCCL_BUFFSIZE."""
+    given = environment.get("HCCL_BUFFSIZE", "")
+    return 2 * (int(given) if given.isdigit() else BUFFER_MIB)
+
+
+def _patch_megatron() -> None:
+    """Import MindSpeed's adaptor and give it its arguments."""
+    all_reduce = dist.all_reduce
+    with _arguments([]), _kept_logging():
+        adaptor = importlib.import_module("mindspeed.megatron_adaptor")
+        adaptor.repatch(dict(ARGUMENTS))
+    dist.all_reduce = _all_sums_in_place(dist.all_reduce, all_reduce)
+
+
+@contextmanager
+def _arguments(arguments: list[str]) -> Iterator[None]:
+    """The adaptor parses sys.argv when it is imported, which in a Ray worker is Ray's."""
+    before = sys.argv
+    sys.argv = [before[0] if before else "mindspeed_rlxf", *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextmanager
+def _kept_logging() -> Iterator[None]:
+    """The adaptor gives the root logger a handler and a level of its own."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+def _all_sums_in_place(patched: Callable[..., Any], plain: Callable[..., Any]) -> Any:
+    """MindSpeed reduces a copy of an fp64 tensor and drops it, because HCCL has no fp64.
+
+    gloo has, and our sums on the host rely on it; on the device the copy's values come back.
+    """
+
+    @wraps(plain)
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.dtype is not torch.double:
+            return patched(tensor, *args, **kwargs)
+        if tensor.device.type == "cpu":
+            return plain(tensor, *args, **kwargs)
+        assert not kwargs.pop("async_op", False), "fp64 on the device is reduced at once"
+        narrow = tensor.float()
+        plain(narrow, *args, **kwargs)
+        tensor.copy_(narrow)
+        return None
+
+    return all_reduce

@@ -1,0 +1,35 @@
+"""From the number that a device has on its host to the one that it has within this process."""
+
+from __future__ import annotations
+
+import os
+
+
+def index_within(assigned: str, variable: str | None, seen: int) -> int:
+    """The number within this process of the device that Ray assigned.
+
+    assigned: as the host counts (on CUDA it may be a UUID)
+    variable: hides devices. Ray sets it to the one device that it assigned, or, where its
+              RAY_EXPERIMENTAL_NOSET_... variable is set, leaves it as the node has it
+    seen:     devices that the process sees
+    """
+    value = os.environ.get(variable, "") if variable else ""
+    listed = [number.strip() for number in value.split(",") if number.strip()]
+    if listed and assigned not in listed:
+        raise ValueError(
+            f"{variable}={value} must hold the device {assigned} that Ray assigned to this "
+            "process; set it before `ray start` and not afterwards, or unset it"
+        )
+    return checked(listed.index(assigned) if listed else int(assigned), variable, seen)
+
+
+def checked(index: int, variable: str | None, seen: int) -> int:
+    """No wrapping: two processes on one device get no communicator."""
+    if index < seen:
+        return index
+    value = os.environ.get(variable, "not set") if variable else "not set"
+    raise ValueError(
+        f"device {index} must be one of the {seen} that this process sees ({variable}={value}); "
+        f"start at most {seen} processes on this host, and give `ray start` no more devices than "
+        "the host has"
+    )

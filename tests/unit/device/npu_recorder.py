@@ -1,0 +1,172 @@
+"""Strict stand-ins for torch_npu, MindSpeed and Megatron-LM: they record, and refuse a wrong order.
+
+They know the names and rules that `mindspeed_rlxf.device.npu` relies on and nothing else: a name
+that is not here is an AttributeError, a call out of order or twice is an OutOfOrder.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed_rlxf.device import npu, npu_versions, version_sets
+
+ADAPTOR = """
+import sys
+import npu_recorder_of_this_test as recorder
+recorder.adaptor_imported(list(sys.argv))
+def repatch(arguments):
+    recorder.repatched(arguments)
+"""
+VERSIONS = {"torch": "2.7.1+cpu", "torch_npu": "2.7.1.post2", "mindspeed": "0.12.1"}
+
+
+class OutOfOrder(AssertionError):
+    pass
+
+
+class Npu:
+    """`torch_npu.npu`, the names that are used before a model is there."""
+
+    __slots__ = ("_recorder",)
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def device_count(self) -> int:
+        return self._recorder.devices
+
+    def set_device(self, index: int) -> None:
+        if self._recorder.seen("adaptor"):
+            raise OutOfOrder("set_device after the adaptor, which may have claimed device 0")
+        if not 0 <= index < self._recorder.devices:
+            raise RuntimeError(f"invalid device {index}")
+        self._recorder.once(f"set_device {index}")
+
+    def set_compile_mode(self, *, jit_compile: bool) -> None:
+        self._recorder.once(f"set_compile_mode {jit_compile}")
+
+    def current_device(self) -> int:
+        chosen = [c for c in self._recorder.calls if c.startswith("set_device")]
+        if not chosen:
+            raise OutOfOrder("current_device claims device 0 before set_device")
+        return int(chosen[0].split()[1])
+
+
+class Recorder(ModuleType):
+    """calls: what happened, in order; arguments: what `repatch` got; argv: what could be parsed."""
+
+    def __init__(self, devices: int) -> None:
+        super().__init__("npu_recorder_of_this_test")
+        self.devices, self.calls = devices, list[str]()
+        self.arguments: dict[str, Any] = {}
+        self.argv: list[str] = []
+
+    def once(self, call: str) -> None:
+        if self.seen(call.split()[0]):
+            raise OutOfOrder(f"{call} comes a second time")
+        self.calls.append(call)
+
+    def seen(self, word: str) -> bool:
+        return any(call.split()[0] == word for call in self.calls)
+
+    def adaptor_imported(self, argv: list[str]) -> None:
+        if not self.seen("set_device"):
+            raise OutOfOrder("the adaptor before the device of the process is set")
+        if any(name.split(".")[0] == "megatron" for name in sys.modules if "." in name):
+            raise OutOfOrder("the adaptor after Megatron")
+        self.once("adaptor")
+        self.argv = argv
+        logging.getLogger().addHandler(logging.NullHandler())  # as the real one
+        logging.getLogger().setLevel(logging.DEBUG)
+        self._patch_torch()
+
+    def repatched(self, arguments: dict[str, Any]) -> None:
+        if not self.seen("adaptor"):
+            raise OutOfOrder("repatch before the adaptor")
+        self.once("repatch")
+        self.arguments = arguments
+
+    @staticmethod
+    def _patch_torch() -> None:
+        """What MindSpeed does to sums of fp64: a copy is reduced, and lost."""
+        original = dist.all_reduce
+
+        def bypass(*args: Any, **kwargs: Any) -> Any:
+            if args[0].dtype is torch.double:
+                original(args[0].float(), *args[1:], **kwargs)
+                return None
+            return original(*args, **kwargs)
+
+        dist.all_reduce = bypass
+
+
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int = 8) -> Recorder:
+    """A machine with NPUs: stand-ins on the path, CANN's environment, nothing imported yet."""
+    recorder = Recorder(devices)
+    monkeypatch.setitem(sys.modules, recorder.__name__, recorder)
+    for name in ("megatron", "mindspeed", "mindspeed.megatron_adaptor"):
+        if name not in sys.modules:  # gone again afterwards
+            monkeypatch.setitem(sys.modules, name, None)
+    for name in [n for n in sys.modules if n.split(".")[0] in ("megatron", "mindspeed")]:
+        monkeypatch.delitem(sys.modules, name)
+    torch_npu = SimpleNamespace(npu=Npu(recorder))
+    monkeypatch.setitem(sys.modules, "torch_npu", torch_npu)
+    checkout(folder / "Megatron-LM", ["core", "training"], (0, 12, 1))
+    adaptor = folder / "MindSpeed" / "mindspeed" / "megatron_adaptor.py"
+    adaptor.parent.mkdir(parents=True)
+    (adaptor.parent / "__init__.py").touch()
+    adaptor.write_text(ADAPTOR, encoding="utf-8")
+    look_in(monkeypatch, [folder / "Megatron-LM", folder / "MindSpeed"])
+    install_cann(monkeypatch, folder / "cann")
+    for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", "HCCL_BUFFSIZE", npu.VISIBLE):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(npu_versions, "version", version_of(VERSIONS))
+    monkeypatch.setattr(version_sets, "cann_version", lambda: "8.5.0")
+    monkeypatch.setattr(dist, "all_reduce", dist.all_reduce)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    return recorder
+
+
+def install_cann(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    (folder / "lib64").mkdir(parents=True)
+    (folder / "lib64" / npu.LIBRARY).touch()
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(folder))
+    monkeypatch.delenv("ASCEND_TOOLKIT_HOME", raising=False)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(folder / "lib64"))
+
+
+def checkout(folder: Path, parts: Sequence[str], numbers: tuple[int, int, int]) -> None:
+    """A Megatron-LM folder with these parts of the namespace `megatron`."""
+    for part in parts:
+        (folder / "megatron" / part).mkdir(parents=True)
+        (folder / "megatron" / part / "__init__.py").write_text("raise ImportError('too early')\n")
+    if "core" in parts:
+        lines = [f"{n} = {v}\n" for n, v in zip(npu_versions.NUMBERS, numbers, strict=True)]
+        (folder / "megatron" / "core" / "package_info.py").write_text("".join(lines))
+
+
+def look_in(monkeypatch: pytest.MonkeyPatch, folders: Sequence[Path]) -> None:
+    """Only these hold Megatron and MindSpeed."""
+    hidden = ("megatron", "mindspeed")
+    kept = [p for p in sys.path if not any(Path(p, name).exists() for name in hidden)]
+    monkeypatch.setattr(sys, "path", [*map(str, folders), *kept])
+
+
+def version_of(versions: dict[str, str]) -> Any:
+    def version(name: str) -> str:
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    return version

@@ -1,0 +1,94 @@
+"""Which parts of an NPU installation go together, and what is said where they do not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.device import npu_versions
+from mindspeed_rlxf.device.npu_versions import SETS, Found
+from tests.unit.device import npu_recorder
+
+GOOD = Found("2.7.1+cpu", "2.7.1.post2", "0.12.1", "0.12.1", "8.5.0")
+CONSTRAINTS = Path(__file__).parents[3] / "constraints"
+
+
+def test_a_set_as_published_gives_no_warning() -> None:
+    assert npu_versions.check_pairs(GOOD) == []
+    newer = Found("2.9.0", "2.9.0.post2", "0.16.0", "0.16.0", "9.0.0")
+    assert npu_versions.check_pairs(newer) == []
+
+
+@pytest.mark.parametrize(
+    ("there", "message"),
+    [
+        (
+            Found("2.7.1", "2.6.0.post5", "0.12.1", "0.12.1", None),
+            r"torch_npu 2\.6\.0\.post5 must have the number of torch.*torch_npu==2\.7\.1\.\*",
+        ),
+        (
+            Found("2.7.1", "2.7.1", "0.16.1", "0.12.1", None),
+            r"MindSpeed 0\.12\.1 must pair with Megatron-LM 0\.16\.1; check out .*core_r0\.16\.0",
+        ),
+        (
+            Found("2.7.1", "2.7.1", "0.13.0", "0.12.1", None),
+            r"must pair with Megatron-LM 0\.13\.0; use Megatron-LM core_v0\.12\.1 or core_v0\.16",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_remedy(there: Found, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        npu_versions.check_pairs(there)
+
+
+@pytest.mark.parametrize(
+    ("there", "warning"),
+    [
+        (Found("2.7.1", "2.7.1.post2", "0.12.1", "0.12.1", "9.0.0"), "no pair of torch_npu's own"),
+        (Found("2.6.0", "2.6.0.post5", "0.12.1", "0.12.1", "8.5.0"), r"torch 2\.6\.0 is not one"),
+        (Found("2.7.1", "2.7.1.post2", "0.12.1", None, "8.5.0"), "its version is not known"),
+        (Found("2.7.1", "2.7.1.post2", "0.14.0", None, "8.5.0"), "in no set of constraints"),
+    ],
+)
+def test_what_nobody_tried_is_warned_about(there: Found, warning: str) -> None:
+    warnings = npu_versions.check_pairs(there)
+    assert any(re.search(warning, text) for text in warnings), warnings
+
+
+@pytest.mark.parametrize("each", SETS, ids=lambda each: each.name)
+def test_every_set_has_its_constraints_with_its_megatron(each: npu_versions.VersionSet) -> None:
+    text = (CONSTRAINTS / f"{each.name}.txt").read_text(encoding="utf-8")
+    (line,) = [line for line in text.splitlines() if line.startswith("megatron-core==")]
+    assert npu_versions.set_for(line.removeprefix("megatron-core==")) is each
+    assert npu_versions.set_for(each.megatron_core) is each
+
+
+def test_the_wheel_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    npu_recorder.install(monkeypatch, tmp_path)
+    npu_versions.check_sources()
+    npu_recorder.checkout(tmp_path / "wheel", ["core"], (0, 16, 1))
+    npu_recorder.look_in(monkeypatch, [tmp_path / "wheel", tmp_path / "MindSpeed"])
+    with pytest.raises(ValueError, match=r"megatron\.training.*core_v0\.12\.1.*`ray start`"):
+        npu_versions.check_sources()
+
+
+def test_halves_of_two_megatrons_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    npu_recorder.install(monkeypatch, tmp_path)
+    npu_recorder.checkout(tmp_path / "wheel", ["core"], (0, 16, 1))
+    folders = [tmp_path / name for name in ("wheel", "Megatron-LM", "MindSpeed")]
+    npu_recorder.look_in(monkeypatch, folders)
+    with pytest.raises(ValueError, match="must come from one Megatron-LM checkout"):
+        npu_versions.check_sources()
+
+
+def test_a_missing_mindspeed_is_named_with_its_branch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    npu_recorder.install(monkeypatch, tmp_path)
+    npu_recorder.look_in(monkeypatch, [tmp_path / "Megatron-LM"])
+    with pytest.raises(ValueError, match=r"needs MindSpeed.*26\.1\.0_core_r0\.12\.1"):
+        npu_versions.check_sources()
