@@ -113,6 +113,12 @@ def current_device() -> torch.device:
     return torch.device("npu", npu.library().npu.current_device())
 
 
+def fuses_layers() -> bool:
+    """Whether the adaptor puts the device's fused operators into Megatron's own attention, norm
+    and activation, so that models have to be built of these."""
+    return _active is DeviceKind.NPU
+
+
 def seed_all(seed: int) -> None:
     """Seed Python, numpy and torch; Megatron's own streams are the engine's to seed."""
     random.seed(seed)

@@ -1,4 +1,4 @@
-"""Core attention for packed sequences, on CPU and CUDA.
+"""Core attention for packed sequences: our own on CPU and CUDA, Megatron's on NPU.
 
 Megatron hands over query, key and value as [tokens, batch, heads, head_dim], or packed as [tokens,
 heads, head_dim], after the rotary embedding. What the tokens are - padded rows, packed sequences,
@@ -8,18 +8,25 @@ the work.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 # Padding all sequences of a pack to the longest costs compute but saves calls: it pays while the
 # attention area stays under this multiple of the exact one.
 MAX_PADDED_AREA = 2.0
+MAX_FUSED_SEQUENCES = 1024  # that one call of the NPU's fused attention takes
+
+# (query, key, value, lengths of the sequences) -> [tokens, heads, d]
+PackedKernel = Callable[[Tensor, Tensor, Tensor, tuple[int, ...]], Tensor]
 
 
 class CoreAttention(MegatronModule):
@@ -60,6 +67,53 @@ class CoreAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
 
+class FusedAttention(DotProductAttention):
+    """Megatron's own core attention, whose computation MindSpeed replaces by the NPU's fused one.
+
+    That one is causal here, takes the query groups as they are, and padded rows ("SBH") as well as
+    packed sequences ("TND").
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """As `CoreAttention`."""
+        assert attention_mask is None and attention_bias is None, "the mask is causal, nothing else"
+        if isinstance(packed_seq_params, Attend):
+            attended = packed_seq_params.attend(
+                self.layer_number, query, key, value, self._attend_packed
+            )
+            return attended.flatten(1)
+        return super().forward(query, key, value, None, self.attn_mask_type)
+
+    def _attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]
+    ) -> Tensor:
+        """At most as many sequences at a time as the operator takes."""
+        step = MAX_FUSED_SEQUENCES
+        packs = [lengths[i : i + step] for i in range(0, len(lengths), step)]
+        tokens = [sum(pack) for pack in packs]
+        parts = zip(*(x.split(tokens) for x in (query, key, value)), packs, strict=True)
+        outs = [self._attend_pack(*part) for part in parts]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _attend_pack(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]
+    ) -> Tensor:
+        ends = list(accumulate(lengths))  # as the operator wants them: a list without a leading 0
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+        return super().forward(
+            query, key, value, None, self.attn_mask_type, packed_seq_params=packed
+        )
+
+
 @dataclass
 class Attend(PackedSeqParams):
     """How the tokens of one forward see each other.
@@ -71,10 +125,18 @@ class Attend(PackedSeqParams):
 
     qkv_format: str = "thd"
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        fused: PackedKernel | None = None,
+    ) -> Tensor:
         """query [tokens, heads, d]; key, value [tokens, groups, d] -> [tokens, heads, d].
 
-        layer: number of the layer within its stage, from 1.
+        layer: number of the layer within its stage, from 1
+        fused: causal attention within packed sequences, where the device has its own
         """
         raise NotImplementedError(f"{type(self).__name__} must say how its tokens attend")
 
@@ -98,7 +160,16 @@ class PackedSequences(Attend):
         self._padded = len(self.lengths) > 1 and area <= MAX_PADDED_AREA * exact
         self._index: tuple[Tensor, Tensor] | None = None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        fused: PackedKernel | None = None,
+    ) -> Tensor:
+        if fused is not None:
+            return fused(query, key, value, self.lengths)
         if self._padded:
             return self._attend_padded(query, key, value)
         outs = [

@@ -13,6 +13,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import torch_norm
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import (
@@ -24,9 +25,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
+from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.device import megatron_versions
-from mindspeed_rlxf.models.attention import Attend, CoreAttention
+from mindspeed_rlxf.models.attention import Attend, CoreAttention, FusedAttention
 from mindspeed_rlxf.models.experts import moe_settings, use_own_router
 from mindspeed_rlxf.models.parameters import Head, Split, padded_vocab_size, stage_parameters
 from mindspeed_rlxf.models.rope import inverse_frequencies, rotary_angles
@@ -185,7 +187,12 @@ class TransformerModel(LanguageModule):
 def layer_spec(
     config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Megatron's local layer with our norm and core attention, for the layers of this stage."""
+    """Megatron's local layer with our norm and core attention, for the layers of this stage.
+
+    On NPU with Megatron's, in whose place MindSpeed puts fused operators.
+    """
+    # By its name at this moment: MindSpeed replaces the class itself.
+    norm = torch_norm.WrappedTorchNorm if device.fuses_layers() else RMSNorm
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         normalization="RMSNorm",
@@ -194,13 +201,13 @@ def layer_spec(
     layer = spec.submodules
     if config.num_moe_experts is not None:
         use_own_router(layer.mlp)
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
     attention = layer.self_attention.submodules
-    attention.core_attention = CoreAttention
+    attention.core_attention = FusedAttention if device.fuses_layers() else CoreAttention
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm
     num_layers = get_num_layers_to_build(config, **megatron_versions.chunk_argument(vp_stage))
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)
 
 
 def transformer_config(
@@ -212,7 +219,8 @@ def transformer_config(
     chunks: int = 1,
     ep: int = 1,
 ) -> TransformerConfig:
-    """Megatron's configuration for one role; fusions that need extra kernels are off.
+    """Megatron's configuration for one role; fusions that need extra kernels are off, but for
+    the activation's where MindSpeed brings one.
 
     chunks: of the model on a pipeline rank. The interleaved schedule may then send forward and
         backward between the same two ranks, which needs one exchange for each direction
@@ -251,7 +259,7 @@ def transformer_config(
         use_cpu_initialization=True,
         perform_initialization=False,  # every weight is loaded or set by name
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=device.fuses_layers(),
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_rlxf.models.attention import Attend, PackedSequences
+from mindspeed_rlxf.models.attention import Attend, PackedKernel, PackedSequences
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,25 @@ class Prefill(PackedSequences):
     slot: Tensor = None  # type: ignore[assignment]  # [tokens]
     position: Tensor = None  # type: ignore[assignment]  # [tokens]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        fused: PackedKernel | None = None,
+    ) -> Tensor:
         self.cache.write(layer, self.slot, self.position, key, value)
-        return super().attend(layer, query, key, value)
+        return super().attend(layer, query, key, value, fused)
 
 
 @dataclass
 class DecodeStep(Attend):
-    """One new token for each of the slots 0 .. n - 1; it sees all that its slot holds."""
+    """One new token for each of the slots 0 .. n - 1; it sees all that its slot holds.
+
+    On every device torch's own attention: the NPU's fused one is made for training, and those for
+    inference know neither fp32 nor a cache of this form.
+    """
 
     cache: KvCache = None  # type: ignore[assignment]
     position: Tensor = None  # type: ignore[assignment]  # [n] position of the new token
@@ -84,7 +95,14 @@ class DecodeStep(Attend):
         self._visible = (places[None, :] <= self.position[:, None])[:, None, None, :]
         self._slot = torch.arange(len(self.position), device=self.position.device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        fused: PackedKernel | None = None,
+    ) -> Tensor:
         rows, heads, head_dim = query.shape
         groups = key.size(1)
         self.cache.write(layer, self._slot, self.position, key, value)

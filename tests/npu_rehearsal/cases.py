@@ -1,0 +1,33 @@
+"""What is rehearsed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    ranks: int = 1
+    layout: dict[str, Any] = field(default_factory=dict)  # keys of every role
+    sections: dict[str, Any] = field(default_factory=dict)
+    architecture: str = "PLAIN"  # of tests.distributed.llamas
+    generates: bool = False  # responses of its own, else fixed ones
+
+
+CASES = {
+    "tp1": Case(),
+    "tp1 generates": Case(generates=True),
+    "tp1 padded": Case(layout={"packed_sequences": False}),
+    "tp2": Case(2, TP2),
+    "tp2 sequence parallel": Case(2, {**TP2, "sequence_parallel": True}),
+    "pp2": Case(2, PP2),
+    "dp2 distributed optimizer": Case(
+        2, sections={"optimizer": {"use_distributed_optimizer": True}}
+    ),
+    "qwen3": Case(architecture="QWEN3"),
+}
+REQUIRED = ("tp1", "tp1 generates", "tp1 padded", "tp2", "pp2", "dp2 distributed optimizer")

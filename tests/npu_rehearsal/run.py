@@ -1,0 +1,193 @@
+"""Run cases on the CPU path and on the rehearsed NPU path, and say where they first differ.
+
+    RLXF_MINDSPEED=... RLXF_MEGATRON_LM=... python -m tests.npu_rehearsal.run [case ...]
+
+The variables name checkouts of MindSpeed and of the Megatron-LM that it pairs with. Packages beside
+ours that these import: einops, scipy, sentencepiece, six.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.npu_rehearsal.cases import CASES, REQUIRED
+from tests.npu_standin import FOLDER as STANDIN
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+VARIABLES = ("RLXF_MINDSPEED", "RLXF_MEGATRON_LM")
+TIMEOUT_S = 900
+TOLERANCE = 1e-5
+SKIPPED = ("timing/", "throughput/")
+
+
+def missing() -> list[str]:
+    """Variables that name no folder."""
+    return [name for name in VARIABLES if not Path(os.environ.get(name, "/nowhere")).is_dir()]
+
+
+def environment(kind: str, scratch: Path) -> dict[str, str]:
+    """Of a process: the sources it imports, and on NPU a CANN that holds nothing."""
+    path = [REPOSITORY, only("megatron", os.environ["RLXF_MEGATRON_LM"], scratch)]
+    found = dict(os.environ)
+    if kind == "npu":
+        path += [only("mindspeed", os.environ["RLXF_MINDSPEED"], scratch), STANDIN]
+        if wants_kernels():
+            path.append(STANDIN / "kernels")
+        library = scratch / "cann" / "lib64" / "libascendcl.so"
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.touch()
+        found |= {"ASCEND_HOME_PATH": str(scratch / "cann"), "LD_LIBRARY_PATH": str(library.parent)}
+    return {**found, "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
+
+
+def wants_kernels() -> bool:
+    """MindSpeed for core 0.16 imports kernels of triton-ascend when it starts."""
+    start = Path("mindspeed", "features_manager", "megatron_basic", "requirements_basic.py")
+    return "ops.triton" in Path(os.environ["RLXF_MINDSPEED"], start).read_text(encoding="utf-8")
+
+
+def only(package: str, checkout: str, scratch: Path) -> Path:
+    """A folder with one package of a checkout: those of Megatron-LM have a `tests` too."""
+    link = scratch / "sources" / package / package
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink():
+        link.symlink_to(Path(checkout).resolve() / package)
+    return link.parent
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def run_case(kind: str, folder: Path, out: Path, name: str, scratch: Path) -> None:
+    """Raises RuntimeError with the output of the first process that fails."""
+    ranks = CASES[name].ranks
+    world = {
+        "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        **environment(kind, scratch),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "tests.npu_rehearsal.worker", kind]
+    command += [str(folder), str(out), name]
+    logs = [scratch / f"{kind} {name} {rank}.log" for rank in range(ranks)]
+    processes = []
+    try:
+        for rank, log in enumerate(logs):
+            own = {**world, "RANK": str(rank), "LOCAL_RANK": "0"}
+            with log.open("wb") as file:
+                processes.append(
+                    subprocess.Popen(command, cwd=REPOSITORY, env=own, stdout=file, stderr=file)
+                )
+        codes = [process.wait(TIMEOUT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for code, log in zip(codes, logs, strict=True):
+        if code != 0:
+            raise RuntimeError(f"{kind} {name}: exit {code}\n{log.read_text()[-6000:]}")
+
+
+def differences(ours: Path, theirs: Path, ranks: int) -> list[tuple[str, float]]:
+    """Largest relative difference of each thing that a run leaves, in the order it was made."""
+    found = []
+    for rank in range(ranks):
+        pair = [json.loads((out / f"reads.{rank}.json").read_text()) for out in (ours, theirs)]
+        assert [len(r) for r in pair[0]] == [len(r) for r in pair[1]], "passes read other numbers"
+        for number, (one, other) in enumerate(zip(*pair, strict=True)):
+            found.append((f"forward pass {number} of rank {rank}", distance(one, other)))
+    lines = [(out / "metrics.jsonl").read_text().splitlines() for out in (ours, theirs)]
+    for one, other in zip(*([json.loads(line) for line in of] for of in lines), strict=True):
+        for name, value in one["metrics"].items():
+            if not name.startswith(SKIPPED):
+                what = f"iteration {one['iteration']} {name}"
+                found.append((what, distance([value], [other["metrics"][name]])))
+    for role in ("actor", "critic"):
+        tensors = [load(out / "final" / f"{role}_hf") for out in (ours, theirs)]
+        for name, tensor in tensors[0].items():
+            pair = [t.flatten().tolist() for t in (tensor, tensors[1][name])]
+            found.append((f"{role} {name}", distance(*pair)))
+    return found
+
+
+def distance(one: list[float], other: list[float]) -> float:
+    """Largest difference, relative to the largest number where that is above 1."""
+    scale = max([1.0, *map(abs, one)])
+    return max((abs(a - b) for a, b in zip(one, other, strict=True)), default=0.0) / scale
+
+
+def load(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return {
+        k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()
+    }
+
+
+def make_models(folder: Path, architecture: str, scratch: Path) -> None:
+    """In a process of its own, as Megatron is imported on the way."""
+    code = (
+        "import sys; from pathlib import Path; from tests.distributed import llamas\n"
+        "from tests.trl.record import make_tokenizer\n"
+        "folder, a = Path(sys.argv[1]), getattr(llamas, sys.argv[2])\n"
+        "make_tokenizer().save_pretrained(folder / 'tokenizer')\n"
+        "llamas.make_llama(folder / 'lm', a)\n"
+        "llamas.make_llama(folder / 'value', a, scored=True, seed=1)\n"
+        "llamas.make_llama(folder / 'reward', a, scored=True, seed=2)\n"
+    )
+    command = [sys.executable, "-c", code, str(folder), architecture]
+    subprocess.run(command, cwd=REPOSITORY, env=environment("cpu", scratch), check=True)
+
+
+def rehearse(name: str, scratch: Path) -> bool:
+    """Both paths of one case; True where they agree."""
+    architecture = CASES[name].architecture
+    folder = scratch / architecture
+    if not (folder / "reward").exists():
+        make_models(folder, architecture, scratch)
+    outs = [scratch / f"{kind} {name}" for kind in ("cpu", "npu")]
+    with ThreadPoolExecutor() as both:
+        runs = [
+            both.submit(run_case, kind, folder, out, name, scratch)
+            for kind, out in zip(("cpu", "npu"), outs, strict=True)
+        ]
+        for each in runs:
+            each.result()
+    operators = json.loads((outs[1] / "operators.0.json").read_text())
+    found = differences(outs[0], outs[1], CASES[name].ranks)
+    over = [(what, by) for what, by in found if by > TOLERANCE]
+    worst = max(by for _, by in found)
+    print(f"{name}: {len(found)} things, largest difference {worst:.1e}; operators {operators}")
+    for what, by in over[:5]:
+        print(f"  {what}: {by:.1e} is over {TOLERANCE:.0e}")
+    return not over
+
+
+def main(names: list[str]) -> int:
+    if missing():
+        print(f"error: {', '.join(missing())} must name a folder; see the head of {__file__}")
+        return 2
+    failed = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in names or REQUIRED:
+            try:
+                if not rehearse(name, Path(scratch)):
+                    failed.append(name)
+            except RuntimeError as error:
+                print(error)
+                failed.append(name)
+            sys.stdout.flush()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,85 @@
+"""One rank of a rehearsed run: KIND FOLDER OUT CASE. Started by `run`, as torchrun would."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.runtime.local import LocalRuntime, claim_device
+from tests.npu_rehearsal.cases import CASES
+
+TIMEOUT_S = 300.0
+calls: collections.Counter[str] = collections.Counter()
+
+
+def main(kind: DeviceKind, folder: Path, out: Path, name: str) -> None:
+    claim_device(kind, 1, TIMEOUT_S)  # before the imports below, which bring in Megatron
+    if kind is DeviceKind.NPU:
+        count_operators()
+    from mindspeed_rlxf.config.schema import DeviceConfig
+    from mindspeed_rlxf.reporting.run_dir import RunDirectory
+    from mindspeed_rlxf.trainer.run import train
+    from tests.distributed import llamas
+    from tests.distributed.test_layout_invariance import fixed_run
+
+    case = CASES[name]
+    runtime = LocalRuntime(kind, timeout_s=TIMEOUT_S)
+    config, prepared = fixed_run(
+        folder, out, getattr(llamas, case.architecture), case.ranks, case.layout, case.sections
+    )
+    config = config.model_copy(update={"device": DeviceConfig(kind=kind)})
+    if case.generates:
+        prepared = dataclasses.replace(prepared, fixed_responses=None)
+    directory = runtime.from_first(lambda: RunDirectory.create(config))
+    log_probs = record_log_probs()
+    train(config, prepared, directory, runtime, writes=runtime.is_first)
+    write(out, runtime.world.rank, log_probs)
+    runtime.shutdown()
+
+
+def count_operators() -> None:
+    """Of torch_npu: a rehearsal in which none is called rehearses nothing."""
+    import torch_npu
+
+    def counted(name: str, operator: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return operator(*args, **kwargs)
+
+        return call
+
+    for name in torch_npu.__all__:
+        if name.startswith("npu_"):
+            setattr(torch_npu, name, counted(name, getattr(torch_npu, name)))
+
+
+def record_log_probs() -> list[list[float]]:
+    """What every forward-only pass reads: log-probs of actor and reference, values, scores."""
+    from mindspeed_rlxf.engine.engine import MegatronEngine
+
+    recorded: list[list[float]] = []
+    forward = MegatronEngine.forward
+
+    def recording(self: Any, micro_batches: Any, read: Any) -> Any:
+        outputs = forward(self, micro_batches, read)
+        recorded.extend(output.double().flatten().tolist() for output in outputs)
+        return outputs
+
+    MegatronEngine.forward = recording  # type: ignore[method-assign]
+    return recorded
+
+
+def write(out: Path, rank: int, log_probs: list[list[float]]) -> None:
+    (out / f"reads.{rank}.json").write_text(json.dumps(log_probs))
+    (out / f"operators.{rank}.json").write_text(json.dumps(calls))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    main(DeviceKind(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

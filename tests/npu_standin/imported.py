@@ -1,0 +1,32 @@
+"""What packages that are merely imported hand out: names that can be called.
+
+For torchair (graph mode) and triton-ascend (kernels) alone: neither is run in a rehearsal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Imported:
+    """A name of such a package. Using it as a number or a tensor is an error."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Imported(f"{self.__name__}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`register_...(what)` is a decorator that gives back its function."""
+        if self.__name__.rpartition(".")[2].startswith("register_"):
+            return lambda function: function
+        return Imported(f"{self.__name__}()")
+
+    def __getitem__(self, index: Any) -> Any:
+        return self
+
+    def __repr__(self) -> str:
+        return f"<{self.__name__}, imported only>"

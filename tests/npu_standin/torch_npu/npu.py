@@ -1,0 +1,131 @@
+"""`torch_npu.npu`, also `torch.npu`: one device, which is the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Event, device_count = torch.cpu.Event, lambda: 1
+_initialized = False
+
+
+class Stream(torch.cpu.Stream):
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        super().__init__(priority)
+
+    def record_event(self, event: Any = None) -> Any:
+        return torch.cpu.Event()
+
+    def synchronize(self) -> None:
+        """All work is done when a call returns."""
+
+
+class device(contextlib.nullcontext):
+    def __init__(self, index: Any) -> None:
+        super().__init__()
+
+
+def is_available() -> bool:
+    return True
+
+
+def init() -> None:
+    global _initialized
+    _initialized = True
+
+
+_lazy_init = init
+
+
+def is_initialized() -> bool:
+    return _initialized
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def _lazy_call(call: Callable[[], Any], **kwargs: Any) -> None:
+    call()
+
+
+def current_device() -> int:
+    return 0
+
+
+def set_device(index: Any) -> None:
+    number = getattr(index, "index", index)
+    assert number in (0, None), f"the stand-in has one device, not {index}"
+
+
+def set_compile_mode(jit_compile: bool = False) -> None:
+    """Nothing is compiled."""
+
+
+def synchronize(device: Any = None) -> None:
+    """All work is done when a call returns."""
+
+
+def empty_cache() -> None:
+    """The CPU keeps no cache."""
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    return 32 * 1024**3, 64 * 1024**3
+
+
+def memory_allocated(device: Any = None) -> int:
+    return 0
+
+
+def get_device_name(device: Any = None) -> str:
+    return "Ascend910B2"
+
+
+def manual_seed(seed: int) -> None:
+    # not torch.manual_seed, which seeds every device and would come back here
+    torch.default_generator.manual_seed(seed)
+
+
+manual_seed_all = manual_seed
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    torch.set_rng_state(state)
+
+
+class mstx:
+    """Marks for the profiler, which is not there."""
+
+    @staticmethod
+    def range_start(message: str = "", stream: Any = None) -> int:
+        return 0
+
+    @staticmethod
+    def range_end(number: int = 0) -> None:
+        """Nothing was started."""
+
+
+default_generators = (torch.default_generator,)
+
+
+def stream(of: Any) -> Any:
+    return contextlib.nullcontext()
+
+
+def current_stream(device: Any = None) -> Stream:
+    return Stream()
+
+
+default_stream = current_stream
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"the stand-in for torch_npu.npu has no {name!r}")

@@ -1,0 +1,1 @@
+"""`torch_npu.profiler`: imported, and used by nothing that is rehearsed."""
