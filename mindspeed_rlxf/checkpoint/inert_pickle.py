@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from argparse import Namespace
 from collections import OrderedDict
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import torch
 
@@ -49,7 +49,7 @@ class Inert:
 class InertUnpickler(pickle.Unpickler):
     """Gives dicts, lists, strings, numbers, namespaces; anything else as `Inert`."""
 
-    KNOWN: dict[tuple[str, str], Any] = {
+    KNOWN: ClassVar[dict[tuple[str, str], Any]] = {
         ("collections", "OrderedDict"): OrderedDict,
         ("argparse", "Namespace"): Namespace,
         ("torch", "Size"): torch.Size,

@@ -120,7 +120,9 @@ class StoredTensor:
             ((start, stop),) = ranges
             return data[start * item : stop * item].clone().view(self.dtype)
         (start, stop), (left, right) = ranges
-        part = data.view(self.shape[0], -1)[start:stop, left * item : right * item]
+        part = data.view(self.shape[0], self.shape[1] * item)[
+            start:stop, left * item : right * item
+        ]
         return part.clone(memory_format=torch.contiguous_format).view(self.dtype)
 
     def _whole(self) -> Tensor:
