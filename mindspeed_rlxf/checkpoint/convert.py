@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -174,9 +175,8 @@ def convert(conversion: Conversion, progress: Progress) -> int:
 
         for part in parts:
             if part.path not in kept:
-                place = _place(c, part)
-                prefix = place.removesuffix(part.path)
-                staged.write(place, lambda f, p=part, d=prefix: p.write(f / d, shard, wrote))
+                write = partial(_write, part, _place(c, part), shard, wrote)
+                staged.write(_place(c, part), write)
         _finish(c, staged, parts, sizes)
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -188,6 +188,12 @@ def convert(conversion: Conversion, progress: Progress) -> int:
     finally:
         staged.close()
     return reused
+
+
+def _write(
+    part: Part, place: str, shard: MakeShard, wrote: Callable[[int], None], folder: Path
+) -> Any:
+    return part.write(folder / place.removesuffix(part.path), shard, wrote)
 
 
 class DiskFull(Exception):

@@ -70,7 +70,14 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         storage = _Storage(str(len(self.planned)), obj.dtype, prod(obj.shape))
         self.planned.append(obj)
-        arguments = (storage, 0, obj.shape, contiguous_stride(obj.shape), False, OrderedDict())
+        arguments: tuple[Any, ...] = (
+            storage,
+            0,
+            obj.shape,
+            contiguous_stride(obj.shape),
+            False,
+            OrderedDict(),
+        )
         return torch._utils._rebuild_tensor_v2, arguments
 
 
@@ -100,7 +107,8 @@ def write_torch_file(path: Path, tree: Any, wrote: Callable[[int], None]) -> Non
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, not copied where it is contiguous."""
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def _record(archive: zipfile.ZipFile, name: str, data: bytes | memoryview) -> None:

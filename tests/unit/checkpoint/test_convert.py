@@ -115,7 +115,10 @@ def test_a_virtual_pipeline_has_a_key_for_each_chunk(tmp_path: Path) -> None:
         assert isinstance(stored, StoredTensor)
         expected = tensors[f"model.layers.{layer}.post_attention_layernorm.weight"]
         assert torch.equal(stored.read((0, 16)), expected)
-    assert "output_layer.weight" in content["model1"] and "output_layer.weight" not in content["model0"]
+    assert (
+        "output_layer.weight" in content["model1"]
+        and "output_layer.weight" not in content["model0"]
+    )
 
 
 def test_params_dtype_casts_every_tensor_and_says_so_in_config_json(tmp_path: Path) -> None:
