@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.checkpoint.folders_of import make_folder
 
-# In its own process: prints the most anonymous memory above that of the imports, in bytes.
+# In its own process: prints the most anonymous memory above that of the imports, there and back.
 MEASURE = """
 import sys, threading, time
 from mindspeed_rlxf.checkpoint import convert, torch_dist  # what a conversion imports
@@ -30,26 +30,26 @@ def watch():
         time.sleep(0.002)
 thread = threading.Thread(target=watch)
 thread.start()
-code = main(sys.argv[1:])
+hf, mg, back, kind = sys.argv[1:]
+codes = [main([hf, mg, "--to", "mg", "--format", kind])]
+there, peak = peak, before
+codes.append(main([mg, back, "--to", "hf"]))
 done = True
 thread.join()
-assert code == 0, code
-print("PEAK", peak - before)
+assert codes == [0, 0], codes
+print("PEAKS", there - before, peak - before)
 """
 MIB = 1 << 20
 
 
-def peak_of(*arguments: str) -> int:
-    command = [sys.executable, "-c", MEASURE, *arguments]
+def round_trip_peaks(tmp_path: Path, kind: str) -> list[int]:
+    folders = [str(tmp_path / name) for name in ("hf", "mg", "back")]
+    command = [sys.executable, "-c", MEASURE, *folders, kind]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stderr
-    return int(done.stdout.split("PEAK")[1])
-
-
-def round_trip_peaks(tmp_path: Path, kind: str) -> tuple[int, int]:
-    hf, mg, back = (str(tmp_path / name) for name in ("hf", "mg", "back"))
-    there = peak_of(hf, mg, "--to", "mg", "--format", kind)
-    return there, peak_of(mg, back, "--to", "hf")
+    peaks = [int(number) for number in done.stdout.split("PEAKS")[1].split()]
+    print("peaks in MB:", [round(peak / 1e6) for peak in peaks])
+    return peaks
 
 
 @pytest.mark.parametrize("kind", ["torch", "torch_dist"])
