@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mindspeed_rlxf.checkpoint.reader import WeightReader
 from mindspeed_rlxf.models.parameters import Slice
 
 INDEX = "model.safetensors.index.json"
@@ -30,6 +31,9 @@ class HfFolder:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def names(self) -> list[str]:
+        return list(self._files)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
@@ -49,7 +53,12 @@ class HfFolder:
         path = self._files[name]
         if path not in self._open:
             self._open[path] = _open(path)
-        return self._open[path].get_slice(name)
+        try:
+            return self._open[path].get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path} lacks {name}, which {INDEX} has there ({error}); copy it again"
+            ) from None
 
     def _file_of_each_tensor(self) -> dict[str, Path]:
         if not self.folder.is_dir():
@@ -84,7 +93,7 @@ def _open(path: Path) -> safe_open:
         raise ValueError(f"{path} is damaged or truncated ({error}); copy it again") from None
 
 
-def shape_problems(folder: HfFolder, expected: dict[str, tuple[int, ...]]) -> list[str]:
+def shape_problems(folder: WeightReader, expected: dict[str, tuple[int, ...]]) -> list[str]:
     """One line for each tensor that is missing or has another shape; reads headers only."""
     problems = []
     for name, shape in expected.items():

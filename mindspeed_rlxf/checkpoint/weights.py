@@ -6,7 +6,6 @@ Both directions walk the parameter map of `models.parameters`, so what is writte
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -14,7 +13,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mindspeed_rlxf.checkpoint.hf_folder import INDEX, SINGLE, HfFolder
+from mindspeed_rlxf.checkpoint.folders import copy_side_files, open_weights
+from mindspeed_rlxf.checkpoint.hf_folder import INDEX, SINGLE
+from mindspeed_rlxf.checkpoint.reader import WeightReader
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import (
     OUTPUT_LAYER,
@@ -25,19 +26,6 @@ from mindspeed_rlxf.models.parameters import (
     rank_parameters,
     shard_slices,
 )
-
-SIDE_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-
 
 Files = list[tuple[str, dict[str, int]]]
 """Name of each file, and the bytes of each tensor in it."""
@@ -65,7 +53,7 @@ class StageWeights:
         mapped = {p.name for p in self.table}
         assert mapped == set(self.tensors), f"map and module differ: {mapped ^ set(self.tensors)}"
 
-    def load(self, folder: HfFolder) -> list[str]:
+    def load(self, folder: WeightReader) -> list[str]:
         """Fill every parameter from the folder, reading this rank's slices only.
 
         A score head that the folder lacks (a language model was given) is left as it is; its name
@@ -79,7 +67,7 @@ class StageWeights:
                 self._fill(parameter, folder)
         return absent
 
-    def _fill(self, parameter: StageParameter, folder: HfFolder) -> None:
+    def _fill(self, parameter: StageParameter, folder: WeightReader) -> None:
         target = self.tensors[parameter.name].data
         slices = shard_slices(
             parameter, self.architecture, self.tp_group.rank(), self.tp_group.size()
@@ -123,7 +111,7 @@ class StageWeights:
         """
         name = self._file_name()
         first = self.ep_group.rank() == 0
-        original = HfFolder(source)
+        original = open_weights(source, self.architecture)
         tensors: dict[str, Tensor] = {}
         for parameter in self.table:
             if parameter.name.endswith(OUTPUT_LAYER.name) and self._tied:
@@ -156,18 +144,7 @@ class StageWeights:
             total = sum(size for _, sizes in files for size in sizes.values())
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (target / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        if self.head is Head.SCORE:
-            kind = config.get("architectures", ["LlamaForCausalLM"])[0].split("For")[0]
-            config["architectures"] = [f"{kind}ForSequenceClassification"]
-            config["num_labels"], config["id2label"] = 1, {"0": "LABEL_0"}
-            config["label2id"] = {"LABEL_0": 0}
-        (target / "config.json").write_text(
-            json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
-        for file in SIDE_FILES:
-            if (source / file).exists():
-                shutil.copyfile(source / file, target / file)
+        copy_side_files(source, target, self.head)
 
 
 def _gather(files: Files, group: dist.ProcessGroup) -> Files:

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.checkpoint.hf_folder import HfFolder
+from mindspeed_rlxf.checkpoint.folders import copy_side_files, open_weights
 from mindspeed_rlxf.checkpoint.weights import StageWeights
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import Rollouts
@@ -159,7 +159,7 @@ class MegatronEngine:
 
     def _load(self, seed: int) -> None:
         """Fill the weights; a score head that the folder lacks is drawn from the seed."""
-        absent = self.weights.load(HfFolder(self.source))
+        absent = self.weights.load(open_weights(self.source, self.role.architecture))
         if absent:
             generator = torch.Generator().manual_seed(seed)
             head = self.chunks[-1].score.weight
@@ -275,6 +275,8 @@ class MegatronEngine:
                 f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(self.chunks)
             }
             dist_checkpointing.save(shards, str(megatron_folder))
+            if dist.get_rank() == 0:  # so that the folder can be converted, or trained from
+                copy_side_files(self.source, megatron_folder, self.head)
             dist.barrier()
 
     def state_dict(self) -> dict[str, Any]:

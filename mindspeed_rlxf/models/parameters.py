@@ -77,6 +77,8 @@ FINAL_NORM = Parameter("decoder.final_layernorm.weight", ("model.norm.weight",),
 OUTPUT_LAYER = Parameter("output_layer.weight", ("lm_head.weight",), Split.VOCAB)
 TIED_OUTPUT_LAYER = Parameter("output_layer.weight", EMBEDDING.sources, Split.VOCAB)
 SCORE_HEAD = Parameter("score.weight", ("score.weight",), Split.REPLICATED)
+# The reward head of MindSpeed-LLM's checkpoints: row-parallel, so split over the hidden size.
+RM_HEAD = Parameter("rm_head.weight", SCORE_HEAD.sources, Split.COLUMNS)
 
 _MEGATRON_LAYER = "decoder.layers.{layer}."
 _HF_LAYER = "model.layers.{layer}."
@@ -167,16 +169,19 @@ def stage_parameters(
     pp: int = 1,
     ep_rank: int = 0,
     ep: int = 1,
+    layers: range | None = None,
 ) -> Iterator[StageParameter]:
     """The parameters of one pipeline stage, in a fixed order that is the same on every rank.
 
     Expert-parallel ranks differ in the experts only.
+    layers: global indices of the stage's layers; None = all stages hold as many.
     """
+    layers = stage_layers(architecture.num_layers, pp_rank, pp) if layers is None else layers
     first, last = pp_rank == 0, pp_rank == pp - 1
     tied = head is Head.LANGUAGE_MODEL and not architecture.untie_embeddings_and_output_weights
     if first:
         yield _resolved(EMBEDDING, 0, 0)
-    for local, layer in enumerate(stage_layers(architecture.num_layers, pp_rank, pp)):
+    for local, layer in enumerate(layers):
         for parameter in layer_parameters(architecture):
             yield _resolved(parameter, local, layer)
         yield from _experts(architecture, local, layer, ep_rank, ep)
@@ -268,9 +273,15 @@ def hf_shape(source: str, architecture: ArchitectureConfig) -> tuple[int, ...]:
 
 
 def shard_slices(
-    parameter: StageParameter, architecture: ArchitectureConfig, tp_rank: int, tp: int
+    parameter: StageParameter,
+    architecture: ArchitectureConfig,
+    tp_rank: int,
+    tp: int,
+    vocab_rows: int | None = None,
 ) -> list[Slice]:
     """The slices which, joined along their axis, are the rank's shard of `parameter`.
+
+    vocab_rows: of the embedding on each rank; None = just enough for the vocabulary.
 
     A vocabulary shard that reaches beyond the vocabulary is shorter than the Megatron parameter:
     the rows that are missing at its end are padding.
@@ -280,12 +291,11 @@ def shard_slices(
     if parameter.split is Split.REPLICATED:
         return [Slice(sources[0], 0, 0, hf_shape(sources[0], a)[0])]
     if parameter.split is Split.VOCAB:
-        rows = padded_vocab_size(a, tp) // tp
+        rows = vocab_rows or padded_vocab_size(a, tp) // tp
         start = min(tp_rank * rows, a.vocab_size)
         return [Slice(sources[0], 0, start, min(start + rows, a.vocab_size))]
     if parameter.split is Split.COLUMNS:
-        width = _query_size(a) if "self_attn" in sources[0] else a.mlp_hidden_size
-        return [Slice(sources[0], 1, *_part(width, tp_rank, tp))]
+        return [Slice(sources[0], 1, *_part(hf_shape(sources[0], a)[1], tp_rank, tp))]
     if parameter.split is Split.GATE_UP:
         return [Slice(source, 0, *_part(a.mlp_hidden_size, tp_rank, tp)) for source in sources]
     return _qkv_slices(sources, a, tp_rank, tp)

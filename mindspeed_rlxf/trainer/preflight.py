@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mindspeed_rlxf.checkpoint.hf_folder import HfFolder, shape_problems
+from mindspeed_rlxf.checkpoint.folders import open_weights
+from mindspeed_rlxf.checkpoint.hf_folder import shape_problems
+from mindspeed_rlxf.checkpoint.reader import WeightReader
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.hf_config import disagreements, read_hf_config
@@ -86,9 +88,14 @@ def _notices(config: RunConfig) -> list[str]:
         notices.append(
             "actor_rollout.top_k/top_p filter what is sampled; log-probs are the unfiltered ones"
         )
-    if config.critic and "score.weight" not in HfFolder(str(config.critic.load)):
+    if config.critic and "score.weight" not in _weights(config.critic):
         notices.append(f"critic.load={config.critic.load} has no score head: it starts fresh")
     return notices
+
+
+def _weights(section: RoleConfig) -> WeightReader:
+    assert section.load is not None and section.architecture is not None, "checked beforehand"
+    return open_weights(section.load, section.architecture)
 
 
 def _collect(problems: list[str], action: Callable[[], T]) -> T | None:
@@ -150,7 +157,7 @@ def weight_problems(config: RunConfig, role: Role) -> list[str]:
 
 def _folder_problems(section: RoleConfig, role: Role) -> list[str]:
     assert section.load is not None and section.architecture is not None
-    folder, head = HfFolder(section.load), HEADS[role]
+    head = HEADS[role]
     hf_config = read_hf_config(Path(section.load))
     differing = disagreements(section.architecture, hf_config, scored=head is Head.SCORE)
     if differing:
@@ -159,6 +166,7 @@ def _folder_problems(section: RoleConfig, role: Role) -> list[str]:
             f"(field: model.{section.model}, config.json): {'; '.join(differing)}; "
             "correct the YAML or give the folder of that model"
         ]
+    folder = _weights(section)  # after config.json, by which a Megatron folder is read
     expected = hf_shapes(section.architecture, head)
     if role is Role.CRITIC and "score.weight" not in folder:
         del expected["score.weight"]  # a language model: the head starts fresh

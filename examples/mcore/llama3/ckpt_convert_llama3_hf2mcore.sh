@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Llama 3 in HF_DIR becomes a Megatron checkpoint of TP x PP ranks in SAVE_DIR. Variables:
+# HF_DIR SAVE_DIR TP PP PYTHON; further arguments go to convert_ckpt.py (for example
+# --params-dtype bf16, or --ckpt-format torch_dist).
+set -euo pipefail
+
+CANN_ENV="${CANN_ENV:-/usr/local/Ascend/ascend-toolkit/set_env.sh}"
+if [[ -f "$CANN_ENV" ]]; then
+  set +u # it reads variables that may be unset
+  # shellcheck disable=SC1090
+  source "$CANN_ENV"
+  set -u
+fi
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
+
+"${PYTHON:-python}" "$root/convert_ckpt.py" \
+  --model-type-hf llama2 \
+  --load-model-type hf \
+  --save-model-type mg \
+  --target-tensor-parallel-size "${TP:-8}" \
+  --target-pipeline-parallel-size "${PP:-1}" \
+  --load-dir "${HF_DIR:-./model_from_hf/llama-3-8b-hf}" \
+  --save-dir "${SAVE_DIR:-./model_weights/llama3-mcore}" \
+  "$@"

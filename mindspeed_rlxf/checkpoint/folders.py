@@ -1,0 +1,114 @@
+"""What a folder of weights is, and what stands beside the weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.checkpoint.hf_folder import INDEX, SINGLE, HfFolder
+from mindspeed_rlxf.checkpoint.layout import RANK_FOLDER, TRACKER
+from mindspeed_rlxf.checkpoint.legacy import read_legacy
+from mindspeed_rlxf.checkpoint.reader import MegatronWeights
+from mindspeed_rlxf.checkpoint.torch_dist import METADATA, read_torch_dist
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.parameters import Head
+
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+class Format(str, Enum):
+    """How weights lie in a folder; the values of --ckpt-format, and `hf`."""
+
+    HF = "hf"
+    LEGACY = "torch"
+    TORCH_DIST = "torch_dist"
+
+
+def find_weights(folder: Path) -> tuple[Format, Path]:
+    """The format of a folder, and where in it the weights lie.
+
+    Errors: ValueError when a Megatron folder is ambiguous. A folder without anything known counts
+    as Hugging Face, whose reader says what is missing.
+    """
+    if (folder / INDEX).exists() or (folder / SINGLE).exists() or not folder.is_dir():
+        return Format.HF, folder
+    if (folder / METADATA).exists():
+        return Format.TORCH_DIST, folder
+    if any(RANK_FOLDER.fullmatch(path.name) for path in folder.iterdir()):
+        return Format.LEGACY, folder
+    iteration = _iteration(folder)
+    return (Format.HF, folder) if iteration is None else find_weights(iteration)
+
+
+def _iteration(folder: Path) -> Path | None:
+    """The checkpoint that the tracker names, else the only one."""
+    tracker = folder / TRACKER
+    if tracker.exists():
+        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        name = text if text == "release" else f"iter_{text:0>7}"
+        if not (text == "release" or text.isdecimal()) or not (folder / name).is_dir():
+            raise ValueError(
+                f"{tracker} names {text[:40]!r}, and {folder / name[:60]} is not there; "
+                "give the folder of an iteration, or copy it again"
+            )
+        return folder / name
+    found = sorted(path for path in folder.glob("iter_*") if path.is_dir())
+    if len(found) > 1:
+        raise ValueError(
+            f"{folder} holds {', '.join(path.name for path in found[:5])} and no {TRACKER}; "
+            "give the folder of one of them"
+        )
+    return found[0] if found else None
+
+
+def open_weights(
+    folder: str | Path, architecture: ArchitectureConfig
+) -> HfFolder | MegatronWeights:
+    """A reader of the folder's weights, of whatever format.
+
+    Errors: ValueError when something is missing or damaged, or, for a Megatron folder, when it
+    holds another model.
+    """
+    kind, place = find_weights(Path(folder))
+    if kind is Format.LEGACY:
+        return read_legacy(place, architecture)
+    if kind is Format.TORCH_DIST:
+        return read_torch_dist(place, architecture)
+    return HfFolder(folder)
+
+
+def is_scorer(config: dict[str, Any]) -> bool:
+    """Whether a config.json describes a model with a score head."""
+    names = config.get("architectures") or [""]
+    return str(names[0]).endswith("ForSequenceClassification")
+
+
+def copy_side_files(source: Path, target: Path, head: Head, dtype: str | None = None) -> None:
+    """config.json, made to name the head (and the dtype, if given), and the tokenizer's files."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if head is Head.SCORE:
+        kind = (config.get("architectures") or ["LlamaForCausalLM"])[0].split("For")[0]
+        config["architectures"] = [f"{kind}ForSequenceClassification"]
+        config["num_labels"], config["id2label"] = 1, {"0": "LABEL_0"}
+        config["label2id"] = {"LABEL_0": 0}
+    if dtype is not None:
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    (target / "config.json").write_text(
+        json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    for file in SIDE_FILES:
+        if (source / file).exists():
+            shutil.copyfile(source / file, target / file)

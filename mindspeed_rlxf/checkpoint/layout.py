@@ -1,0 +1,169 @@
+"""How a Megatron checkpoint is split over ranks, and the names it then uses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.config.suggest import divisors, use
+from mindspeed_rlxf.models.parameters import (
+    RM_HEAD,
+    SCORE_HEAD,
+    Head,
+    StageParameter,
+    padded_vocab_size,
+    stage_parameters,
+)
+
+RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+RANK_FILE = "model_optim_rng.pt"
+TRACKER = "latest_checkpointed_iteration.txt"
+ITERATION = 1  # of weights that come from Hugging Face
+
+
+@dataclass(frozen=True)
+class MegatronLayout:
+    """Ranks of a checkpoint.
+
+    stages:         [pp][chunks], the layers of each chunk of each pipeline rank
+    vocab_multiple: rows of the embedding of each rank are a multiple of this
+    """
+
+    tp: int
+    ep: int
+    stages: tuple[tuple[range, ...], ...]
+    vocab_multiple: int = 1
+
+    @property
+    def pp(self) -> int:
+        return len(self.stages)
+
+    @property
+    def chunks(self) -> int:
+        return len(self.stages[0])
+
+    def vocab_rows(self, architecture: ArchitectureConfig) -> int:
+        """Rows of the embedding on each tensor-parallel rank."""
+        return padded_vocab_size(architecture, self.tp * self.vocab_multiple) // self.tp
+
+    def ranks(self) -> Iterator[tuple[int, int, int]]:
+        """Every (tp, pp, ep) rank."""
+        for pp_rank in range(self.pp):
+            for ep_rank in range(self.ep):
+                for tp_rank in range(self.tp):
+                    yield tp_rank, pp_rank, ep_rank
+
+    def rank_folder(self, tp_rank: int, pp_rank: int, ep_rank: int) -> str:
+        """Megatron's name: a part for pipeline and expert ranks only where there are several."""
+        pipeline = f"_{pp_rank:03d}" if self.pp > 1 else ""
+        expert = f"_{ep_rank:03d}" if self.ep > 1 else ""
+        return f"mp_rank_{tp_rank:02d}{pipeline}{expert}"
+
+    def model_key(self, chunk: int) -> str:
+        """Where the weights of a chunk stand in a rank's file."""
+        return "model" if self.chunks == 1 else f"model{chunk}"
+
+    def parameters(
+        self, architecture: ArchitectureConfig, head: Head, pp_rank: int, chunk: int, ep_rank: int
+    ) -> Iterator[StageParameter]:
+        """The parameters of one chunk of one rank, by the names of Megatron's GPTModel."""
+        layers = self.stages[pp_rank][chunk]
+        place = (chunk * self.pp + pp_rank, self.chunks * self.pp, ep_rank, self.ep)
+        for parameter in stage_parameters(architecture, head, *place, layers):
+            is_head = parameter.sources == SCORE_HEAD.sources
+            yield StageParameter(*vars(RM_HEAD).values()) if is_head else parameter
+
+
+def make_layout(
+    architecture: ArchitectureConfig,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    layers_per_chunk: int | None = None,
+    layer_list: list[int] | None = None,
+    vocab_multiple: int = 1,
+) -> MegatronLayout:
+    """The layout of those sizes. Errors: UserError with every size that does not divide."""
+    problems = [
+        *_sizes(architecture, tp, ep, vocab_multiple),
+        *_layers(architecture.num_layers, pp, layers_per_chunk, layer_list),
+    ]
+    if problems:
+        raise UserError(problems)
+    chunks = architecture.num_layers // (pp * layers_per_chunk) if layers_per_chunk else 1
+    counts = layer_list or [architecture.num_layers // (pp * chunks)] * (pp * chunks)
+    return layout_of(counts, tp, pp, ep, vocab_multiple)
+
+
+def layout_of(counts: list[int], tp: int, pp: int, ep: int, vocab_multiple: int) -> MegatronLayout:
+    """counts: layers of each stage in the order of the model: chunk 0 of every rank comes first."""
+    starts = [sum(counts[:stage]) for stage in range(len(counts))]
+    layers = [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
+    return MegatronLayout(
+        tp, ep, tuple(tuple(layers[rank::pp]) for rank in range(pp)), vocab_multiple
+    )
+
+
+def _sizes(a: ArchitectureConfig, tp: int, ep: int, vocab_multiple: int) -> Iterator[str]:
+    sizes = {
+        "query groups": a.kv_heads,
+        "attention heads": a.num_attention_heads,
+        "rows of the MLP": a.mlp_hidden_size,
+        "hidden size": a.hidden_size,
+    }
+    named = {"--target-tensor-parallel-size": tp, "--target-expert-parallel-size": ep}
+    named["--make-vocab-size-divisible-by"] = vocab_multiple
+    for flag, value in named.items():
+        if value < 1:
+            yield f"{flag}={value} must be at least 1; use 1 or more"
+            return
+    wrong = [f"{name} {size}" for name, size in sizes.items() if size % tp]
+    if wrong:
+        good = [n for n in divisors(a.kv_heads) if not any(size % n for size in sizes.values())]
+        yield (
+            f"--target-tensor-parallel-size={tp} must divide the model's {', '.join(wrong)}; "
+            f"{use(good)}"
+        )
+    if ep > 1 and (a.num_experts or 1) % ep:
+        yield (
+            f"--target-expert-parallel-size={ep} must divide the model's "
+            f"{a.num_experts or 'one (dense)'} experts; {use(divisors(a.num_experts or 1))}"
+        )
+
+
+def _layers(
+    num_layers: int, pp: int, layers_per_chunk: int | None, layer_list: list[int] | None
+) -> Iterator[str]:
+    if pp < 1:
+        yield f"--target-pipeline-parallel-size={pp} must be at least 1; use 1 or more"
+    elif layers_per_chunk is not None and layer_list is not None:
+        yield (
+            "--num-layer-list excludes --num-layers-per-virtual-pipeline-stage; remove one of them"
+        )
+    elif layer_list is not None:
+        text = ",".join(map(str, layer_list))
+        if len(layer_list) != pp or sum(layer_list) != num_layers or min(layer_list) < 1:
+            yield (
+                f"--num-layer-list={text} must be {pp} positive numbers (one for each pipeline "
+                f"rank) with the sum {num_layers}; correct it"
+            )
+    elif layers_per_chunk is not None:
+        if pp < 2:
+            yield (
+                "--num-layers-per-virtual-pipeline-stage needs --target-pipeline-parallel-size of "
+                f"at least 2, not {pp}; remove it"
+            )
+        elif layers_per_chunk < 1 or num_layers % (pp * layers_per_chunk):
+            yield (
+                f"--num-layers-per-virtual-pipeline-stage={layers_per_chunk} times "
+                f"{pp} pipeline ranks must divide the model's {num_layers} layers; "
+                + use(divisors(num_layers // pp) if num_layers % pp == 0 else [])
+            )
+    elif num_layers % pp:
+        yield (
+            f"--target-pipeline-parallel-size={pp} must divide the model's {num_layers} layers; "
+            f"{use(divisors(num_layers))}, or give --num-layer-list"
+        )

@@ -1,0 +1,299 @@
+"""`convert`: weights between Hugging Face folders and Megatron layouts.
+
+Two spellings: `convert SOURCE TARGET --to mg`, and that of MindSpeed-LLM's convert_ckpt.py.
+
+Exit codes: 0 = written; 2 = the user's mistake, one `error:` line per problem; 75 = interrupted or
+the disk is full: run the same command again, finished files are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8
+from mindspeed_rlxf.cli.convert_flags import add_old_flags, notice, refusals
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.suggest import closest
+
+if TYPE_CHECKING:
+    from mindspeed_rlxf.checkpoint.convert import Conversion, Progress
+    from mindspeed_rlxf.config.schema import ArchitectureConfig
+
+FAMILIES = {
+    "llama2": ("llama", "qwen2"),
+    "qwen3": ("qwen3",),
+    "qwen3-moe": ("qwen3_moe",),
+    "mixtral": ("mixtral",),
+}
+"""--model-type-hf -> model_type of config.json; the old tool calls Qwen2.5 llama2 too."""
+
+MG2HF = "mg2hf"
+LINES = 20  # of progress where the error stream is no terminal
+GB = 1e9
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Converts, prints where the result is, and returns the exit code."""
+    speak_utf8()
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # no accelerator is used
+    try:
+        conversion = plan(_parse(argv))
+        from mindspeed_rlxf.checkpoint.convert import DiskFull, convert
+
+        try:
+            with _progress() as progress:
+                reused = convert(conversion, progress)
+        except DiskFull as error:
+            print_problems([str(error)])
+            return 75
+    except UserError as error:
+        print_problems(error.problems)
+        return 2
+    except KeyboardInterrupt:
+        print_problems(["interrupted; run the same command again, finished files are kept"])
+        return 75
+    if reused:
+        print(f"{reused / GB:.2f} GB were there from an earlier run and are verified")
+    bias = getattr(conversion.weights, "dropped_bias", None)
+    if bias:
+        print(f"note: the bias {bias:g} of the reward head is dropped: scores shift by that much")
+    print(f"written: {conversion.target}")
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="convert",
+        description="Weights between Hugging Face folders and Megatron layouts.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("source", nargs="?", help="folder to read; or --load-dir")
+    add("target", nargs="?", help="folder to write; or --save-dir")
+    add("--load-dir", help="as SOURCE")
+    add("--save-dir", help="as TARGET; to hf without --hf-config: the ORIGINAL Hugging Face folder")
+    add("--load-model-type", choices=["hf", "mg", "optim"], help="recognised if not given")
+    add("--to", "--save-model-type", dest="to", choices=["hf", "mg", "megatron"], required=True)
+    add("--format", "--ckpt-format", dest="format", choices=["torch", "torch_dist", "zarr"])
+    add("--hf-config", "--load-hf-config", help="folder of config.json and tokenizer")
+    sizes = {
+        "--tp": "--target-tensor-parallel-size",
+        "--pp": "--target-pipeline-parallel-size",
+        "--ep": "--target-expert-parallel-size",
+    }
+    for short, long in sizes.items():
+        add(short, long, dest=short[2:], type=int, default=1, help=f"{long[9:-14]} parallel ranks")
+    add("--target-expert-model-parallel-size", dest="ep", type=int, help=argparse.SUPPRESS)
+    add("--num-layers-per-virtual-pipeline-stage", type=int, help="layers of each chunk of a rank")
+    add("--num-layer-list", help="layers of each pipeline rank, such as 8,8,7,9")
+    add("--make-vocab-size-divisible-by", type=int, default=1, help="rows per rank, multiple (1)")
+    add("--true-vocab-size", type=int, help="must be that of config.json")
+    add("--orm", action="store_true", help="a reward model: score head instead of output layer")
+    add("--params-dtype", choices=["fp32", "fp16", "bf16"], help="of all tensors (as they are)")
+    add("--model-type-hf", help=f"must agree with config.json: {', '.join(FAMILIES)}")
+    add("--add-qkv-bias", action="store_true", help="must agree with config.json")
+    add("--shard-size-gb", type=float, default=4.0, help="of a Hugging Face file, at most (4)")
+    add("--force", action="store_true", help="replace the target")
+    add_old_flags(parser)
+    arguments, unknown = parser.parse_known_args(argv)
+    problems = refusals(arguments.refused)
+    if unknown:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        problems += [_unknown(word, flags) for word in unknown]
+    if problems:
+        raise UserError(problems)
+    return arguments
+
+
+def _unknown(word: str, flags: Sequence[str]) -> str:
+    flag = word.split("=")[0]
+    guess = closest(flag, flags) if flag.startswith("-") else None
+    return f"{word}: no such option; " + (f"did you mean {guess}?" if guess else "see --help")
+
+
+def plan(arguments: argparse.Namespace) -> Conversion:
+    """What the arguments ask for, checked. Errors: UserError with the problems found."""
+    from mindspeed_rlxf.checkpoint.convert import (
+        DTYPE_NAMES,
+        Conversion,
+        choose_head,
+        open_source,
+        read_architecture,
+    )
+    from mindspeed_rlxf.checkpoint.folders import Format
+
+    source, target, config = _folders(arguments)
+    to = Format.HF if arguments.to == "hf" else Format(arguments.format or "torch")
+    architecture, hf_config = read_architecture(config)
+    _check_model(arguments, architecture, str(hf_config.get("model_type")))
+    head = choose_head(hf_config, arguments.orm)
+    layout = None if to is Format.HF else _layout(arguments, architecture)
+    if line := notice(arguments.without_effect):
+        print(line, file=sys.stderr)
+    return Conversion(
+        source=source,
+        config=config,
+        target=target,
+        to=to,
+        architecture=architecture,
+        head=head,
+        weights=open_source(source, architecture, head),
+        layout=layout,
+        dtype=DTYPE_NAMES.get(arguments.params_dtype),
+        shard_size=int(arguments.shard_size_gb * GB),
+        replace=arguments.force,
+    )
+
+
+def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
+    """Source, target, and where config.json is."""
+    from mindspeed_rlxf.checkpoint.folders import Format, find_weights
+
+    problems = _choice_problems(arguments)
+    for role, flag in (("source", "load_dir"), ("target", "save_dir")):
+        given = [v for v in (getattr(arguments, role), getattr(arguments, flag)) if v is not None]
+        if len(given) != 1:
+            name = f"--{flag.replace('_', '-')}"
+            problems.append(f"{role.upper()} or {name} must be given, once; add or remove one")
+    if problems:
+        raise UserError(problems)
+    source = Path(arguments.source or arguments.load_dir)
+    target = Path(arguments.target or arguments.save_dir)
+    if not source.is_dir():
+        raise UserError(f"{source} is no folder; give the folder of the weights")
+    try:
+        kind, _ = find_weights(source)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    is_hf = kind is Format.HF
+    wanted = arguments.load_model_type
+    if wanted is not None and (wanted == "hf") != is_hf:
+        raise UserError(
+            f"--load-model-type={wanted}, but {source} is "
+            f"{'a Hugging Face' if is_hf else 'a Megatron'} folder; correct one of them"
+        )
+    if is_hf and arguments.to == "hf":
+        raise UserError(f"{source} is a Hugging Face folder already; use --to mg")
+    config = Path(arguments.hf_config) if arguments.hf_config else source
+    if arguments.to == "hf" and arguments.save_dir and not arguments.hf_config:
+        # The old tool's way: --save-dir is the original, the result lies in a folder of it.
+        if (target / "config.json").exists():
+            config, target = target, target / MG2HF
+        elif not (source / "config.json").exists():
+            raise UserError(
+                f"--save-dir={target} must be the original Hugging Face folder, with "
+                "config.json; give that, or --hf-config"
+            )
+    if config == source and not is_hf and not (source / "config.json").exists():
+        raise UserError(
+            f"{source} has no config.json that describes the model; give the original "
+            "Hugging Face folder as --hf-config"
+        )
+    _check_target(source, target)
+    return source, target, config
+
+
+def _choice_problems(arguments: argparse.Namespace) -> list[str]:
+    problems = []
+    if arguments.load_model_type == "optim":
+        problems.append("--load-model-type=optim: optimizer states are not converted; use hf or mg")
+    if arguments.format == "zarr":
+        problems.append("--ckpt-format=zarr is not written; use torch or torch_dist")
+    if arguments.shard_size_gb <= 0:
+        problems.append(f"--shard-size-gb={arguments.shard_size_gb:g} must be more than 0; use 4")
+    if arguments.to == "hf":
+        given = [
+            f"--{name}={n}" for name in ("tp", "pp", "ep") if (n := getattr(arguments, name)) != 1
+        ]
+        given += ["--num-layer-list"] if arguments.num_layer_list else []
+        if given:
+            problems.append(f"{', '.join(given)}: a Hugging Face folder has no ranks; remove it")
+    return problems
+
+
+def _check_target(source: Path, target: Path) -> None:
+    here, there = source.resolve(), target.resolve()
+    if here == there or there in here.parents:
+        raise UserError(f"{target} must not be the source {source} or hold it; give another folder")
+
+
+def _check_model(
+    arguments: argparse.Namespace, architecture: ArchitectureConfig, model_type: str
+) -> None:
+    problems = []
+    family = arguments.model_type_hf
+    if family is not None and family not in FAMILIES:
+        guess = closest(family, FAMILIES)
+        remedy = f"did you mean {guess}?" if guess else f"use {', '.join(FAMILIES)}"
+        problems.append(f"--model-type-hf={family} is not converted; {remedy}")
+    elif family is not None and model_type not in FAMILIES[family]:
+        problems.append(
+            f"--model-type-hf={family} must agree with config.json, whose model_type is "
+            f"{model_type}; leave it out"
+        )
+    if arguments.add_qkv_bias and not architecture.add_qkv_bias:
+        problems.append(f"--add-qkv-bias: model_type {model_type} has none; leave it out")
+    true_size = arguments.true_vocab_size
+    if true_size is not None and true_size != architecture.vocab_size:
+        problems.append(
+            f"--true-vocab-size={true_size} must be the vocab_size={architecture.vocab_size} of "
+            "config.json; leave it out"
+        )
+    if problems:
+        raise UserError(problems)
+
+
+def _layout(arguments: argparse.Namespace, architecture: ArchitectureConfig):  # type: ignore[no-untyped-def]
+    from mindspeed_rlxf.checkpoint.layout import make_layout
+
+    layer_list = None
+    if arguments.num_layer_list is not None:
+        try:
+            layer_list = [int(number) for number in arguments.num_layer_list.split(",")]
+        except ValueError:
+            raise UserError(
+                f"--num-layer-list={arguments.num_layer_list} must be numbers with commas between; "
+                "write it like 8,8,7,9"
+            ) from None
+    return make_layout(
+        architecture,
+        arguments.tp,
+        arguments.pp,
+        arguments.ep,
+        arguments.num_layers_per_virtual_pipeline_stage,
+        layer_list,
+        arguments.make_vocab_size_divisible_by,
+    )
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar on a terminal, elsewhere a line for each twentieth."""
+    started, shown = time.monotonic(), 0
+
+    def line(done: int, total: int) -> None:
+        nonlocal shown
+        if done * LINES >= (shown + 1) * total:
+            shown = done * LINES // max(1, total)
+            seconds = time.monotonic() - started
+            print(f"{done / GB:.2f} of {total / GB:.2f} GB in {seconds:.1f} s", file=sys.stderr)
+
+    if not sys.stderr.isatty():
+        yield line
+        return
+    with tqdm(unit="B", unit_scale=True) as bar:
+
+        def move(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield move

@@ -1,0 +1,152 @@
+"""Converted folders: stock Megatron loads them, roles start from them, runs leave them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+from mindspeed_rlxf.cli.convert import main
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.schema import ArchitectureConfig, RoleConfig
+from mindspeed_rlxf.data.batch import RoleOutput
+from mindspeed_rlxf.device import megatron_versions
+from mindspeed_rlxf.engine.parallel import ParallelGroups
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.models.transformer import transformer_config
+from mindspeed_rlxf.runtime.group import RoleGroup
+from tests.distributed.llamas import PLAIN, QWEN2, QWEN3_MOE, TIED, make_llama
+from tests.distributed.samples import make_rollouts
+from tests.distributed.test_parity_with_transformers import expected_logits, read_folder
+from tests.distributed.test_virtual_pipeline import Exporter
+
+FAMILIES = {"plain": PLAIN, "tied": TIED, "qwen2": QWEN2, "qwen3-moe": QWEN3_MOE}
+
+
+class StockModel:
+    """megatron-core's own GPTModel on one rank, filled by its own means."""
+
+    def __init__(self, architecture: ArchitectureConfig) -> None:
+        megatron_versions.mend()
+        self.architecture = architecture
+        self.groups = ParallelGroups(1, 1, seed=1)
+
+    def load(self, folder: Path, sharded: bool) -> RoleOutput:
+        """Numbers that differ from those of a Hugging Face state dict in Megatron's names."""
+        a = self.architecture
+        with self.groups.active():
+            assert parallel_state.get_tensor_model_parallel_world_size() == 1
+            model = self._model(a)
+            for parameter in model.parameters():
+                torch.nn.init.constant_(parameter, torch.nan)
+            if sharded:
+                loaded = dist_checkpointing.load(
+                    {"model": model.sharded_state_dict()}, str(folder / "iter_0000001")
+                )["model"]
+            else:
+                file = folder / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt"
+                with torch.serialization.safe_globals([Namespace]):
+                    loaded = torch.load(file, weights_only=True)["model"]
+            model.load_state_dict(loaded, strict=True)
+        return RoleOutput(report={n: p.tolist() for n, p in model.named_parameters()})
+
+    def _model(self, a: ArchitectureConfig) -> GPTModel:
+        config = transformer_config(a)
+        spec = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts,
+            normalization="RMSNorm",
+            qk_layernorm=config.qk_layernorm,
+        )
+        return GPTModel(
+            config,
+            spec,
+            vocab_size=a.vocab_size,
+            max_sequence_length=a.max_position_embeddings,
+            share_embeddings_and_output_weights=not a.untie_embeddings_and_output_weights,
+            position_embedding_type="rope",
+        )
+
+
+def converted(source: Path, target: Path, *options: str) -> Path:
+    assert main([str(source), str(target), "--to", "mg", *options]) == 0
+    return target
+
+
+def group_of(runtime: Any, kind: Any, size: int, tp: int, pp: int, *arguments: Any) -> RoleGroup:
+    pool = runtime.create_pools({"main": [size]})["main"]
+    group = RoleGroup(Role.REF, ParallelLayout(size, tp, pp), pool)
+    group.build(kind, *arguments).result()
+    return group
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stock_megatron_loads_both_formats_strictly(
+    warm_runtime: Any, tmp_path: Path, family: str
+) -> None:
+    """A sharded checkpoint that was written for other ranks too."""
+    a = FAMILIES[family]
+    make_llama(tmp_path / "hf", a)
+    tensors = read_folder(tmp_path / "hf")
+    legacy = converted(tmp_path / "hf", tmp_path / "legacy")
+    options = ["--format", "torch_dist", "--pp", "2"]
+    sharded = converted(tmp_path / "hf", tmp_path / "sharded", *options)
+    group = group_of(warm_runtime, StockModel, 1, 1, 1, a)
+    for folder, is_sharded in ((legacy, False), (sharded, True)):
+        got = group.call(StockModel.load, folder, is_sharded).result()[0]
+        named = {name: torch.tensor(values) for name, values in got.items()}
+        assert not any(tensor.isnan().any() for tensor in named.values())
+        assert torch.equal(
+            named["embedding.word_embeddings.weight"], tensors["model.embed_tokens.weight"]
+        )
+        o_proj = "decoder.layers.1.self_attention.linear_proj.weight"
+        assert torch.equal(named[o_proj], tensors["model.layers.1.self_attn.o_proj.weight"])
+        qkv = named["decoder.layers.0.self_attention.linear_qkv.weight"]
+        # 2 query groups of 2 heads: per group its query heads, its key head, its value head.
+        q, k, v = (tensors[f"model.layers.0.self_attn.{n}_proj.weight"] for n in "qkv")
+        d = a.head_dim
+        assert torch.equal(qkv, torch.cat([q[: 2 * d], k[:d], v[:d], q[2 * d :], k[d:], v[d:]]))
+        if a.num_experts is None:
+            fc1 = named["decoder.layers.1.mlp.linear_fc1.weight"]
+            parts = [tensors[f"model.layers.1.mlp.{n}_proj.weight"] for n in ("gate", "up")]
+        else:
+            fc1 = named["decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"]
+            expert = "model.layers.1.mlp.experts.3."
+            parts = [tensors[f"{expert}{n}_proj.weight"] for n in ("gate", "up")]
+        assert torch.equal(fc1, torch.cat(parts))
+
+
+@pytest.mark.parametrize("kind", ["torch", "torch_dist"])
+@pytest.mark.parametrize("scored", [False, True], ids=["logits", "scores"])
+def test_a_role_starts_from_a_folder_of_another_layout(
+    warm_runtime: Any, tmp_path: Path, kind: str, scored: bool
+) -> None:
+    """Written for two tensor-parallel ranks, loaded by two stages; the run's own folder as well."""
+    model = make_llama(tmp_path / "hf", PLAIN, scored)
+    folder = converted(tmp_path / "hf", tmp_path / "mg", "--format", kind, "--tp", "2")
+    rollouts = make_rollouts()
+    expected = expected_logits(model, rollouts, scored)
+    head = Head.SCORE if scored else Head.LANGUAGE_MODEL
+    method = Exporter.scores if scored else Exporter.logits
+    for load in (folder, tmp_path / "run" / "megatron"):
+        layout = {"pipeline_model_parallel_size": 2}
+        role = RoleConfig(model="t", architecture=PLAIN, load=str(load), **layout)
+        group = group_of(warm_runtime, Exporter, 2, 1, 2, role, head)
+        got = torch.tensor(group.call(method, rollouts).result()[0])
+        error = (got - expected).abs().max() / expected.abs().max()
+        assert error < 2e-5, f"{load}: {error:.2e}"
+        group.call(Exporter.export, tmp_path / "run").result()
+    original = read_folder(tmp_path / "hf")
+    for name in ("hf", "converted"):
+        if name == "converted":  # what the run left in Megatron's format, without any flag
+            source, target = str(tmp_path / "run" / "megatron"), str(tmp_path / "run" / name)
+            assert main([source, target, "--to", "hf"]) == 0
+        after = read_folder(tmp_path / "run" / name)
+        assert after.keys() == original.keys()
+        assert all(torch.equal(after[key], original[key]) for key in original)

@@ -1,0 +1,123 @@
+"""Hugging Face folders of random tensors, without transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.parameters import Head, hf_shapes
+
+BASE: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "ffn_hidden_size": 24,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "kv_channels": 6,
+    "vocab_size": 37,  # odd: ranks have to pad
+    "max_position_embeddings": 64,
+    "untie_embeddings_and_output_weights": True,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied": {"untie_embeddings_and_output_weights": False},
+    "qwen2": {"add_qkv_bias": True},
+    "qwen3": {"qk_layernorm": True},
+    "qwen3_moe": {
+        "qk_layernorm": True,
+        "num_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 12,
+        "moe_router_pre_softmax": True,
+    },
+    "mixtral": {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24},
+}
+CLASSES = {
+    "llama": "Llama",
+    "tied": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
+}
+
+
+def architecture_of(family: str, **keys: Any) -> ArchitectureConfig:
+    return ArchitectureConfig(**(BASE | FAMILIES[family] | keys))
+
+
+def hf_config(family: str, a: ArchitectureConfig, head: Head) -> dict[str, Any]:
+    """What transformers writes to config.json."""
+    ending = "ForCausalLM" if head is Head.LANGUAGE_MODEL else "ForSequenceClassification"
+    config = {
+        "architectures": [CLASSES[family] + ending],
+        "model_type": "llama" if family == "tied" else family,
+        "num_hidden_layers": a.num_layers,
+        "hidden_size": a.hidden_size,
+        "intermediate_size": a.ffn_hidden_size,
+        "num_attention_heads": a.num_attention_heads,
+        "num_key_value_heads": a.kv_heads,
+        "head_dim": a.head_dim,
+        "vocab_size": a.vocab_size,
+        "max_position_embeddings": a.max_position_embeddings,
+        "rms_norm_eps": a.norm_epsilon,
+        "tie_word_embeddings": not a.untie_embeddings_and_output_weights,
+        "torch_dtype": "bfloat16",
+    }
+    if a.num_experts is not None:
+        config |= {"num_experts_per_tok": a.moe_router_topk}
+        moe = family == "qwen3_moe"
+        config |= {"num_experts" if moe else "num_local_experts": a.num_experts}
+        config |= {"moe_intermediate_size": a.mlp_hidden_size} if moe else {}
+    return config
+
+
+def make_folder(
+    folder: Path,
+    family: str,
+    head: Head = Head.LANGUAGE_MODEL,
+    shards: int = 1,
+    **keys: Any,
+) -> dict[str, Tensor]:
+    """A folder with norms in fp32 and the rest in bf16, in `shards` files; returns its tensors."""
+    a = architecture_of(family, **keys)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(shape, generator=generator).to(
+            torch.float32 if "norm" in name else torch.bfloat16
+        )
+        for name, shape in hf_shapes(a, head).items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        names, weight_map = list(tensors), {}
+        for number in range(shards):
+            file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+            save_file({n: tensors[n] for n in names[number::shards]}, folder / file)
+            weight_map |= dict.fromkeys(names[number::shards], file)
+        index = json.dumps({"weight_map": weight_map})
+        (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+    config = json.dumps(hf_config(family, a, head))
+    (folder / "config.json").write_text(config, encoding="utf-8")
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    return tensors
+
+
+def read_folder(folder: Path) -> dict[str, Tensor]:
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Names, dtypes and every bit."""
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert torch.equal(got[name], tensor), name

@@ -1,0 +1,92 @@
+"""The command line of `convert`: what is refused, and in which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.cli.convert import main
+from tests.unit.checkpoint.folders_of import make_folder
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "a misspelt flag": (
+        ["--target-tensor-paralel-size=2"],
+        "did you mean --target-tensor-parallel",
+    ),
+    "tp": (["--tp", "3"], "--target-tensor-parallel-size=3 must divide the model's query groups 4"),
+    "pp": (
+        ["--pp", "3"],
+        "=3 must divide the model's 4 layers; use 1 or 2 or 4, or give --num-layer",
+    ),
+    "ep": (["--ep", "2"], "--target-expert-parallel-size=2 must divide the model's one (dense)"),
+    "zero": (["--tp", "0"], "--target-tensor-parallel-size=0 must be at least 1"),
+    "list": (["--pp", "2", "--num-layer-list", "1,2"], "must be 2 positive numbers"),
+    "list of words": (["--num-layer-list", "a"], "must be numbers with commas between"),
+    "vpp": (
+        ["--pp", "2", "--num-layers-per-virtual-pipeline-stage", "3"],
+        "=3 times 2 pipeline ranks must divide the model's 4 layers; use 1 or 2",
+    ),
+    "vpp alone": (["--num-layers-per-virtual-pipeline-stage", "1"], "of at least 2, not 1"),
+    "both": (
+        ["--pp", "2", "--num-layer-list", "2,2", "--num-layers-per-virtual-pipeline-stage", "1"],
+        "--num-layer-list excludes --num-layers-per-virtual-pipeline-stage",
+    ),
+    "grouped": (["--moe-grouped-gemm"], "--moe-grouped-gemm is not supported: experts are written"),
+    "noop": (["--noop-layers", "1,2"], "--noop-layers is not supported"),
+    "bert": (["--model-type", "BERT"], "--model-type=BERT must be GPT"),
+    "family": (["--model-type-hf", "mixtrall"], "is not converted; did you mean mixtral?"),
+    "other family": (
+        ["--model-type-hf", "qwen3"],
+        "must agree with config.json, whose model_type is",
+    ),
+    "bias": (["--add-qkv-bias"], "--add-qkv-bias: model_type llama has none; leave it out"),
+    "vocabulary": (["--true-vocab-size", "36"], "must be the vocab_size=37 of config.json"),
+    "zarr": (
+        ["--ckpt-format", "zarr"],
+        "--ckpt-format=zarr is not written; use torch or torch_dist",
+    ),
+    "optim": (["--load-model-type", "optim"], "optimizer states are not converted"),
+    "kind": (["--load-model-type", "mg"], "is a Hugging Face folder; correct one of them"),
+    "twice": (["--load-dir", "x"], "SOURCE or --load-dir must be given, once"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "hf"
+    make_folder(folder, "llama")
+    return folder
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_named_and_nothing_is_written(
+    model: Path, tmp_path: Path, case: str, capsys: Any
+) -> None:
+    options, expected = WRONG[case]
+    assert main([str(model), str(tmp_path / "mg"), "--to", "mg", *options]) == 2
+    said = capsys.readouterr().err
+    assert expected in said and all(line.startswith("error: ") for line in said.splitlines())
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_that_cannot_be_a_target(model: Path, tmp_path: Path, capsys: Any) -> None:
+    for target in (model, model.parent):
+        assert main([str(model), str(target), "--to", "mg", "--force"]) == 2
+        assert "must not be the source" in capsys.readouterr().err
+    assert main([str(model), str(tmp_path / "x"), "--to", "hf"]) == 2
+    assert "is a Hugging Face folder already; use --to mg" in capsys.readouterr().err
+    assert main([str(tmp_path / "gone"), str(tmp_path / "x"), "--to", "mg"]) == 2
+    assert "gone is no folder; give the folder of the weights" in capsys.readouterr().err
+
+
+def test_a_megatron_folder_without_config_json_needs_one(
+    model: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert main([str(model), str(tmp_path / "mg"), "--to", "mg"]) == 0
+    (tmp_path / "mg" / "config.json").unlink()
+    assert main([str(tmp_path / "mg"), str(tmp_path / "back"), "--to", "hf"]) == 2
+    assert "has no config.json that describes the model; give" in capsys.readouterr().err
+    arguments = [str(tmp_path / "mg"), str(tmp_path / "back"), "--to", "hf"]
+    assert main([*arguments, "--hf-config", str(model)]) == 0
