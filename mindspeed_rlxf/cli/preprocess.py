@@ -75,10 +75,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help="parquet, json or jsonl files, or folders")
+    add("--input", nargs="+", help="parquet, json or jsonl files, or folders")
     add("--tokenizer-name-or-path", help="Hugging Face folder of the tokenizer (required)")
     add("--tokenizer-type", default=TOKENIZER_TYPE, help=f"{TOKENIZER_TYPE}, the only one")
-    add("--output-prefix", required=True, help="folder and start of the name of every file")
+    add("--output-prefix", help="folder and start of the name of every file")
     add("--workers", type=int, default=1, help="processes that tokenize (1)")
     add("--log-interval", type=int, default=100, help="rows between lines of progress, at least")
     add("--handler-name", default=DEFAULT_HANDLER, help=f"{', '.join(HANDLERS)} (the first)")
@@ -97,8 +97,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         flags = [action.option_strings[-1] for action in parser._actions if action.option_strings]
         raise UserError([_unknown(word, flags) for word in unknown])
-    if arguments.tokenizer_name_or_path is None and arguments.merge_group_keys is None:
-        raise UserError("--tokenizer-name-or-path is required; name the tokenizer's folder")
+    required = ["--input", "--tokenizer-name-or-path", "--output-prefix"]
+    if arguments.merge_group_keys is not None:
+        required.remove("--tokenizer-name-or-path")
+    missing = [flag for flag in required if not vars(arguments)[flag[2:].replace("-", "_")]]
+    if missing:
+        raise UserError(f"these are required: {', '.join(missing)}; see --help")
     return arguments
 
 

@@ -22,6 +22,7 @@ from mindspeed_rlxf.cli import preprocess as preprocess_command
 from mindspeed_rlxf.cli.preprocess import main
 from mindspeed_rlxf.cli.preprocess_flags import OLDER_FLAGS
 from tests.unit.data.byte_tokenizer import byte_tokenizer, write_tokenizer
+from tests.unit.data.plain_pairs import write_pair
 
 REPO = Path(__file__).parents[3]
 PROMPTS = ["The film was", "电影 was a", "I felt that"]
@@ -126,7 +127,7 @@ def test_what_was_dropped_skipped_and_empty_is_said(
     ("flags", "problem"),
     [
         (["--worker", "2"], "--worker: no such option; did you mean --workers?"),
-        (["--magic"], "--magic: no such option; remove it; --help lists the options"),
+        (["--zzz"], "--zzz: no such option; remove it; --help lists the options"),
         (["--pack"], "--pack is not supported: sequences are packed while they are trained on"),
         (["--json-keys", "text", "b"], "--json-keys is not supported: the handler says which"),
         (["--mix-strategy", "interleave_over"], "--mix-strategy=interleave_over is not supported:"),
@@ -151,10 +152,7 @@ def test_what_was_dropped_skipped_and_empty_is_said(
             "--map-keys: response must name a column for AlpacaStyleInstructionHandler, it is",
         ),
         (
-            [
-                "--handler-name=AlpacaStyleInstructionHandler",
-                *["--seq-length=9", "--overlong=keep-tail"],
-            ],
+            "--handler-name AlpacaStyleInstructionHandler --seq-length 9 --overlong keep-tail".split(),
             "--overlong=keep-tail is for prompts, AlpacaStyleInstructionHandler writes responses",
         ),
         (
@@ -245,6 +243,21 @@ def test_every_wrong_flag_is_told_at_once(
 ) -> None:
     assert main([*required, "--workers", "-1", "--prompt-type", "x", "--handler-name", "y"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+def test_merging_needs_one_folder_a_key_and_no_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "parts").mkdir()
+    for name in ("a", "b"):
+        write_pair(tmp_path / "parts" / f"{name}_packed_input_ids_document", [[1, 2], [3]])
+    command = ["--input", "parts", "--output-prefix", "out/all", "--merge-group-keys"]
+    assert main(command) == 2
+    assert "needs one --input folder and at least one key" in capsys.readouterr().err
+    assert main([*command, "packed_input_ids_document"]) == 0
+    output = capsys.readouterr().out
+    assert output == "written: out/all_packed_input_ids_document.bin and .idx, 4 sequences\n"
+    assert len(IndexedDataset("out/all_packed_input_ids_document")) == 4
 
 
 def test_a_required_flag_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
