@@ -80,12 +80,13 @@ OLDER_FLAGS: Mapping[str, Flag] = {
 
 
 def add_older_flags(parser: argparse.ArgumentParser) -> None:
+    arities: dict[str, dict[str, Any]] = {
+        "": {"action": "store_const", "const": True},
+        "1": {},
+        "+": {"nargs": "*"},
+    }
     for name, flag in OLDER_FLAGS.items():
-        arity: dict[str, Any] = {
-            "": {"action": "store_const", "const": True},
-            "1": {},
-            "+": {"nargs": "*"},
-        }[flag.takes]
+        arity = arities[flag.takes]
         parser.add_argument(name, help=argparse.SUPPRESS, default=None, **arity)
 
 

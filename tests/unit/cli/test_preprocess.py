@@ -26,6 +26,7 @@ from tests.unit.data.plain_pairs import write_pair
 
 REPO = Path(__file__).parents[3]
 PROMPTS = ["The film was", "电影 was a", "I felt that"]
+CUT = "--overlong=keep-tail"
 GUIDE = """
 mkdir ./dataset/llama3-hf/
 
@@ -47,6 +48,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The command sets these for its process; the test's own get them back."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    monkeypatch.setattr(preprocess_command, "LINE_S", 1e9)
     monkeypatch.chdir(tmp_path)
 
 
@@ -152,7 +154,7 @@ def test_what_was_dropped_skipped_and_empty_is_said(
             "--map-keys: response must name a column for AlpacaStyleInstructionHandler, it is",
         ),
         (
-            "--handler-name AlpacaStyleInstructionHandler --seq-length 9 --overlong keep-tail".split(),
+            ["--handler-name=AlpacaStyleInstructionHandler", "--seq-length=9", CUT],
             "--overlong=keep-tail is for prompts, AlpacaStyleInstructionHandler writes responses",
         ),
         (
@@ -232,8 +234,11 @@ def test_a_tokenizer_that_does_not_know_the_text_is_doubted(
 
 
 def test_lines_of_progress_are_seconds_apart(
-    required: list[str], capsys: pytest.CaptureFixture[str]
+    required: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(preprocess_command, "LINE_S", 1e9)
     assert main([*required, "--log-interval", "1"]) == 0
     assert capsys.readouterr().err == ""
 
