@@ -1,4 +1,4 @@
-"""`preprocess`: files of rows become an indexed prompt data set.
+"""`preprocess`: files of rows become an indexed data set.
 
 Exit codes: 0 = written; 2 = the user's mistake, one `error:` line per problem; 75 = interrupted;
 1 = a process was lost. Unless it is 0, no data set is left.
@@ -13,29 +13,31 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import asdict
 
 from tqdm import tqdm
 
 from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8
+from mindspeed_rlxf.cli.preprocess_flags import add_older_flags, notes, refusals
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.suggest import closest
-from mindspeed_rlxf.data.conversation import MapKeys, parse_map_keys
-from mindspeed_rlxf.data.preprocess import (
-    HANDLER,
-    Counts,
-    PreprocessOptions,
-    Progress,
-    preprocess,
-    readable,
-)
+from mindspeed_rlxf.data.handlers import DEFAULT_HANDLER, HANDLERS, REFUSED_HANDLERS
+from mindspeed_rlxf.data.map_keys import Keys, default_keys, parse_map_keys
+from mindspeed_rlxf.data.merge import merge
+from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
+from mindspeed_rlxf.data.row_source import Counts, Progress, readable
 from mindspeed_rlxf.data.templates import TEMPLATES
 
 TOKENIZER_TYPE = "PretrainedFromHF"
 OVERLONG = {policy.value.replace("_", "-"): policy for policy in OverlongPrompts}
+CUTS = ("keep-head", "keep-tail")
+LINE_S = 5.0  # at least, between lines of progress
+MAX_UNKNOWN = 0.02  # share of unknown tokens above which the tokenizer is doubted
 EPILOG = (
     "A template tokenizes text that spells a special token as ordinary text; in `empty` and `trl`, "
-    "where the text is the whole prompt, it is the special token."
+    "where the text is the whole prompt, it is the special token. Other flags of the older toolkit "
+    "are refused, or accepted with a note that says why they have no effect."
 )
 
 
@@ -46,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     try:
         arguments = _parse(argv)
+        if arguments.merge_group_keys is not None:
+            _merge(arguments)
+            return 0
         options = _options(arguments)
         with _progress(arguments.log_interval) as progress:
             counts = preprocess(options, progress)
@@ -70,44 +75,57 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help="parquet, json or jsonl files, or folders")
-    add("--tokenizer-name-or-path", required=True, help="Hugging Face folder of the tokenizer")
+    add("--input", nargs="+", help="parquet, json or jsonl files, or folders")
+    add("--tokenizer-name-or-path", help="Hugging Face folder of the tokenizer (required)")
     add("--tokenizer-type", default=TOKENIZER_TYPE, help=f"{TOKENIZER_TYPE}, the only one")
-    add("--output-prefix", required=True, help="folder and start of the name of every file")
+    add("--output-prefix", help="folder and start of the name of every file")
     add("--workers", type=int, default=1, help="processes that tokenize (1)")
-    add("--log-interval", type=int, default=100, help="rows between lines of progress (100)")
-    add("--handler-name", default=HANDLER, help=f"{HANDLER}, the only one")
+    add("--log-interval", type=int, default=100, help="rows between lines of progress, at least")
+    add("--handler-name", default=DEFAULT_HANDLER, help=f"{', '.join(HANDLERS)} (the first)")
     add("--prompt-type", default="empty", help=f"template: {', '.join(TEMPLATES)} (empty)")
     add("--map-keys", default="{}", help=f"JSON, {_default_keys()}; an empty name = unused")
-    add("--seq-length", type=int, help="longest prompt, tokens (any)")
+    add("--dataset-additional-keys", nargs="*", help="columns that are kept besides (all)")
+    add("--seq-length", type=int, help="longest prompt or conversation, tokens (any)")
     add("--overlong", help=f"what becomes of longer ones: {', '.join(OVERLONG)} (drop)")
     add("--max-samples", type=int, help="rows that are read (all)")
+    add("--append-eod", action="store_true", help="EOS behind each conversation with responses")
     add("--strict", action="store_true", help="a dropped row is an error")
     add("--overwrite", action="store_true", help="replace a data set of this prefix")
+    add("--merge-group-keys", nargs="*", help="merge the .bin/.idx of --input with these in names")
+    add_older_flags(parser)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [action.option_strings[-1] for action in parser._actions if action.option_strings]
         raise UserError([_unknown(word, flags) for word in unknown])
+    required = ["--input", "--tokenizer-name-or-path", "--output-prefix"]
+    if arguments.merge_group_keys is not None:
+        required.remove("--tokenizer-name-or-path")
+    missing = [flag for flag in required if not vars(arguments)[flag[2:].replace("-", "_")]]
+    if missing:
+        raise UserError(f"these are required: {', '.join(missing)}; see --help")
     return arguments
 
 
 def _default_keys() -> str:
-    keys = MapKeys()
-    named = {key: getattr(keys, key) or "" for key in MapKeys.__dataclass_fields__}
+    """For the help: those of alpaca rows."""
+    named = {
+        k: column or "" for k, column in asdict(default_keys(HANDLERS[DEFAULT_HANDLER])).items()
+    }
     return ", ".join(f"{key}={column!r}" for key, column in named.items())
 
 
 def _unknown(word: str, flags: Sequence[str]) -> str:
     flag = word.split("=")[0]
     guess = closest(flag, flags) if flag.startswith("-") else None
-    remedy = f"did you mean {guess}?" if guess else f"remove it, or use {', '.join(flags)}"
+    remedy = f"did you mean {guess}?" if guess else "remove it; --help lists the options"
     return f"{word}: no such option; {remedy}"
 
 
 def _options(arguments: argparse.Namespace) -> PreprocessOptions:
     """The typed flags; raises UserError with every wrong one."""
     problems = [
-        *_one_of("--handler-name", arguments.handler_name, [HANDLER]),
+        *refusals(arguments),
+        *_handler_problems(arguments.handler_name),
         *_one_of("--tokenizer-type", arguments.tokenizer_type, [TOKENIZER_TYPE]),
         *_one_of("--prompt-type", arguments.prompt_type, TEMPLATES),
         *_one_of("--overlong", arguments.overlong or "drop", OVERLONG),
@@ -121,26 +139,61 @@ def _options(arguments: argparse.Namespace) -> PreprocessOptions:
         problems.append(
             f"--overlong={arguments.overlong} needs --seq-length; give the longest prompt in tokens"
         )
-    keys = MapKeys()
+    handler = HANDLERS.get(arguments.handler_name, HANDLERS[DEFAULT_HANDLER])
+    keys: Keys = default_keys(handler)
     try:
-        keys = parse_map_keys(arguments.map_keys)
+        keys = parse_map_keys(arguments.map_keys, handler)
     except UserError as error:
         problems += error.problems
+    if handler.has_responses and arguments.overlong in CUTS:
+        problems.append(
+            f"--overlong={arguments.overlong} is for prompts, {handler.name} writes responses too, "
+            "which lose their end or their prompt when they are cut; use drop or error"
+        )
     if problems:
         raise UserError(problems)
+    if arguments.append_eod and not handler.is_conversation:
+        _note(f"--append-eod has no effect: {handler.name} writes no conversations")
+    for note in notes(arguments):
+        _note(note)
+    additional = arguments.dataset_additional_keys
     return PreprocessOptions(
         inputs=tuple(arguments.input),
         output_prefix=arguments.output_prefix,
         tokenizer_path=arguments.tokenizer_name_or_path,
         template=arguments.prompt_type,
         map_keys=keys,
+        handler=handler.name,
         workers=arguments.workers,
         max_prompt_length=arguments.seq_length,
         overlong=OVERLONG[arguments.overlong or "drop"],
         max_samples=arguments.max_samples,
         strict=arguments.strict,
         overwrite=arguments.overwrite,
+        additional_columns=None if additional is None else tuple(additional),
+        append_eod=arguments.append_eod and handler.is_conversation,
     )
+
+
+def _handler_problems(name: str) -> list[str]:
+    if name in REFUSED_HANDLERS:
+        return [f"--handler-name={name} is not supported: {REFUSED_HANDLERS[name]}"]
+    return _one_of("--handler-name", name, HANDLERS)
+
+
+def _merge(arguments: argparse.Namespace) -> None:
+    if len(arguments.input) != 1 or not arguments.merge_group_keys:
+        raise UserError(
+            "--merge-group-keys needs one --input folder and at least one key; give both"
+        )
+    merged = merge(
+        arguments.input[0],
+        arguments.merge_group_keys,
+        arguments.output_prefix,
+        arguments.overwrite,
+    )
+    for output, size in merged.items():
+        print(f"written: {readable(output)}.bin and .idx, {size} sequences")
 
 
 def _one_of(flag: str, value: str, known: Collection[str]) -> list[str]:
@@ -152,12 +205,15 @@ def _one_of(flag: str, value: str, known: Collection[str]) -> list[str]:
 
 @contextmanager
 def _progress(log_interval: int) -> Iterator[Progress]:
-    """A bar on a terminal, elsewhere a line every `log_interval` rows."""
-    started = time.monotonic()
+    """A bar on a terminal; elsewhere lines, `log_interval` rows and LINE_S seconds apart."""
+    started = last_s = time.monotonic()
+    last_rows = 0
 
     def line(rows: int) -> None:
-        if rows % log_interval == 0:
-            print(f"{rows} rows read in {time.monotonic() - started:.1f} s", file=sys.stderr)
+        nonlocal last_rows, last_s
+        if rows - last_rows >= log_interval and (now := time.monotonic()) - last_s >= LINE_S:
+            last_rows, last_s = rows, now
+            print(f"{rows} rows read in {now - started:.1f} s", file=sys.stderr)
 
     if not sys.stderr.isatty():
         yield line
@@ -168,9 +224,15 @@ def _progress(log_interval: int) -> Iterator[Progress]:
 
 def _report(counts: Counts, prefix: str) -> None:
     for file in counts.skipped:
-        print(f"note: {file} is skipped: of no type that is read", file=sys.stderr)
+        _note(f"{file} is skipped: of no type that is read")
     for file in counts.empty_files:
-        print(f"note: {file} holds no rows", file=sys.stderr)
+        _note(f"{file} holds no rows")
+    if counts.unknown_tokens > MAX_UNKNOWN * counts.num_tokens:
+        share = counts.unknown_tokens / counts.num_tokens
+        _note(
+            f"{share:.0%} of the tokens are the unknown one: the tokenizer does not fit the text; "
+            "give that of the model which is trained"
+        )
     lines = {"rows read": counts.rows_read, "rows written": counts.rows_written}
     lines |= {f"dropped, {reason}": number for reason, number in counts.dropped.most_common()}
     notes = {"cut to --seq-length": counts.cut, "with an id seen before": counts.repeated_ids}
@@ -180,3 +242,7 @@ def _report(counts: Counts, prefix: str) -> None:
     print(f"written: {readable(prefix)}_packed_*")
     if counts.dropped:
         print(f"dropped rows: {readable(prefix)}_rejected.jsonl")
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)

@@ -1,4 +1,7 @@
-"""Prompts of indexed data sets: what `preprocess_data.py` wrote, or the older toolkit."""
+"""Prompts of indexed data sets: what `preprocess_data.py` wrote, or the older toolkit.
+
+Of conversations and pairs, which hold responses too, the prompt is what stands before the last one.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ import numpy as np
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.files import FileProblems, Row, look_up
+from mindspeed_rlxf.data.handlers import LABELS, SEQUENCES, Output
 from mindspeed_rlxf.data.indexed import AnyArray, BrokenIndex, IndexedReader
 from mindspeed_rlxf.data.lengths import LengthLimit
+from mindspeed_rlxf.data.prompt_encoder import IGNORED
 from mindspeed_rlxf.data.prompts import (
     ENCODE_CHUNK,
     Int64Array,
@@ -25,10 +30,12 @@ from mindspeed_rlxf.data.prompts import (
 )
 from mindspeed_rlxf.data.sidecar import (
     MASK,
+    MOVES,
     TOKEN_IDS,
     Sidecar,
     column_files,
     data_path,
+    partial_folder,
     read_sidecar,
     sidecar_path,
 )
@@ -40,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REMEDY = "run preprocess_data.py again"
+PAIR_IDS, PAIR_LABELS = SEQUENCES[Output.PAIR][:2]
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ class _DataSet:
 
     def __init__(self, prefix: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
         self._prefix, self._tokenizer, self._data = prefix, tokenizer, data
-        self._token_ids = self._open(TOKEN_IDS)
+        self._token_ids = self._open_token_ids()
         self.sidecar = read_sidecar(Path(prefix))
         if self.sidecar is None:
             names = self._old_columns()
@@ -101,10 +109,32 @@ class _DataSet:
         needed = {name for key in keys for name in (key, key.split(".")[0])} & names.keys()
         self._columns = {name: self._open(names[name]) for name in sorted(needed)}
         self._largest_id = max(tokenizer.get_vocab().values())
+        self._labels = self._open_labels()
+
+    def _open_token_ids(self) -> IndexedReader:
+        """Those of the better responses where there are pairs."""
+        self._is_pairs = PAIR_IDS in column_files(Path(self._prefix))
+        self._ids_column = PAIR_IDS if self._is_pairs else TOKEN_IDS
+        return self._open(self._ids_column)
+
+    def _open_labels(self) -> IndexedReader | None:
+        """Labels beside the token ids of conversations; those of the older toolkit's show it."""
+        if self._is_pairs:
+            return self._open(PAIR_LABELS)
+        if self.sidecar is not None:
+            is_ours = any(c.encoding == "labels" for c in self.sidecar.columns)
+            return self._open(LABELS) if is_ours else None
+        if LABELS not in column_files(Path(self._prefix)):
+            return None
+        labels = self._open(LABELS)
+        if len(labels[0]) == len(self._token_ids[0]) and IGNORED in labels[0]:
+            return labels
+        return None  # answers of their own length, beside prompts
 
     def _old_columns(self) -> dict[str, str]:
         """Name -> name in files, of a data set without sidecar."""
-        names = [n for n in column_files(Path(self._prefix)) if n not in (TOKEN_IDS, MASK)]
+        own = (TOKEN_IDS, MASK, *SEQUENCES[Output.PAIR])
+        names = [n for n in column_files(Path(self._prefix)) if n not in own]
         for name in names:
             if self._open(name).dtype == np.uint8:  # ours, and not of the older toolkit
                 file = sidecar_path(Path(self._prefix)).name
@@ -138,7 +168,7 @@ class _DataSet:
     def _rows(self, problems: FileProblems) -> Iterator[tuple[int, Int64Array, Row]]:
         """(row number from 1, token ids, columns) of the rows whose ids the tokenizer has."""
         for place in range(len(self._token_ids)):
-            ids = self._token_ids[place].astype(np.int64)
+            ids = self._prompt_ids(place)
             if self._is_vocabulary(ids):
                 row = {name: self._value(name, place) for name in self._columns}
                 yield place + 1, ids, row
@@ -149,6 +179,14 @@ class _DataSet:
                     f"{rule} {ids.min()} to {ids.max()}; give the tokenizer that made the data set "
                     f"({KEY})",
                 )
+
+    def _prompt_ids(self, place: int) -> Int64Array:
+        ids = self._token_ids[place].astype(np.int64)
+        if self._labels is None:
+            return ids
+        ignored = np.flatnonzero(self._labels[place] == IGNORED)
+        end = int(ignored[-1]) + 1 if len(ignored) else 0
+        return ids[: min(end, len(ids))]
 
     def _is_vocabulary(self, ids: AnyArray) -> bool:
         return not len(ids) or bool(ids.min() >= 0 and ids.max() <= self._largest_id)
@@ -176,13 +214,18 @@ class _DataSet:
         try:
             reader = IndexedReader(path)
         except FileNotFoundError as error:
+            if (partial_folder(Path(self._prefix)) / MOVES).exists():
+                raise UserError(
+                    f"{self._prefix}: must be in place, its writer was stopped when it was whole; "
+                    "run the same preprocess_data.py again, which puts it there"
+                ) from error
             raise UserError(
                 f"{self._prefix}: must be the --output-prefix of an indexed data set, there is no "
                 f"{Path(error.filename).name}; correct data.data_path or data.val_data_path"
             ) from error
         except (BrokenIndex, OSError) as error:
             raise UserError(f"{self._prefix}: must be whole, {error}; {REMEDY}") from error
-        rows = len(self._token_ids) if column != TOKEN_IDS else len(reader)
+        rows = len(reader) if column == self._ids_column else len(self._token_ids)
         if len(reader) != rows or not rows:
             problem = f"{path.name} must have {rows or 'some'} rows, it has {len(reader)}"
             raise UserError(f"{self._prefix}: {problem}; {REMEDY}")

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.prompts import num_appended_eos
-from mindspeed_rlxf.data.templates import TEMPLATES, Piece, Turn, render
+from mindspeed_rlxf.data.templates import (
+    EOS,
+    TEMPLATES,
+    Piece,
+    Segment,
+    Template,
+    Turn,
+    render,
+    render_segments,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100  # label of a token that is not trained on
+
+
+class Labelled(NamedTuple):
+    """token_ids, labels: [tokens]; a label is the token's id in a response, elsewhere IGNORED."""
+
+    token_ids: list[int]
+    labels: list[int]
 
 
 class PromptEncoder:
@@ -22,42 +40,153 @@ class PromptEncoder:
     but not as a special token, or a slow one splits on its own account, is beyond this.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_name: str) -> None:
-        """Raises UserError when the tokenizer lacks a token of the template."""
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template_name: str, with_responses: bool = False
+    ) -> None:
+        """with_responses: for conversations that end with the assistant's turn.
+
+        Raises UserError when the tokenizer does not fit the template.
+        """
         self._tokenizer, self._template = tokenizer, TEMPLATES[template_name]
-        vocabulary = tokenizer.get_vocab()
-        needed = dict.fromkeys((*self._template.special_tokens, *self._template.stop_words))
-        missing = [token for token in needed if token not in vocabulary]
-        if missing:
+        self._ids = _token_ids(tokenizer, template_name, self._template)
+        if with_responses and EOS in self._template.response and not self._ids[EOS]:
             raise UserError(
-                f"--prompt-type={template_name} needs the token {missing[0]!r}, the tokenizer "
-                f"{tokenizer.name_or_path!r} does not have it; use the template or the tokenizer "
-                "of the model's family"
+                f"--prompt-type={template_name} ends a response with the tokenizer's EOS token, "
+                f"{tokenizer.name_or_path!r} has none; set eos_token in its tokenizer_config.json"
             )
-        self._ids = {token: int(vocabulary[token]) for token in needed}
-        self.stop_token_ids = [self._ids[word] for word in self._template.stop_words]
+        self.stop_token_ids = [self._ids[word][0] for word in self._template.stop_words]
         self._is_plain = not self._template.special_tokens
         self._num_eos = num_appended_eos(tokenizer) if self._is_plain else 0
 
     def encode(self, conversations: Sequence[Sequence[Turn]]) -> list[list[int]]:
-        """Token ids of each prompt, the response's header included; one tokenizer call for all."""
+        """Token ids of each prompt, the response's header included."""
         prompts = [render(self._template, turns) for turns in conversations]
-        # Each text once: what a template puts between the turns is the same in every prompt.
-        texts = dict.fromkeys(p.text for pieces in prompts for p in pieces if not p.is_token)
-        encoded = zip(texts, self._tokenized(list(texts)), strict=True)
-        ids_of = {Piece(text, False): ids for text, ids in encoded}
-        ids_of |= {Piece(token, True): [i] for token, i in self._ids.items()}
-        return [list(chain.from_iterable(map(ids_of.__getitem__, p))) for p in prompts]
+        first = self._read((p for pieces in prompts for p in pieces[:1]), opens_prompt=True)
+        other = self._read((p for pieces in prompts for p in pieces[1:]), opens_prompt=False)
+        return [
+            [
+                *chain.from_iterable(map(first.__getitem__, pieces[:1])),
+                *chain.from_iterable(map(other.__getitem__, pieces[1:])),
+            ]
+            for pieces in prompts
+        ]
 
-    def _tokenized(self, texts: list[str]) -> list[list[int]]:
+    def encode_labelled(self, conversations: Sequence[Sequence[Turn]]) -> list[Labelled]:
+        """Each conversation, whose last turn is the assistant's, with the labels of responses."""
+        rendered = [render_segments(self._template, turns) for turns in conversations]
+        opening = [segments[0].pieces[0] for segments in rendered if segments[0].pieces]
+        first = self._read(opening, opens_prompt=True)
+        rest = [p for segments in rendered for s in segments if not s.is_response for p in s.pieces]
+        prompt_ids = self._read(rest, opens_prompt=False)
+        response_ids = self._read_responses(
+            {pair for segments in rendered for pair in _responses(segments)}
+        )
+        labelled = []
+        for segments in rendered:
+            result = Labelled([], [])
+            for place, (segment, before) in enumerate(_with_borders(segments)):
+                ids = [prompt_ids.get(piece, []) for piece in segment.pieces]
+                if segment.is_response:
+                    ids = response_ids[before, segment.pieces]
+                elif place == 0 and segment.pieces:
+                    ids[0] = first[segment.pieces[0]]
+                found = list(chain.from_iterable(ids))
+                result.token_ids.extend(found)
+                result.labels.extend(found if segment.is_response else [IGNORED] * len(found))
+            labelled.append(result)
+        return labelled
+
+    def _read(self, pieces: Iterable[Piece], opens_prompt: bool) -> dict[Piece, list[int]]:
+        """Ids of each piece; in plain text the first one gets what the tokenizer adds."""
+        # Each text once: what a template puts between the turns is the same in every prompt.
+        different = dict.fromkeys(pieces)
+        texts = [piece.text for piece in different if not piece.is_token]
+        encoded = zip(texts, self._tokenized(texts, opens_prompt and self._is_plain), strict=True)
+        ids_of = {Piece(text, False): ids for text, ids in encoded}
+        return ids_of | {p: self._ids[p.text] for p in different if p.is_token}
+
+    def _read_responses(self, responses: set[Response]) -> dict[Response, list[list[int]]]:
+        """Ids of each piece of the responses, the first one as what goes on behind the prompt.
+
+        A tokenizer that opens a text with a blank would put a second one before the response when
+        it reads it alone. So the prompt's last character is read with it, and cut off again where
+        the two are not one token.
+        """
+        opening = {(before, pieces[0].text) for before, pieces in responses if _is_text(pieces)}
+        befores = sorted({before for before, _ in opening if before})
+        joined = sorted({before + text for before, text in opening if before})
+        alone = sorted({text for _, text in opening})
+        before_ids = dict(zip(befores, self._tokenized(befores, False), strict=True))
+        joined_ids = dict(zip(joined, self._tokenized(joined, False), strict=True))
+        alone_ids = dict(zip(alone, self._tokenized(alone, False), strict=True))
+        others = self._read(
+            (p for _, pieces in responses for p in pieces[_is_text(pieces) :]), False
+        )
+        found = {}
+        for before, pieces in responses:
+            ids = [others[piece] for piece in pieces[_is_text(pieces) :]]
+            if _is_text(pieces):
+                start = before_ids.get(before, [])
+                whole = joined_ids.get(before + pieces[0].text, [])
+                continues = bool(start) and whole[: len(start)] == start
+                ids = [whole[len(start) :] if continues else alone_ids[pieces[0].text], *ids]
+            found[before, pieces] = ids
+        return found
+
+    def _tokenized(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         if not texts:
             return []
         encoded = self._tokenizer(
             texts,
-            add_special_tokens=self._is_plain,
+            add_special_tokens=add_special_tokens,
             split_special_tokens=not self._template.verbatim,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,  # no word about texts over the model's length: that is for --seq-length
         )["input_ids"]
-        return [ids[: len(ids) - self._num_eos] for ids in encoded]
+        num_eos = self._num_eos if add_special_tokens else 0
+        return [ids[: len(ids) - num_eos] for ids in encoded]
+
+
+Response = tuple[str, tuple[Piece, ...]]
+"""(the character before it, "" after a special token; its pieces)."""
+
+
+def _is_text(pieces: Sequence[Piece]) -> bool:
+    return bool(pieces) and not pieces[0].is_token
+
+
+def _with_borders(segments: Sequence[Segment]) -> Iterator[tuple[Segment, str]]:
+    """Each segment with the character before it."""
+    last = Piece("", True)
+    for segment in segments:
+        yield segment, "" if last.is_token else last.text[-1]
+        last = segment.pieces[-1] if segment.pieces else last
+
+
+def _responses(segments: Sequence[Segment]) -> Iterator[Response]:
+    for segment, before in _with_borders(segments):
+        if segment.is_response:
+            yield before, segment.pieces
+
+
+def _token_ids(
+    tokenizer: PreTrainedTokenizerBase, name: str, template: Template
+) -> dict[str, list[int]]:
+    """Ids of the template's tokens; raises UserError when it is not for this tokenizer."""
+    vocabulary = tokenizer.get_vocab()
+    needed = dict.fromkeys((*template.special_tokens, *template.stop_words))
+    remedy = "use the template or the tokenizer of the model's family"
+    if missing := [token for token in needed if token not in vocabulary]:
+        raise UserError(
+            f"--prompt-type={name} needs the token {missing[0]!r}, the tokenizer "
+            f"{tokenizer.name_or_path!r} does not have it; {remedy}"
+        )
+    if foreign := [text for text in template.text_only if text in vocabulary]:
+        raise UserError(
+            f"--prompt-type={name} writes {foreign[0]!r} as text, in the tokenizer "
+            f"{tokenizer.name_or_path!r} it is one token; {remedy}"
+        )
+    eos = tokenizer.eos_token_id
+    ids = {token: [int(vocabulary[token])] for token in needed}
+    return ids | {EOS: [] if eos is None else [int(eos)]}

@@ -1,31 +1,43 @@
-"""Writes an indexed prompt data set beside its final names and moves it there when it is whole."""
+"""Writes an indexed data set beside its final names and moves it there when it is whole.
+
+Once it is whole, a list of the moves lies beside it: a writer that is killed between them loses
+neither the older data set of the prefix nor the new one, as the next writer makes the rest of them.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+from typing import IO, Literal
 
 import numpy as np
 
 from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.data.handlers import Handler
 from mindspeed_rlxf.data.indexed import IndexedWriter
 from mindspeed_rlxf.data.row_encoder import EncodedChunk
 from mindspeed_rlxf.data.sidecar import (
     MASK,
+    MOVES,
     TOKEN_IDS,
     Column,
     Sidecar,
     column_files,
     data_path,
     file_name,
+    partial_folder,
     rejected_path,
     sidecar_path,
 )
+
+logger = logging.getLogger(__name__)
 
 MAX_COLUMNS = 256  # each holds a file open
 
@@ -35,9 +47,19 @@ def existing_files(prefix: Path) -> list[Path]:
 
     In this order a removal that is interrupted leaves nothing that could be taken for a data set.
     """
-    columns = sorted(column_files(prefix), key=lambda name: name != TOKEN_IDS)
+    columns = sorted(column_files(prefix), key=lambda name: not name.endswith(TOKEN_IDS))
     parts = [_part(prefix, name, ending) for name in columns for ending in (".idx", ".bin")]
     return [f for f in (sidecar_path(prefix), *parts, rejected_path(prefix)) if f.exists()]
+
+
+def finish_interrupted(prefix: Path) -> None:
+    """Puts a data set in place whose writer was killed after it was whole."""
+    folder = partial_folder(prefix)
+    if (folder / MOVES).exists():
+        with _locked(folder, prefix):
+            _make_moves(folder, prefix)
+            shutil.rmtree(folder, ignore_errors=True)
+        logger.warning("%s: the data set of an interrupted run was whole, it is in place", prefix)
 
 
 class PromptSetWriter:
@@ -46,23 +68,14 @@ class PromptSetWriter:
     Raises UserError when another process writes to the prefix, OSError when the disk refuses.
     """
 
-    def __init__(self, prefix: Path) -> None:
-        self._prefix = prefix
+    def __init__(self, prefix: Path, handler: Handler) -> None:
+        self._prefix, self._handler = prefix, handler
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._folder = prefix.with_name(f".{prefix.name}_packed.partial")
+        self._folder = partial_folder(prefix)
         self._folder.mkdir(exist_ok=True)  # of a run that was killed: its files are written over
-        self._lock = open(self._folder / "lock", "w")  # noqa: SIM115  # held until __exit__
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"--output-prefix={prefix} must have one writer, another process is writing it; "
-                "wait for it or take another prefix"
-            ) from error
-        self._writers = {
-            TOKEN_IDS: IndexedWriter(self._folder / TOKEN_IDS, np.int32),
-            MASK: IndexedWriter(self._folder / MASK, np.int32),
-        }
+        self._lock = _locked(self._folder, prefix)  # held until __exit__
+        self._own = [*handler.sequences, *([MASK] if handler.has_mask else [])]
+        self._writers = {name: IndexedWriter(self._folder / name, np.int32) for name in self._own}
         self._files: dict[str, str] = {}  # column -> name in file names
         self._rejected = open(  # noqa: SIM115
             self._folder / "rejected", "w", encoding="utf-8", errors="backslashreplace"
@@ -79,22 +92,25 @@ class PromptSetWriter:
         trace: TracebackType | None,
     ) -> None:
         self._rejected.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if not (self._folder / MOVES).exists():
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._lock.close()
 
     def add(self, chunk: EncodedChunk) -> None:
-        self._writers[TOKEN_IDS].add(chunk.token_ids, chunk.lengths)
-        ones = np.ones(sum(chunk.lengths), dtype=np.int32)
-        self._writers[MASK].add(ones.tobytes(), chunk.lengths)
+        for name in self._handler.sequences:
+            self._writers[name].add(chunk.sequences[name].items, chunk.sequences[name].lengths)
+        if self._handler.has_mask:
+            lengths = chunk.sequences[TOKEN_IDS].lengths
+            self._writers[MASK].add(np.ones(sum(lengths), dtype=np.int32).tobytes(), lengths)
         for name in chunk.columns:
             if name not in self._files:
                 self._start_column(name)
         for name, file in self._files.items():
-            values = chunk.columns.get(name) or [None] * len(chunk.lengths)
+            values = chunk.columns.get(name) or [None] * chunk.num_rows
             _add_values(self._writers[file], values)
         for reject in chunk.rejected:
             self._rejected.write(json.dumps(asdict(reject), ensure_ascii=False) + "\n")
-        self.num_rows += len(chunk.lengths)
+        self.num_rows += chunk.num_rows
 
     def commit(self, sidecar: Sidecar, has_rejected: bool) -> None:
         """Puts the files in place of those of an older data set, the sidecar last."""
@@ -102,21 +118,21 @@ class PromptSetWriter:
             writer.close()
         self._rejected.close()
         text = sidecar.json_text().encode("utf-8", "backslashreplace")  # half characters of names
-        (self._folder / "meta").write_bytes(text)
-        for file in existing_files(self._prefix):
-            file.unlink()
-        if has_rejected:
-            (self._folder / "rejected").rename(rejected_path(self._prefix))
+        _write_durably(self._folder / "meta", text)
+        moves = [("rejected", rejected_path(self._prefix).name)] if has_rejected else []
         for name in reversed(self._writers):  # the prompts' index last: without it there is no set
             for ending in (".bin", ".idx"):
-                (self._folder / f"{name}{ending}").rename(_part(self._prefix, name, ending))
-        (self._folder / "meta").rename(sidecar_path(self._prefix))
+                moves.append((f"{name}{ending}", _part(self._prefix, name, ending).name))
+        moves.append(("meta", sidecar_path(self._prefix).name))
+        _write_durably(self._folder / f"{MOVES}.new", json.dumps(moves).encode("ascii"))
+        (self._folder / f"{MOVES}.new").rename(self._folder / MOVES)
+        _make_moves(self._folder, self._prefix)
 
     def columns(self) -> list[Column]:
         """Every indexed data set that was written, for the sidecar."""
         own = [
-            Column(name=TOKEN_IDS, file=TOKEN_IDS, dtype="int32", encoding="token_ids"),
-            Column(name=MASK, file=MASK, dtype="int32", encoding="mask"),
+            Column(name=name, file=name, dtype="int32", encoding=_encoding(name))
+            for name in self._own
         ]
         return own + [
             Column(name=name, file=file, dtype="uint8", encoding="json")
@@ -143,3 +159,47 @@ def _add_values(writer: IndexedWriter, values: Sequence[bytes | None]) -> None:
 def _part(prefix: Path, column: str, ending: str) -> Path:
     path = data_path(prefix, column)
     return path.with_name(path.name + ending)
+
+
+def _encoding(name: str) -> Literal["token_ids", "labels", "mask"]:
+    if name == MASK:
+        return "mask"
+    return "token_ids" if name.endswith(TOKEN_IDS) else "labels"
+
+
+def _make_moves(folder: Path, prefix: Path) -> None:
+    """Removes the older data set and makes the moves that were not made yet."""
+    moves = [(folder / name, prefix.with_name(to)) for name, to in _moves(folder)]
+    made = {target for source, target in moves if not source.exists()}
+    for file in existing_files(prefix):
+        if file not in made:
+            file.unlink()
+    for source, target in moves:
+        if target not in made:
+            source.rename(target)
+    (folder / MOVES).unlink()
+
+
+def _moves(folder: Path) -> list[list[str]]:
+    moves: list[list[str]] = json.loads((folder / MOVES).read_text(encoding="ascii"))
+    return moves
+
+
+def _locked(folder: Path, prefix: Path) -> IO[str]:
+    lock = open(folder / "lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise UserError(
+            f"--output-prefix={prefix} must have one writer, another process is writing it; "
+            "wait for it or take another prefix"
+        ) from error
+    return lock
+
+
+def _write_durably(file: Path, content: bytes) -> None:
+    with file.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())

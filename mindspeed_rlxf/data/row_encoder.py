@@ -1,4 +1,4 @@
-"""A chunk of rows becomes what is written of it: token ids, other columns, rejected rows."""
+"""A chunk of rows becomes what is written of it: token ids, labels, other columns, rejects."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
-from mindspeed_rlxf.data.conversation import MapKeys, UnusableRow, conversation_of
+from mindspeed_rlxf.data.conversation import UnusableRow
+from mindspeed_rlxf.data.examples import Example, example_of
 from mindspeed_rlxf.data.files import BadRow, Row
+from mindspeed_rlxf.data.handlers import LABELS, Handler, Output
 from mindspeed_rlxf.data.lengths import cut
-from mindspeed_rlxf.data.prompt_encoder import PromptEncoder
+from mindspeed_rlxf.data.map_keys import Keys
+from mindspeed_rlxf.data.prompt_encoder import IGNORED, PromptEncoder
+from mindspeed_rlxf.data.sidecar import TOKEN_IDS
 from mindspeed_rlxf.data.templates import Turn
 
 TOO_LONG = "too long"
@@ -43,87 +47,152 @@ class Rejected:
 
 
 @dataclass
+class Sequences:
+    """One column: int32 bytes of all rows behind each other, `lengths` [rows] in tokens."""
+
+    items: bytes = b""
+    lengths: list[int] = field(default_factory=list)
+
+
+@dataclass
 class EncodedChunk:
-    """token_ids: int32 bytes of all prompts behind each other, `lengths` [rows] in tokens.
-    columns:   name -> JSON bytes [rows]; None where the row lacks the column
+    """sequences:   name -> token ids or labels of the rows
+    columns:     name -> JSON bytes [rows]; None where the row lacks the column
+    num_unknown: tokens that stand for what the tokenizer does not know, of `num_tokens`
     """
 
-    token_ids: bytes = b""
-    lengths: list[int] = field(default_factory=list)
+    num_rows: int = 0
+    sequences: dict[str, Sequences] = field(default_factory=dict)
     columns: dict[str, list[bytes | None]] = field(default_factory=dict)
     rejected: list[Rejected] = field(default_factory=list)
     num_cut: int = 0
+    num_unknown: int = 0
+    num_tokens: int = 0
+
+
+IdRows = tuple[list[int], ...]
+"""Of one row, a list of ids for each of the handler's sequences."""
 
 
 @dataclass(frozen=True)
 class RowEncoder:
-    """max_length: longest prompt in tokens, None = any; `overlong` says what becomes of others."""
+    """max_length:   longest sequence in tokens, None = any; `overlong` says what becomes of others
+    kept_columns: of the rows' other columns, None = all
+    end_id:       put behind a conversation that does not end with it, None = nothing
+    unknown_id:   the tokenizer's, None = it has none
+    """
 
     prompts: PromptEncoder
-    keys: MapKeys
+    keys: Keys
+    handler: Handler
     max_length: int | None
     overlong: OverlongPrompts
+    kept_columns: frozenset[str] | None = None
+    end_id: int | None = None
+    unknown_id: int | None = None
 
     def encode(self, rows: Sequence[NumberedRow]) -> EncodedChunk:
-        chunk, usable, conversations = EncodedChunk(), [], []
+        chunk, usable, examples = EncodedChunk(), [], []
         for row in rows:
-            turns = self._conversation(row, chunk.rejected)
-            if turns is not None:
+            example = self._example(row, chunk.rejected)
+            if example is not None:
                 usable.append(row)
-                conversations.append(turns)
-        written, parts = [], []
-        for row, ids in zip(usable, self.prompts.encode(conversations), strict=True):
-            kept = self._fitting(row, ids, chunk.rejected)
-            if kept is not None:
-                chunk.num_cut += len(kept) < len(ids)
-                chunk.lengths.append(len(kept))
-                parts.append(np.asarray(kept, dtype=np.int32).tobytes())
-                written.append(row)
-        chunk.token_ids = b"".join(parts)
+                examples.append(example)
+        written: list[tuple[NumberedRow, Example]] = []
+        kept: list[IdRows] = []
+        for row, example, ids in zip(usable, examples, self._id_rows(examples), strict=True):
+            fitting = self._fitting(row, ids, chunk.rejected)
+            if fitting is not None:
+                chunk.num_cut += len(fitting[0]) < len(ids[0])
+                kept.append(fitting)
+                written.append((row, example))
+        self._fill(chunk, kept)
         chunk.columns = self._columns(written)
         order = {(row.file, row.number): place for place, row in enumerate(rows)}
         chunk.rejected.sort(key=lambda reject: order[reject.file, reject.row])
         return chunk
 
-    def _conversation(self, row: NumberedRow, rejected: list[Rejected]) -> list[Turn] | None:
+    def _example(self, row: NumberedRow, rejected: list[Rejected]) -> Example | None:
         if isinstance(row.row, BadRow):
             rejected.append(_rejected(row, row.row.reason, row.row.problem))
             return None
         try:
-            return conversation_of(row.row, self.keys)
+            return example_of(row.row, self.keys, self.handler)
         except UnusableRow as error:
             rejected.append(_rejected(row, error.reason, str(error)))
             return None
 
-    def _fitting(
-        self, row: NumberedRow, ids: list[int], rejected: list[Rejected]
-    ) -> list[int] | None:
-        if not ids:
+    def _id_rows(self, examples: Sequence[Example]) -> list[IdRows]:
+        if not self.handler.has_responses:
+            return [(ids,) for ids in self.prompts.encode([e.turns for e in examples])]
+        conversations = [
+            [*example.turns, Turn("assistant", response)]
+            for example in examples
+            for response in example.responses
+        ]
+        labelled = self.prompts.encode_labelled(conversations)
+        if self.handler.output is Output.PAIR:
+            judged = [(found.token_ids, last_response_only(found.labels)) for found in labelled]
+            return [(*judged[i], *judged[i + 1]) for i in range(0, len(judged), 2)]
+        for found in labelled:
+            if self.end_id is not None and found.token_ids[-1:] != [self.end_id]:
+                found.token_ids.append(self.end_id)
+                found.labels.append(self.end_id)
+        return [(found.token_ids, found.labels) for found in labelled]
+
+    def _fitting(self, row: NumberedRow, ids: IdRows, rejected: list[Rejected]) -> IdRows | None:
+        if not all(ids):
             problem = "a prompt must have a token, the tokenizer makes none of this one"
             rejected.append(_rejected(row, "no token", f"{problem}; remove the row"))
             return None
-        if self.max_length is None or len(ids) <= self.max_length:
+        longest = max(map(len, ids))
+        if self.max_length is None or longest <= self.max_length:
             return ids
-        kept = cut(ids, self.max_length, self.overlong)
+        kept = None if len(ids) > 1 else cut(ids[0], self.max_length, self.overlong)
         if kept is None:
-            problem = (
-                f"a prompt must fit --seq-length={self.max_length}, this one has {len(ids)} "
-                "tokens; raise it or use --overlong keep-tail"
-            )
-            rejected.append(_rejected(row, TOO_LONG, problem))
-        return kept
+            name, remedy = "prompt", "raise it or use --overlong keep-tail"
+            if len(ids) > 1:
+                name, remedy = "conversation", "raise it"
+            problem = f"a {name} must fit --seq-length={self.max_length}, this one has {longest}"
+            rejected.append(_rejected(row, TOO_LONG, f"{problem} tokens; {remedy}"))
+            return None
+        return (kept,)
 
-    def _columns(self, rows: Sequence[NumberedRow]) -> dict[str, list[bytes | None]]:
+    def _fill(self, chunk: EncodedChunk, kept: Sequence[IdRows]) -> None:
+        chunk.num_rows = len(kept)
+        for place, name in enumerate(self.handler.sequences):
+            parts = [np.asarray(ids[place], dtype=np.int32) for ids in kept]
+            items = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+            chunk.sequences[name] = Sequences(items.tobytes(), [len(part) for part in parts])
+            if name.endswith(TOKEN_IDS):
+                chunk.num_tokens += len(items)
+                if self.unknown_id is not None:
+                    chunk.num_unknown += int(np.count_nonzero(items == self.unknown_id))
+
+    def _columns(
+        self, rows: Sequence[tuple[NumberedRow, Example]]
+    ) -> dict[str, list[bytes | None]]:
         columns: dict[str, list[bytes | None]] = {}
-        consumed = self.keys.consumed
-        for place, row in enumerate(rows):
+        consumed, kept = self.keys.consumed, self.kept_columns
+        for place, (row, example) in enumerate(rows):
             assert isinstance(row.row, dict), "bad rows are rejected before"
-            for name, value in row.row.items():
-                if name not in consumed:
+            values = row.row
+            if self.handler.output is Output.ANSWERED and example.responses:
+                values = {**values, LABELS: example.responses[0]}
+            for name, value in values.items():
+                if name not in consumed and (kept is None or name in kept):
                     if name not in columns:
                         columns[name] = [None] * len(rows)
                     columns[name][place] = json_bytes(value)
         return columns
+
+
+def last_response_only(labels: list[int]) -> list[int]:
+    """Of a conversation that ends with a response: the earlier ones are ignored too."""
+    start = len(labels)
+    while start and labels[start - 1] != IGNORED:
+        start -= 1
+    return [IGNORED] * start + labels[start:]
 
 
 def json_bytes(value: Any) -> bytes:

@@ -14,6 +14,7 @@ from mindspeed_rlxf.config.fields import Integers, Section
 
 FORMAT_VERSION = 1
 TOKEN_IDS, MASK = "input_ids", "attention_mask"
+MOVES = "moves"  # in the partial folder: where its files go; there once all of them are whole
 MAX_NAME = 80  # of a column in a file name; file systems end at 255 bytes
 
 
@@ -21,13 +22,14 @@ class Column(Section):
     """One indexed data set `PREFIX_packed_{file}_document`; all have a sequence for every row.
 
     name:     the column's own name
-    encoding: int32 token ids, or the UTF-8 bytes of the value as JSON (null where a row has none)
+    encoding: int32 token ids, labels (-100 = not trained on) and masks, or the UTF-8 bytes of the
+              value as JSON (null where a row has none)
     """
 
     name: str
     file: str
     dtype: Literal["int32", "uint8"]
-    encoding: Literal["token_ids", "mask", "json"]
+    encoding: Literal["token_ids", "labels", "mask", "json"]
 
 
 class TokenizerId(Section):
@@ -59,6 +61,11 @@ def data_path(prefix: Path, column_file: str) -> Path:
 
 def sidecar_path(prefix: Path) -> Path:
     return prefix.with_name(f"{prefix.name}_packed_meta.json")
+
+
+def partial_folder(prefix: Path) -> Path:
+    """Where the files are while they are written."""
+    return prefix.with_name(f".{prefix.name}_packed.partial")
 
 
 def rejected_path(prefix: Path) -> Path:

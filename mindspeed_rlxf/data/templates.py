@@ -1,7 +1,9 @@
 """Prompt templates: how the turns of a conversation become the text that a model family expects.
 
 Declarative: a template is a row of patterns in TEMPLATES. `{text}` stands for the text of a turn,
-`{system}` for the filled `system` pattern where a family puts it inside the first user turn.
+`{system}` for the filled `system` pattern where a family puts it inside the first user turn,
+`{eos}` for the tokenizer's end-of-sequence token. Patterns are those of the families' own chat
+templates; `qwen_r1` is worded here.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
+EOS = "{eos}"
+
 
 class Turn(NamedTuple):
     """One message; role is "system" (first turn only), "user" or "assistant"."""
@@ -22,60 +26,94 @@ class Turn(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Part of a prompt: a special token of the template, or ordinary text around it."""
+    """Part of a prompt: a special token of the template (or EOS), or ordinary text around it."""
 
     text: str
     is_token: bool
+
+
+class Segment(NamedTuple):
+    """Neighbouring pieces; `is_response`: what the assistant writes, its end included."""
+
+    pieces: tuple[Piece, ...]
+    is_response: bool
 
 
 @dataclass(frozen=True)
 class Template:
     """Patterns of the turns, and what surrounds them.
 
-    header:         opens the response; the prompt ends with it
+    header:         opens a response; a prompt ends with it
+    response:       what the assistant writes after the header, up to the token that ends it
+    separator:      between a response and the next turn of the user
     start:          opens the prompt (the family's beginning-of-text token, where it has one)
     default_system: system text of a conversation that has none; "" = no system turn
     special_tokens: strings in the patterns that are single tokens; none = plain text, which gets
                     what the tokenizer adds to any text
     stop_words:     tokens that end a response besides the tokenizer's EOS
+    text_only:      strings in the patterns that must not be single tokens: the family's later
+                    tokenizers have them as such, and other patterns
     verbatim:       the text is the whole prompt and is read like any text, special tokens that it
                     spells included; otherwise such a spelling stays ordinary text
     """
 
     user: str = "{text}"
-    assistant: str = "\n{text}\n"
-    system: str = "{text}\n"
     header: str = ""
+    response: str = "{text}{eos}"
+    separator: str = ""
+    system: str = "{text}\n"
     start: str = ""
     default_system: str = ""
     special_tokens: tuple[str, ...] = ()
     stop_words: tuple[str, ...] = ()
+    text_only: tuple[str, ...] = ()
     verbatim: bool = False
 
 
-def _chatml(default_system: str = "") -> Template:
+def _chatml(default_system: str = "", user: str = "{text}") -> Template:
     return Template(
         system="<|im_start|>system\n{text}<|im_end|>\n",
-        user="<|im_start|>user\n{text}<|im_end|>\n",
-        assistant="<|im_start|>assistant\n{text}<|im_end|>\n",
+        user=f"<|im_start|>user\n{user}<|im_end|>\n",
         header="<|im_start|>assistant\n",
+        response="{text}<|im_end|>",
+        separator="\n",
         default_system=default_system,
         special_tokens=("<|im_start|>", "<|im_end|>"),
         stop_words=("<|im_end|>",),
     )
 
 
+_MISTRAL = Template(
+    start="<s>",
+    system="{text}\n\n",
+    user="[INST] {system}{text} [/INST]",
+    response=" {text}</s>",
+    special_tokens=("<s>", "</s>"),
+    stop_words=("</s>",),
+    text_only=("[INST]", "[/INST]"),
+)
+
 TEMPLATES: Mapping[str, Template] = {
     "empty": Template(verbatim=True),
     "default": Template(
-        user="Human: {text}\n", assistant="Assistant: {text}\n", header="Assistant: "
+        user="Human: {text}\n", header="Assistant:", response=" {text}{eos}", separator="\n"
+    ),
+    "alpaca": Template(
+        system="{text}\n\n",
+        user="### Instruction:\n{text}\n\n",
+        header="### Response:\n",
+        separator="\n\n",
+        default_system=(
+            "Below is an instruction that describes a task. "
+            "Write a response that appropriately completes the request."
+        ),
     ),
     "chatml": _chatml(),
     "trl": Template(verbatim=True),
     "llama2": Template(
         system="<<SYS>>\n{text}\n<</SYS>>\n\n",
         user="<s>[INST] {system}{text} [/INST]",
-        assistant=" {text} </s>",
+        response=" {text} </s>",
         special_tokens=("<s>", "</s>"),
         stop_words=("</s>",),
     ),
@@ -83,8 +121,8 @@ TEMPLATES: Mapping[str, Template] = {
         start="<|begin_of_text|>",
         system="<|start_header_id|>system<|end_header_id|>\n\n{text}<|eot_id|>",
         user="<|start_header_id|>user<|end_header_id|>\n\n{text}<|eot_id|>",
-        assistant="<|start_header_id|>assistant<|end_header_id|>\n\n{text}<|eot_id|>",
         header="<|start_header_id|>assistant<|end_header_id|>\n\n",
+        response="{text}<|eot_id|>",
         special_tokens=(
             "<|begin_of_text|>",
             "<|start_header_id|>",
@@ -93,14 +131,33 @@ TEMPLATES: Mapping[str, Template] = {
         ),
         stop_words=("<|eot_id|>",),
     ),
-    "qwen": _chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
+    "mistral": _MISTRAL,
+    "mixtral": _MISTRAL,
+    "qwen": _chatml("You are a helpful assistant."),
+    "qwen25": _chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
     "qwen3": _chatml(),
+    "qwen_r1": _chatml(
+        "You are a helpful assistant.",
+        "Work out the answer to what follows. First write how you think about it between <think> "
+        "and </think>, then what you answer between <answer> and </answer>, and in it the final "
+        "result as \\boxed{}.\n{text}",
+    ),
+    "qwen_math_r1": _chatml(
+        "Please reason step by step, and put your final answer within \\boxed{}."
+    ),
 }
 """Name (`--prompt-type`) -> template. Texts of turns are taken as they are, not trimmed."""
 
 
-Run = tuple[str | int, ...]
-"""Neighbouring text: of the template, or the place of a turn whose text goes there."""
+@dataclass(frozen=True)
+class _Border:
+    """A response begins, or has ended."""
+
+    opens: bool
+
+
+Part = Piece | str | int
+"""A special token, text of the template, or the place of a turn whose text goes there."""
 
 
 def render(template: Template, turns: Sequence[Turn]) -> list[Piece]:
@@ -108,8 +165,21 @@ def render(template: Template, turns: Sequence[Turn]) -> list[Piece]:
 
     Neighbouring text is one piece, so that it is tokenized as in the whole prompt.
     """
+    return _filled_in(_prompt_layout(template, tuple(turn.role for turn in turns)), turns)
+
+
+def render_segments(template: Template, turns: Sequence[Turn]) -> list[Segment]:
+    """A conversation whose last turn is the assistant's, cut where responses begin and end."""
+    layout = _segment_layout(template, tuple(turn.role for turn in turns))
+    return [Segment(tuple(_filled_in(run, turns)), opens) for opens, run in layout]
+
+
+Run = tuple[str | int, ...]
+
+
+def _filled_in(layout: Sequence[Piece | Run], turns: Sequence[Turn]) -> list[Piece]:
     pieces = []
-    for part in _layout(template, tuple(turn.role for turn in turns)):
+    for part in layout:
         if isinstance(part, Piece):
             pieces.append(part)
         elif text := "".join([turns[i].text if isinstance(i, int) else i for i in part]):
@@ -118,20 +188,46 @@ def render(template: Template, turns: Sequence[Turn]) -> list[Piece]:
 
 
 @lru_cache(maxsize=1024)
-def _layout(template: Template, roles: tuple[str, ...]) -> tuple[Piece | Run, ...]:
+def _prompt_layout(template: Template, roles: tuple[str, ...]) -> tuple[Piece | Run, ...]:
     """The prompt of every conversation with these roles."""
+    parts = [part for part in _parts(template, roles) if not isinstance(part, _Border)]
+    return _joined([*parts, *_filled(template, template.header)])
+
+
+@lru_cache(maxsize=1024)
+def _segment_layout(
+    template: Template, roles: tuple[str, ...]
+) -> tuple[tuple[bool, tuple[Piece | Run, ...]], ...]:
+    """(is it a response, its parts) of every conversation with these roles."""
+    segments: list[tuple[bool, list[Part]]] = [(False, [])]
+    for part in _parts(template, roles):
+        if isinstance(part, _Border):
+            segments.append((part.opens, []))
+        else:
+            segments[-1][1].append(part)
+    return tuple((opens, _joined(parts)) for opens, parts in segments if parts)
+
+
+def _parts(template: Template, roles: tuple[str, ...]) -> list[Part | _Border]:
     system: str | int = 0 if roles[0] == "system" else template.default_system
     pending = [] if system == "" else _filled(template, template.system, text=[system])
-    parts = _filled(template, template.start)
+    parts: list[Part | _Border] = [*_filled(template, template.start)]
     if "{system}" not in template.user:
-        parts, pending = parts + pending, []
+        parts, pending = [*parts, *pending], []
     for place, role in enumerate(roles):
         if role == "user":
             parts += _filled(template, template.user, text=[place], system=pending)
             pending = []
         elif role == "assistant":
-            parts += _filled(template, template.assistant, text=[place])
-    parts += _filled(template, template.header)
+            response = _filled(template, template.response, text=[place])
+            parts += [*_filled(template, template.header), _Border(True), *response, _Border(False)]
+            if place + 1 < len(roles):
+                parts += _filled(template, template.separator)
+    return parts
+
+
+def _joined(parts: Sequence[Part]) -> tuple[Piece | Run, ...]:
+    """Neighbouring text becomes one run."""
     layout: list[Piece | Run] = []
     for is_token, group in groupby(parts, key=lambda part: isinstance(part, Piece)):
         if is_token:
@@ -141,16 +237,15 @@ def _layout(template: Template, roles: tuple[str, ...]) -> tuple[Piece | Run, ..
     return tuple(layout)
 
 
-def _filled(
-    template: Template, pattern: str, **values: Sequence[Piece | str | int]
-) -> list[Piece | str | int]:
+def _filled(template: Template, pattern: str, **values: Sequence[Part]) -> list[Part]:
     """`pattern` with its fields replaced and its special tokens set apart."""
-    splitter = "|".join([r"\{text\}", r"\{system\}", *map(re.escape, template.special_tokens)])
-    parts: list[Piece | str | int] = []
+    fields = [re.escape(field) for field in ("{text}", "{system}", EOS)]
+    splitter = "|".join([*fields, *map(re.escape, template.special_tokens)])
+    parts: list[Part] = []
     for part in re.split(f"({splitter})", pattern):
         if part in ("{text}", "{system}"):
             parts += values[part[1:-1]]
-        elif part in template.special_tokens:
+        elif part == EOS or part in template.special_tokens:
             parts.append(Piece(part, True))
         elif part:
             parts.append(part)

@@ -63,6 +63,34 @@ def eos_token_ids(
     return tuple(sorted(ids))
 
 
+def describe_stop_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    model_folder: str | None,
+    data_set_ids: Sequence[int],
+    configured_ids: Sequence[int],
+) -> str:
+    """One line: every id that ends a response, its token, and who named it."""
+    eos = tokenizer.eos_token_id
+    folder = Path(model_folder) if model_folder is not None else None
+    sources = {
+        "tokenizer": () if eos is None else (int(eos),),
+        "generation_config.json": _generation_config_eos(folder / "generation_config.json")
+        if folder
+        else (),
+        "template of the data set": data_set_ids,
+        "stop_token_ids": configured_ids,
+    }
+    named: dict[int, list[str]] = {}
+    for source, ids in sources.items():
+        for token_id in ids:
+            named.setdefault(token_id, []).append(source)
+    shown = [
+        f"{token_id} {tokenizer.convert_ids_to_tokens(token_id)!r} ({', '.join(who)})"
+        for token_id, who in sorted(named.items())
+    ]
+    return f"responses end with: {'; '.join(shown) or 'nothing but max_new_tokens'}"
+
+
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
     """Problems of using the tokenizer with a model of `vocab_size` embeddings: none, or one."""
     largest = max(tokenizer.get_vocab().values(), default=-1)

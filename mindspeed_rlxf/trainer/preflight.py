@@ -17,7 +17,12 @@ from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
-from mindspeed_rlxf.data.tokenizer import check_vocabulary, eos_token_ids, load_tokenizer
+from mindspeed_rlxf.data.tokenizer import (
+    check_vocabulary,
+    describe_stop_tokens,
+    eos_token_ids,
+    load_tokenizer,
+)
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.sizes import HEADS
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
@@ -76,7 +81,13 @@ def prepare(config: RunConfig) -> Prepared:
         problems += _missing_files(config)
     if problems:
         raise UserError(problems)
-    prepared.notices = _notices(config)
+    stops = describe_stop_tokens(
+        prepared.tokenizer,
+        actor.load,
+        sorted({*training.stop_token_ids, *validation.stop_token_ids}),
+        actor.stop_token_ids,
+    )
+    prepared.notices = [stops, *_notices(config)]
     return prepared
 
 

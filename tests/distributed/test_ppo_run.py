@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import ArchitectureConfig, RunConfig
 from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
-from mindspeed_rlxf.data.conversation import MapKeys
+from mindspeed_rlxf.data.map_keys import MapKeys
 from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.roles import actor as actor_module

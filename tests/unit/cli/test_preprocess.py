@@ -14,13 +14,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rlxf import cli
+from mindspeed_rlxf.cli import preprocess as preprocess_command
 from mindspeed_rlxf.cli.preprocess import main
+from mindspeed_rlxf.cli.preprocess_flags import OLDER_FLAGS
 from tests.unit.data.byte_tokenizer import byte_tokenizer, write_tokenizer
+from tests.unit.data.plain_pairs import write_pair
 
 REPO = Path(__file__).parents[3]
 PROMPTS = ["The film was", "电影 was a", "I felt that"]
+CUT = "--overlong=keep-tail"
 GUIDE = """
 mkdir ./dataset/llama3-hf/
 
@@ -42,6 +48,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The command sets these for its process; the test's own get them back."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    monkeypatch.setattr(preprocess_command, "LINE_S", 1e9)
     monkeypatch.chdir(tmp_path)
 
 
@@ -82,8 +89,11 @@ def test_the_command_of_the_guide_runs_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_defaults_are_those_of_alpaca_rows(
-    required: list[str], capsys: pytest.CaptureFixture[str]
+    required: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(preprocess_command, "LINE_S", 0.0)
     assert cli.main(["preprocess", *required, "--log-interval", "2"]) == 0
     assert texts("new/folder/set") == [f"{text}\nnow" for text in PROMPTS]
     output = capsys.readouterr()
@@ -119,12 +129,38 @@ def test_what_was_dropped_skipped_and_empty_is_said(
     ("flags", "problem"),
     [
         (["--worker", "2"], "--worker: no such option; did you mean --workers?"),
-        (["--append-eod"], "--append-eod: no such option; remove it, or use "),
+        (["--zzz"], "--zzz: no such option; remove it; --help lists the options"),
+        (["--pack"], "--pack is not supported: sequences are packed while they are trained on"),
+        (["--json-keys", "text", "b"], "--json-keys is not supported: the handler says which"),
+        (["--mix-strategy", "interleave_over"], "--mix-strategy=interleave_over is not supported:"),
+        (["--dataset-impl", "lazy"], "--dataset-impl=lazy is not supported: data sets are memory-"),
+        (["--reward-tokens", "+", "-"], "--reward-tokens is not supported: rewards of single"),
         (["--seq-lenght=5"], "--seq-lenght=5: no such option; did you mean --seq-length?"),
         (
-            ["--handler-name", "AlpacaStyleInstructionHandler"],
-            "--handler-name=AlpacaStyleInstructionHandler must be one of "
-            "PPOAlpacaStyleInstructionHandler; did you mean PPOAlpacaStyleInstructionHandler?",
+            ["--handler-name", "AlpacaStyleProcessRewardHandler"],
+            "--handler-name=AlpacaStyleProcessRewardHandler is not supported: rewards of single "
+            "steps are not trained here; score whole responses and use AlpacaStylePairwiseHandler",
+        ),
+        (
+            ["--handler-name", "GeneralPretrainHandler"],
+            "--handler-name=GeneralPretrainHandler is not supported: texts for pre-training",
+        ),
+        (
+            ["--handler-name", "PPOAlpacaStyleHandler"],
+            "--handler-name=PPOAlpacaStyleHandler must be one of PPOAlpacaStyleInstructionHandler,",
+        ),
+        (
+            ["--handler-name", "AlpacaStyleInstructionHandler", "--map-keys", '{"response": ""}'],
+            "--map-keys: response must name a column for AlpacaStyleInstructionHandler, it is",
+        ),
+        (
+            ["--handler-name=AlpacaStyleInstructionHandler", "--seq-length=9", CUT],
+            "--overlong=keep-tail is for prompts, AlpacaStyleInstructionHandler writes responses",
+        ),
+        (
+            ["--dataset-additional-keys", "labels", "output"],
+            "--dataset-additional-keys must name columns, no row has 'labels' (there are "
+            "instruction, input, output); name one",
         ),
         (["--tokenizer-type", "GPT2BPETokenizer"], "--tokenizer-type=GPT2BPETokenizer must be"),
         (["--prompt-type", "lama3"], "--prompt-type=lama3 must be one of empty, "),
@@ -159,11 +195,74 @@ def test_a_mistake_exits_2_with_error_lines_and_leaves_nothing(
     assert [path for path in (tmp_path / "new").rglob("*") if path.is_file()] == []
 
 
+def test_flags_that_have_no_effect_are_accepted_with_a_line_each(
+    required: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "--streaming", "--cache-dir", "~/tmp", "--overwrite-cache", "--n-subs", "4", "--seed", "7",
+        "--pad-to-multiple-of", "8", "--make-vocab-size-divisible-by", "1", "--dataset-impl",
+        "mmap", "--mix-strategy", "concat", "--pad-vocab-size-to", "512", "--append-eod",
+    ]  # fmt: skip
+    assert main([*required, *flags]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    given = {flag for flag in flags if flag.startswith("--")}
+    assert all(line.startswith("note: --") for line in lines)
+    assert {line.split()[1] for line in lines} == given and len(lines) == len(given)
+
+
+def test_no_flag_of_the_older_toolkit_is_ignored() -> None:
+    for name, flag in OLDER_FLAGS.items():
+        assert flag.meaning, name
+
+
+@pytest.mark.parametrize("unknown", [0, 1])
+def test_a_tokenizer_that_does_not_know_the_text_is_doubted(
+    unknown: int, required: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """3 of 98 tokens are unknown where the 3 rows are of 98 letters, or none is."""
+    ids = {"<unk>": 0, "a": 1, "</s>": 2}
+    core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="</s>")
+    tokenizer.save_pretrained(tmp_path / "small")
+    row = {"instruction": "a" * 31 + ("b" if unknown else "a"), "input": ""}
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 3))
+    assert main([*required, "--tokenizer-name-or-path", "small"]) == 0
+    errors = capsys.readouterr().err
+    assert errors.count("note: 3% of the tokens are the unknown one") == unknown
+    assert len(errors.splitlines()) == unknown
+
+
+def test_lines_of_progress_are_seconds_apart(
+    required: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preprocess_command, "LINE_S", 1e9)
+    assert main([*required, "--log-interval", "1"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_every_wrong_flag_is_told_at_once(
     required: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*required, "--workers", "-1", "--prompt-type", "x", "--handler-name", "y"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+def test_merging_needs_one_folder_a_key_and_no_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "parts").mkdir()
+    for name in ("a", "b"):
+        write_pair(tmp_path / "parts" / f"{name}_packed_input_ids_document", [[1, 2], [3]])
+    command = ["--input", "parts", "--output-prefix", "out/all", "--merge-group-keys"]
+    assert main(command) == 2
+    assert "needs one --input folder and at least one key" in capsys.readouterr().err
+    assert main([*command, "packed_input_ids_document"]) == 0
+    output = capsys.readouterr().out
+    assert output == "written: out/all_packed_input_ids_document.bin and .idx, 4 sequences\n"
+    assert len(IndexedDataset("out/all_packed_input_ids_document")) == 4
 
 
 def test_a_required_flag_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,24 +300,31 @@ def test_letters_of_any_script_work_in_an_ascii_locale(tmp_path: Path) -> None:
     assert rejected["file"] == "数据/题.jsonl"
 
 
+def opened(pipe: Path) -> int | None:
+    """Its writing end once a process reads it; None before."""
+    try:
+        return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+
+
 def test_a_killed_run_leaves_no_data_set_and_the_next_one_works(
     required: list[str], tmp_path: Path
 ) -> None:
     """A pipe that nobody writes to holds the command in the middle of its work."""
     (tmp_path / "many.jsonl").write_text('{"instruction": "a"}\n' * 5000)
     os.mkfifo(tmp_path / "slow.jsonl")
-    flags = ["--workers", "2", "--log-interval", "1000"]
-    command = [sys.executable, str(REPO / "preprocess_data.py"), *required, *flags]
-    progress = tmp_path / "progress"
+    command = [sys.executable, str(REPO / "preprocess_data.py"), *required, "--workers", "2"]
     deadline = time.monotonic() + 60
-    with progress.open("w") as stream:
-        run = subprocess.Popen([*command, "--input", "many.jsonl", "slow.jsonl"], stderr=stream)
-    while "5000 rows" not in progress.read_text() and time.monotonic() < deadline:
+    run = subprocess.Popen([*command, "--input", "many.jsonl", "slow.jsonl"])
+    while (pipe := opened(tmp_path / "slow.jsonl")) is None and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert pipe is not None
     partial = tmp_path / "new" / "folder" / ".set_packed.partial"
     assert partial.is_dir()
     run.send_signal(signal.SIGKILL)
     run.wait(timeout=10)
+    os.close(pipe)
     assert list((tmp_path / "new" / "folder").iterdir()) == [partial]
     while main(required) == 2 and time.monotonic() < deadline:  # its workers end within a second
         time.sleep(0.2)

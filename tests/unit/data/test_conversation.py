@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.data.conversation import (
-    MapKeys,
-    UnusableRow,
-    conversation_of,
-    parse_map_keys,
-)
+from mindspeed_rlxf.data.conversation import UnusableRow, conversation_of
+from mindspeed_rlxf.data.handlers import HANDLERS
+from mindspeed_rlxf.data.map_keys import MapKeys, parse_map_keys
 
+PPO = HANDLERS["PPOAlpacaStyleInstructionHandler"]
 KEYS = MapKeys("p", "q", "r", "h", "s")
 
 
@@ -89,13 +87,13 @@ def test_dots_reach_inside() -> None:
 
 
 def test_the_keys_of_the_guide_are_read() -> None:
-    keys = parse_map_keys('{"prompt":"prompt", "query":"", "response": "prompt", "system":""}')
+    keys = parse_map_keys('{"prompt":"prompt", "query":"", "response": "prompt", "system":""}', PPO)
     assert keys == MapKeys("prompt", None, "prompt", None, None)
     assert keys.consumed == {"prompt"}
 
 
 def test_keys_that_are_not_given_keep_their_defaults() -> None:
-    assert parse_map_keys("{}") == MapKeys("instruction", "input", "output", None, None)
+    assert parse_map_keys("{}", PPO) == MapKeys("instruction", "input", "output", None, None)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +109,15 @@ def test_keys_that_are_not_given_keep_their_defaults() -> None:
 )
 def test_wrong_map_keys_are_named(text: str, problem: str) -> None:
     with pytest.raises(UserError) as error:
-        parse_map_keys(text)
+        parse_map_keys(text, PPO)
     assert problem in str(error.value)
 
 
 def test_a_default_column_enters_the_prompt_once() -> None:
-    assert parse_map_keys('{"prompt": "input"}').query is None
-    assert parse_map_keys('{"prompt": "question"}').query == "input"
+    assert parse_map_keys('{"prompt": "input"}', PPO).query is None
+    assert parse_map_keys('{"prompt": "question"}', PPO).query == "input"
 
 
 def test_a_column_that_is_named_twice_is_an_error() -> None:
     with pytest.raises(UserError, match="'a' is named twice"):
-        parse_map_keys('{"prompt": "a", "system": "a"}')
+        parse_map_keys('{"prompt": "a", "system": "a"}', PPO)

@@ -13,14 +13,15 @@ import pytest
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DataConfig
-from mindspeed_rlxf.data.conversation import MapKeys
 from mindspeed_rlxf.data.indexed import IndexedWriter
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
+from mindspeed_rlxf.data.map_keys import MapKeys
 from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
-from mindspeed_rlxf.data.sidecar import data_path, sidecar_path
+from mindspeed_rlxf.data.sidecar import data_path, partial_folder, sidecar_path
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from tests.unit.data.byte_tokenizer import SPECIAL, byte_tokenizer, write_tokenizer
+from tests.unit.data.plain_pairs import write_pair
 
 DATA = Path(os.environ.get("RLXF_DATA", Path(__file__).parents[4] / "shared" / "data"))
 GSM8K = DATA / "gsm8k" / "train.jsonl"
@@ -151,10 +152,7 @@ def test_the_same_tokenizer_elsewhere_is_accepted(tokenizer_folder: str, tmp_pat
 def write_old(prefix: Path, columns: dict[str, list[list[int]]]) -> str:
     """A data set of the older toolkit: token ids in every column, no sidecar."""
     for column, rows in columns.items():
-        writer = IndexedWriter(data_path(prefix, column), np.int32)
-        for row in rows:
-            writer.add(np.array(row, np.int32).tobytes(), [len(row)])
-        writer.close()
+        write_pair(data_path(prefix, column), rows)
     return str(prefix)
 
 
@@ -175,6 +173,33 @@ def test_without_a_sidecar_columns_are_decoded_with_a_notice(
     assert [(p.text, p.ground_truth) for p in found.prompts] == [("ab", "12"), ("数", "答")]
     assert found.stop_token_ids == ()
     assert "no old_packed_meta.json beside it" in caplog.text
+
+
+def test_old_conversations_and_pairs_give_the_prompt_before_the_last_response(
+    tokenizer_folder: str, tmp_path: Path
+) -> None:
+    ids = byte_tokenizer()("qansQAN")["input_ids"]
+    labels = [-100, *ids[1:4], -100, *ids[5:]]
+    conversations = {"input_ids": [ids], "labels": [labels], "attention_mask": [[1] * 7]}
+    pairs = {
+        "chosen_input_ids": [ids],
+        "chosen_labels": [[-100] * 5 + ids[5:]],
+        "rejected_input_ids": [ids],
+        "rejected_labels": [ids],
+    }
+    for name, columns in (("talks", conversations), ("pairs", pairs)):
+        found = load(tokenizer_folder, write_old(tmp_path / name, columns))
+        assert [p.text for p in found.prompts] == ["qansQ"]
+
+
+def test_a_data_set_that_waits_to_be_put_in_place_is_told(
+    tokenizer_folder: str, tmp_path: Path
+) -> None:
+    prefix = tmp_path / "set"
+    partial_folder(prefix).mkdir()
+    (partial_folder(prefix) / "moves").write_text("[]")
+    (problem,) = problems_of(tokenizer_folder, str(prefix))
+    assert problem.endswith("run the same preprocess_data.py again, which puts it there")
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_named(

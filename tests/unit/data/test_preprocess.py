@@ -13,15 +13,18 @@ import pytest
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.data import preprocess as preprocess_module
-from mindspeed_rlxf.data.conversation import MapKeys
+from mindspeed_rlxf.data import prompt_set_writer, row_source
+from mindspeed_rlxf.data.handlers import HANDLERS
 from mindspeed_rlxf.data.indexed import IndexedReader
-from mindspeed_rlxf.data.preprocess import Counts, PreprocessOptions, preprocess
+from mindspeed_rlxf.data.map_keys import MapKeys
+from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
 from mindspeed_rlxf.data.prompt_set_writer import PromptSetWriter
+from mindspeed_rlxf.data.row_source import Counts
 from mindspeed_rlxf.data.sidecar import Sidecar, data_path, read_sidecar
 from tests.unit.data.byte_tokenizer import byte_tokenizer, write_tokenizer
 
 KEYS = MapKeys(prompt="prompt")
+PPO = HANDLERS["PPOAlpacaStyleInstructionHandler"]
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +242,7 @@ def test_a_huge_prompt_is_a_row_like_others(bench: Bench, workers: int) -> None:
 def test_the_output_does_not_depend_on_the_number_of_processes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preprocess_module, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(row_source, "CHUNK_ROWS", 7)
     rows = [{"prompt": "x" * (n % 13), "id": n, f"c{n % 5}": n} for n in range(200)]
     file = bench.write("a.jsonl", *rows)
     written = []
@@ -310,9 +313,48 @@ def test_a_failure_leaves_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch)
     assert list(bench.prefix.parent.iterdir()) == []
 
 
+@pytest.mark.parametrize("kill_at", range(11))
+def test_a_kill_while_the_files_are_moved_loses_neither_data_set(
+    kill_at: int, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replacing has 5 removals (sidecar, 2 pairs), 7 moves with the list's own, 1 last removal."""
+    bench.run(bench.write("a.jsonl", {"prompt": "old"}))
+    new = bench.write("b.jsonl", {"prompt": "new"})
+
+    class Killed(BaseException):
+        pass
+
+    done = 0
+
+    def counted(action: Any) -> Any:
+        def act(*arguments: Any, **options: Any) -> Any:
+            nonlocal done
+            if done == kill_at:
+                raise Killed
+            done += 1
+            return action(*arguments, **options)
+
+        return act
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", counted(Path.rename))
+        patched.setattr(Path, "unlink", counted(Path.unlink))
+        # The lock goes with the process, the folder stays.
+        patched.setattr(prompt_set_writer.shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(Killed):
+            bench.run(new, overwrite=True)
+    if kill_at == 0:  # the list of moves is not there yet
+        assert bench.texts() == ["old"]
+        return
+    with pytest.raises(UserError, match="exists; take another prefix"):
+        bench.run(new)  # puts the data set in place, and refuses to overwrite it
+    assert bench.texts() == ["new"] and bench.sidecar().counts["rows_written"] == 1
+    assert not [path for path in bench.prefix.parent.iterdir() if path.is_dir()]
+
+
 def test_a_second_writer_of_a_prefix_is_refused(bench: Bench) -> None:
     file = bench.write("a.jsonl", {"prompt": "a"})
-    with PromptSetWriter(bench.prefix):
+    with PromptSetWriter(bench.prefix, PPO):
         (problem,) = bench.problems(file)
     assert "must have one writer, another process is writing it" in problem
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_rlxf.data.templates import TEMPLATES, Piece, Turn, render
+from mindspeed_rlxf.data.templates import TEMPLATES, Piece, Turn, render, render_segments
 
 USER = [Turn("user", "Hi")]
 CHAT = [Turn("system", "Be kind."), Turn("user", "A"), Turn("assistant", "B"), Turn("user", "C")]
-QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 LLAMA3_HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
 
 
@@ -21,13 +21,30 @@ def text_of(name: str, turns: list[Turn]) -> str:
     [
         ("empty", "Hi"),
         ("trl", "Hi"),
-        ("default", "Human: Hi\nAssistant: "),
+        ("default", "Human: Hi\nAssistant:"),
+        (
+            "alpaca",
+            "Below is an instruction that describes a task. Write a response that appropriately "
+            "completes the request.\n\n### Instruction:\nHi\n\n### Response:\n",
+        ),
+        ("mistral", "<s>[INST] Hi [/INST]"),
+        ("mixtral", "<s>[INST] Hi [/INST]"),
         ("chatml", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
         ("qwen3", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
         (
             "qwen",
-            f"<|im_start|>system\n{QWEN_SYSTEM}<|im_end|>\n"
+            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
             "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            "qwen25",
+            f"<|im_start|>system\n{QWEN25_SYSTEM}<|im_end|>\n"
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            "qwen_math_r1",
+            "<|im_start|>system\nPlease reason step by step, and put your final answer within "
+            "\\boxed{}.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
         ),
         ("llama2", "<s>[INST] Hi [/INST]"),
         (
@@ -44,8 +61,14 @@ def test_one_turn_ends_with_the_header_of_the_response(name: str, expected: str)
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("empty", "Be kind.\nA\nB\nC"),
-        ("default", "Be kind.\nHuman: A\nAssistant: B\nHuman: C\nAssistant: "),
+        ("empty", "Be kind.\nAB{eos}C"),
+        ("default", "Be kind.\nHuman: A\nAssistant: B{eos}\nHuman: C\nAssistant:"),
+        (
+            "alpaca",
+            "Be kind.\n\n### Instruction:\nA\n\n### Response:\nB{eos}\n\n"
+            "### Instruction:\nC\n\n### Response:\n",
+        ),
+        ("mistral", "<s>[INST] Be kind.\n\nA [/INST] B</s>[INST] C [/INST]"),
         (
             "qwen",
             "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nA<|im_end|>\n"
@@ -83,9 +106,37 @@ def test_only_the_template_writes_special_tokens() -> None:
     ]
 
 
+def test_segments_are_the_prompt_cut_where_responses_begin_and_end() -> None:
+    segments = render_segments(TEMPLATES["qwen3"], [*CHAT[1:], Turn("assistant", "D")])
+    found = [("".join(p.text for p in s.pieces), s.is_response) for s in segments]
+    assert found == [
+        ("<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\n", False),
+        ("B<|im_end|>", True),
+        ("\n<|im_start|>user\nC<|im_end|>\n<|im_start|>assistant\n", False),
+        ("D<|im_end|>", True),
+    ]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_response_follows_the_prompt_of_the_same_turns(name: str) -> None:
+    segments = render_segments(TEMPLATES[name], [*CHAT, Turn("assistant", "D")])
+    *prompt, response = ["".join(p.text for p in s.pieces) for s in segments]
+    assert "".join(prompt) == text_of(name, CHAT)
+    assert response.strip().startswith("D") and segments[-1].is_response
+
+
+def test_the_r1_template_asks_for_its_tags() -> None:
+    text = text_of("qwen_r1", USER)
+    for part in ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{}", "Hi<|im_end|>"):
+        assert part in text
+
+
 def test_stop_words_are_those_of_the_family() -> None:
     stops = {name: template.stop_words for name, template in TEMPLATES.items()}
+    chatml = ("chatml", "qwen", "qwen25", "qwen3", "qwen_r1", "qwen_math_r1")
     assert stops == {
-        "empty": (), "default": (), "trl": (), "chatml": ("<|im_end|>",), "llama2": ("</s>",),
-        "llama3": ("<|eot_id|>",), "qwen": ("<|im_end|>",), "qwen3": ("<|im_end|>",),
-    }  # fmt: skip
+        **dict.fromkeys(("empty", "default", "alpaca", "trl"), ()),
+        **dict.fromkeys(("llama2", "mistral", "mixtral"), ("</s>",)),
+        **dict.fromkeys(chatml, ("<|im_end|>",)),
+        "llama3": ("<|eot_id|>",),
+    }

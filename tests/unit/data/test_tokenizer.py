@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.data.tokenizer import check_vocabulary, eos_token_ids, load_tokenizer
+from mindspeed_rlxf.data.tokenizer import (
+    check_vocabulary,
+    describe_stop_tokens,
+    eos_token_ids,
+    load_tokenizer,
+)
+from tests.unit.data.byte_tokenizer import byte_tokenizer
 
 
 def problem_of(path) -> str:
@@ -121,3 +127,17 @@ def test_the_vocabulary_has_to_hold_the_largest_id(make_tokenizer):
         f"vocab_size={largest} must be larger than the tokenizer's largest token id {largest}"
     )
     assert problem.endswith(f"vocab_size >= {largest + 1}")
+
+
+def test_what_ends_a_response_is_said_with_who_named_it(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
+    tokenizer = byte_tokenizer(eos="</s>")
+    line = describe_stop_tokens(tokenizer, str(tmp_path), [4], [4, 9])
+    assert line == (
+        "responses end with: 0 '<pad>' (generation_config.json); "
+        "2 '</s>' (tokenizer, generation_config.json); "
+        "4 '<|im_end|>' (template of the data set, stop_token_ids); "
+        "9 '<|eot_id|>' (stop_token_ids)"
+    )
+    tokenizer.eos_token = None
+    assert describe_stop_tokens(tokenizer, None, [], []).endswith(": nothing but max_new_tokens")

@@ -22,7 +22,7 @@ from transformers import (
 from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.resolve import resolve
-from mindspeed_rlxf.data.conversation import MapKeys
+from mindspeed_rlxf.data.map_keys import MapKeys
 from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
 from mindspeed_rlxf.trainer.preflight import prepare
 

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Prompts for PPO with Qwen2.5: rows of INPUT become the indexed data set OUTPUT_PREFIX, which
+# data.data_path takes. Variables: INPUT TOKENIZER OUTPUT_PREFIX WORKERS MAP_KEYS PYTHON; further
+# arguments go to preprocess_data.py (for example --seq-length 512).
+set -euo pipefail
+
+CANN_ENV="${CANN_ENV:-/usr/local/Ascend/ascend-toolkit/set_env.sh}"
+if [[ -f "$CANN_ENV" ]]; then
+  set +u # it reads variables that may be unset
+  # shellcheck disable=SC1090
+  source "$CANN_ENV"
+  set -u
+fi
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
+default_keys='{"prompt": "question", "query": "", "response": "answer"}'
+
+"${PYTHON:-python}" "$root/preprocess_data.py" \
+  --input "${INPUT:-./dataset/gsm8k/train.jsonl}" \
+  --tokenizer-name-or-path "${TOKENIZER:-./model_from_hf/qwen25-hf}" \
+  --tokenizer-type PretrainedFromHF \
+  --output-prefix "${OUTPUT_PREFIX:-./dataset/qwen25-hf/gsm8k}" \
+  --handler-name PPOAlpacaStyleInstructionHandler \
+  --prompt-type qwen25 \
+  --map-keys "${MAP_KEYS:-$default_keys}" \
+  --workers "${WORKERS:-4}" \
+  --log-interval 1000 \
+  "$@"

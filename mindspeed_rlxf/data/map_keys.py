@@ -1,0 +1,214 @@
+"""`--map-keys`: which columns of a row hold what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.suggest import closest
+from mindspeed_rlxf.data.files import describe_keys
+from mindspeed_rlxf.data.handlers import DEFAULT_HANDLER, Handler, Output, RowStyle
+
+NOT_RENDERED = {
+    "tools": "descriptions of tools are not rendered; write them into the system text",
+    "kto_tag": "single judged responses are not preprocessed; make pairs of them",
+}
+
+
+@dataclass(frozen=True)
+class MapKeys:
+    """Columns of alpaca rows (dots reach inside); None = unused.
+
+    prompt:   text, or a list of chat messages {role, content}
+    query:    text put on a new line under the prompt
+    response: text; not part of a prompt, where the column is kept like any other
+    history:  list of [user, assistant] pairs before the prompt
+    system:   text
+    chosen, rejected: of pairs, the better and the worse response
+    """
+
+    prompt: str = "instruction"
+    query: str | None = "input"
+    response: str | None = "output"
+    history: str | None = None
+    system: str | None = None
+    chosen: str | None = "chosen"
+    rejected: str | None = "rejected"
+
+    @property
+    def consumed(self) -> set[str]:
+        """The columns that the prompt is made of."""
+        used = (self.prompt, self.query, self.history, self.system)
+        return {column for column in used if column}
+
+
+@dataclass(frozen=True)
+class Tags:
+    """How sharegpt messages name the role, the text, and each role."""
+
+    role_tag: str = "from"
+    content_tag: str = "value"
+    user_tag: str = "human"
+    assistant_tag: str = "gpt"
+    observation_tag: str = "observation"
+    function_tag: str = "function_call"
+    system_tag: str = "system"
+
+
+@dataclass(frozen=True)
+class ShareGptKeys:
+    """Columns of sharegpt rows; None = unused.
+
+    messages: the list of messages, which `tags` reads
+    system:   text, where no message is the system's
+    chosen, rejected: of pairs, one message each
+    """
+
+    messages: str = "conversations"
+    system: str | None = None
+    chosen: str | None = "chosen"
+    rejected: str | None = "rejected"
+    tags: Tags = field(default_factory=Tags)
+
+    @property
+    def consumed(self) -> set[str]:
+        return {column for column in (self.messages, self.system) if column}
+
+
+Keys = MapKeys | ShareGptKeys
+
+
+def default_keys(handler: Handler) -> Keys:
+    return MapKeys() if handler.style is RowStyle.ALPACA else ShareGptKeys()
+
+
+def known_keys(handler: Handler) -> list[str]:
+    """The keys that mean something to a handler."""
+    pairs = ("chosen", "rejected")
+    names = [key.name for key in fields(default_keys(handler))]
+    if handler.output is Output.PAIR:
+        return [name for name in names if name != "response"]
+    return [name for name in names if name not in pairs]
+
+
+def parse_map_keys(text: str, handler: Handler) -> Keys:
+    """`--map-keys` as JSON: {"prompt": "question", "query": ""}; "" = unused.
+
+    Keys that are not given keep their defaults. Raises UserError.
+    """
+    defaults, example = default_keys(handler), '{"prompt": "question", "query": ""}'
+    if isinstance(defaults, ShareGptKeys):
+        example = '{"messages": "conversations", "tags": {"user_tag": "user"}}'
+    given = _json_object(text, f"--map-keys must be a JSON object such as {example}")
+    first = "prompt" if isinstance(defaults, MapKeys) else "messages"
+    problems = [p for key, value in given.items() for p in _key_problems(key, value, handler)]
+    if not given.get(first, True):
+        problems.append(f"--map-keys: {first} must name a column, it is empty; name it")
+    if problems:
+        raise UserError(problems)
+    columns: dict[str, Any] = {
+        key: column or None for key, column in given.items() if hasattr(defaults, key)
+    }
+    if "tags" in columns:
+        columns["tags"] = Tags(**(columns["tags"] or {}))
+    # A default column that another key names is that key's: it must not enter the prompt twice.
+    for key, default in asdict(defaults).items():
+        if key not in columns and default in columns.values():
+            columns[key] = None
+    keys = type(defaults)(**columns)
+    if problems := [*_same_columns(keys), *_unnamed_responses(keys, handler)]:
+        raise UserError(problems)
+    return keys
+
+
+def missing_columns(
+    keys: Keys, handler: Handler, columns: dict[str, None], extra: Iterable[str] = ()
+) -> Iterator[str]:
+    """Problems of columns that were asked for and that no row has; no column, no problem.
+
+    The column of a response that is not read may be absent.
+    """
+    defaults = asdict(default_keys(handler))
+    asked = {k: v for k, v in asdict(keys).items() if isinstance(v, str) and v != defaults[k]}
+    if handler.output is Output.PROMPT:
+        asked.pop("response", None)
+    named = [
+        (f"--map-keys: {k} must name a column", v, ', or "" for none') for k, v in asked.items()
+    ]
+    rule = "--dataset-additional-keys must name columns"
+    for rule, column, none in [*named, *((rule, column, "") for column in extra)]:
+        if column in columns or column.split(".")[0] in columns:
+            continue
+        guess = closest(column, columns)
+        remedy = f"did you mean {guess}?" if guess else f"name one{none}"
+        yield f"{rule}, no row has {column!r} (there are {describe_keys(columns)}); {remedy}"
+
+
+def _json_object(text: str, rule: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{rule}, {text!r} is not ({error}); put it in single quotes") from error
+    if not isinstance(given, dict):
+        raise UserError(f"{rule}, {text!r} is not; write {{...}}")
+    return given
+
+
+def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[str]:
+    known = known_keys(handler)
+    if key == "tags" and key in known:
+        yield from _tag_problems(value)
+    elif key in known:
+        if value is not None and not isinstance(value, str):
+            yield f"--map-keys: {key}={value!r} must name a column; write it as text"
+    elif key in NOT_RENDERED:
+        if value:
+            yield f"--map-keys: {key!r} has no use here: {NOT_RENDERED[key]}"
+    elif value or key not in MapKeys.__dataclass_fields__:
+        guess = closest(key, known)
+        remedy = f"did you mean {guess}?" if guess else "remove it"
+        yield f"--map-keys: {key!r} must be one of {', '.join(known)}; {remedy}"
+
+
+def _tag_problems(tags: Any) -> Iterator[str]:
+    known = Tags.__dataclass_fields__
+    if tags is not None and not isinstance(tags, dict):
+        yield f'--map-keys: tags={tags!r} must be an object; write {{"user_tag": "user"}}'
+        return
+    for tag, value in (tags or {}).items():
+        if tag not in known:
+            guess = closest(tag, known)
+            remedy = f"did you mean {guess}?" if guess else "remove it"
+            yield f"--map-keys: tag {tag!r} must be one of {', '.join(known)}; {remedy}"
+        elif not isinstance(value, str) or not value:
+            yield f"--map-keys: tag {tag}={value!r} must be a word; write it as text"
+
+
+def _same_columns(keys: Keys) -> Iterator[str]:
+    if isinstance(keys, MapKeys):
+        used = [c for c in (keys.prompt, keys.query, keys.history, keys.system) if c]
+        if twice := [column for column in used if used.count(column) > 1]:
+            yield (
+                "--map-keys: prompt, query, history and system must be different columns, "
+                f"{twice[0]!r} is named twice; keep one"
+            )
+
+
+def _unnamed_responses(keys: Keys, handler: Handler) -> Iterator[str]:
+    """A handler whose output has responses needs the columns that hold them."""
+    needed = {Output.PAIR: ("chosen", "rejected"), Output.INSTRUCTION: ("response",)}
+    for key in needed.get(handler.output, ()):
+        if getattr(keys, key, "messages") is None:
+            yield (
+                f"--map-keys: {key} must name a column for {handler.name}, it is empty; name it, "
+                f"or make prompts alone with {DEFAULT_HANDLER}"
+            )
+    answered = handler.output in (Output.ANSWERED, Output.INSTRUCTION)
+    if answered and isinstance(keys, MapKeys) and keys.response == keys.prompt:
+        yield (
+            f"--map-keys: response and prompt must be different columns for {handler.name}, both "
+            f"are {keys.prompt!r}; name the column of the answers"
+        )

@@ -1,0 +1,116 @@
+"""`--merge-group-keys`: indexed data sets of a folder become one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.data.indexed import BrokenIndex, IndexedReader, IndexedWriter
+
+SIDECAR_ENDING = "_packed_meta.json"
+
+
+def merge(
+    folder: str, keys: Sequence[str], output_prefix: str, overwrite: bool = False
+) -> dict[str, int]:
+    """Writes `{output_prefix}_{key}.bin/.idx` of all pairs in `folder` whose name holds the key.
+
+    Pairs are taken in the order of their names. Returns output -> number of sequences.
+    Raises UserError; then nothing is written.
+    """
+    place, prefix = Path(folder), Path(output_prefix).absolute()
+    if not place.is_dir():
+        raise UserError(f"--input {folder}: with --merge-group-keys it must be one folder; name it")
+    problems, groups = [], {}
+    for key in keys:
+        groups[key], found = _pairs(place, key, prefix.with_name(f"{prefix.name}_{key}"))
+        problems += found
+        if prefix.with_name(f"{prefix.name}_{key}.idx").exists() and not overwrite:
+            problems.append(
+                f"--output-prefix={output_prefix} must be new, {prefix.name}_{key}.idx exists; "
+                "take another prefix or give --overwrite"
+            )
+    problems += _own_sets(place, groups)
+    if problems:
+        raise UserError(problems)
+    sizes = {key: sum(len(reader) for _, reader in pairs) for key, pairs in groups.items()}
+    if len(set(sizes.values())) > 1:
+        found_sizes = ", ".join(f"{key} {size}" for key, size in sizes.items())
+        rule = "columns of one data set must have equally many sequences"
+        raise UserError(f"--merge-group-keys: {rule} ({found_sizes}); merge what belongs together")
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        for key, pairs in groups.items():
+            _write(prefix.with_name(f"{prefix.name}_{key}"), pairs)
+    except OSError as error:
+        raise UserError(
+            f"--output-prefix={output_prefix} cannot be written: {error.strerror or error}; check "
+            "the folder, its rights and the space on the disk"
+        ) from error
+    return {f"{output_prefix}_{key}": size for key, size in sizes.items()}
+
+
+def _pairs(
+    folder: Path, key: str, output: Path
+) -> tuple[list[tuple[Path, IndexedReader]], list[str]]:
+    """The data sets (paths without ending) whose name holds `key`, and what is wrong with them."""
+    files = [f for f in folder.iterdir() if f.suffix in (".bin", ".idx") and f.is_file()]
+    stems = sorted({f.with_name(f.name[:-4]) for f in files if key in f.name[:-4]} - {output})
+    problems, pairs = [], []
+    for stem in stems:
+        try:
+            pairs.append((stem, IndexedReader(stem)))
+        except FileNotFoundError as error:
+            missing = Path(error.filename).name
+            problems.append(f"{stem}: must be a pair, there is no {missing}; complete or remove it")
+        except (BrokenIndex, OSError) as error:
+            problems.append(f"{stem}: must be whole, {error}; write it again or remove it")
+    if not stems:
+        names = sorted({f.name[:-4] for f in files})[:12]
+        problems.append(
+            f"--merge-group-keys: {key!r} must be in the name of a file of {folder} (there are "
+            f"{', '.join(names) or 'no .bin and .idx files'}); correct the key"
+        )
+    kinds = {str(reader.dtype) for _, reader in pairs}
+    if len(kinds) > 1:
+        problems.append(
+            f"--merge-group-keys: the sets of {key!r} must be of one type, they are "
+            f"{' and '.join(sorted(kinds))}; merge those of one type"
+        )
+    return pairs, problems
+
+
+def _own_sets(folder: Path, groups: dict[str, list[tuple[Path, IndexedReader]]]) -> list[str]:
+    """Sets with a sidecar are not merged: the merged one would lack it, and need not be."""
+    names = {stem.name for pairs in groups.values() for stem, _ in pairs}
+    prefixes = [f.name[: -len(SIDECAR_ENDING)] for f in folder.glob(f"*{SIDECAR_ENDING}")]
+    own = sorted(p for p in prefixes if any(n.startswith(f"{p}_packed_") for n in names))
+    if not own:
+        return []
+    listed = ",".join(str(folder / prefix) for prefix in own)
+    return [
+        f"--merge-group-keys: {own[0]}{SIDECAR_ENDING} says how that set was made, which a merged "
+        f"one could not; train on all of them with data.data_path=[{listed}]"
+    ]
+
+
+def _write(output: Path, pairs: Sequence[tuple[Path, IndexedReader]]) -> None:
+    """Under another name first, so that an older file is there until the new one is whole."""
+    partial = output.with_name(f".{output.name}.partial")
+    writer = IndexedWriter(partial, pairs[0][1].dtype.type)
+    try:
+        for _, reader in pairs:
+            for place in range(len(reader)):
+                sequence = reader[place]
+                writer.add(np.ascontiguousarray(sequence).tobytes(), [len(sequence)])
+        writer.close()
+        output.with_name(f"{output.name}.idx").unlink(missing_ok=True)
+        for ending in (".bin", ".idx"):
+            shutil.move(f"{partial}{ending}", f"{output}{ending}")
+    finally:
+        for ending in (".bin", ".idx"):
+            Path(f"{partial}{ending}").unlink(missing_ok=True)
