@@ -145,11 +145,15 @@ def models() -> Tree:
 
 def write(folder: Path) -> None:
     """The configurations as files, as `--config-dir` takes them."""
-    (folder / "model").mkdir(parents=True)
-    for name, keys in models().items():
-        _dump(folder / "model" / f"{name}.yaml", {name: keys})
     for name, make in PPO.items():
-        _dump(folder / f"{name}.yaml", make())
+        write_one(folder, name, make(), models())
+
+
+def write_one(folder: Path, name: str, tree: Tree, models: Tree) -> None:
+    (folder / "model").mkdir(parents=True, exist_ok=True)
+    for model, keys in models.items():
+        _dump(folder / "model" / f"{model}.yaml", {model: keys})
+    _dump(folder / f"{name}.yaml", tree)
 
 
 def _dump(file: Path, tree: Tree) -> None:

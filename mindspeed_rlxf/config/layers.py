@@ -137,6 +137,8 @@ def _roles(draft: Draft, sections: Tree) -> None:
         own = draft.known(role.value, sections[role.value], role_keys(role))
         if own.get("kind") == RewardKind.RULE.value:  # a rule has no model: the rest is not read
             draft.payload[role.value] = {key: own[key] for key in RULE_KEYS if key in own}
+            for key in sorted(own.keys() - {*RULE_KEYS}) if own.get("verifier") else ():
+                draft.note("the verifier needs no model", f"reward.{key}")
             continue
         chosen = own.get("model", training.get("model"))
         if chosen == AUTO:

@@ -276,9 +276,9 @@ REFUSED_LIST = (
             "how experts are computed and reached is not a choice here"),
     Refusal(("moe_intermediate_size",), "the name is Megatron's", "use moe_ffn_hidden_size"),
     Refusal(
-        ("reward_model", "ref_model", "kl_coef", "max_length"),
+        ("reward_model", "ref_model", "max_length"),
         "it belongs to stage trl_ppo",
-        "use the sections reward and ref, algorithm.kl_ctrl.kl_coef and training.seq_length",
+        "use the sections reward and ref, and training.seq_length",
     ),
     Refusal(("tensorboard_dir", "wandb_project", "wandb_exp_name"),
             "metrics are written to metrics.jsonl", "read them from there"),

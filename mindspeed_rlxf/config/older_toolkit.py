@@ -143,10 +143,8 @@ def _data(draft: Draft, sections: Tree) -> None:
     data = sections["data"]
     if found := _strongest(draft, sections, "data_path"):
         path, value = found
-        prefixes = _prefixes(draft, path, value)
-        if prefixes is not None:
-            _move(draft, sections, path, prefixes, "data.data_path")
-            _old_data_defaults(draft, data)
+        _move(draft, sections, path, _prefixes(draft, path, value), "data.data_path")
+        _old_data_defaults(draft, data)
     if found := _strongest(draft, sections, "no_shuffle"):
         path, value = found
         if isinstance(value, bool):
@@ -180,9 +178,7 @@ def _prefixes(draft: Draft, path: str, value: Any) -> Any:
                 f"{path}={value}: data sets are not blended by weight; use data.data_path="
                 f"[{names}], where each prompt counts once",
             )
-            draft.broken.add("data.train_files")
-            return None
-        parts = parts[1:]
+        parts = parts[1::2]
     return parts
 
 

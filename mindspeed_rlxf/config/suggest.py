@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from math import isqrt
+from math import isfinite, isqrt
 from typing import Any
 
 
@@ -44,6 +44,6 @@ def written(value: Any) -> str:
     """A value as it stands in the YAML: null and true rather than None and True."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
-        return ".inf" if value > 0 else "-.inf"
+    if isinstance(value, float) and not isfinite(value):
+        return f"{value}".replace("inf", ".inf").replace("nan", ".nan")
     return repr(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Callable
@@ -35,13 +34,21 @@ MakeTree = Callable[..., dict[str, Any]]
 SPLIT = {"num_gpus_for_train", "num_gpus_for_infer"}
 """Rollout on devices of its own. While that is not there, the tests give training all devices."""
 
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
 # Typed from the guide and the parser of the older toolkit, not taken from our lists.
-OF_TRAINING = """
+OF_TRAINING = words(
+    """
 stage global_batch_size seq_length tokenizer_type tokenizer_name_or_path train_iters save_interval
 distributed_backend no_shared_storage no_load_optim no_load_rng bf16 is_instruction_dataset
 variable_seq_lengths no_shuffle sequence_parallel dataset_additional_keys no_save_optim no_save_rng
-""".split()
-OF_ACTOR = """
+    """
+)
+OF_ACTOR = words(
+    """
 model do_sample temperature top_k top_p micro_batch_size ppo_mini_batch_size num_samples_per_step
 max_prompt_length ppo_epochs clip_ratio entropy_coeff shuffle_minibatch use_kv_cache
 tensor_model_parallel_size pipeline_model_parallel_size lr lr_decay_style min_lr weight_decay
@@ -49,24 +56,30 @@ lr_warmup_fraction clip_grad adam_beta1 adam_beta2 initial_loss_scale finetune l
 num_gpus_for_train num_gpus_for_infer pad_to_multiple_of data_path split max_tokens_to_oom
 n_samples_per_prompt missing_eos_penalty dataset_category dpo_beta dpo_loss_type md5_validate
 inference_tensor_model_parallel_size rollout_batch_size shuffle no_shuffle
-""".split()
-OF_REF = (
-    "model tensor_model_parallel_size pipeline_model_parallel_size micro_batch_size load".split()
+    """
+)
+OF_REF = words(
+    "model tensor_model_parallel_size pipeline_model_parallel_size micro_batch_size load"
 )
 OF_REWARD = [*OF_REF, "verifier", "extract_content_for_reward", "sequence_parallel"]
-OF_CRITIC = """
+OF_CRITIC = words(
+    """
 model tensor_model_parallel_size pipeline_model_parallel_size use_mcore_models micro_batch_size lr
 lr_decay_style min_lr weight_decay lr_warmup_fraction clip_grad adam_beta1 adam_beta2
 initial_loss_scale use_distributed_optimizer load save cliprange_value critic_mini_batch_size
 critic_update_epochs no_load_optim no_load_rng is_instruction_dataset variable_seq_lengths
 sequence_parallel
-""".split()
-OF_ALGORITHM = """
+    """
+)
+OF_ALGORITHM = words(
+    """
 gamma lam adv_estimator kl_penalty kl_ctrl missing_eos_penalty verifier_function verifier_weight
 advantage_whiten
-""".split()
-OF_KL_CTRL = "type kl_coef target_kl horizon".split()
-OF_MODEL = """
+    """
+)
+OF_KL_CTRL = words("type kl_coef target_kl horizon")
+OF_MODEL = words(
+    """
 use_mcore_models sequence_parallel num_layers hidden_size ffn_hidden_size num_attention_heads
 group_query_attention num_query_groups seq_length max_position_embeddings vocab_size
 padded_vocab_size make_vocab_size_divisible_by untie_embeddings_and_output_weights
@@ -76,7 +89,8 @@ low_freq_factor high_freq_factor original_max_position_embeddings normalization 
 use_fused_rmsnorm swiglu use_fused_swiglu use_flash_attn use_mc2 use_fused_rotary_pos_emb
 no_masked_softmax_fusion attention_softmax_in_fp32 no_gradient_accumulation_fusion bf16 seed
 add_qkv_bias adam_beta1 adam_beta2
-""".split()
+    """
+)
 THEIRS = {
     "training": OF_TRAINING,
     "actor_rollout": OF_ACTOR,
@@ -246,6 +260,17 @@ def test_group_norm_is_grpo_whitened_with_their_kl(make_tree: MakeTree) -> None:
     assert whiten is AdvantageWhiten.NONE
 
 
+def test_a_verifier_has_no_model_and_says_so(make_tree: MakeTree) -> None:
+    reward = {"verifier": True, "load": "ckpt", "model": "small", "tensor_model_parallel_size": 2}
+    pools = {"main": 8, "reward": []}
+    tree = make_tree({"reward": reward, "resource_pool": pools})
+    config, notes = resolve_with_notes(tree, "test")
+    assert config.pool_of(Role.REWARD) == "main" and config.reward.model is None
+    assert notes == [
+        "reward.load, reward.model, reward.tensor_model_parallel_size: the verifier needs no model"
+    ]
+
+
 def test_group_norm_with_a_discount_is_refused(problems: Problems) -> None:
     found = problems({**GRPO, "algorithm.gamma": 0.9}, WITHOUT_CRITIC)
     assert found == [
@@ -331,7 +356,7 @@ def test_their_ppo_configurations_mean_here_what_they_meant(
     actor, critic = config.actor_rollout, config.value_model
     found = [config.layout(role) for role in Role]
     assert [(layout.tp, layout.pp) for layout in found] == layouts
-    assert [layout.dp for layout in found] == [1, 1 if prompts < 8 else 1, 1, 1]
+    assert [layout.dp for layout in found] == [1] * 4
     assert config.training.global_batch_size == prompts
     assert (actor.max_prompt_length, actor.max_new_tokens) == (256, 256)
     assert actor.ppo_mini_batch_size == critic.critic_mini_batch_size == mini_batch
@@ -357,9 +382,15 @@ def test_their_ppo_configurations_mean_here_what_they_meant(
     ("name", "devices"),
     [("ppo_trainer_llama32_1b", 5), ("ppo_trainer_llama3_8b", 16), ("ppo_trainer_llama2_7b", 16)],
 )
-def test_their_ppo_configurations_ask_for_as_many_devices(name: str, devices: int) -> None:
-    pools = copy.deepcopy(PPO[name]()["resource_pool"])
-    assert sum(map(sum, pools.values())) == devices
+def test_their_ppo_configurations_ask_for_as_many_devices(
+    in_their_folder: Path, name: str, devices: int
+) -> None:
+    write(in_their_folder / "theirs")
+    config, _ = resolved(name, in_their_folder / "theirs")
+    planned = sum(sum(sizes) for sizes in config.resource_pool.values())
+    actor = PPO[name]()["actor_rollout_ref"]["actor_rollout"]
+    missing = 0 if SPLIT & known_keys()["actor_rollout"] else actor["num_gpus_for_infer"]
+    assert planned + missing == devices
 
 
 THEIR_YAML = os.environ.get("RLXF_OLDER_CONFIGS")

@@ -182,7 +182,7 @@ def test_unknown_key_is_named_with_the_nearest_known_one(
         ("actor_rollout.do_sample", "yes", "='yes' must be true or false"),
         ("actor_rollout.stop_token_ids", 3, "=3 must be a list; write [a, b]"),
         ("actor_rollout.lr_warmup_fraction", 1.0, "=1.0 must be less than 1; use less than 1"),
-        ("critic.cliprange_value", float("nan"), "=nan must be finite"),
+        ("critic.cliprange_value", float("nan"), "=.nan must be finite"),
         ("algorithm.gamma", -0.1, "=-0.1 must be at least 0"),
         ("algorithm.kl_penalty", "k3", "='k3' must be one of kl, abs, mse, low_var_kl, full; "),
         ("algorithm.kl_ctrl", 0.1, "=0.1 must be a section of keys"),
