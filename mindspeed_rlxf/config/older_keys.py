@@ -94,8 +94,8 @@ NO_OP_LIST = (
     ),
     NoOp(
         ("distributed_backend",),
-        ("nccl", "hccl", "gloo"),
-        "the device decides: hccl on NPU, nccl on CUDA, gloo on CPU",
+        ANY,
+        "device.kind decides which backend its processes talk through",
     ),
     NoOp(
         ("no_shared_storage",), BOTH, "the driver reads the prompts, workers need no index files"

@@ -152,7 +152,7 @@ OTHER_VALUES = [
     ("split", "90,10,0"), ("md5_validate", True), ("extract_content_for_reward", True),
     ("disable_bias_linear", False), ("make_vocab_size_divisible_by", 128), ("shuffle", True),
     ("attention_softmax_in_fp32", False), ("is_instruction_dataset", False),
-    ("variable_seq_lengths", False), ("distributed_backend", "mpi"), ("no_save_optim", False),
+    ("variable_seq_lengths", False), ("no_save_optim", False),
     ("hidden_dropout", False), ("make_vocab_size_divisible_by", True), ("use_kv_cache", "yes"),
 ]  # fmt: skip
 
