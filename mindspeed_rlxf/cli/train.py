@@ -6,6 +6,7 @@ Exit codes: 0 = done; 2 = the user's mistake, one `error:` line per problem; oth
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_na
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.enums import RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.resolve import resolve_with_notes
 from mindspeed_rlxf.config.schema import RunConfig
 
 
@@ -24,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(argv)
         tree = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
-        config = resolve(tree, arguments.config_name.removesuffix(".yaml"))
+        config, notes = resolve_with_notes(tree, arguments.config_name.removesuffix(".yaml"))
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr if arguments.cfg else sys.stdout, flush=True)
         if arguments.cfg == "job":
             print(to_yaml(config), end="")
             return 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, lcm
 
-from mindspeed_rlxf.config.enums import LossNormalizer, Role
+from mindspeed_rlxf.config.enums import AdvEstimator, LossNormalizer, Role, Stage
 from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, RunConfig
 from mindspeed_rlxf.config.suggest import around, divisors, multiples_around, use
 
@@ -57,31 +57,85 @@ def loss_by_micro_batch(config: RunConfig) -> Iterator[str]:
 
 
 def _batch(config: RunConfig) -> Iterator[str]:
-    """Every rank takes the same number of samples; the remedy is good for all roles."""
+    """Every rank takes the same number of samples, those of a prompt together."""
     prompts = config.training.global_batch_size
     per_prompt = config.actor_rollout.n_samples_per_prompt
-    # The first role of each share.
-    shares = {_share(config, role): role for role in reversed(config.roles)}
-    step = lcm(*(dp * stages // gcd(dp * stages, per_prompt) for dp, stages in shares))
-    for (dp, stages), role in shares.items():
-        if config.samples_per_iteration % (dp * stages):
+    shown = f"training.global_batch_size={prompts}"
+    remedy = use(multiples_around(prompts, _prompt_step(config)))
+    broken: list[int] = []
+    for share, role in sorted(_shares(config).items(), key=lambda item: -item[0].unit):
+        said = any(unit % share.unit == 0 for unit in broken)
+        if config.samples_per_iteration % share.unit and not said:
             times = f" x actor_rollout.n_samples_per_prompt={per_prompt}" if per_prompt > 1 else ""
-            yield (
-                f"training.global_batch_size={prompts}{times} must be a multiple of "
-                f"{TITLES[role]}'s data-parallel size {dp}{_times(stages)}; "
-                f"{use(multiples_around(prompts, step))}"
-            )
+            yield f"{shown}{times} must be a multiple of {TITLES[role]}'s {share}; {remedy}"
+            broken.append(share.unit)
+    dp = config.layout(Role.ACTOR_ROLLOUT).dp
+    if config.samples_together > 1 and prompts % dp and not broken:
+        yield (
+            f"{shown} must be a multiple of the actor's data-parallel size {dp}, so that the "
+            f"responses to a prompt, which are compared, are on one rank; {remedy}"
+        )
+    replicas = config.layout(Role.REWARD).dp
+    if config.algorithm.adv_estimator is AdvEstimator.REMAX and prompts % replicas:
+        yield (
+            f"{shown} must be a multiple of the reward's data-parallel size {replicas} with "
+            "algorithm.adv_estimator=remax, which scores one more response to each prompt; "
+            f"{remedy}"
+        )
 
 
-def _share(config: RunConfig, role: Role) -> tuple[int, int]:
-    """Replicas, and the micro-batches that each has to make at least (frozen roles can fill up)."""
-    section = config.role(role)
-    learns = isinstance(section, (ActorConfig, CriticConfig))
-    return config.layout(role).dp, section.micro_batch_multiple if learns else 1
+def _prompt_step(config: RunConfig) -> int:
+    """What a number of prompts has to be a multiple of, by all rules of this file."""
+    per_prompt = config.actor_rollout.n_samples_per_prompt
+    steps = [share.unit // gcd(share.unit, per_prompt) for share in _shares(config)]
+    if config.samples_together > 1:
+        steps.append(config.layout(Role.ACTOR_ROLLOUT).dp)
+    if config.algorithm.adv_estimator is AdvEstimator.REMAX:
+        steps.append(config.layout(Role.REWARD).dp)
+    return lcm(*steps)
 
 
-def _times(stages: int) -> str:
-    return f" x {stages} stages of its virtual pipeline" if stages > 1 else ""
+@dataclass(frozen=True)
+class _Share:
+    """What the samples of a role are a multiple of: frozen roles can fill up, others not."""
+
+    dp: int
+    stages: int  # of a virtual pipeline that learns, else 1
+    together: int  # 2 where the loss needs whole pairs
+
+    @classmethod
+    def of(cls, config: RunConfig, role: Role) -> _Share:
+        section = config.role(role)
+        learns = isinstance(section, (ActorConfig, CriticConfig))
+        stages = section.micro_batch_multiple if learns else 1
+        return cls(config.layout(role).dp, stages, 2 if _of_pairs(config, role) else 1)
+
+    @property
+    def unit(self) -> int:
+        return self.dp * self.stages * self.together
+
+    def __str__(self) -> str:
+        text = f"data-parallel size {self.dp}"
+        if self.stages > 1:
+            text += f" x {self.stages} stages of its virtual pipeline"
+        return text + (f" x {self.together} responses of a pair" if self.together > 1 else "")
+
+
+def _of_pairs(config: RunConfig, role: Role) -> bool:
+    return role is Role.ACTOR_ROLLOUT and config.training.stage is Stage.RAY_ONLINE_DPO
+
+
+def _shares(config: RunConfig) -> dict[_Share, Role]:
+    """The first role of each share."""
+    return {_Share.of(config, role): role for role in reversed(config.roles)}
+
+
+def _mended_samples(config: RunConfig) -> int:
+    """Samples of an iteration; where the batch is to be changed, what both remedies share."""
+    options = multiples_around(config.training.global_batch_size, _prompt_step(config))
+    legal = config.training.global_batch_size % _prompt_step(config) == 0
+    prompts = config.training.global_batch_size if legal else gcd(*options)
+    return prompts * config.actor_rollout.n_samples_per_prompt
 
 
 def _mini_batches(config: RunConfig) -> Iterator[str]:
@@ -92,7 +146,11 @@ def _mini_batches(config: RunConfig) -> Iterator[str]:
         size = config.critic.critic_mini_batch_size
         sizes[Role.CRITIC] = ("critic_mini_batch_size", size)
     for role, (key, size) in sizes.items():
-        yield from _mini_batch(config, _Step.of(config, role), f"{role.value}.{key}={size}", size)
+        step = _Step.of(config, role)
+        if step.parts_pairs:
+            yield _odd_micro_batch(step, key, size)
+        else:
+            yield from _mini_batch(config, step, f"{role.value}.{key}={size}", size)
 
 
 @dataclass(frozen=True)
@@ -100,48 +158,75 @@ class _Step:
     """What the samples of an optimizer step are a multiple of."""
 
     role: Role
+    samples: int  # of an iteration, or of both that are proposed for it
+    whole: bool  # the iteration's number of samples is legal
     share: int  # data-parallel size, with a virtual pipeline times its stages
     micro: int  # micro_batch_size, 1 where tokens are counted
+    together: int
     factors: str
 
     @classmethod
     def of(cls, config: RunConfig, role: Role) -> _Step:
-        section = config.role(role)
-        dp, stages = _share(config, role)
-        factors, micro = f"data-parallel size {dp}{_times(stages)}", 1
+        section, share = config.role(role), _Share.of(config, role)
+        micro, factors = 1, str(replace(share, together=1))
         if section.max_tokens_per_micro_batch is None:
             micro = section.micro_batch_size
             factors += f" x {role.value}.micro_batch_size={micro}"
-        return cls(role, dp * stages, micro, factors)
+        samples = _mended_samples(config)
+        whole = samples == config.samples_per_iteration
+        return cls(role, samples, whole, share.dp * share.stages, micro, share.together, factors)
 
     @property
     def unit(self) -> int:
         return self.share * self.micro
 
-    def remedy(self, samples: int, size: int) -> str:
-        samples += -samples % self.share  # a batch size that is wrong will be mended too
-        good = [number for number in divisors(samples) if number % self.unit == 0]
-        if good:
+    @property
+    def parts_pairs(self) -> bool:
+        """Micro-batches hold half a pair. (Where tokens are counted another rule says so.)"""
+        return "micro_batch_size" in self.factors and self.micro % self.together > 0
+
+    def sizes(self, micro: int) -> list[int]:
+        """Good mini-batches with micro-batches of this size."""
+        return [n for n in divisors(self.samples) if n % (self.share * micro) == 0]
+
+    def micros(self) -> list[int]:
+        """Sizes of micro-batches with which there is a good mini-batch."""
+        return [n for n in divisors(self.samples // self.share) if n % self.together == 0]
+
+    def remedy(self, size: int) -> str:
+        if good := self.sizes(self.micro):
             return use(around(size, good))
-        fits = around(self.micro, divisors(samples // self.share))[0]
+        fits = around(self.micro, self.micros())[0]
         return (
             f"no size fits, so use {self.role.value}.micro_batch_size={fits} and a mini-batch of "
             f"{fits * self.share}"
         )
 
 
+def _odd_micro_batch(step: _Step, key: str, size: int) -> str:
+    """The remedy is good for the mini-batch too."""
+    name = f"{step.role.value}.micro_batch_size"
+    near = sorted(step.micros(), key=lambda micro: abs(micro - step.micro))
+    fitting = [micro for micro in near if size in step.sizes(micro)]
+    if fitting:
+        remedy = use(sorted(fitting[:2]))
+    else:
+        good = around(size, step.sizes(near[0])) or [size]
+        remedy = f"use {near[0]}, and {step.role.value}.{key}={good[0]}"
+    return (
+        f"{name}={step.micro} must be even with training.stage=ray_online_dpo, whose loss needs "
+        f"both responses of a pair; {remedy}"
+    )
+
+
 def _mini_batch(config: RunConfig, step: _Step, shown: str, size: int) -> Iterator[str]:
     """A mini-batch divides the iteration's samples and fills whole micro-batches on each rank."""
-    samples = config.samples_per_iteration
-    if samples % size and samples % step.share == 0:
+    if step.whole and step.samples % size:
         yield (
-            f"{shown} must divide the {samples} samples of an iteration "
+            f"{shown} must divide the {step.samples} samples of an iteration "
             f"(training.global_batch_size={config.training.global_batch_size} x "
             f"actor_rollout.n_samples_per_prompt={config.actor_rollout.n_samples_per_prompt}); "
-            f"{step.remedy(samples, size)}"
+            f"{step.remedy(size)}"
         )
-    if size % step.unit:
-        yield (
-            f"{shown} must be a multiple of {step.unit} ({step.factors}); "
-            f"{step.remedy(samples, size)}"
-        )
+    elif size % step.unit:
+        yield (f"{shown} must be a multiple of {step.unit} ({step.factors}); {step.remedy(size)}")

@@ -13,9 +13,9 @@ from mindspeed_rlxf.config.batch_rules import (
 )
 from mindspeed_rlxf.config.enums import RewardKind, Role, RopeScaling
 from mindspeed_rlxf.config.expert_rules import expert_problems
-from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig, RunConfig
+from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RoleConfig, RunConfig
 from mindspeed_rlxf.config.split_rules import ROLLOUT_TP, TRAIN, check_split
-from mindspeed_rlxf.config.stage_rules import check_groups, check_stage
+from mindspeed_rlxf.config.stage_rules import check_stage
 from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_around, use
 
 
@@ -27,7 +27,7 @@ def check(config: RunConfig) -> list[str]:
         problems += [*_weights(config, role), *_model(config, role), *_parallel(config, role)]
     problems += loss_by_micro_batch(config)
     if not _misplaced(config):
-        problems += [*check_batches(config), *check_groups(config)]
+        problems += check_batches(config)
     return problems
 
 

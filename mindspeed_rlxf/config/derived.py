@@ -152,6 +152,9 @@ def absolute_paths(payload: Tree) -> None:
     """Paths are meant from the folder the command runs in, also for workers elsewhere."""
     training, data = payload["training"], payload["data"]
     places = [(payload[role.value], "load") for role in Role if payload[role.value] is not None]
+    places += [
+        (payload[role], "save") for role in ("actor_rollout", "critic") if payload[role] is not None
+    ]
     places += [(payload[Role.ACTOR_ROLLOUT.value], "fixed_responses")]
     places += [(training, "tokenizer_name_or_path"), (training, "output_dir")]
     places += [(data, k) for k in ("train_files", "val_files", "data_path", "val_data_path")]

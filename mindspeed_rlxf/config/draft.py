@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from mindspeed_rlxf.config.keys import unknown_key
+from mindspeed_rlxf.config.suggest import written
 
 Tree: TypeAlias = dict[str, Any]
 
@@ -25,10 +26,20 @@ class Draft:
     spelled: dict[str, str] = field(default_factory=dict)  # usual key -> as the YAML nests it
     problems: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)  # YAML keys that later rules must not judge
+    notes: dict[str, list[str]] = field(default_factory=dict)  # what it means -> of which keys
 
     def reject(self, path: str, problem: str) -> None:
         self.problems.append(problem)
         self.broken.add(path)
+
+    def note(self, meaning: str, key: str) -> None:
+        """A legal key whose meaning here is worth a line; said once for all keys it is true of."""
+        keys = self.notes.setdefault(meaning, [])
+        if key not in keys:
+            keys.append(key)
+
+    def note_lines(self) -> list[str]:
+        return [f"{', '.join(keys)}: {meaning}" for meaning, keys in self.notes.items()]
 
     def path(self, loc: tuple[int | str, ...]) -> str:
         """The YAML key that a place in the payload came from."""
@@ -44,7 +55,9 @@ class Draft:
         """The keys of a section; an error, and no keys, where it is not one."""
         if value is None or isinstance(value, dict):
             return value or {}
-        self.reject(path, f"{path}={value!r} must be a section of keys; write `key: value` lines")
+        self.reject(
+            path, f"{path}={written(value)} must be a section of keys; write `key: value` lines"
+        )
         return {}
 
     def known(self, section: str, values: Tree, keys: set[str]) -> Tree:

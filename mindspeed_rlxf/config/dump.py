@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from mindspeed_rlxf.config.keys import RULE_KEYS
 from mindspeed_rlxf.config.schema import RewardConfig, RoleConfig, RunConfig
 
 
@@ -35,7 +36,7 @@ def _role_tree(
     """The role's section; its architecture goes to `models`, save for keys that differ there."""
     architecture, optimizer = values.pop("architecture"), values.pop("optimizer", {})
     if isinstance(role, RewardConfig) and architecture is None:
-        return {key: values[key] for key in ("kind", "rules")}
+        return {key: values[key] for key in RULE_KEYS}
     shared = models.setdefault(role.model, architecture)
     own = {key: value for key, value in architecture.items() if shared[key] != value}
     return {**values, **own, **optimizer}

@@ -142,6 +142,16 @@ class RewardKind(str, Enum):
     MODEL = "model"
 
 
+class Verifier(str, Enum):
+    """A rule of `algorithm.verifier_function`."""
+
+    ACC = "acc"  # the boxed answer: 1 right, -0.5 wrong, -1 none
+    BASE_ACC = "base_acc"  # the final answer, boxed or not: 1 right, 0 wrong
+    FORMAT = "format"  # 1: <think> part, then <answer> part
+    STRICT_FORMAT = "strict_format"  # 1: each once, nothing around them, a boxed answer; else -1
+    STEP = "step"  # up to 1 for three words that mark steps
+
+
 class LrDecayStyle(str, Enum):
     """Shape of the learning-rate schedule after warm-up."""
 

@@ -62,7 +62,10 @@ def role_keys(role: Role) -> set[str]:
     return (own - {"architecture", "optimizer"}) | ARCHITECTURE_KEYS | optimizer
 
 
-SHARED_KEYS = set().union(*map(role_keys, Role)) - {"kind", "rules"}
+RULE_KEYS = ("kind", "rules", "verifier")
+"""Of the section reward: all that is read where no model scores."""
+
+SHARED_KEYS = set().union(*map(role_keys, Role)) - {*RULE_KEYS, "save"}
 """Role keys that `training` and `model.<name>` may hold as defaults for every role."""
 
 

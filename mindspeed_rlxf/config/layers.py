@@ -27,14 +27,15 @@ from mindspeed_rlxf.config.keys import (
     OPTIMIZER_KEYS,
     PLAIN_SECTIONS,
     ROLE_SECTIONS,
+    RULE_KEYS,
     SHARED_KEYS,
     TOP_LEVEL,
     fields,
     role_keys,
     unknown_key,
 )
+from mindspeed_rlxf.config.older_toolkit import tokenizer_vocabulary, translate
 from mindspeed_rlxf.config.schema import KlControlConfig, TrainingConfig
-from mindspeed_rlxf.config.split_rules import rename_rollout_keys
 from mindspeed_rlxf.config.suggest import closest
 
 AUTO = "auto"
@@ -48,6 +49,7 @@ def make_draft(tree: Mapping[str, Any], name: str) -> Draft:
     """Everything of RunConfig that the YAML says, and the defaults that depend on other keys."""
     draft = Draft()
     sections = _sections(draft, tree)
+    translate(draft, sections, nested=any(str(k).replace("-", "_") == NESTED_ROLES for k in tree))
     draft.payload = {"name": name, "dry_run": sections.pop("dry_run", False)}
     for section, schema in PLAIN_SECTIONS.items():
         draft.payload[section] = draft.known(section, sections[section], fields(schema))
@@ -73,7 +75,10 @@ def _sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
     for name in TOP_LEVEL - {"dry_run"}:
         sections[name] = draft.mapping(name, sections.get(name))
     _unfold(draft, sections)
-    rename_rollout_keys(draft, sections)
+    sections["model"] = {
+        str(name): _underscored(draft, draft.mapping(f"model.{name}", keys), f"model.{name}.")
+        for name, keys in sections["model"].items()
+    }
     return sections
 
 
@@ -131,15 +136,21 @@ def _roles(draft: Draft, sections: Tree) -> None:
             continue
         own = draft.known(role.value, sections[role.value], role_keys(role))
         if own.get("kind") == RewardKind.RULE.value:  # a rule has no model: the rest is not read
-            draft.payload[role.value] = {key: own[key] for key in ("kind", "rules") if key in own}
+            draft.payload[role.value] = {key: own[key] for key in RULE_KEYS if key in own}
+            for key in sorted(own.keys() - {*RULE_KEYS}) if own.get("verifier") else ():
+                draft.note("the verifier needs no model", f"reward.{key}")
             continue
         chosen = own.get("model", training.get("model"))
         if chosen == AUTO:
             architecture = _from_folder(draft, role, own.get("load", training.get("load")))
         else:
             architecture = models.get(str(chosen))
+            if architecture is not None:
+                tokenizer_vocabulary(draft, sections, str(chosen), architecture)
         layers = {f"model.{chosen}": architecture or {}, "training": training}
         merged = _merge(draft, role, {**layers, role.value: own})
+        if merged.get("micro_batch_size", 0) is None and merged.get("max_tokens_per_micro_batch"):
+            del merged["micro_batch_size"]  # tokens are counted in its place
         draft.payload[role.value] = _typed_shape(role, merged)
         if architecture is None:
             del draft.payload[role.value]["architecture"]
@@ -181,7 +192,6 @@ def _models(draft: Draft, values: Tree) -> dict[str, Tree]:
     """Architectures by name, each with known keys only."""
     models: dict[str, Tree] = {}
     for name, keys in values.items():
-        keys = _underscored(draft, draft.mapping(f"model.{name}", keys), f"model.{name}.")
         known = ARCHITECTURE_KEYS | SHARED_KEYS - {"model"}
         models[str(name)] = draft.known(f"model.{name}", keys, known)
     return models

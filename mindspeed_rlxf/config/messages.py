@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from mindspeed_rlxf.config.suggest import closest
+from mindspeed_rlxf.config.suggest import closest, written
 
 TYPES = {
     "int": ("must be an integer", "write a whole number without quotes"),
@@ -34,7 +34,7 @@ def explain(path: str, errors: list[ErrorDetails]) -> str:
     rules, remedies = zip(*map(_rule, errors), strict=True)
     value = errors[0]["input"]
     rule = " or ".join(dict.fromkeys(rules)).replace(" or must be ", " or ")
-    return f"{path}={value!r} {rule}; {remedies[0]}"
+    return f"{path}={written(value)} {rule}; {remedies[0]}"
 
 
 def _rule(error: ErrorDetails) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.host import check_host
 from mindspeed_rlxf.config.layers import make_draft
 from mindspeed_rlxf.config.messages import explain
+from mindspeed_rlxf.config.notices import notices
 from mindspeed_rlxf.config.schema import RunConfig
 
 LAYOUT_KEYS = ("parallel_size", "resource_pool", "placement")
@@ -35,6 +36,11 @@ def resolve(tree: Mapping[str, Any], name: str) -> RunConfig:
     Raises ConfigError with every problem found: unknown keys, types, limits, rules across
     sections, and devices that this host does not have.
     """
+    return resolve_with_notes(tree, name)[0]
+
+
+def resolve_with_notes(tree: Mapping[str, Any], name: str) -> tuple[RunConfig, list[str]]:
+    """As `resolve`, with a line for keys of the older toolkit that mean little or else here."""
     draft = make_draft(tree, name)
     config = _validate(draft)
     if config is not None and not any(k in path for path in draft.broken for k in LAYOUT_KEYS):
@@ -43,7 +49,7 @@ def resolve(tree: Mapping[str, Any], name: str) -> RunConfig:
     if draft.problems:
         raise ConfigError(list(dict.fromkeys(draft.problems)))
     assert config is not None, "no problems, hence a configuration"
-    return config
+    return config, [*draft.note_lines(), *notices(config)]
 
 
 def _mentions(problem: str, paths: Iterable[str]) -> bool:

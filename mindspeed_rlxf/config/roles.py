@@ -128,6 +128,9 @@ class ActorConfig(RoleConfig):
     """The policy: generation and training."""
 
     optimizer: OptimizerConfig = key(..., "optimizer of the policy")
+    save: str | None = key(
+        None, "folder of the trained weights; null = final/ in the run directory", "free"
+    )
     do_sample: bool = key(False, "sample; false = greedy")
     temperature: float = key(1.0, "divides the logits; used only when sampling", gt=0)
     top_k: int = key(0, "sample among this many; 0 = all", ge=0)
@@ -181,6 +184,9 @@ class CriticConfig(RoleConfig):
     """The value model."""
 
     optimizer: OptimizerConfig = key(..., "optimizer of the critic")
+    save: str | None = key(
+        None, "folder of the trained weights; null = final/ in the run directory", "free"
+    )
     critic_mini_batch_size: int = key(1, "samples per optimizer step over all DP ranks", ge=1)
     critic_update_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
     cliprange_value: float | None = key(3.0, "value clip; null = none", ge=0)
@@ -195,3 +201,6 @@ class RewardConfig(RoleConfig):
     model: str | None = key(None, "name of the architecture; none for a rule")  # type: ignore[assignment]
     architecture: ArchitectureConfig | None = key(None, "none for a rule")  # type: ignore[assignment]
     rules: dict[str, str] = key({}, "data source -> rule, added to the built-in table")
+    verifier: bool = key(
+        False, "score every prompt by algorithm.verifier_function; kind is rule then"
+    )

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
-from mindspeed_rlxf.config.enums import Role, Stage
+from mindspeed_rlxf.config.enums import Role, Stage, Verifier
 from mindspeed_rlxf.config.fields import Section, Word, key
 from mindspeed_rlxf.config.layout import ParallelLayout, part_of
 from mindspeed_rlxf.config.roles import (
@@ -52,6 +53,10 @@ __all__ = [
 ]
 
 
+SAVED_AS = {Role.ACTOR_ROLLOUT: "actor", Role.CRITIC: "critic"}
+"""Names of the trained roles in folders of weights."""
+
+
 class RunConfig(Section):
     """Everything a run needs, complete and checked."""
 
@@ -94,6 +99,27 @@ class RunConfig(Section):
         compares = self.algorithm.adv_estimator.compares_group
         pairs = self.training.stage is Stage.RAY_ONLINE_DPO
         return self.actor_rollout.n_samples_per_prompt if compares or pairs else 1
+
+    @property
+    def verifiers(self) -> list[tuple[Verifier, float]]:
+        """Rules that score every prompt, and what each score weighs; none = by data source."""
+        if not self.reward.verifier:
+            return []
+        rules = self.algorithm.verifier_function or (Verifier.ACC,)
+        return list(zip(rules, self.algorithm.verifier_weight or [1.0] * len(rules), strict=False))
+
+    @property
+    def shared_save(self) -> str | None:
+        """The one folder that actor and critic both name as `save`."""
+        actor, critic = self.actor_rollout.save, self.critic and self.critic.save
+        return actor if actor is not None and actor == critic else None
+
+    def save_folder(self, role: Role) -> Path | None:
+        """Where the weights of a trained role go; None = the run directory."""
+        section = self.actor_rollout if role is Role.ACTOR_ROLLOUT else self.value_model
+        if section.save is None or self.shared_save is None:
+            return None if section.save is None else Path(section.save)
+        return Path(section.save) / SAVED_AS[role]
 
     def role(self, role: Role) -> RoleConfig:
         """The section of a role."""

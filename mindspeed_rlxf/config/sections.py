@@ -20,6 +20,7 @@ from mindspeed_rlxf.config.enums import (
     ScorePosition,
     ScoreSlotLimit,
     Stage,
+    Verifier,
 )
 from mindspeed_rlxf.config.fields import Section, Strings, Word, key
 
@@ -48,6 +49,9 @@ class TrainingConfig(Section):
     seed: int = key(1234, "every random stream derives from it", ge=0)
     output_dir: str = key(..., "run directory; absent = outputs/<run_name>", "free")
     run_name: str = key(..., "name of the run; absent = config name", "free", min_length=1)
+    save_interval: int = key(
+        0, "iterations between checkpoints of the trained weights; 0 = none", "free", ge=0
+    )
     new_run: bool = key(False, "take the next free name when the run directory is used", "free")
 
 
@@ -78,6 +82,12 @@ class AlgorithmConfig(Section):
     reward_scale: float = key(1.0, "scores are multiplied by it")
     reward_clip: float | None = key(None, "scaled scores are held within +- it", gt=0)
     whiten_rewards: bool = key(False, "token rewards of variance 1 over the batch, mean kept")
+    verifier_function: Annotated[tuple[Annotated[Verifier, Word], ...], Word] = key(
+        (), "reward.verifier: acc, base_acc, format, strict_format, step; absent = acc"
+    )
+    verifier_weight: Annotated[tuple[float, ...], Word] = key(
+        (), "reward.verifier: weight of each function's score in their sum; absent = 1 each"
+    )
     missing_eos_penalty: float = key(0.0, "subtracted from the score without EOS; null = 0")
     overlong_buffer_len: int = key(0, "last tokens in which a response is penalised", ge=0)
     overlong_penalty_factor: float = key(1.0, "its penalty at max_new_tokens", ge=0)
@@ -112,6 +122,11 @@ class AlgorithmConfig(Section):
         "free",
         gt=0,
     )
+
+    @field_validator("verifier_function", "verifier_weight", mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: Any) -> Any:
+        return () if value is None else value
 
     @field_validator("missing_eos_penalty", mode="before")
     @classmethod

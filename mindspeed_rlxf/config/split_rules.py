@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mindspeed_rlxf.config.draft import Draft, Tree
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.layout import part_of
 from mindspeed_rlxf.config.schema import RunConfig
@@ -12,19 +11,6 @@ from mindspeed_rlxf.config.suggest import multiples_around, use
 
 TRAIN, INFER = "actor_rollout.num_gpus_for_train", "actor_rollout.num_gpus_for_infer"
 ROLLOUT_TP = "rollout.tensor_model_parallel_size"
-OLD_ROLLOUT_TP = "inference_tensor_model_parallel_size"
-
-
-def rename_rollout_keys(draft: Draft, sections: Tree) -> None:
-    """The older toolkit's `actor_rollout.inference_tensor_model_parallel_size`, moved to where it
-    stands here."""
-    actor, rollout = sections[Role.ACTOR_ROLLOUT.value], sections["rollout"]
-    if OLD_ROLLOUT_TP not in actor:
-        return
-    key, value = ROLLOUT_TP.partition(".")[2], actor.pop(OLD_ROLLOUT_TP)
-    path = f"{Role.ACTOR_ROLLOUT.value}.{OLD_ROLLOUT_TP}"
-    if rollout.setdefault(key, value) != value:
-        draft.reject(path, f"{path} and {ROLLOUT_TP} are the same key; keep one")
 
 
 def check_split(config: RunConfig) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mindspeed_rlxf.config.enums import (
+    AdvantageWhiten,
     AdvEstimator,
     KlIn,
     KlPenalty,
@@ -14,7 +15,6 @@ from mindspeed_rlxf.config.enums import (
     Stage,
 )
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.suggest import multiples_around, use
 from mindspeed_rlxf.config.without_effect import without_effect
 
 
@@ -28,27 +28,9 @@ def check_stage(config: RunConfig) -> Iterator[str]:
     yield from _one_vocabulary(config)
     yield from without_effect(config)
     yield from _samples_per_prompt(config)
-    yield from _rewards(config)
+    yield from [*_rewards(config), *_verifiers(config)]
+    yield from _whitening(config)
     yield from _log_probs(config)
-
-
-def check_groups(config: RunConfig) -> Iterator[str]:
-    """Responses to one prompt stay on one rank; needs legal pools and layouts."""
-    prompts = config.training.global_batch_size
-    dp = config.layout(Role.ACTOR_ROLLOUT).dp
-    if config.samples_together > 1 and prompts % dp:
-        yield (
-            f"training.global_batch_size={prompts} must be a multiple of the actor's data-parallel "
-            f"size {dp}, so that the responses to a prompt, which are compared, are on one rank; "
-            f"{use(multiples_around(prompts, dp))}"
-        )
-    replicas = config.layout(Role.REWARD).dp
-    if config.algorithm.adv_estimator is AdvEstimator.REMAX and prompts % replicas:
-        yield (
-            f"training.global_batch_size={prompts} must be a multiple of the reward's "
-            f"data-parallel size {replicas} with algorithm.adv_estimator=remax, which scores one "
-            f"more response to each prompt; {use(multiples_around(prompts, replicas))}"
-        )
 
 
 def _estimator(config: RunConfig) -> Iterator[str]:
@@ -129,12 +111,6 @@ def _pairs(config: RunConfig) -> Iterator[str]:
             f"actor_rollout.n_samples_per_prompt={actor.n_samples_per_prompt} must be 2 with "
             "training.stage=ray_online_dpo, which prefers one of two responses; use 2"
         )
-    if actor.micro_batch_size % 2:
-        yield (
-            f"actor_rollout.micro_batch_size={actor.micro_batch_size} must be even with "
-            "training.stage=ray_online_dpo, whose loss needs both responses of a pair; "
-            f"{use(multiples_around(actor.micro_batch_size, 2))}"
-        )
 
 
 def _pairs_by_tokens(config: RunConfig) -> Iterator[str]:
@@ -171,6 +147,50 @@ def _rewards(config: RunConfig) -> Iterator[str]:
         yield (
             "algorithm.filter_groups=true needs reward.kind=rule, because the scores of a reward "
             "model always differ; remove one of them"
+        )
+
+
+def _verifiers(config: RunConfig) -> Iterator[str]:
+    reward, algorithm = config.reward, config.algorithm
+    rules, weights = algorithm.verifier_function, algorithm.verifier_weight
+    if not reward.verifier:
+        for name in ("verifier_function", "verifier_weight"):
+            if getattr(algorithm, name):
+                yield (
+                    f"algorithm.{name} has no effect with reward.verifier=false; remove it, or use "
+                    "reward.verifier=true"
+                )
+        return
+    if reward.kind is RewardKind.MODEL:
+        yield (
+            "reward.verifier=true scores by rule, reward.kind=model by a model; remove one of them"
+        )
+    if reward.rules:
+        yield (
+            "reward.rules choose a rule by data source, reward.verifier=true scores all alike; "
+            "remove one of them"
+        )
+    if len(set(rules)) < len(rules):
+        yield "algorithm.verifier_function must name each function once; add up their weights"
+    if weights and len(weights) != len(rules or (None,)):
+        yield (
+            f"algorithm.verifier_weight={list(weights)} must have a weight for each of the "
+            f"{len(rules or (None,))} algorithm.verifier_function; give as many"
+        )
+
+
+def _whitening(config: RunConfig) -> Iterator[str]:
+    """Variance needs two tokens; a response has one at least."""
+    whiten, actor = config.algorithm.advantage_whiten, config.actor_rollout
+    sizes = {
+        AdvantageWhiten.BATCH: config.samples_per_iteration,
+        AdvantageWhiten.MINIBATCH: actor.ppo_mini_batch_size,
+    }
+    pairs = config.training.stage is Stage.RAY_ONLINE_DPO
+    if not pairs and sizes.get(whiten, 2) * actor.max_new_tokens == 1:
+        yield (
+            f"algorithm.advantage_whiten={whiten.value} needs two tokens, and one sample with "
+            "actor_rollout.max_new_tokens=1 has one; use none, or more samples"
         )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from math import isqrt
+from math import isfinite, isqrt
+from typing import Any
 
 
 def closest(word: str, words: Iterable[str]) -> str | None:
@@ -37,3 +38,12 @@ def divisors(number: int) -> list[int]:
 def use(numbers: Iterable[int]) -> str:
     """The remedy: `use 96 or 104`."""
     return "use " + " or ".join(map(str, numbers))
+
+
+def written(value: Any) -> str:
+    """A value as it stands in the YAML: null and true rather than None and True."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float) and not isfinite(value):
+        return f"{value}".replace("inf", ".inf").replace("nan", ".nan")
+    return repr(value)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
-from mindspeed_rlxf.config.enums import AdvEstimator, Stage
+from mindspeed_rlxf.config.enums import AdvEstimator, KlControl, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 
 OF_PAIRS = ("dpo_beta", "dpo_loss_type")
@@ -17,6 +18,8 @@ OF_ADVANTAGES = (
     "rollout_is_threshold",
 )  # fmt: skip
 OF_TOKEN_REWARDS = ("gamma", "whiten_rewards")
+OF_PLACES = ("score_position", "score_slot_limit")  # no place in the total of a response
+OF_ADAPTIVE_KL = ("target_kl", "horizon")
 
 
 def without_effect(config: RunConfig) -> Iterator[str]:
@@ -24,13 +27,19 @@ def without_effect(config: RunConfig) -> Iterator[str]:
     stage, algorithm, actor = config.training.stage, config.algorithm, config.actor_rollout
     named, estimator = f"training.stage={stage.value}", algorithm.adv_estimator
     if stage is Stage.RAY_ONLINE_DPO:
-        yield from _unread(config, "algorithm", (*OF_ADVANTAGES, *OF_TOKEN_REWARDS), named)
+        keys = (*OF_ADVANTAGES, *OF_TOKEN_REWARDS, *OF_PLACES)
+        yield from _unread(config, "algorithm", keys, named)
         yield from _unread(config, "actor_rollout", OF_POLICY_LOSS, named)
     else:
         yield from _unread(config, "actor_rollout", OF_PAIRS, named)
         named = f"algorithm.adv_estimator={estimator.value}"
         if estimator is not AdvEstimator.GAE:
             yield from _unread(config, "algorithm", ("lam",), named)
+        if not estimator.discounts:
+            yield from _unread(config, "algorithm", OF_PLACES, named)
+        if algorithm.kl_ctrl.type is KlControl.FIXED:
+            named_kl = "algorithm.kl_ctrl.type=fixed"
+            yield from _unread(config, "algorithm.kl_ctrl", OF_ADAPTIVE_KL, named_kl)
         # ReMax subtracts a plain score, which fits neither a discounted nor a rescaled return.
         if not estimator.discounts or estimator is AdvEstimator.REMAX:
             yield from _unread(config, "algorithm", OF_TOKEN_REWARDS, named)
@@ -46,7 +55,7 @@ def without_effect(config: RunConfig) -> Iterator[str]:
 
 
 def _unread(config: RunConfig, section: str, keys: tuple[str, ...], reader: str) -> Iterator[str]:
-    values = getattr(config, section)
+    values = attrgetter(section)(config)
     for key in keys:
         value = getattr(values, key)
         if value != type(values).model_fields[key].default:

@@ -255,16 +255,16 @@ class MegatronEngine:
         dist.all_reduce(total, group=self.groups.dp_host)
         return total
 
-    def export(self, hf_folder: Path, megatron_folder: Path | None) -> None:
-        """Write the weights as a Hugging Face folder and, if named, as a Megatron checkpoint.
+    def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
+        """Write the weights as a Hugging Face folder and as a Megatron checkpoint, where named.
 
         A collective over the role's ranks; the last one to finish leaves both complete.
         """
         first_experts = self.groups.dp.rank() < self.groups.ep.size()  # all experts, each once
         with self.groups.active():
-            self.weights.export(
-                hf_folder, self.source, first_experts and self.groups.tp.rank() == 0
-            )
+            if hf_folder is not None:
+                writes = first_experts and self.groups.tp.rank() == 0
+                self.weights.export(hf_folder, self.source, writes)
             dist.barrier()
             if megatron_folder is None:
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 from mindspeed_rlxf.config.host import GIB
 from mindspeed_rlxf.config.schema import RunConfig
@@ -135,6 +136,12 @@ def _ways_to_spread(config: RunConfig, pool: PoolMemory) -> Iterator[str]:
         whole = optimizer is not None and not optimizer.use_distributed_optimizer
         if whole and config.layout(role.role).dp > 1:
             yield f"set {role.role.value}.use_distributed_optimizer=true"
+    for role in pool.roles:
+        section = config.role(role.role)
+        ep, dp = section.expert_model_parallel_size, config.layout(role.role).dp
+        experts = section.architecture.num_experts if section.architecture else None
+        if experts and gcd(experts, dp) > ep:
+            yield f"raise {role.role.value}.expert_model_parallel_size"
     yield "raise tensor_model_parallel_size"
     yield "raise pipeline_model_parallel_size"
     if len(pool.roles) > 1:

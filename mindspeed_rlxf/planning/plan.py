@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mindspeed_rlxf.config import memory
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.host import joined_address
-from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.config.table import pairs, table
 from mindspeed_rlxf.planning.fit import fit
 from mindspeed_rlxf.planning.memory import cache_rows, has_model
@@ -47,13 +47,31 @@ def _run(config: RunConfig) -> list[tuple[str, object]]:
     return [
         ("iterations", training.train_iters),
         ("output", training.output_dir),
+        *((f"weights of {role.value}", folder) for role, folder in _save_folders(config)),
+        ("checkpoints of the weights", _checkpoints(config)),
         ("tokenizer", training.tokenizer_name_or_path),
         ("training prompts", ", ".join(data.train_files or data.data_path)),
         ("validation prompts", ", ".join(data.val_files or data.val_data_path) or "none"),
         ("runtime", f"ray, {cluster}" if runtime.kind is RuntimeKind.RAY else "local"),
         ("device", config.device.kind.value),
-        ("reward", f"{config.reward.kind.value}"),
+        ("reward", _reward(config)),
     ]
+
+
+def _save_folders(config: RunConfig) -> list[tuple[Role, object]]:
+    """Of the trained roles whose weights do not go to the output folder."""
+    folders = {role: config.save_folder(role) for role in config.roles if role in SAVED_AS}
+    return [(role, folder) for role, folder in folders.items() if folder is not None]
+
+
+def _checkpoints(config: RunConfig) -> str:
+    interval = config.training.save_interval
+    return f"every {interval} iterations" if interval else "none"
+
+
+def _reward(config: RunConfig) -> str:
+    rules = ", ".join(f"{weight:g} x {rule.value}" for rule, weight in config.verifiers)
+    return f"verifier: {rules}" if rules else config.reward.kind.value
 
 
 def _roles(config: RunConfig) -> list[list[object]]:

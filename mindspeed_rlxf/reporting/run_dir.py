@@ -45,6 +45,10 @@ class RunDirectory:
         return self.path / "logs"
 
     @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
     def is_used(self) -> bool:
         """Another run has written here."""
         return self.config.exists() or self.metrics.exists()

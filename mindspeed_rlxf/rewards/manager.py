@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from mindspeed_rlxf.config.enums import Verifier
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.rewards.rules import BUILTIN_RULES, RULES, RewardResult, Rule
+from mindspeed_rlxf.rewards.verifiers import NEED_TRUTH, verify
 
 
 class RewardManager:
     """The rule of every data source: the built-in table, extended or overridden by `reward.rules`.
 
     rules: data source -> name of a rule
+    verifiers: functions and weights that score every response instead, whatever its data source
     Raises UserError for a rule that does not exist.
     """
 
-    def __init__(self, rules: Mapping[str, str]) -> None:
+    def __init__(
+        self, rules: Mapping[str, str], verifiers: Sequence[tuple[Verifier, float]] = ()
+    ) -> None:
         unknown = {source: name for source, name in rules.items() if name not in RULES}
         if unknown:
             raise UserError(
@@ -28,6 +33,7 @@ class RewardManager:
             )
         chosen = {source: RULES[name] for source, name in rules.items()}
         self._rules: dict[str, Rule] = {**BUILTIN_RULES, **chosen}
+        self._verifiers = list(verifiers)
 
     def score(
         self,
@@ -36,6 +42,9 @@ class RewardManager:
         data_sources: Sequence[str],
     ) -> list[RewardResult]:
         """One result per response, in order. Raises UserError for a data source without a rule."""
+        if self._verifiers:
+            pairs = zip(response_texts, ground_truths, strict=True)
+            return [verify(self._verifiers, response, truth) for response, truth in pairs]
         if unknown := self._unknown_sources(data_sources):
             raise UserError(unknown)
         rows = zip(response_texts, ground_truths, data_sources, strict=True)
@@ -48,6 +57,8 @@ class RewardManager:
         not accept as the answer (such rows would score 0 whatever the policy does).
         """
         prompts = list(prompts)
+        if self._verifiers:
+            return self._without_truth(prompts)
         problems = self._unknown_sources(prompt.data_source for prompt in prompts)
         unscorable = [p for p in prompts if p.data_source in self._rules and not self._scorable(p)]
         for source, count in Counter(prompt.data_source for prompt in unscorable).items():
@@ -59,6 +70,18 @@ class RewardManager:
                 "correct the rows, data.ground_truth_key or reward.rules"
             )
         return problems
+
+    def _without_truth(self, prompts: list[Prompt]) -> list[str]:
+        """Rows that a verifier which compares answers would always find wrong."""
+        names = [rule.value for rule, _ in self._verifiers if rule in NEED_TRUTH]
+        empty = [prompt for prompt in prompts if not prompt.ground_truth.strip()]
+        if not names or not empty:
+            return []
+        return [
+            f"every row must have a ground truth with algorithm.verifier_function={names[0]}; "
+            f"{len(empty)} have none, the first is prompt {empty[0].index} "
+            f"({empty[0].text!r:.40}); correct the rows or data.ground_truth_key"
+        ]
 
     def _scorable(self, prompt: Prompt) -> bool:
         truth = prompt.ground_truth

@@ -225,7 +225,7 @@ class ActorRole:
             advantages = advantages * ratio
         return advantages
 
-    def export(self, hf_folder: Path, megatron_folder: Path | None) -> RoleOutput:
+    def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> RoleOutput:
         """Write the weights; a collective over the role's ranks."""
         self.engine.export(hf_folder, megatron_folder)
         return RoleOutput()

@@ -24,7 +24,7 @@ class RewardRole:
         reward = config.reward
         self.config = reward
         self.tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
-        self.rules = RewardManager(dict(reward.rules))
+        self.rules = RewardManager(dict(reward.rules), config.verifiers)
         self.engine = None
         if reward.kind is RewardKind.MODEL:
             self.engine = MegatronEngine(reward, Head.SCORE, config.training.seed)

@@ -110,7 +110,7 @@ class ActorGroup:
             kl_coef,
         )
 
-    def export(self, hf_folder: Path, megatron_folder: Path | None) -> Pending:
+    def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> Pending:
         return self.train.call(ActorRole.export, hf_folder, megatron_folder)
 
 
@@ -174,7 +174,7 @@ class CriticGroup:
             Sharded([share.steps for share in steps]),
         )
 
-    def export(self, hf_folder: Path, megatron_folder: Path | None) -> Pending:
+    def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> Pending:
         return self.group.call(CriticRole.export, hf_folder, megatron_folder)
 
 

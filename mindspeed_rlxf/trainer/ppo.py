@@ -15,6 +15,7 @@ from mindspeed_rlxf.trainer.collector import Collected, Collector
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.recorder import Recorder
 from mindspeed_rlxf.trainer.validation import Validator
+from mindspeed_rlxf.trainer.weight_saver import WeightSaver
 
 
 class PpoTrainer:
@@ -27,8 +28,9 @@ class PpoTrainer:
         prompts: PromptSource,
         validator: Validator,
         recorder: Recorder,
+        saver: WeightSaver,
     ) -> None:
-        self.config, self.prompts = config, prompts
+        self.config, self.prompts, self.saver = config, prompts, saver
         self.actor, self.ref, self.critic = roles.actor, roles.ref, roles.critic
         self.collector = Collector(config, roles, prompts)
         self.validator, self.recorder = validator, recorder
@@ -113,6 +115,8 @@ class PpoTrainer:
         due = validation.interval and self.iteration % validation.interval == 0
         if due or (last and validation.after):
             measured.update(self.validator.validate(self.iteration))
+        if self.saver.is_due(self.iteration):
+            measured["timing/save"] = self.saver.save(self.iteration)
         self.recorder.iteration(self.iteration, measured, all_s)
 
     @property

@@ -27,6 +27,7 @@ from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.sizes import HEADS
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.rewards.manager import RewardManager
+from mindspeed_rlxf.trainer.weight_saver import save_problems
 
 T = TypeVar("T")
 MAX_SHAPE_PROBLEMS = 3  # of one folder: the first few tell which model it is
@@ -53,6 +54,7 @@ def prepare(config: RunConfig) -> Prepared:
     problems: list[str] = []
     prepared = Prepared()
     problems += RunDirectory.check(config)
+    problems += save_problems(config)
     for role in config.roles:
         problems += weight_problems(config, role)
     actor = config.actor_rollout
@@ -205,7 +207,7 @@ def _fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | 
 def _reward_problems(config: RunConfig, prepared: Prepared) -> list[str]:
     """Rules have to know the data sources; without them a reward model scores validation too."""
     problems: list[str] = []
-    manager = _collect(problems, lambda: RewardManager(dict(config.reward.rules)))
+    manager = _collect(problems, lambda: RewardManager(dict(config.reward.rules), config.verifiers))
     if manager is None:
         return problems
     if config.reward.kind is RewardKind.RULE:

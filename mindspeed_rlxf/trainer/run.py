@@ -23,6 +23,7 @@ from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.prompt_source import PromptSource, as_rows
 from mindspeed_rlxf.trainer.recorder import Recorder
 from mindspeed_rlxf.trainer.validation import Validator
+from mindspeed_rlxf.trainer.weight_saver import WeightSaver
 
 EXIT_DONE, EXIT_FAILED, EXIT_STOPPED = 0, 1, 75
 
@@ -113,14 +114,19 @@ def train(
     roles = RoleGroups.build(config, pools, prepared.eos_token_ids)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
     try:
-        make_trainer(config, prepared, roles, recorder).fit()
-        _export(roles, directory)
+        saver = WeightSaver(config, roles, directory, recorder.note, writes)
+        make_trainer(config, prepared, roles, recorder, saver).fit()
+        saver.export()
     finally:
         recorder.close()
 
 
 def make_trainer(
-    config: RunConfig, prepared: Prepared, roles: RoleGroups, recorder: Recorder
+    config: RunConfig,
+    prepared: Prepared,
+    roles: RoleGroups,
+    recorder: Recorder,
+    saver: WeightSaver,
 ) -> PpoTrainer:
     training = config.training
     sampler = PromptSampler(
@@ -138,17 +144,7 @@ def make_trainer(
     validator = Validator(
         roles, as_rows(prepared.val_prompts), prepared.validate_by_rule, training.seed, recorder
     )
-    return PpoTrainer(config, roles, source, validator, recorder)
-
-
-def _export(roles: RoleGroups, directory: RunDirectory) -> None:
-    """Final weights of what was trained, as Hugging Face folders and in Megatron's format."""
-    final = directory.path / "final"
-    exports = [roles.actor.export(final / "actor_hf", final / "actor_megatron")]
-    if roles.critic is not None:
-        exports.append(roles.critic.export(final / "critic_hf", final / "critic_megatron"))
-    for export in exports:
-        export.result()
+    return PpoTrainer(config, roles, source, validator, recorder, saver)
 
 
 def _failed(started: list[RunDirectory], error: Exception, message: str) -> int:

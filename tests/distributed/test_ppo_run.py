@@ -95,7 +95,8 @@ def test_kl_to_the_reference_starts_at_zero_and_roles_may_live_anywhere(
     make_llama(scored, architecture, scored=True)
     write_prompts(tmp_path / "train.jsonl", [f"count to {n}" for n in range(40)])
     write_tokenizer(tmp_path / "tokenizer", [f"count to {n}" for n in range(40)])
-    together = small_run(tmp_path, "together", lm, scored, architecture, {}, 1)
+    saving = {"save_interval": 2}
+    together = small_run(tmp_path, "together", lm, scored, architecture, {}, 1, training=saving)
     apart = together.model_copy(
         update={
             "placement": {role: role.value for role in Role},
@@ -107,6 +108,14 @@ def test_kl_to_the_reference_starts_at_zero_and_roles_may_live_anywhere(
     )
     first = metrics_of(together, warm_runtime)
     second = metrics_of(apart, warm_runtime)
+    for name in ("together", "apart"):
+        saved = tmp_path / name / "checkpoints"
+        pointer = "latest_checkpointed_iteration.txt"
+        assert sorted(path.name for path in saved.iterdir()) == ["iter_0000002", pointer]
+        assert (saved / pointer).read_text() == "2\n"
+        for role in ("actor", "critic"):
+            assert any((saved / "iter_0000002" / role).glob("*.distcp"))
+    assert [("timing/save" in metrics) for metrics in first] == [False, True, False]
     assert abs(first[0]["critic/kl"]) <= 1e-5
     assert first[0]["rollout/log_prob_gap_max"] < 1e-4
     for ours, theirs in zip(first, second, strict=True):

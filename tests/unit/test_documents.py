@@ -9,6 +9,7 @@ import pytest
 
 from mindspeed_rlxf.config.compose import builtin_config_dir, config_names
 from mindspeed_rlxf.config.keys import known_keys
+from mindspeed_rlxf.config.migration import put_into
 from mindspeed_rlxf.config.roles import ActorConfig, CriticConfig, OptimizerConfig
 from mindspeed_rlxf.config.sections import AlgorithmConfig
 
@@ -42,6 +43,12 @@ def test_configs_and_tests_that_a_document_names_exist(document: Path) -> None:
     for name, test in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", text):
         source = (ROOT / name).read_text(encoding="utf-8")
         assert not test or f"def {test}(" in source, f"{name}::{test}"
+
+
+def test_the_tables_for_migrating_are_made_from_the_schema() -> None:
+    text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    remedy = "run python -m mindspeed_rlxf.config.migration docs/migrating.md"
+    assert put_into(text) == text, remedy
 
 
 def test_defaults_in_the_comparison_with_trl_are_the_schemas() -> None:

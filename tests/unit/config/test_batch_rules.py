@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -150,3 +151,77 @@ def test_rule_is_named_with_both_numbers_and_a_remedy(
     problems: Problems, changes: dict[str, Any], message: str
 ) -> None:
     assert message in problems(changes)
+
+
+def rounds(problems: Problems, changes: dict[str, Any], drop: tuple[str, ...] = ()) -> int:
+    """How often the first remedy of every problem has to be followed until none is left."""
+    changes = dict(changes)
+    for count in range(4):
+        found = problems(changes, drop)
+        if not found:
+            return count
+        for problem in found:
+            key, _, rest = problem.partition("=")
+            remedy = rest.rpartition("; ")[2]
+            named = re.findall(r"(\w+\.\w+)=(\d+)", remedy)
+            if first := re.match(r"use (\d+)", remedy):
+                changes[key.split()[0]] = int(first[1])
+            changes |= {name: int(number) for name, number in named}
+    return 99
+
+
+PAIRS = {
+    "training.stage": "ray_online_dpo", "actor_rollout.do_sample": True,
+    "resource_pool.main": 2,
+}  # fmt: skip
+STAGES = {
+    "actor_rollout.pipeline_model_parallel_size": 2,
+    "actor_rollout.num_layers_per_virtual_pipeline_stage": 1,
+}
+WITHOUT_CRITIC = ("critic", "placement.critic")
+
+
+@pytest.mark.parametrize("stages", [{}, STAGES])
+@pytest.mark.parametrize("prompts", [7, 8, 9])
+@pytest.mark.parametrize("micro", [1, 2, 3])
+@pytest.mark.parametrize("mini", [1, 4, 7])
+def test_remedies_of_pairs_agree(
+    problems: Problems, stages: dict[str, Any], prompts: int, micro: int, mini: int
+) -> None:
+    changes = {
+        **PAIRS, **stages, "training.global_batch_size": prompts,
+        "actor_rollout.micro_batch_size": micro, "actor_rollout.ppo_mini_batch_size": mini,
+    }  # fmt: skip
+    # One round mends all, or one for the batch and one for what is cut from it.
+    assert rounds(problems, changes, WITHOUT_CRITIC) <= 2
+
+
+def test_a_batch_of_seven_on_two_devices_has_one_remedy(problems: Problems) -> None:
+    changes = {
+        **PAIRS, "training.global_batch_size": 7, "actor_rollout.micro_batch_size": 2,
+        "actor_rollout.ppo_mini_batch_size": 4,
+    }  # fmt: skip
+    assert problems(changes, WITHOUT_CRITIC) == [
+        "training.global_batch_size=7 x actor_rollout.n_samples_per_prompt=2 must be a multiple of "
+        "the actor's data-parallel size 2 x 2 responses of a pair; use 6 or 8"
+    ]
+    assert problems({**changes, "training.global_batch_size": 8}, WITHOUT_CRITIC) == []
+
+
+def test_null_samples_beside_a_token_limit_are_no_error(problems: Problems) -> None:
+    null = {"critic.micro_batch_size": None}
+    assert problems({**null, "critic.max_tokens_per_micro_batch": 24}) == []
+    (problem,) = problems(null)
+    assert problem.startswith("critic.micro_batch_size=null must be an integer")
+
+
+def test_one_token_cannot_be_whitened(problems: Problems) -> None:
+    one = {
+        "resource_pool.main": 1, "training.global_batch_size": 1, "actor_rollout.max_new_tokens": 1,
+        "actor_rollout.ppo_mini_batch_size": 1, "critic.critic_mini_batch_size": 1,
+    }  # fmt: skip
+    assert problems(one) == [
+        "algorithm.advantage_whiten=batch needs two tokens, and one sample with "
+        "actor_rollout.max_new_tokens=1 has one; use none, or more samples"
+    ]
+    assert problems({**one, "algorithm.advantage_whiten": "none"}) == []

@@ -100,10 +100,25 @@ def test_user_error_keeps_its_problems_across_processes() -> None:
     assert str(error) == "one\ntwo"
 
 
+READ_THROUGH = {
+    "moe_ffn_hidden_size": "mlp_hidden_size",
+    "num_layers_per_virtual_pipeline_stage": "model_chunks",
+    "placement": "pool_of",
+    "verifier": "verifiers",
+    "verifier_function": "verifiers",
+    "verifier_weight": "verifiers",
+    "devices_per_node": "resource_pool",  # whole hosts, while the configuration is made
+}
+"""Keys that nothing but the schema reads -> what it says of them, which others read."""
+
+
 def names_read() -> set[str]:
-    """Every attribute that the package reads, of whatever object."""
+    """Every attribute that the package reads outside config/, of whatever object."""
     found = set()
-    for file in Path(roles.__file__).parents[1].rglob("*.py"):
+    package = Path(roles.__file__).parents[1]
+    for file in package.rglob("*.py"):
+        if file.is_relative_to(package / "config"):
+            continue  # a key that is checked, and then used by nobody, is forgotten too
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 found.add(node.attr)
@@ -112,4 +127,6 @@ def names_read() -> set[str]:
 
 @pytest.mark.parametrize("section", all_sections(), ids=lambda section: section.__name__)
 def test_no_key_is_accepted_and_then_forgotten(section: type[BaseModel]) -> None:
-    assert set(section.model_fields) - names_read() == set()
+    read = names_read()
+    through = {key for key, name in READ_THROUGH.items() if name in read}
+    assert set(section.model_fields) - read - through == set()

@@ -201,6 +201,13 @@ def test_online_dpo_refuses_what_it_does_not_read(problems: Problems, key: str, 
     ("changes", "named"),
     [
         ({"actor_rollout.dpo_beta": 0.2}, "actor_rollout.dpo_beta=0.2"),
+        ({"algorithm.kl_ctrl.horizon": 5}, "algorithm.kl_ctrl.horizon=5"),
+        ({"algorithm.kl_ctrl.target_kl": 1.0}, "algorithm.kl_ctrl.target_kl=1.0"),
+        ({**GRPO, "algorithm.score_position": "eos"}, "algorithm.score_position=eos"),
+        (
+            {**DPO, "algorithm.score_slot_limit": "batch_width"},
+            "algorithm.score_slot_limit=batch_width",
+        ),
         ({"algorithm.overlong_penalty_factor": 0.5}, "algorithm.overlong_penalty_factor=0.5"),
         (
             {**GRPO, "algorithm.adv_estimator": "remax", "algorithm.gamma": 0.9},

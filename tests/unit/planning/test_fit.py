@@ -61,6 +61,16 @@ def test_remedy_for_a_large_model_spreads_it(config: Callable[..., RunConfig]) -
     )
 
 
+def test_remedy_for_experts_names_what_spreads_them(config: Callable[..., RunConfig]) -> None:
+    experts = {"model.small.num_experts": 8, "model.small.moe_ffn_hidden_size": 10**5}
+    run = config({**JOINED, **experts, "device.memory_gib": 0.5})
+    (problem,) = fit(run).problems
+    assert "raise actor_rollout.expert_model_parallel_size or " in problem
+    most = {"training.expert_model_parallel_size": 8}
+    (problem,) = fit(config({**JOINED, **experts, **most, "device.memory_gib": 0.5})).problems
+    assert "expert_model_parallel_size" not in problem
+
+
 LONG = {
     "model.small.max_position_embeddings": 4096,
     "training.seq_length": 4096,

@@ -53,7 +53,7 @@ def test_roles_on_different_devices_have_work_at_the_same_time(limit: ScoreSlotL
     prompts: Any = SimpleNamespace(next_prompts=lambda: None)
     nobody: Any = None
     with pytest.raises(Waited):
-        PpoTrainer(config, roles, prompts, nobody, nobody).fit()
+        PpoTrainer(config, roles, prompts, nobody, nobody, nobody).fit()
     scoring = ["actor.generate", "reward.score", "actor.log_probs", "ref.log_probs"]
     scoring.append("critic.values")
     updates = ["critic.make_experience", "critic.update_critic", "actor.update_policy"]

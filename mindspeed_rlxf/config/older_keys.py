@@ -1,0 +1,289 @@
+"""Keys of MindSpeed-LLM's Ray PPO that are no keys here: reviewed lists of what becomes of each.
+
+A key of that toolkit is exactly one of: a key of the schema, or moved to one (`older_toolkit`);
+in NO_OPS; in REFUSED. All others are unknown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ANY = "any value"
+
+
+@dataclass(frozen=True)
+class NoOp:
+    """Keys that ask for what happens anyway.
+
+    allowed: the values that do, ANY where no value changes a number
+    meaning: one line for the user, after `key=value: `
+    remedy:  for other values; None = the first one that is allowed
+    """
+
+    keys: tuple[str, ...]
+    allowed: tuple[Any, ...] | str
+    meaning: str
+    remedy: str | None = None
+
+    def allows(self, value: Any) -> bool:
+        """True and 1 are different values, 0 and 0.0 are not."""
+        if isinstance(self.allowed, str):
+            return value is None or isinstance(value, (bool, int, float, str))
+        return any(
+            value == good and isinstance(value, bool) == isinstance(good, bool)
+            for good in self.allowed
+        )
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Keys that ask for what is not there.
+
+    neutral: values that ask for nothing, besides false and null
+    """
+
+    keys: tuple[str, ...]
+    why: str
+    remedy: str = "remove it"
+    neutral: tuple[Any, ...] = ()
+
+    def is_neutral(self, value: Any) -> bool:
+        if value is None or value is False:
+            return True
+        return not isinstance(value, bool) and value in self.neutral
+
+
+YES, NO = (True,), (False,)
+BOTH = (True, False)
+ARCHITECTURE = "the architecture of every model here"
+KERNELS = "the device chooses the kernels, the numbers mean the same"
+
+NO_OP_LIST = (
+    NoOp(("use_mcore_models",), YES, "models are always Megatron-core's"),
+    NoOp(
+        (
+            "use_flash_attn", "use_fused_rmsnorm", "use_fused_swiglu", "use_fused_rotary_pos_emb",
+            "use_mc2", "no_masked_softmax_fusion", "no_gradient_accumulation_fusion",
+            "no_bias_gelu_fusion", "no_bias_swiglu_fusion", "no_bias_dropout_fusion",
+            "no_rope_fusion", "jit_compile",
+        ),
+        BOTH,
+        KERNELS,
+    ),
+    NoOp(
+        ("overlap_grad_reduce", "overlap_param_gather", "async_log_allreduce"),
+        BOTH,
+        "communication does not overlap with computation yet, the numbers are the same",
+    ),
+    NoOp(("use_rotary_position_embeddings", "swiglu", "disable_bias_linear"), YES, ARCHITECTURE),
+    NoOp(("position_embedding_type",), ("rope",), ARCHITECTURE),
+    NoOp(("normalization",), ("RMSNorm",), ARCHITECTURE),
+    NoOp(("rotary_percent",), (1.0,), ARCHITECTURE),
+    NoOp(
+        ("attention_dropout", "hidden_dropout"),
+        (0.0,),
+        "there is no dropout: the ratio of new to old probabilities would be noise",
+    ),
+    NoOp(("attention_softmax_in_fp32",), YES, "attention's softmax sums in fp32"),
+    NoOp(
+        ("make_vocab_size_divisible_by",),
+        (1,),
+        "the vocabulary has the rows that vocab_size (or padded_vocab_size) says",
+        "1, and padded_vocab_size for rows that are padded",
+    ),
+    NoOp(
+        ("distributed_backend",),
+        ANY,
+        "device.kind decides which backend its processes talk through",
+    ),
+    NoOp(
+        ("no_shared_storage",), BOTH, "the driver reads the prompts, workers need no index files"
+    ),
+    NoOp(
+        ("no_load_optim", "no_load_rng"),
+        YES,
+        "`load` gives the weights of the start, nothing else",
+        "true; false would resume from the folder of `load`, which only a run directory can",
+    ),
+    NoOp(
+        ("finetune",),
+        YES,
+        "a run starts at iteration 0 from the weights of `load`",
+        "true; false would go on at the iteration of the folder of `load`",
+    ),
+    NoOp(
+        ("no_save_optim", "no_save_rng"),
+        YES,
+        "what is written is weights only",
+        "true; optimizer and random state are not written yet",
+    ),
+    NoOp(("is_instruction_dataset",), YES, "prompts are read by the names of their columns"),
+    NoOp(("variable_seq_lengths",), YES, "lengths always vary: nothing is padded to seq_length"),
+    NoOp(
+        ("shuffle",),
+        NO,
+        "prompts: data.shuffle (or no_shuffle); samples of a batch: shuffle_minibatch",
+        "false, and data.shuffle or shuffle_minibatch",
+    ),
+    NoOp(("use_kv_cache",), BOTH, "generation always keeps keys and values"),
+    NoOp(("initial_loss_scale",), ANY, "losses are scaled for fp16 only, which is not there"),
+    NoOp(
+        ("pad_to_multiple_of",), ANY, "nothing is padded, so that no multiple has to be reached"
+    ),
+    NoOp(
+        ("max_tokens_to_oom",),
+        ANY,
+        "no such limit: dry_run=true says before the start whether the batch fits",
+    ),
+    NoOp(
+        ("md5_validate",),
+        NO,
+        "weights of generation and training are compared by what they compute",
+        "false, and algorithm.max_log_prob_gap, which stops where generation and training differ",
+    ),
+    NoOp(
+        ("rollout_batch_size",),
+        ANY,
+        "read by stage trl_ppo only: training.global_batch_size counts prompts here",
+    ),
+    NoOp(
+        ("split",),
+        ("100,0,0", "100,0", "100", 100, "1,0,0", "1", 1, "1.0,0.0,0.0"),
+        "all prompts of data_path are trained on",
+        "100,0,0, and data.val_files or data.val_data_path for validation",
+    ),
+    NoOp(
+        ("extract_content_for_reward",),
+        NO,
+        "the reward model sees the whole response",
+        "false; scores of only what stands between <answer> tags are not there",
+    ),
+    NoOp(("log_interval",), ANY, "every iteration is logged"),
+    NoOp(
+        ("log_throughput", "log_timers_to_tensorboard"), BOTH, "metrics.jsonl holds all metrics"
+    ),
+    NoOp(
+        ("distributed_timeout_minutes",),
+        ANY,
+        "runtime.timeout_s is the longest wait for one call",
+    ),
+    NoOp(("num_workers",), ANY, "prompts are held in memory, no process loads them"),
+)  # fmt: skip
+"""In any of `model.<name>`, `training` and the roles."""
+
+NO_OPS: dict[str, NoOp] = {key: entry for entry in NO_OP_LIST for key in entry.keys}
+
+REFUSED_LIST = (
+    Refusal(
+        ("context_parallel_size",),
+        "one sequence is not split over devices here",
+        "use 1, and tensor or pipeline parallel for long sequences",
+        (1,),
+    ),
+    Refusal(
+        ("context_parallel_algo", "ulysses_degree_in_cp", "cp_window_size", "attention_mask_type",
+         "cp_attention_mask_type", "use_cp_send_recv_overlap",
+         "kv_head_repeat_before_uly_alltoall"),
+        "there is no context parallel here",
+    ),
+    Refusal(
+        ("lora_r", "lora_alpha", "lora_target_modules", "lora_load", "lora_modules_to_save",
+         "lora_register_forward_hook", "lora_fusion", "lora_ckpt_filter", "qlora",
+         "qlora_save_dequantize"),
+        "there is no LoRA here, all weights are trained",
+        "merge adapters into the weights that `load` names, and remove it",
+    ),
+    Refusal(("fp16",), "half precision is bf16 here, which needs no loss scale", "use bf16: true"),
+    Refusal(("fp8_format", "fp8", "params_dtype"), "precision is bf16 or fp32", "use bf16"),
+    Refusal(("loss_scale", "min_loss_scale", "loss_scale_window"), "losses are not scaled"),
+    Refusal(
+        ("recompute_granularity", "recompute_method", "recompute_num_layers",
+         "recompute_activation_function", "recompute_activation_function_num_layers",
+         "recompute_in_advance", "recompute_norm", "recompute_norm_num_layers",
+         "enable_recompute_layers_per_pp_rank"),
+        "activations are kept, not recomputed, but for those of the output layer",
+        "lower micro_batch_size or max_tokens_per_micro_batch, and remove it",
+    ),
+    Refusal(
+        ("swap_attention", "swap_modules", "swap_optimizer", "swap_optimizer_times",
+         "reuse_fp32_param", "o2_optimizer", "o2_gradient"),
+        "nothing is moved to the host's memory between steps",
+        "use use_distributed_optimizer or more devices, and remove it",
+    ),
+    Refusal(
+        ("num_layer_list", "noop_layers", "schedules_method",
+         "virtual_pipeline_model_parallel_size"),
+        "pipeline stages have equal numbers of layers",
+        "use pipeline_model_parallel_size and num_layers_per_virtual_pipeline_stage",
+    ),
+    Refusal(("tp_2d", "tp_x", "tp_y", "use_nd_matmul"), "tensor parallel has one dimension"),
+    Refusal(
+        ("optimizer",), "the optimizer is Adam with decoupled weight decay", "use adam", ("adam",)
+    ),
+    Refusal(
+        ("lr_warmup_iters", "lr_warmup_samples", "lr_decay_iters", "lr_decay_samples",
+         "lr_warmup_init"),
+        "a schedule spans train_iters",
+        "use lr_warmup_fraction and lr_decay_style",
+    ),
+    Refusal(("weight_decay_incr_style", "start_weight_decay", "end_weight_decay"),
+            "weight decay is constant", "use weight_decay", ("constant",)),
+    Refusal(("rampup_batch_size",), "the batch size is constant", "use global_batch_size"),
+    Refusal(("train_samples",), "a run counts iterations", "use training.train_iters"),
+    Refusal(
+        ("eval_iters", "eval_interval"),
+        "validation has a section of its own",
+        "use validation.interval",
+        (0,),
+    ),
+    Refusal(
+        ("tokenizer_kwargs", "tokenizer_not_use_fast", "tokenizer_padding_side", "tokenizer_model",
+         "vocab_file", "merge_file"),
+        "the tokenizer is the Hugging Face folder as it is",
+        "use training.tokenizer_name_or_path",
+    ),
+    Refusal(
+        ("prompt_type", "prompt_type_path", "hf_chat_template"),
+        "templates are applied by preprocess_data.py, whose stop tokens end responses",
+        "give it to preprocess_data.py, and remove it here",
+    ),
+    Refusal(
+        ("pretrained_checkpoint", "load_checkpoint_loosely", "ckpt_format", "ckpt_step",
+         "use_checkpoint_args", "use_mp_args_from_checkpoint_args"),
+        "weights start from the folder that `load` names, and have to fit",
+        "use load",
+    ),
+    Refusal(
+        ("add_dense_bias", "add_output_layer_bias", "add_rmsnorm_offset", "geglu", "gelu_tanh",
+         "post_norm", "embed_layernorm", "input_embeds_norm", "scale_emb", "scale_depth",
+         "dim_model_base", "output_logit_softcapping", "attn_logit_softcapping",
+         "query_pre_attn_scalar", "sliding_window", "interleave_sliding_window", "use_glm_rope",
+         "multi_head_latent_attention", "multi_latent_attention", "squared_relu",
+         "alibi_fusion_attn_type",
+         "square_alibi_mask", "no_post_layer_norm", "embedding_multiplier_scale",
+         "output_multiplier_scale", "mtp_num_layers", "cla_share_factor", "share_kvstates"),
+        "no model here has it (families: Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral)",
+        "use a model of these families",
+    ),
+    Refusal(
+        ("n_shared_experts", "first_k_dense_replace", "moe_layer_freq", "moe_tp_extend_ep",
+         "moe_train_capacity_factor", "moe_expert_capacity_factor", "noisy_gate_policy"),
+        "experts are those of Qwen3-MoE and Mixtral: one mixture in every layer, no capacity",
+    ),
+    Refusal(("moe_grouped_gemm", "moe_permutation_async_comm", "moe_token_dispatcher_type",
+             "moe_alltoall_overlap_comm", "moe_allgather_overlap_comm", "moe_zero_memory"),
+            "how experts are computed and reached is not a choice here"),
+    Refusal(("moe_intermediate_size",), "the name is Megatron's", "use moe_ffn_hidden_size"),
+    Refusal(
+        ("reward_model", "ref_model", "max_length"),
+        "it belongs to stage trl_ppo",
+        "use the sections reward and ref, and training.seq_length",
+    ),
+    Refusal(("tensorboard_dir", "wandb_project", "wandb_exp_name"),
+            "metrics are written to metrics.jsonl", "read them from there"),
+    Refusal(("use_deter_comp",), "there is no such switch", "remove it"),
+)  # fmt: skip
+"""In any of `model.<name>`, `training` and the roles."""
+
+REFUSED: dict[str, Refusal] = {key: entry for entry in REFUSED_LIST for key in entry.keys}

@@ -1,0 +1,149 @@
+"""Rule verifiers of the older toolkit, by the names that `algorithm.verifier_function` gives them.
+
+Pure functions of two texts, as in `rules`; the value of a response is the weighted sum of several.
+Answers are compared as numbers or as normalised LaTeX, without an algebra system and without a
+process for each sample: `x+1` and `1+x` are different answers here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from mindspeed_rlxf.config.enums import Verifier
+from mindspeed_rlxf.rewards.rules import RewardResult
+
+Score = float
+STEPS_FOR_ALL = 3  # marks of steps that give the whole score
+MAX_DIGITS = 200  # longer "numbers" are compared as text
+
+_FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
+_TAGS = ("<think>", "</think>", "<answer>", "\\boxed{", "</answer>")
+_STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", re.MULTILINE)
+_SAID = re.compile(r"(?:the|final) answer is:?\s*(.+?)(?:\.?\s*$|\.\s|\n)", re.IGNORECASE)
+_NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
+_FRACTION = re.compile(r"(-?)\\frac\{(-?[\d.]+)\}\{(-?[\d.]+)\}|(-?[\d.]+)/(-?[\d.]+)")
+_UNIT = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}$")
+_DROPPED = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\ ", "\\$", "$", " ", "\n", "\\%", "%",
+            "^{\\circ}", "^\\circ")  # fmt: skip
+
+
+def accuracy(response: str, ground_truth: str) -> Score:
+    """1 when the last \\boxed{} holds the ground truth, -0.5 when another answer, -1 without."""
+    answer = boxed(response)
+    if answer is None:
+        return -1.0
+    return 1.0 if same_answer(answer, ground_truth) else -0.5
+
+
+def base_accuracy(response: str, ground_truth: str) -> Score:
+    """1 when the final answer is the ground truth, else 0: boxed, said ("the answer is"), or the
+    last number."""
+    return 1.0 if same_answer(final_answer(response), ground_truth) else 0.0
+
+
+def think_format(response: str, ground_truth: str = "") -> Score:
+    """1 when the response is a <think> part and then an <answer> part, else 0."""
+    return 1.0 if _FORMAT.fullmatch(response) else 0.0
+
+
+def strict_format(response: str, ground_truth: str = "") -> Score:
+    """1 when <think>, </think>, <answer>, \\boxed{ and </answer> stand in the response once each,
+    in this order, with nothing before and after; else -1.
+
+    (The older toolkit counts the tags too, and then lets the order alone decide.)
+    """
+    text = response.strip()
+    places = [text.find(tag) for tag in _TAGS]
+    once = all(text.count(tag) == 1 for tag in _TAGS)
+    whole = text.startswith(_TAGS[0]) and text.endswith(_TAGS[-1])
+    return 1.0 if once and whole and places == sorted(places) else -1.0
+
+
+def steps(response: str, ground_truth: str = "") -> Score:
+    """A third for each mark of a step ("Step 1:", "1.", a bullet, "First,"), at most 1."""
+    return min(1.0, len(_STEP.findall(response)) / STEPS_FOR_ALL)
+
+
+FUNCTIONS: dict[Verifier, Callable[[str, str], Score]] = {
+    Verifier.ACC: accuracy,
+    Verifier.BASE_ACC: base_accuracy,
+    Verifier.FORMAT: think_format,
+    Verifier.STRICT_FORMAT: strict_format,
+    Verifier.STEP: steps,
+}
+NEED_TRUTH = (Verifier.ACC, Verifier.BASE_ACC)
+
+
+def verify(
+    verifiers: Sequence[tuple[Verifier, float]], response: str, ground_truth: str
+) -> RewardResult:
+    """The weighted sum; each function's own score is a part."""
+    parts = {rule.value: FUNCTIONS[rule](response, ground_truth) for rule, _ in verifiers}
+    return RewardResult(sum(parts[rule.value] * weight for rule, weight in verifiers), parts)
+
+
+def boxed(text: str) -> str | None:
+    """What the last \\boxed{...} holds, braces inside it balanced; None where there is none."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    start += len("\\boxed{")
+    depth = 1
+    for place in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[start:place]
+    return None
+
+
+def final_answer(text: str) -> str:
+    """Boxed, or after the last "answer is", or the last number; empty where there is none."""
+    answer = boxed(text)
+    if answer is not None:
+        return answer
+    if said := _SAID.findall(text):
+        return str(said[-1])
+    numbers = _NUMBER.findall(text)
+    return str(numbers[-1]) if numbers else ""
+
+
+def same_answer(answer: str, ground_truth: str) -> bool:
+    """Equal as numbers (1/2 = 0.5 = \\frac{1}{2}, 1,000 = 1000), or as LaTeX without its spacing.
+
+    The ground truth may be boxed, or end a solution as a final answer after `####`.
+    """
+    truth = boxed(ground_truth) or ground_truth.rpartition("####")[2]
+    mine, wanted = normalised(answer), normalised(truth)
+    if not mine or not wanted:
+        return False
+    numbers = number(mine), number(wanted)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    return mine == wanted
+
+
+def normalised(text: str) -> str:
+    """LaTeX without spacing, dollar and percent signs, a unit at the end, variants of \\frac."""
+    text = _UNIT.sub("", text.strip().rstrip(".").strip())
+    for word in _DROPPED:
+        text = text.replace(word, "")
+    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
+    return re.sub(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}", r"\1", text).lower()
+
+
+def number(text: str) -> Fraction | None:
+    """The number a normalised text is, exactly; None where it is none."""
+    if len(text) > MAX_DIGITS:
+        return None
+    plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    try:
+        if match := _FRACTION.fullmatch(plain):
+            sign, top, bottom, left, right = match.groups()
+            value = Fraction(top or left) / Fraction(bottom or right)
+            return -value if sign else value
+        return Fraction(plain) if re.fullmatch(r"[-+]?(?:\d+\.?\d*|\.\d+)", plain) else None
+    except (ValueError, ZeroDivisionError):
+        return None

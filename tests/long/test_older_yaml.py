@@ -1,0 +1,116 @@
+"""The PPO configurations of MindSpeed-LLM run: paths, tokenizer, sizes and length are ours."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.data.conversation import MapKeys
+from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
+from tests.distributed.llamas import make_llama
+from tests.distributed.test_ppo_run import VOCAB, write_tokenizer
+from tests.older_yaml import PPO, models, write_one
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4}
+PROMPTS = [f"say {n} in words" for n in range(64)]
+OF_ARCHITECTURE = ArchitectureConfig.model_fields.keys()
+
+
+def tiny_models() -> dict[str, Any]:
+    """Their model files with smaller sizes."""
+    small = models()
+    for keys in small.values():
+        keys |= TINY
+        keys |= {"num_query_groups": 4} if "num_query_groups" in keys else {}
+        keys |= {key: VOCAB for key in ("vocab_size", "padded_vocab_size") if key in keys}
+    return small
+
+
+def make_weights(folder: Path, keys: dict[str, Any]) -> None:
+    """`sft` and `rm`, and a tokenizer whose config.json says how large the vocabulary is."""
+    own = {key: value for key, value in keys.items() if key in OF_ARCHITECTURE}
+    architecture = ArchitectureConfig(**{**own, "vocab_size": VOCAB})
+    make_llama(folder / "sft", architecture)
+    make_llama(folder / "rm", architecture, scored=True)
+    write_tokenizer(folder / "tokenizer", PROMPTS)
+    (folder / "tokenizer" / "config.json").write_text(json.dumps({"vocab_size": VOCAB}))
+
+
+def make_data(folder: Path) -> None:
+    rows = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
+    (folder / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    prefix = folder / "data" / "descriptiveness"
+    prefix.parent.mkdir()
+    keys = MapKeys(prompt="prompt")
+    files, tokenizer = (str(folder / "rows.jsonl"),), str(folder / "tokenizer")
+    preprocess(PreprocessOptions(files, str(prefix), tokenizer, map_keys=keys))
+
+
+def converted(folder: Path, name: str, tp: int, pp: int, orm: bool) -> str:
+    """The weights in Megatron's folders, for a layout."""
+    target = folder / f"{name}_tp{tp}_pp{pp}"
+    if not target.exists():
+        command = [
+            sys.executable, str(ROOT / "convert_ckpt.py"), "--model-type", "GPT",
+            "--load-model-type", "hf", "--save-model-type", "mg", "--model-type-hf", "llama2",
+            "--load-dir", str(folder / name), "--save-dir", str(target), "--use-mcore-models",
+            "--target-tensor-parallel-size", str(tp), "--target-pipeline-parallel-size", str(pp),
+            "--tokenizer-model", str(folder / "tokenizer" / "tokenizer.json"),
+        ]  # fmt: skip
+        subprocess.run([*command, *(["--orm"] if orm else [])], check=True, timeout=300)
+    return str(target)
+
+
+def with_our_paths(folder: Path, tree: dict[str, Any], megatron: bool) -> None:
+    """Changes paths, tokenizer and the number of iterations, nothing else."""
+    tree["training"]["tokenizer_name_or_path"] = str(folder / "tokenizer")
+    tree["training"]["train_iters"] = 3
+    nested = tree["actor_rollout_ref"]
+    nested["actor_rollout"]["data_path"] = str(folder / "data" / "descriptiveness")
+    roles = {**nested, "critic": tree["critic"], "reward": tree["reward"]}
+    for name, section in roles.items():
+        scored = name in ("critic", "reward")
+        weights = "rm" if scored else "sft"
+        layout = section["tensor_model_parallel_size"], section["pipeline_model_parallel_size"]
+        section["load"] = str(folder / weights)
+        if megatron:
+            section["load"] = converted(folder, weights, *layout, scored)
+
+
+@pytest.mark.parametrize("megatron", [False, True], ids=["huggingface", "megatron"])
+@pytest.mark.parametrize("name", PPO)
+def test_their_configuration_trains(tmp_path: Path, name: str, megatron: bool) -> None:
+    tree, small = PPO[name](), tiny_models()
+    (model,) = tree["defaults"][0]["model"]
+    make_weights(tmp_path, small[model])
+    make_data(tmp_path)
+    with_our_paths(tmp_path, tree, megatron)
+    write_one(tmp_path / "theirs", name, tree, small)
+    command = [sys.executable, str(ROOT / "ray_gpt.py"), "--config-dir", str(tmp_path / "theirs")]
+    command += ["--config-name", name, "device.kind=cpu", "training.output_dir=out"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, timeout=900, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = [json.loads(line)["metrics"] for line in lines]
+    assert len(metrics) == 3
+    for iteration in metrics:
+        assert all(math.isfinite(value) for value in iteration.values())
+    assert abs(metrics[0]["critic/kl"]) < 1e-2  # bf16; the reference has the same weights
+    for role in ("actor", "critic"):  # one `save` for both
+        assert any((tmp_path / "ckpt" / role / "hf").glob("*.safetensors"))
+    assert "nothing but the final export will be saved" in done.stdout

@@ -1,0 +1,111 @@
+"""Verifiers of the older toolkit: expected scores by hand from what each is said to do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mindspeed_rlxf.config.enums import Verifier
+from mindspeed_rlxf.data.prompts import Prompt
+from mindspeed_rlxf.rewards.manager import RewardManager
+from mindspeed_rlxf.rewards.verifiers import (
+    FUNCTIONS,
+    accuracy,
+    base_accuracy,
+    boxed,
+    final_answer,
+    same_answer,
+    steps,
+    strict_format,
+    think_format,
+)
+
+GOOD = "<think>2 + 2</think>\n<answer>It is \\boxed{4}.</answer>"
+
+
+def test_every_verifier_that_a_yaml_can_name_has_a_function() -> None:
+    assert set(FUNCTIONS) == set(Verifier)
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [("so \\boxed{4}", 1.0), ("so \\boxed{5}", -0.5), ("so 4", -1.0), ("\\boxed{4", -1.0),
+     ("\\boxed{5} no, \\boxed{4}", 1.0), ("\\boxed{}", -0.5)],
+)  # fmt: skip
+def test_accuracy_reads_the_last_box_only(response: str, score: float) -> None:
+    assert accuracy(response, "4") == score
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [("so \\boxed{4}", 1.0), ("The answer is 4.", 1.0), ("2 and 2 make 4", 1.0), ("4 or 5", 0.0),
+     ("none", 0.0), ("", 0.0)],
+)  # fmt: skip
+def test_base_accuracy_needs_no_box(response: str, score: float) -> None:
+    assert base_accuracy(response, "4") == score
+
+
+@pytest.mark.parametrize(
+    ("mine", "truth", "same"),
+    [
+        ("\\frac{1}{2}", "0.5", True), ("\\dfrac12", "1/2", True), ("-\\frac{1}{2}", "-.5", True),
+        ("1,000", "1000", True), ("$1000$", "1000.0", True), ("50\\%", "50", True),
+        ("17 \\text{ cm}", "17", True), ("x = 3", "x=3", True),
+        ("\\left(1, 2\\right)", "(1,2)", True),
+        ("1,2", "12", False), ("1/0", "1/0", True), ("0.333", "1/3", False), ("A", "a", True),
+        ("", "", False), ("4", "so\n#### 4", True), ("4", "thus \\boxed{4}", True),
+        ("4", "", False),
+    ],
+)  # fmt: skip
+def test_answers_are_compared_as_numbers_or_as_normalised_text(
+    mine: str, truth: str, same: bool
+) -> None:
+    assert same_answer(mine, truth) is same
+
+
+def test_a_box_may_hold_braces() -> None:
+    assert boxed("a \\boxed{\\frac{1}{2}} b") == "\\frac{1}{2}"
+    assert final_answer("a \\boxed{\\frac{1}{2}} b 7") == "\\frac{1}{2}"
+
+
+def test_a_number_of_a_million_digits_costs_nothing() -> None:
+    assert not same_answer("9" * 1_000_000, "9")
+
+
+@pytest.mark.parametrize(
+    ("response", "loose", "strict"),
+    [
+        (GOOD, 1.0, 1.0),
+        (GOOD.replace("\\boxed{4}", "4"), 1.0, -1.0),  # nothing boxed
+        ("well " + GOOD, 0.0, -1.0),
+        (GOOD + " and more", 0.0, -1.0),
+        ("<answer>\\boxed{4}</answer><think>x</think>", 0.0, -1.0),
+        (GOOD.replace("2 + 2", "<think>2"), 1.0, -1.0),  # a tag twice
+        ("", 0.0, -1.0),
+    ],
+)
+def test_formats(response: str, loose: float, strict: float) -> None:
+    assert (think_format(response), strict_format(response)) == (loose, strict)
+
+
+def test_three_marks_of_steps_are_the_whole_score() -> None:
+    assert steps("Step 1: a") == pytest.approx(1 / 3)
+    assert steps("First, a\n- b") == pytest.approx(2 / 3)
+    assert steps("1. a\n2. b\n3. c\n4. d") == 1.0
+    assert steps("just so") == 0.0
+
+
+def test_the_score_is_the_weighted_sum_for_whatever_data_source() -> None:
+    manager = RewardManager({}, [(Verifier.ACC, 0.5), (Verifier.FORMAT, 2.0)])
+    right, wrong = manager.score([GOOD, "\\boxed{5}"], ["4", "4"], ["nowhere", "gsm8k"])
+    assert right.score == 0.5 * 1.0 + 2.0 * 1.0
+    assert right.parts == {"acc": 1.0, "format": 1.0}
+    assert wrong.score == 0.5 * -0.5
+
+
+def test_rows_without_a_ground_truth_are_found_before_the_run() -> None:
+    prompts = [Prompt(0, "2+2", np.array([1]), "4", "x"), Prompt(1, "2+3", np.array([1]), " ", "x")]
+    (problem,) = RewardManager({}, [(Verifier.ACC, 1.0)]).check(prompts)
+    assert problem.startswith("every row must have a ground truth with algorithm.verifier_function")
+    assert "1 have none, the first is prompt 1" in problem
+    assert RewardManager({}, [(Verifier.STEP, 1.0)]).check(prompts) == []
