@@ -122,11 +122,12 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[str]:
     else:
         yield from _virtual_pipeline(role, section, layers // pp)
     for processes in config.resource_pool.get(config.pool_of(role), []):
-        if processes % tp and not problem:
+        if processes % tp and not problem and not config.pool_settings.tensor_parallel_spans_nodes:
             yield (
                 f"resource_pool.{config.pool_of(role)}: {processes} processes on a node must be a "
                 f"multiple of the tensor-parallel size {tp} of {role.value}, which may not span "
-                f"nodes; {use(multiples_around(processes, tp))}"
+                f"nodes; {use(multiples_around(processes, tp))}, or allow it with "
+                "resource_pool.tensor_parallel_spans_nodes=true"
             )
 
 

@@ -25,6 +25,7 @@ from mindspeed_rlxf.config.sections import (
     DeviceConfig,
     KlControlConfig,
     LoggingConfig,
+    PoolSettings,
     RuntimeConfig,
     TrainingConfig,
     ValidationConfig,
@@ -40,6 +41,7 @@ __all__ = [
     "KlControlConfig",
     "LoggingConfig",
     "OptimizerConfig",
+    "PoolSettings",
     "RefConfig",
     "RewardConfig",
     "RoleConfig",
@@ -62,6 +64,7 @@ class RunConfig(Section):
     reward: RewardConfig = key(..., "what scores responses")
     placement: dict[Annotated[Role, Word], str] = key(..., "role -> pool, every role", "reshard")
     resource_pool: dict[str, list[int]] = key(..., "pool -> processes per node", "reshard")
+    pool_settings: PoolSettings = key(PoolSettings(), "the other keys of resource_pool", "free")
     data: DataConfig = key(..., "prompts")
     validation: ValidationConfig = key(ValidationConfig(), "when to validate")
     logging: LoggingConfig = key(LoggingConfig(), "what is written down")
