@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindspeed_rlxf.config.errors import UserError
 
@@ -70,15 +70,29 @@ def model_for(pool: str, shape: Sequence[int], nodes: Sequence[Node]) -> str | N
     models = list(dict.fromkeys(node.model for node in by_address(nodes) if node.model))
     if len(models) < 2:
         return None
-    for model in models:
-        if fits(shape, [node.count for node in nodes if node.model == model]):
-            return model
+    for number in ("free", "count"):  # what can be had now comes first
+        for model in models:
+            if fits(shape, [getattr(node, number) for node in nodes if node.model == model]):
+                return model
     if not fits(shape, [node.count for node in nodes]):
         return None  # nodes that are not there yet may be of one model
     raise UserError(
         f"resource_pool.{pool}={list(shape)} must be on devices of one model; the cluster has "
         f"{listed(nodes)}; make the pool smaller, or add nodes of the same model"
     )
+
+
+def taken(nodes: Sequence[Node], shape: Sequence[int], model: str | None) -> list[Node]:
+    """The nodes when a pool has its devices, each entry on the node that it fills best."""
+    left = {node.id: node for node in nodes}
+    possible = [node for node in nodes if model in (None, node.model)]
+    for count in sorted(shape, reverse=True):
+        large = [node for node in possible if node.free >= count]
+        if large:
+            chosen = min(large, key=lambda node: node.free)
+            possible.remove(chosen)
+            left[chosen.id] = replace(chosen, free=chosen.free - count)
+    return list(left.values())
 
 
 def missing(pool: str, shape: Sequence[int], resource: str, address: str, n: Sequence[Node]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.runtime.errors import DevicesMissing
-from mindspeed_rlxf.runtime.nodes import MODEL_PREFIX, missing, model_for
+from mindspeed_rlxf.runtime.nodes import MODEL_PREFIX, Node, missing, model_for, taken
 from mindspeed_rlxf.runtime.ray_nodes import NodeCheck, nodes_with
 
 logger = logging.getLogger(__name__)
@@ -63,16 +63,17 @@ class DeviceClaim:
 
     def _attempt(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
         """All groups, or none and the pools that did not get theirs."""
-        if self._wait_s is not None:
-            self._check.check(nodes_with(self._resource))
+        nodes = self._checked_nodes()
         groups: dict[str, Any] = {}
         try:
             # The largest first: small pools fit into what is left, not the other way round.
             for name in sorted(shapes, key=lambda name: -max(shapes[name])):
-                groups[name] = self._group(name, shapes[name])
+                model = model_for(name, shapes[name], nodes)
+                nodes = taken(nodes, shapes[name], model)
+                groups[name] = self._group(shapes[name], model)
             late = _late(groups, wait_s)
-            if not late and self._wait_s is not None:  # a node may have joined meanwhile
-                self._check.check(nodes_with(self._resource))
+            if not late:  # a node may have joined meanwhile
+                late = _mixed(groups, self._checked_nodes())
         except BaseException:
             _remove(groups)
             raise
@@ -80,11 +81,16 @@ class DeviceClaim:
             _remove(groups)
         return groups, [name for name in shapes if name in late]
 
-    def _group(self, name: str, shape: tuple[int, ...]) -> Any:
-        bundle: dict[str, float] = {}
-        if self._wait_s is not None:
-            model = model_for(name, shape, nodes_with(self._resource))
-            bundle = {f"{MODEL_PREFIX}{model}": A_LITTLE} if model else {}
+    def _checked_nodes(self) -> list[Node]:
+        """Of a joined cluster; none of an own one, which is this host alone."""
+        if self._wait_s is None:
+            return []
+        nodes = nodes_with(self._resource)
+        self._check.check(nodes)
+        return nodes
+
+    def _group(self, shape: tuple[int, ...], model: str | None) -> Any:
+        bundle = {f"{MODEL_PREFIX}{model}": A_LITTLE} if model else {}
         strategy = "PACK" if self._logical or len(shape) == 1 else "STRICT_SPREAD"
         return placement_group(
             [{self._resource: count, **bundle} for count in shape], strategy=strategy
@@ -110,6 +116,17 @@ def _late(groups: Mapping[str, Any], wait_s: float) -> list[str]:
         for name, group in groups.items()
         if not group.wait(timeout_seconds=max(deadline - time.monotonic(), 0.01))
     ]
+
+
+def _mixed(groups: Mapping[str, Any], nodes: Sequence[Node]) -> list[str]:
+    """Pools that Ray put on several device models, which the choice before did not know of."""
+    models = {node.id: node.model for node in nodes if node.model}
+    found = []
+    for name, group in groups.items() if len(set(models.values())) > 1 else ():
+        places = ray.util.placement_group_table(group)["bundles_to_node_id"].values()
+        if len({models[place] for place in places if place in models}) > 1:
+            found.append(name)
+    return found
 
 
 def _remove(groups: Mapping[str, Any]) -> None:

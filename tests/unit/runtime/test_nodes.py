@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.runtime.nodes import Node, by_address, fits, make_node, missing, model_for
+from mindspeed_rlxf.runtime.nodes import (
+    Node,
+    by_address,
+    fits,
+    make_node,
+    missing,
+    model_for,
+    taken,
+)
 
 
 def node(number: int, count: int, free: int = 0, model: str = "") -> Node:
@@ -42,6 +50,20 @@ def test_a_pool_asks_for_one_model_where_there_are_several() -> None:
     assert model_for("main", [8], [new, old]) == "A2"  # the first by address, on every start
     assert model_for("main", [8, 8], [old, new, node(3, 8, model="A3")]) == "A3"
     assert model_for("main", [8, 8, 8], [old, new]) is None  # more nodes may come
+
+
+def test_devices_that_are_free_come_first() -> None:
+    old, new = node(1, 8, 0, "A2"), node(2, 8, 8, "A3")
+    assert model_for("main", [8], [old, new]) == "A3"
+    assert model_for("main", [8], taken([old, new], [4], "A3")) == "A2"  # none is free: by address
+
+
+def test_a_pool_takes_the_nodes_that_it_fills_best() -> None:
+    nodes = [node(1, 8, 8), node(2, 8, 4), node(3, 8, 4, "A2")]
+    left = taken(nodes, [4, 2], None)
+    assert [n.free for n in left] == [8, 0, 2]
+    assert [n.free for n in taken(nodes, [4], "A2")] == [8, 4, 0]
+    assert taken(nodes, [9], None) == nodes
 
 
 def test_a_mixture_of_models_is_refused_by_name() -> None:
