@@ -15,7 +15,6 @@ from mindspeed_rlxf.config.schema import (
     KlControlConfig,
     LoggingConfig,
     OptimizerConfig,
-    PoolSettings,
     RefConfig,
     RewardConfig,
     RoleConfig,
@@ -66,10 +65,9 @@ SHARED_KEYS = set().union(*map(role_keys, Role)) - {"kind", "rules"}
 
 
 def known_keys() -> dict[str, set[str]]:
-    """Section -> its keys, for every section but `model`; `resource_pool` holds pools too."""
+    """Section -> its keys, for every section of the YAML but `model` and `resource_pool`."""
     known = {name: fields(section) for name, section in PLAIN_SECTIONS.items()}
     known["algorithm.kl_ctrl"] = fields(KlControlConfig)
-    known["resource_pool"] = fields(PoolSettings)
     known["placement"] = {role.value for role in Role}
     known |= {role.value: role_keys(role) for role in Role}
     return known | {"training": fields(TrainingConfig) | SHARED_KEYS}
