@@ -42,14 +42,15 @@ PIP_WHEEL = $(BIN)/python -m pip wheel --no-input --disable-pip-version-check --
 TORCH_INDEX = $(if $(TORCH_INDEX_URL),--index-url "$(TORCH_INDEX_URL)")
 CODE := mindspeed_rlxf examples tests constraints setup.py ray_gpt.py preprocess_data.py
 
-.PHONY: help install demo bring-up test test-long lint format wheelhouse
+.PHONY: help install demo bring-up test test-long test-hosts lint format wheelhouse
 
 help:
 	@printf '%s\n' \
 	  'make demo        PPO on a tiny model made here, then a report' \
 	  'make bring-up    does DEVICE compute what a CPU computed? stage by stage' \
-  'make test        unit and distributed tests (PYTEST_ARGS adds arguments)' \
+	  'make test        unit and distributed tests (PYTEST_ARGS adds arguments)' \
 	  'make test-long   the tests that take longer' \
+  'make test-hosts  a run on two hosts made of namespaces; needs root' \
 	  'make lint        ruff and mypy;  make format  applies ruff' \
 	  'make wheelhouse  gather every package in ./wheelhouse' \
 	  'make install     the environment alone; WHEELHOUSE=dir installs without network' \
@@ -107,6 +108,10 @@ bring-up: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests -m "not long" $(PYTEST_ARGS)
+
+# Hosts made of network namespaces; needs root, and says what else is missing.
+test-hosts: $(STAMP)
+	RLXF_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts $(PYTEST_ARGS)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest tests -m long $(PYTEST_ARGS)

@@ -127,12 +127,14 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[str]:
     else:
         yield from _virtual_pipeline(role, section, layers // pp)
     known = config.pool_of(role) in config.resource_pool
-    for processes in config.processes_of(role) if known else []:
+    may_span = config.pool_settings.tensor_parallel_spans_nodes
+    for processes in config.processes_of(role) if known and not may_span else []:
         if processes % tp and not problem:
             yield (
                 f"resource_pool.{config.pool_of(role)}: {processes} processes on a node must be a "
                 f"multiple of the tensor-parallel size {tp} of {role.value}, which may not span "
-                f"nodes; {use(multiples_around(processes, tp))}"
+                f"nodes; {use(multiples_around(processes, tp))}, or allow it with "
+                "resource_pool.tensor_parallel_spans_nodes=true"
             )
 
 

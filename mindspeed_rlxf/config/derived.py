@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.draft import Draft, Tree, set_default
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
@@ -18,10 +19,12 @@ from mindspeed_rlxf.config.enums import (
     RuntimeKind,
     Stage,
 )
-from mindspeed_rlxf.config.sections import DeviceConfig
+from mindspeed_rlxf.config.sections import DeviceConfig, PoolSettings
 from mindspeed_rlxf.config.suggest import multiples_around, use
 
 MAX_DEVICES = 100_000
+SETTINGS = tuple(PoolSettings.model_fields)
+"""Keys of `resource_pool` that name no pool."""
 ROLE_NAMES = {role.value for role in Role}
 KL_IN_LOSS = (
     AdvEstimator.GRPO, AdvEstimator.DR_GRPO, AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE,
@@ -70,7 +73,12 @@ def place_roles(draft: Draft, sections: Tree) -> None:
     """`resource_pool` as lists of processes per node, and a pool for every role."""
     pools = {}
     per_node = _devices_per_node(draft)
-    for name, size in sections["resource_pool"].items():
+    given = sections["resource_pool"]
+    draft.payload["pool_settings"] = {k: given[k] for k in SETTINGS if given.get(k) is not None}
+    _environment(draft)
+    for name, size in given.items():
+        if name in SETTINGS:
+            continue
         sizes = _node_sizes(draft, str(name), size, per_node)
         underscored = str(name).replace("-", "_")
         if sizes:
@@ -86,21 +94,39 @@ def place_roles(draft: Draft, sections: Tree) -> None:
             f"placement.critic: training.stage={draft.payload['training']['stage']} has no critic; "
             "remove it ('~placement.critic' on the command line)",
         )
-    given = draft.known("placement", placed, set(roles))
-    placement = {role: role for role in roles} | given
+    chosen = draft.known("placement", placed, set(roles))
+    placement = {role: role for role in roles} | chosen
     is_rule = draft.payload["reward"].get("kind") == RewardKind.RULE.value
-    if is_rule and "reward" not in given and "reward" not in pools:
+    if is_rule and "reward" not in chosen and "reward" not in pools:
         # Any pool will do, but one that is split holds the actor alone.
         split = draft.payload[Role.ACTOR_ROLLOUT.value].get("num_gpus_for_infer") is not None
         placement["reward"] = placement["ref" if split else "actor_rollout"]
     draft.payload |= {"resource_pool": pools, "placement": placement}
 
 
+def _environment(draft: Draft) -> None:
+    """Numbers are texts here; who sees which device is Ray's to say."""
+    settings = draft.payload["pool_settings"]
+    if not isinstance(settings.get("env"), dict):
+        return
+    settings["env"] = {
+        str(name): str(value) if type(value) in (int, float) else value
+        for name, value in settings["env"].items()
+    }
+    for name in settings["env"]:
+        if "VISIBLE_DEVICES" in name:
+            path = f"resource_pool.env.{name}"
+            draft.reject(
+                path, f"{path} must not be set, because Ray hands out the devices; remove it"
+            )
+
+
 def _devices_per_node(draft: Draft) -> Any:
     """Devices of each host of a cluster that is joined; None where everything is on this host."""
     runtime = draft.payload["runtime"]
-    address = runtime.get("address") or os.environ.get("RAY_ADDRESS") or "local"
-    if runtime.get("kind") == RuntimeKind.LOCAL.value or address == "local":
+    if runtime.get("kind") == RuntimeKind.LOCAL.value:
+        return None
+    if choose_cluster(runtime.get("address")).address is None:
         return None
     return draft.payload["device"].get("devices_per_node", DeviceConfig().devices_per_node)
 

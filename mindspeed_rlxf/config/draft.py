@@ -44,6 +44,8 @@ class Draft:
     def path(self, loc: tuple[int | str, ...]) -> str:
         """The YAML key that a place in the payload came from."""
         parts = [str(part) for part in loc if part not in ("architecture", "optimizer")]
+        if parts[0] == "pool_settings":
+            return ".".join(["resource_pool", *parts[1:]])
         role, key = (*parts, "", "")[:2]
         if (role, key) in self.origins:
             return ".".join([self.origins[role, key], *parts[2:]])

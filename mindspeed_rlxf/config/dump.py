@@ -21,6 +21,7 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
         del values["critic"]
     for role in config.roles:
         values[role.value] = _role_tree(config.role(role), values[role.value], models)
+    values["resource_pool"] |= values.pop("pool_settings")
     return {"model": models, **values}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.enums import DeviceKind, RuntimeKind
 from mindspeed_rlxf.config.schema import RunConfig
 
@@ -26,9 +27,8 @@ def check_host(config: RunConfig) -> list[str]:
 
 
 def joined_address(config: RunConfig) -> str | None:
-    """The Ray cluster to join; None (`local` in Ray's words) = start an own one."""
-    address = config.runtime.address or os.environ.get("RAY_ADDRESS") or "local"
-    return None if address == "local" else address
+    """The Ray cluster to join; None = start an own one."""
+    return choose_cluster(config.runtime.address).address
 
 
 def _pool_sizes(config: RunConfig) -> dict[str, int]:

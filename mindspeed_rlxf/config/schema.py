@@ -26,6 +26,7 @@ from mindspeed_rlxf.config.sections import (
     DeviceConfig,
     KlControlConfig,
     LoggingConfig,
+    PoolSettings,
     RolloutConfig,
     RuntimeConfig,
     TrainingConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "KlControlConfig",
     "LoggingConfig",
     "OptimizerConfig",
+    "PoolSettings",
     "RefConfig",
     "RewardConfig",
     "RoleConfig",
@@ -70,6 +72,7 @@ class RunConfig(Section):
     placement: dict[Annotated[Role, Word], str] = key(..., "role -> pool, every role", "reshard")
     resource_pool: dict[str, list[int]] = key(..., "pool -> processes per node", "reshard")
     rollout: RolloutConfig = key(RolloutConfig(), "generation on devices of its own")
+    pool_settings: PoolSettings = key(PoolSettings(), "the other keys of resource_pool", "free")
     data: DataConfig = key(..., "prompts")
     validation: ValidationConfig = key(ValidationConfig(), "when to validate")
     logging: LoggingConfig = key(LoggingConfig(), "what is written down")

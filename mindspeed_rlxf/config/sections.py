@@ -203,10 +203,24 @@ class DeviceConfig(Section):
     cpu_threads: int = key(1, "threads of one worker process", "free", ge=1)
 
 
+class PoolSettings(Section):
+    """Keys of `resource_pool` that name no pool."""
+
+    wait_s: float = key(
+        600.0, "longest wait for devices of a joined cluster, seconds", "free", gt=0
+    )
+    env: dict[str, str] = key({}, "environment variables of every worker", "free")
+    tensor_parallel_spans_nodes: bool = key(
+        False, "allow a tensor-parallel group on several nodes, which is slow", "reshard"
+    )
+
+
 class RuntimeConfig(Section):
     """What starts the workers; `runtime: local` is short for `runtime: {kind: local}`."""
 
     kind: Annotated[RuntimeKind, Word] = key(RuntimeKind.RAY, "ray or local", "free")
-    address: str | None = key(None, "Ray cluster to join; null = RAY_ADDRESS, else own", "free")
+    address: str | None = key(
+        None, "Ray cluster to join, local = own; null = RAY_ADDRESS, this user's, own", "free"
+    )
     timeout_s: float = key(1800.0, "longest wait for one call, seconds", "free", gt=0)
     start_timeout_s: float = key(600.0, "longest wait for the workers, seconds", "free", gt=0)

@@ -154,6 +154,27 @@ def memory_unclaimed(kind: DeviceKind) -> int | None:
     return min(sizes) * MIB if sizes else None
 
 
+def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
+    """Variables that keep collectives on the interface with the address `ip`, where there is one.
+
+    Left alone gloo takes the address of the host's name, which is often a loopback one that other
+    hosts cannot reach, and HCCL its first interface. NCCL finds its way among hosts by itself.
+    """
+    import psutil
+
+    names = [
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(address.address.partition("%")[0] == ip for address in addresses)
+    ]
+    if not names:
+        return {}
+    found = {"GLOO_SOCKET_IFNAME": names[0], "TP_SOCKET_IFNAME": names[0]}
+    if resolve_kind(kind) is DeviceKind.NPU and "HCCL_SOCKET_IFNAME" not in os.environ:
+        found["HCCL_IF_IP"] = ip
+    return found
+
+
 def process_bytes(kind: DeviceKind) -> int:
     """Device memory that a process takes before any tensor."""
     return FACTS[resolve_kind(kind)].process_mib * MIB

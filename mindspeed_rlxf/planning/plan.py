@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_rlxf.config import memory
+from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
-from mindspeed_rlxf.config.host import joined_address
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.config.table import pairs, table
 from mindspeed_rlxf.planning.fit import fit
 from mindspeed_rlxf.planning.memory import cache_rows, has_model
 from mindspeed_rlxf.planning.topology import topology
+from mindspeed_rlxf.runtime.environment import variables
 
 NONE = "-"
 
@@ -31,6 +32,7 @@ def plan(config: RunConfig) -> Plan:
         f"Run {config.training.run_name}": pairs(_run(config)),
         "Roles": table(_roles(config)),
         "Places of the ranks": topology(config),
+        "Environment of the workers": _environment(config),
         "Batch of an iteration": pairs(_batch(config)),
         "Forward passes": table(_forwards(config)),
         "Optimizer": table(_updates(config)),
@@ -42,8 +44,8 @@ def plan(config: RunConfig) -> Plan:
 
 def _run(config: RunConfig) -> list[tuple[str, object]]:
     training, runtime, data = config.training, config.runtime, config.data
-    address = joined_address(config)
-    cluster = f"cluster at {address}" if address else "own cluster on this host"
+    chosen = choose_cluster(runtime.address)
+    cluster = f"cluster at {chosen.address}" if chosen.address else "own cluster on this host"
     return [
         ("iterations", training.train_iters),
         ("output", training.output_dir),
@@ -52,7 +54,10 @@ def _run(config: RunConfig) -> list[tuple[str, object]]:
         ("tokenizer", training.tokenizer_name_or_path),
         ("training prompts", ", ".join(data.train_files or data.data_path)),
         ("validation prompts", ", ".join(data.val_files or data.val_data_path) or "none"),
-        ("runtime", f"ray, {cluster}" if runtime.kind is RuntimeKind.RAY else "local"),
+        (
+            "runtime",
+            f"ray, {cluster} ({chosen.source})" if runtime.kind is RuntimeKind.RAY else "local",
+        ),
         ("device", config.device.kind.value),
         ("reward", _reward(config)),
     ]
@@ -72,6 +77,12 @@ def _checkpoints(config: RunConfig) -> str:
 def _reward(config: RunConfig) -> str:
     rules = ", ".join(f"{weight:g} x {rule.value}" for rule, weight in config.verifiers)
     return f"verifier: {rules}" if rules else config.reward.kind.value
+def _environment(config: RunConfig) -> str:
+    """Variables that every worker gets; on an own cluster it has the driver's others too."""
+    found = variables(config.pool_settings.env)
+    if not found:
+        return pairs([("no variables", "add some with resource_pool.env")])
+    return table([["variable", "value", "source"], *([v.name, v.value, v.source] for v in found)])
 
 
 def _roles(config: RunConfig) -> list[list[object]]:

@@ -66,6 +66,12 @@ class RunDirectory:
             raise UserError(_not_writable(directory.path, error.strerror or str(error))) from error
         return directory
 
+    def release(self) -> None:
+        """Give the folder of a run back that has not trained; its logs stay."""
+        if not self.metrics.exists() or not self.metrics.stat().st_size:
+            self.metrics.unlink(missing_ok=True)
+            self.config.unlink(missing_ok=True)
+
     @classmethod
     def check(cls, config: RunConfig) -> list[str]:
         """Problems of taking the folder: it holds a run, or cannot be written. Writes nothing."""

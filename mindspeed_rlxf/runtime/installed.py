@@ -7,8 +7,6 @@ import hashlib
 from pathlib import Path
 
 import mindspeed_rlxf
-from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.runtime.places import Place
 
 
 @functools.cache
@@ -24,16 +22,3 @@ def digest(folder: Path) -> str:
         hashed.update(file.relative_to(folder).as_posix().encode() + b"\0")
         hashed.update(hashlib.sha256(file.read_bytes()).digest())
     return hashed.hexdigest()[:12]
-
-
-def check_builds(places: list[Place]) -> None:
-    """Raise UserError that names the hosts whose installation is not this one's."""
-    others = {place.host: place.build for place in places if place.build != build()}
-    if others:
-        raise UserError(
-            [
-                f"mindspeed_rlxf on {host} must be that of the driver ({build()}), not {other}; "
-                "install the same there, and start Ray on that host again"
-                for host, other in sorted(others.items())
-            ]
-        )

@@ -36,7 +36,7 @@ class ProcessSetup:
     threads: int
     timeout_s: float  # longest wait of one call
     log_dir: str | None  # of the run; None leaves stdout and stderr alone
-    loopback: bool  # all processes are on this host: collectives stay on it
+    ip: str  # of this process's node, as the cluster knows it: collectives use its interface
     parts: tuple[int, ...] = ()  # sizes of the pool's parts; empty = the pool is one world
 
 
@@ -72,8 +72,8 @@ class WorkerProcess:
         """
         if setup.log_dir is not None:
             redirect_output(Path(setup.log_dir) / setup.pool / f"rank_{setup.rank:05d}.log")
-        if setup.loopback:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        for name, value in device.network_environment(setup.device_kind, setup.ip).items():
+            os.environ.setdefault(name, value)
         deadline_s = setup.timeout_s + COLLECTIVE_MARGIN_S
         device.setup(setup.device_kind, setup.threads, assigned=assigned, deadline_s=deadline_s)
         timeout = timedelta(seconds=deadline_s)

@@ -12,24 +12,22 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
 from mindspeed_rlxf import device as device_facade
+from mindspeed_rlxf.config.cluster import choose_cluster, knock
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DeviceConfig
 
 logger = logging.getLogger(__name__)
 
-FORWARDED = ("HCCL_", "ASCEND_", "GLOO_", "TP_", "NCCL_")  # variables that workers inherit
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # every failure is reported once, by us
@@ -69,60 +67,49 @@ class RayCluster:
         if self.temp_dir is not None:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
 
-    def worker_environment(self) -> dict[str, str]:
-        """Variables that workers on other hosts have to be given; our own inherit everything."""
-        return {} if self.own else forwarded_environment(os.environ)
-
 
 def resource_name(device: DeviceConfig) -> str:
     """The Ray resource that stands for one device."""
     return device.resource_name or device_facade.ray_resource(device.kind)
 
 
-def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The settings of communication libraries; never which devices a process may see."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(FORWARDED) and "VISIBLE_DEVICES" not in name
-    }
-
-
 def open_cluster(address: str | None, resources: dict[str, float]) -> RayCluster:
-    """Join the cluster at `address` or RAY_ADDRESS; where neither is given start our own.
+    """Join the cluster that `config.cluster` chooses; where there is none start our own.
 
+    address:   `runtime.address`
     resources: that an own cluster registers beyond those Ray finds by itself
     """
-    address = address or os.environ.get("RAY_ADDRESS") or "local"
-    own = address == "local"
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    return _start_own(resources) if own else _join(address)
+    chosen = choose_cluster(address)
+    if chosen.address is None:
+        cluster = _start_own(resources)
+        logger.info(
+            "started an own Ray cluster at %s with %s (%s)",
+            cluster.address, resources or "its devices", chosen.source,
+        )  # fmt: skip
+        return cluster
+    cluster = _join(chosen.address)
+    logger.info("joined the Ray cluster at %s (%s)", cluster.address, chosen.source)
+    return cluster
 
 
 def _join(address: str) -> RayCluster:
     try:
-        _knock(address)
+        knock(address, KNOCK_S)
         import ray
 
         _keep_quiet()
         with _own_sigterm():
             context = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, ValueError) as error:  # a ConnectionError of Ray is an OSError
+    # A ConnectionError of Ray is an OSError, another version of Ray or Python a RuntimeError.
+    except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"runtime.address={address} must be that of a running Ray cluster "
-            f"({str(error).splitlines()[0]}); start one, correct it, or leave it and "
-            "RAY_ADDRESS out for an own cluster"
+            f"({' '.join(str(error).split())}); start one, correct it, or set "
+            "runtime.address=local for an own cluster"
         ) from error
-    logger.info("joined the Ray cluster at %s", context.address_info["address"])
     return RayCluster(own=False, address=context.address_info["address"])
-
-
-def _knock(address: str) -> None:
-    """Raise OSError when nobody listens at `host:port`; Ray would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
 
 
 def _start_own(resources: dict[str, float]) -> RayCluster:
@@ -153,7 +140,6 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
         shutil.rmtree(temp_dir, ignore_errors=True)
         raise
     address = context.address_info["address"]
-    logger.info("started an own Ray cluster at %s with %s", address, resources or "its devices")
     return RayCluster(own=True, address=address, temp_dir=temp_dir, guard=guard)
 
 

@@ -12,7 +12,6 @@ import ray
 from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
-from mindspeed_rlxf.runtime.installed import build
 from mindspeed_rlxf.runtime.places import Place
 from mindspeed_rlxf.runtime.process import ProcessSetup, WorkerProcess
 from mindspeed_rlxf.runtime.protocol import Reply, Request
@@ -35,7 +34,7 @@ class RayWorker:
         ids = [i for found in context.get_accelerator_ids().values() for i in found]
         devices = tuple(int(i) for i in ids if i.isdigit())
         ip = ray.util.get_node_ip_address()
-        return Place(socket.gethostname(), ip, entry, devices, build())
+        return Place(socket.gethostname(), ip, entry, devices)
 
     def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
         return self._process.open_store(ip, world_size, timeout_s)

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
-from mindspeed_rlxf.runtime.errors import DevicesMissing
-from mindspeed_rlxf.runtime.installed import check_builds
-from mindspeed_rlxf.runtime.places import by_rank
+from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RuntimeConfig
+from mindspeed_rlxf.runtime.environment import worker_environment
+from mindspeed_rlxf.runtime.places import by_rank, described
 from mindspeed_rlxf.runtime.process import ProcessSetup
+from mindspeed_rlxf.runtime.ray_claim import DeviceClaim
 from mindspeed_rlxf.runtime.ray_cluster import LOOPBACK, RayCluster, resource_name
+from mindspeed_rlxf.runtime.ray_nodes import NodeCheck
 from mindspeed_rlxf.runtime.ray_pool import RayPool, RayWorker, RayWorkers
 from mindspeed_rlxf.runtime.ray_wait import Origin, gather
 
 logger = logging.getLogger(__name__)
-
-OWN_WAIT_S = 30.0  # an own cluster has nobody to wait for
-SAY_MISSING_EVERY_S = 15.0
 
 
 class RayPools:
@@ -41,12 +36,19 @@ class RayPools:
         num_devices: int,
         log_dir: Path | None,
         keep_warm: bool,
+        pool_settings: PoolSettings,
+        node_check: NodeCheck,
     ) -> None:
         self._cluster, self._threads = cluster, device.cpu_threads
         self.timeout_s, self.start_timeout_s = settings.timeout_s, settings.start_timeout_s
         self._kind = device_facade.resolve_kind(device.kind)
         self._resource = resource_name(device)
         self.log_dir, self._keep_warm, self._num_devices = log_dir, keep_warm, num_devices
+        self._environment = worker_environment(pool_settings.env, inherits=cluster.own)
+        self._node_check = node_check
+        logical = cluster.own and self._kind is DeviceKind.CPU
+        wait_s = None if cluster.own else pool_settings.wait_s
+        self.claim = DeviceClaim(cluster.address, self._resource, logical, wait_s, node_check)
         self._pools: list[RayPool] = []
         self._warm: list[RayWorkers] = []
 
@@ -70,9 +72,7 @@ class RayPools:
                     claimed[name] = warm
             cold = {n: tuple(s) for n, s in processes_per_node.items() if n not in claimed}
             self._make_room(sum(sum(shape) for shape in cold.values()), claimed)
-            for name, shape in cold.items():
-                reserved[name] = self._reserve(shape)
-            self._await_devices(cold, reserved)
+            reserved = self.claim.reserve(cold)
             claimed.update(self._start_processes(cold, reserved))
             setups = self._join_worlds({n: claimed[n] for n in processes_per_node}, parts)
         except BaseException:
@@ -113,43 +113,6 @@ class RayPools:
                 return
             self._warm.pop(0).kill()
 
-    def _reserve(self, shape: tuple[int, ...]) -> Any:
-        """One bundle per node entry. On an own CPU cluster nodes are as logical as devices."""
-        logical = self._cluster.own and self._kind is DeviceKind.CPU
-        strategy = "PACK" if logical or len(shape) == 1 else "STRICT_SPREAD"
-        return placement_group([{self._resource: count} for count in shape], strategy=strategy)
-
-    def _await_devices(
-        self, shapes: Mapping[str, tuple[int, ...]], groups: Mapping[str, Any]
-    ) -> None:
-        own = self._cluster.own
-        limit = min(OWN_WAIT_S, self.start_timeout_s) if own else None
-        deadline = time.monotonic() + (limit or self.start_timeout_s)
-        waiting = dict(groups)
-        while waiting:
-            name, group = next(iter(waiting.items()))
-            left = deadline - time.monotonic()
-            if group.wait(timeout_seconds=max(min(left, SAY_MISSING_EVERY_S), 0)):
-                del waiting[name]
-                continue
-            problems = [self._missing(name, shapes[name]) for name in waiting]
-            if time.monotonic() < deadline:
-                logger.warning("waiting for devices: %s", "; ".join(problems))
-            elif own:
-                raise UserError(problems)
-            else:
-                raise DevicesMissing("; ".join(problems))
-
-    def _missing(self, name: str, shape: tuple[int, ...]) -> str:
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        counts = [int(node["Resources"].get(self._resource, 0)) for node in nodes]
-        free = int(ray.available_resources().get(self._resource, 0))
-        return (
-            f"resource_pool.{name}={list(shape)} needs {sum(shape)} {self._resource}; the cluster "
-            f"at {self._cluster.address} has {counts} on its nodes, {free} free; ask for "
-            "less, free some, add nodes, or set device.devices_per_node to what a host has"
-        )
-
     def _start_processes(
         self, shapes: Mapping[str, tuple[int, ...]], groups: Mapping[str, Any]
     ) -> dict[str, RayWorkers]:
@@ -159,13 +122,15 @@ class RayPools:
             for name, found in actors.items()
             for index, (entry, actor) in enumerate(found)
         ]
-        found_places = gather(tasks, self.start_timeout_s)
-        if not self._cluster.own:
-            check_builds(found_places)
-        places, workers = iter(found_places), {}
+        places, workers = iter(gather(tasks, self.start_timeout_s)), {}
         for name, found in actors.items():
             ordered = by_rank([(actor, next(places)) for _, actor in found])
             workers[name] = RayWorkers(shapes[name], groups[name], *ordered)
+            if not self._cluster.own:
+                logger.info("pool %s: %s", name, described(workers[name].places))
+        if not self._cluster.own:
+            hosts = {place.host for w in workers.values() for place in w.places}
+            self._node_check.say_what_is_not_shared(hosts)
         return workers
 
     def _actors(self, shape: tuple[int, ...], group: Any) -> list[tuple[int, Any]]:
@@ -173,9 +138,8 @@ class RayPools:
             wants: dict[str, Any] = {"num_gpus": 1}
         else:
             wants = {"resources": {self._resource: 1}}
-        environment = self._cluster.worker_environment()
-        if environment:
-            wants["runtime_env"] = {"env_vars": environment}
+        if self._environment:
+            wants["runtime_env"] = {"env_vars": self._environment}
         found = []
         for bundle, count in enumerate(shape):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
@@ -199,8 +163,7 @@ class RayPools:
         ]
         ports = dict(zip(workers, gather(opening, limit), strict=True))
         setups = {
-            name: self._setups(name, len(w.actors), tuple(parts.get(name, ())))
-            for name, w in workers.items()
+            name: self._setups(name, w, tuple(parts.get(name, ()))) for name, w in workers.items()
         }
         starting = [
             (
@@ -213,18 +176,20 @@ class RayPools:
         gather(starting, limit)
         return setups
 
-    def _setups(self, name: str, world_size: int, parts: tuple[int, ...]) -> list[ProcessSetup]:
+    def _setups(
+        self, name: str, workers: RayWorkers, parts: tuple[int, ...]
+    ) -> list[ProcessSetup]:
         return [
             ProcessSetup(
                 pool=name,
                 rank=rank,
-                world_size=world_size,
+                world_size=len(workers.places),
                 device_kind=self._kind,
                 threads=self._threads,
                 timeout_s=self.timeout_s,
                 log_dir=str(self.log_dir.absolute()) if self.log_dir is not None else None,
-                loopback=self._cluster.own,
+                ip=LOOPBACK if self._cluster.own else place.ip,
                 parts=parts,
             )
-            for rank in range(world_size)
+            for rank, place in enumerate(workers.places)
         ]

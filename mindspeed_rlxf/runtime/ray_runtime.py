@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mindspeed_rlxf.config.schema import DeviceConfig, RunConfig, RuntimeConfig
+from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RunConfig, RuntimeConfig
 from mindspeed_rlxf.runtime.protocol import Pool
 from mindspeed_rlxf.runtime.ray_cluster import RayCluster, open_cluster, resource_name
 
@@ -22,25 +23,42 @@ class RayRuntime:
         num_devices: int,
         log_dir: Path | None = None,
         keep_warm: bool = False,
+        pool_settings: PoolSettings | None = None,
+        read_by_workers: Mapping[str, str] | None = None,
+        run_file: Path | None = None,
     ) -> None:
         """Join a cluster, or start our own.
 
         num_devices: logical devices that an own cluster declares
         log_dir: gets one folder per pool; None leaves the output of workers to Ray
         keep_warm: processes of ended pools wait for a pool of the same shape (tests)
+        read_by_workers: folder -> the configuration keys that name it; looked at on every node
+        run_file: of the run directory, written already: who sees it shares the directory
         """
         resource = resource_name(device)
         declared = {} if resource in FOUND_BY_RAY else {resource: float(num_devices)}
         self.cluster: RayCluster = open_cluster(settings.address, declared)
         # Only now: Ray reads its environment, which depends on the cluster, when it is imported.
+        from mindspeed_rlxf.runtime.ray_nodes import NodeCheck
         from mindspeed_rlxf.runtime.ray_pools import RayPools
 
-        self.pools = RayPools(self.cluster, device, settings, num_devices, log_dir, keep_warm)
+        check = NodeCheck(read_by_workers or {}, run_file, settings.start_timeout_s)
+        pool_settings = pool_settings or PoolSettings(wait_s=settings.start_timeout_s)
+        arguments = (self.cluster, device, settings, num_devices, log_dir, keep_warm)
+        self.pools = RayPools(*arguments, pool_settings, check)
 
     @classmethod
-    def from_config(cls, config: RunConfig, log_dir: Path | None) -> RayRuntime:
-        num_devices = sum(config.pool_size(name) for name in config.resource_pool)
-        return cls(config.device, config.runtime, num_devices, log_dir)
+    def from_config(cls, config: RunConfig, log_dir: Path, run_file: Path) -> RayRuntime:
+        """run_file: see the constructor"""
+        return cls(
+            config.device,
+            config.runtime,
+            num_devices=sum(config.pool_size(name) for name in config.resource_pool),
+            log_dir=log_dir,
+            pool_settings=config.pool_settings,
+            read_by_workers=folders_of_workers(config),
+            run_file=run_file,
+        )
 
     def create_pools(
         self,
@@ -60,3 +78,15 @@ class RayRuntime:
             self.pools.end()
         finally:
             self.cluster.close()
+
+
+def folders_of_workers(config: RunConfig) -> dict[str, str]:
+    """Folders that workers read, each with the keys that name it; the rest is the driver's."""
+    keys: dict[str, list[str]] = {}
+    for role in config.roles:
+        if role is Role.REWARD and config.reward.kind is RewardKind.RULE:
+            continue
+        keys.setdefault(str(config.role(role).load), []).append(f"{role.value}.load")
+    tokenizer = config.training.tokenizer_name_or_path
+    keys.setdefault(tokenizer, []).append("training.tokenizer_name_or_path")
+    return {folder: ", ".join(names) for folder, names in keys.items()}

@@ -40,11 +40,13 @@ def run(config: RunConfig, prepared: Prepared) -> int:
             else:
                 _run_on_ray(config, prepared, started)
     except UserError:
+        _release(started)
         raise
     except KeyboardInterrupt:
         print("stopped before train_iters was reached", file=sys.stderr)
         return EXIT_STOPPED
     except DevicesMissing as error:
+        _release(started)
         print(f"stopped: {error}", file=sys.stderr)
         return EXIT_STOPPED
     except (WorkerError, RuntimeTimeout) as error:
@@ -59,7 +61,7 @@ def _run_on_ray(config: RunConfig, prepared: Prepared, started: list[RunDirector
     from mindspeed_rlxf.runtime.ray_runtime import RayRuntime
 
     directory = _start(RunDirectory.create(config), prepared, started)
-    runtime = RayRuntime.from_config(config, directory.logs)
+    runtime = RayRuntime.from_config(config, directory.logs, directory.config)
     try:
         train(config, prepared, directory, runtime)
     finally:
@@ -147,6 +149,12 @@ def make_trainer(
     return PpoTrainer(config, roles, source, validator, recorder, saver)
 
 
+def _release(started: list[RunDirectory]) -> None:
+    """Nothing has been trained: the same command may take the directory again."""
+    for directory in started:
+        directory.release()
+
+
 def _failed(started: list[RunDirectory], error: Exception, message: str) -> int:
     """One message on the console, the whole story in failure.json and the logs."""
     print(f"failed: {message}", file=sys.stderr, flush=True)
@@ -171,6 +179,9 @@ def _log_to(directory: RunDirectory) -> None:
     package = logging.getLogger("mindspeed_rlxf")
     package.addHandler(handler)
     package.setLevel(logging.INFO)
+    console = logging.StreamHandler(sys.stdout)  # which cluster, which nodes, what is waited for
+    console.setFormatter(logging.Formatter("ray: %(message)s"))
+    logging.getLogger("mindspeed_rlxf.runtime").addHandler(console)
 
 
 class _stops_as_interrupt:

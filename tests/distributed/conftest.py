@@ -28,7 +28,7 @@ def ray_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "RAY_ADDRESS")}
     os.environ["PYTHONPATH"] = str(REPOSITORY)  # where workers find the roles that tests define
-    os.environ.pop("RAY_ADDRESS", None)
+    os.environ["RAY_ADDRESS"] = "local"  # whatever else this user runs here
     runtime = RayRuntime(
         DeviceConfig(kind=DeviceKind.CPU),
         RuntimeConfig(timeout_s=30.0, start_timeout_s=120.0),

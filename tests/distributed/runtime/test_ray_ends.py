@@ -49,7 +49,7 @@ def next_facts(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def test_nothing_of_an_own_cluster_is_left_after_an_interrupt_and_after_a_kill() -> None:
-    with driver(RAY_ADDRESS="") as process:
+    with driver(RAY_ADDRESS="local") as process:
         for number in (signal.SIGINT, signal.SIGKILL):
             facts = next_facts(process)
             children = psutil.Process(process.pid).children(recursive=True)

@@ -126,12 +126,11 @@ def test_processes_of_an_ended_pool_are_used_again_with_a_new_world(ray_runtime:
 def test_a_joined_cluster_without_the_devices_says_what_is_missing(
     ray_runtime: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_runtime.cluster, "own", False)
-    monkeypatch.setattr(ray_runtime.pools, "start_timeout_s", 1.0)
+    monkeypatch.setattr(ray_runtime.pools.claim, "_wait_s", 1.0)
     with pytest.raises(DevicesMissing) as missing:
         ray_runtime.create_pools({"big": [99]})
-    message = r"resource_pool\.big=\[99\] needs 99 rlxf_cpu; the cluster at .* has "
-    message += rf"\[{WARM_DEVICES}\]"
+    message = r"waited 1 s .*: resource_pool\.big needs rlxf_cpu: 99 on one node; the cluster at "
+    message += rf".* \(127\.0\.0\.1\): \d of {WARM_DEVICES} free"
     missing.match(message)
 
 

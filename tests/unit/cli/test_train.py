@@ -21,7 +21,7 @@ TINY = ["--config-name", "ppo_trainer_tiny", "device.kind=cpu"]
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     return tmp_path
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.config import cluster
 from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.resolve import resolve
 
@@ -47,6 +48,7 @@ TREE: Tree = {
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules must not depend on where the tests run."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster, "started_here", lambda: None)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 

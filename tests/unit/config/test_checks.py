@@ -47,7 +47,8 @@ def test_the_valid_tree_has_no_problem(problems: Problems) -> None:
         (
             {"critic.tensor_model_parallel_size": 2, "resource_pool.main": [5, 3]},
             "resource_pool.main: 5 processes on a node must be a multiple of the tensor-parallel "
-            "size 2 of critic, which may not span nodes; use 4 or 6",
+            "size 2 of critic, which may not span nodes; use 4 or 6, or allow it with "
+            "resource_pool.tensor_parallel_spans_nodes=true",
         ),
         (
             {"ref.pipeline_model_parallel_size": 4, "resource_pool.main": 6},

@@ -35,7 +35,12 @@ def test_dump_uses_the_keys_that_users_write(make_tree: Callable[..., Any]) -> N
     assert "num_layers" not in tree["ref"]
     assert tree["model"]["small"]["num_layers"] == 4
     assert tree["critic"]["num_layers"] == 2
-    assert tree["resource_pool"] == {"main": [8]}
+    assert tree["resource_pool"] == {
+        "main": [8],
+        "wait_s": 600.0,
+        "env": {},
+        "tensor_parallel_spans_nodes": False,
+    }
     assert tree["algorithm"]["score_position"] == "after_eos"
 
 

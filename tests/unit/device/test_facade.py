@@ -147,3 +147,14 @@ def test_seeding_fixes_python_numpy_and_torch() -> None:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
     assert draw() == draw()
+
+
+def test_collectives_use_the_interface_of_the_nodes_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert device.network_environment(DeviceKind.CPU, "127.0.0.1")["GLOO_SOCKET_IFNAME"] == "lo"
+    assert device.network_environment(DeviceKind.CPU, "192.0.2.1") == {}  # not of this host
+    monkeypatch.delenv("HCCL_SOCKET_IFNAME", raising=False)
+    assert device.network_environment(DeviceKind.NPU, "127.0.0.1")["HCCL_IF_IP"] == "127.0.0.1"
+    monkeypatch.setenv("HCCL_SOCKET_IFNAME", "eth1")
+    assert "HCCL_IF_IP" not in device.network_environment(DeviceKind.NPU, "127.0.0.1")

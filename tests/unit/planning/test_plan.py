@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.planning.plan import plan
 
@@ -67,9 +69,19 @@ def test_plan_shows_micro_batches_by_tokens(make_tree: Callable[..., Any]) -> No
 def test_plan_shows_where_output_goes(make_tree: Callable[..., Any]) -> None:
     shown = lines(make_tree, {"training.output_dir": "/somewhere/run"})
     assert "output /somewhere/run" in shown
-    assert "runtime ray, own cluster on this host" in shown
+    assert any(line.startswith("runtime ray, own cluster on this host (") for line in shown)
 
 
 def test_plan_has_no_trailing_space(make_tree: Callable[..., Any]) -> None:
     text = plan(resolve(make_tree(), "t")).text
     assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_plan_shows_variables_of_the_workers_with_their_source(
+    make_tree: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "60")
+    monkeypatch.setenv("HCCL_BUFFSIZE", "100")
+    shown = lines(make_tree, {"resource_pool.env": {"HCCL_BUFFSIZE": 256}})
+    assert "HCCL_CONNECT_TIMEOUT 60 driver" in shown
+    assert "HCCL_BUFFSIZE 256 resource_pool.env" in shown

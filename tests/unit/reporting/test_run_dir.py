@@ -44,6 +44,17 @@ def test_check_writes_nothing(make_config, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_run_that_has_not_trained_gives_its_folder_back(make_config):
+    config = make_config()
+    directory = RunDirectory.create(config)
+    (directory.logs / "driver.log").write_text("waited for devices")
+    directory.release()
+    assert RunDirectory.check(config) == [] and (directory.logs / "driver.log").exists()
+    RunDirectory.create(config).metrics.write_text("{}\n")
+    directory.release()
+    assert RunDirectory.check(config) and directory.metrics.read_text() == "{}\n"
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
 def test_a_used_folder_is_refused(name, make_config):
     config = make_config()

@@ -22,5 +22,12 @@ def test_only_the_ray_files_of_the_runtime_import_ray() -> None:
     importers = {p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py") if "ray" in imports(p)}
     assert importers == {
         Path("runtime") / name
-        for name in ("ray_cluster.py", "ray_pool.py", "ray_pools.py", "ray_wait.py")
+        for name in (
+            "ray_claim.py",
+            "ray_cluster.py",
+            "ray_nodes.py",
+            "ray_pool.py",
+            "ray_pools.py",
+            "ray_wait.py",
+        )
     }

@@ -1,0 +1,167 @@
+# shellcheck shell=bash
+# What the ray_ppo_*.sh beside this file share; they source it.
+#
+# Variables that a script takes from its environment:
+#   CONFIG_NAME, CONFIG_DIR   configuration to run in place of the script's own
+#   DEVICE=npu|cuda|cpu       what a device is (npu)
+#   DEVICES_PER_NODE=8        devices that Ray is told of on this node
+#   NNODES, NODE_RANK         number of nodes, and which one this is; node 0 runs the training
+#   MASTER_ADDR, MASTER_PORT  address of node 0, and Ray's port on it (6344)
+#   WAIT_S=600                longest wait for node 0, and of the run for the devices of all nodes
+#   PYTHON=python             of the environment that holds mindspeed_rlxf; its `ray` is used
+#   DRY_RUN=1                 print the commands and do nothing
+# Arguments of a script are added to those of ray_gpt.py: key=value, dry_run=true, ...
+
+DEVICE=${DEVICE:-npu}
+DEVICES_PER_NODE=${DEVICES_PER_NODE:-8}
+MASTER_PORT=${MASTER_PORT:-6344}
+WAIT_S=${WAIT_S:-600}
+PYTHON=${PYTHON:-python}
+DRY_RUN=${DRY_RUN:-}
+REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+ray_pid=""
+OWN_RAY=("$PYTHON" -m ray.scripts.scripts start --block --disable-usage-stats)
+
+fail() {
+  echo "error: $*" >&2
+  exit 2
+}
+
+# Run a command, or print it.
+run() {
+  if [ -n "$DRY_RUN" ]; then
+    printf '%q ' "$@"
+    echo
+  else
+    "$@"
+  fi
+}
+
+prepare_host() {
+  case $DEVICE in npu | cuda | cpu) ;; *) fail "DEVICE=$DEVICE must be npu, cuda or cpu" ;; esac
+  ulimit -n 32768 2>/dev/null ||
+    echo "note: 'ulimit -n 32768' is not allowed here, the limit stays at $(ulimit -n)" >&2
+  local cann=${ASCEND_TOOLKIT_HOME:-/usr/local/Ascend/ascend-toolkit}/set_env.sh
+  if [ "$DEVICE" = npu ] && [ -f "$cann" ]; then
+    set +u
+    # shellcheck source=/dev/null
+    source "$cann"
+    set -u
+  fi
+}
+
+# Options of `ray start` that declare the devices of this node.
+device_options() {
+  case $DEVICE in
+    npu) echo "--resources={\"NPU\": $DEVICES_PER_NODE}" ;;
+    cuda) echo "--num-gpus=$DEVICES_PER_NODE" ;;
+    cpu) echo "--resources={\"rlxf_cpu\": $DEVICES_PER_NODE}" ;;
+  esac
+}
+
+master_listens() {
+  (exec 3<>"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null
+}
+
+# Ends the Ray that this script started and no other; `ray stop` would end every one of this user.
+stop_ray() {
+  if [ -n "$ray_pid" ] && kill -0 "$ray_pid" 2>/dev/null; then
+    kill -TERM "$ray_pid" 2>/dev/null || true
+    wait "$ray_pid" 2>/dev/null || true
+  fi
+  ray_pid=""
+}
+
+start_head() {
+  if [ -n "$DRY_RUN" ]; then
+    run "${OWN_RAY[@]}" "$@"
+    return
+  fi
+  master_listens && fail "$MASTER_ADDR:$MASTER_PORT is taken; end that Ray or set MASTER_PORT"
+  trap stop_ray EXIT
+  trap 'exit 75' INT TERM
+  "${OWN_RAY[@]}" "$@" &
+  ray_pid=$!
+  local deadline=$((SECONDS + WAIT_S))
+  until master_listens; do
+    kill -0 "$ray_pid" 2>/dev/null || fail "Ray did not start; its message is above"
+    [ $SECONDS -lt $deadline ] || fail "Ray did not listen at $MASTER_ADDR:$MASTER_PORT in $WAIT_S s"
+    sleep 1
+  done
+}
+
+# train CONFIG [default overrides] -- [arguments of the user]
+train() {
+  local config=$1 defaults=() directory=()
+  shift
+  while [ "$1" != -- ]; do
+    defaults+=("$1")
+    shift
+  done
+  shift
+  if [ -n "${CONFIG_NAME:-}" ]; then # the defaults are for the script's own configuration
+    config=$CONFIG_NAME
+    defaults=()
+  fi
+  [ -z "${CONFIG_DIR:-}" ] || directory=(--config-dir "$CONFIG_DIR")
+  # Empty arrays are unbound variables in old bash.
+  run env "RAY_ADDRESS=$MASTER_ADDR:$MASTER_PORT" "$PYTHON" "$REPOSITORY/ray_gpt.py" \
+    --config-name "$config" ${directory[@]+"${directory[@]}"} "device.kind=$DEVICE" \
+    "device.devices_per_node=$DEVICES_PER_NODE" ${defaults[@]+"${defaults[@]}"} \
+    "++resource_pool.wait_s=$WAIT_S" "$@"
+}
+
+# one_node CONFIG [default overrides] -- "$@"
+one_node() {
+  MASTER_ADDR=127.0.0.1
+  prepare_host
+  start_head --head "--node-ip-address=$MASTER_ADDR" "--port=$MASTER_PORT" \
+    --include-dashboard=false "$(device_options)"
+  train "$@"
+}
+
+# multi_node CONFIG [default overrides] -- "$@": the same script on every node.
+multi_node() {
+  NNODES=${NNODES:-2} NODE_RANK=${NODE_RANK:-0}
+  [ -n "${MASTER_ADDR:-}" ] || fail "MASTER_ADDR must be the address of node 0; export it"
+  [ "$NODE_RANK" -lt "$NNODES" ] || fail "NODE_RANK=$NODE_RANK must be below NNODES=$NNODES"
+  prepare_host
+  if [ "$NODE_RANK" -eq 0 ]; then
+    start_head --head "--node-ip-address=$MASTER_ADDR" "--port=$MASTER_PORT" \
+      --dashboard-host=0.0.0.0 --dashboard-port="${DASHBOARD_PORT:-8260}" "$(device_options)"
+    train "$@"
+  else
+    join_master
+  fi
+}
+
+# A worker: joins when node 0 is there, and ends when it goes.
+join_master() {
+  local deadline=$((SECONDS + WAIT_S)) said=0
+  if [ -z "$DRY_RUN" ]; then
+    until master_listens; do
+      [ $SECONDS -lt $deadline ] ||
+        fail "no Ray at $MASTER_ADDR:$MASTER_PORT in $WAIT_S s; start this script on node 0"
+      if [ $SECONDS -ge $said ]; then
+        echo "waiting for Ray at $MASTER_ADDR:$MASTER_PORT"
+        said=$((SECONDS + 15))
+      fi
+      sleep 1
+    done
+    trap stop_ray EXIT
+    trap 'exit 75' INT TERM
+  fi
+  run "${OWN_RAY[@]}" "--address=$MASTER_ADDR:$MASTER_PORT" "$(device_options)" &
+  ray_pid=$!
+  if [ -n "$DRY_RUN" ]; then
+    wait "$ray_pid"
+    return
+  fi
+  # Ray itself notices only after a minute that node 0 has gone.
+  while kill -0 "$ray_pid" 2>/dev/null && master_listens; do sleep 2; done
+  if master_listens; then
+    echo "error: Ray ended on this node; its message is above" >&2
+    exit 1
+  fi
+  echo "node 0 has ended; its console tells how the run went"
+}

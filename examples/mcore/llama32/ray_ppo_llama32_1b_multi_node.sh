@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# PPO of Llama 3.2 1B on two nodes with 8 devices each: run it on both, NODE_RANK=0 and 1.
+# Variables: see ../common.sh; arguments are added to those of ray_gpt.py.
+set -euo pipefail
+# shellcheck source=examples/mcore/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
+multi_node ppo_trainer_llama32_1b \
+  resource_pool.actor_rollout=8 resource_pool.ref=2 resource_pool.critic=4 resource_pool.reward=2 \
+  -- "$@"

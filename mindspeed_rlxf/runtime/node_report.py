@@ -1,0 +1,125 @@
+"""What a node has installed and which files it sees, compared with the driver's before a start.
+
+Light to import: it runs in a task on every node before a device is claimed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from mindspeed_rlxf.runtime.installed import build
+
+PACKAGES = ("torch", "transformers", "megatron-core")
+DEVICE_PACKAGES = ("torch-npu", "mindspeed")  # a driver on a node without devices may lack them
+HASHED = (".json", ".jinja", ".txt", ".model")  # small: contents count; of others the size
+MAX_HASHED = 64 * 2**20
+MAX_PROBLEMS = 3  # of one folder on one node
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """files: folder -> name -> what its contents are known by; sees_run: the run directory too."""
+
+    host: str
+    build: str
+    packages: dict[str, str]
+    files: dict[str, dict[str, str]]
+    sees_run: bool
+
+
+def report(folders: Sequence[str], run_file: str | None) -> NodeReport:
+    """Of the node that this runs on.
+
+    folders:  that workers read
+    run_file: a file of the run directory that the driver has written
+    """
+    return NodeReport(
+        host=socket.gethostname(),
+        build=build(),
+        packages={name: version(name) for name in (*PACKAGES, *DEVICE_PACKAGES)},
+        files={folder: contents(folder) for folder in folders},
+        sees_run=run_file is None or os.path.exists(run_file),
+    )
+
+
+def version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def contents(folder: str) -> dict[str, str]:
+    """Name of each model or tokenizer file -> hash or size; empty where there is no folder."""
+    found = {}
+    for file in sorted(Path(folder).glob("*")):
+        if not file.is_file():
+            continue
+        size = file.stat().st_size
+        if file.suffix in HASHED and size <= MAX_HASHED:
+            found[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+        elif file.suffix == ".safetensors":
+            found[file.name] = f"{size} bytes"
+    return found
+
+
+def problems(driver: NodeReport, nodes: Sequence[NodeReport], keys: Mapping[str, str]) -> list[str]:
+    """Differences that would fail a run, or change it, later; each names the host.
+
+    keys: folder -> the configuration keys that name it
+    """
+    found = []
+    for node in nodes:
+        found += _installed(driver, node, PACKAGES)
+        found += _installed(nodes[0], node, DEVICE_PACKAGES, nodes[0].host)
+        for folder, expected in driver.files.items():
+            found += _folder(f"{keys[folder]}={folder}", node, expected, node.files[folder])
+    return list(dict.fromkeys(found))
+
+
+def _installed(
+    expected: NodeReport, node: NodeReport, packages: Sequence[str], whose: str = "the driver"
+) -> list[str]:
+    found = []
+    if packages is PACKAGES and node.build != expected.build:
+        found.append(
+            f"mindspeed_rlxf on {node.host} must be that of {whose} ({expected.build}), not "
+            f"{node.build}; install the same there, and start Ray on that host again"
+        )
+    for name in packages:
+        ours, theirs = expected.packages[name], node.packages[name]
+        if _public(ours) != _public(theirs):
+            found.append(
+                f"{name} on {node.host} must be that of {whose} ({ours}), not {theirs}; "
+                "install the same there, and start Ray on that host again"
+            )
+    return found
+
+
+def _public(version: str) -> str:
+    """Without the local part, which names the build: 2.7.1+cpu on a head without devices."""
+    return version.partition("+")[0]
+
+
+def _folder(
+    title: str, node: NodeReport, expected: Mapping[str, str], found: Mapping[str, str]
+) -> list[str]:
+    remedy = f"copy the folder to {node.host}, or use one that every node shares"
+    if not found and expected:
+        return [f"{title} must be on every node; {node.host} has no such folder; {remedy}"]
+    differing = [
+        f"{name} ({found.get(name, 'missing')} there, {value} here)"
+        for name, value in expected.items()
+        if found.get(name) != value
+    ]
+    if not differing:
+        return []
+    shown = ", ".join(differing[:MAX_PROBLEMS])
+    more = f" and {len(differing) - MAX_PROBLEMS} more" if len(differing) > MAX_PROBLEMS else ""
+    return [f"{title} must be the same on every node; on {node.host}: {shown}{more}; {remedy}"]

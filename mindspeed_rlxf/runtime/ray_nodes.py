@@ -1,0 +1,96 @@
+"""The nodes of a Ray cluster, and a look at each of them before devices are claimed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.runtime.installed import build
+from mindspeed_rlxf.runtime.node_report import NodeReport, problems, report
+from mindspeed_rlxf.runtime.nodes import Node, by_address, make_node
+
+logger = logging.getLogger(__name__)
+
+
+def nodes_with(resource: str) -> list[Node]:
+    """Live nodes that have the resource, in the order of their addresses."""
+    free = ray._private.state.available_resources_per_node()
+    found = [
+        make_node(
+            facts, resource, facts["Resources"], free.get(facts["NodeID"], {}).get(resource, 0)
+        )
+        for facts in ray.nodes()
+        if facts["Alive"]
+    ]
+    return by_address([node for node in found if node.count])
+
+
+class NodeCheck:
+    """Compares the nodes of a joined cluster with the driver's; each node once."""
+
+    def __init__(self, keys: Mapping[str, str], run_file: Path | None, timeout_s: float) -> None:
+        """keys: folder that workers read -> the configuration keys that name it
+        run_file: that the driver has written, to learn which nodes share its run directory
+        """
+        self._keys, self._timeout_s = dict(keys), timeout_s
+        self._run_file = str(run_file) if run_file is not None else None
+        self._driver: NodeReport | None = None
+        self._seen: dict[str, NodeReport] = {}
+
+    def check(self, nodes: list[Node]) -> None:
+        """Raises UserError that names the nodes whose software or files differ."""
+        new = [node for node in nodes if node.id not in self._seen]
+        if not new:
+            return
+        self._driver = self._driver or report(list(self._keys), self._run_file)
+        found = {node.id: self._ask(node) for node in new}
+        reports = self._collect(new, found)
+        self._seen.update(reports)
+        wrong = problems(self._driver, list(reports.values()), self._keys)
+        if wrong:
+            raise UserError(wrong)
+
+    def say_what_is_not_shared(self, hosts: set[str]) -> None:
+        """Name the hosts in use whose output does not arrive where the driver's does."""
+        apart = sorted({r.host for r in self._seen.values() if not r.sees_run} & hosts)
+        if apart:
+            logger.warning(
+                "training.output_dir is not shared with %s: logs of their ranks, and weights that "
+                "they write, stay on these hosts below the same path",
+                ", ".join(apart),
+            )
+
+    def _ask(self, node: Node) -> Any:
+        where = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        task = ray.remote(report).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
+        return task.remote(list(self._keys), self._run_file)
+
+    def _collect(self, nodes: list[Node], refs: Mapping[str, Any]) -> dict[str, NodeReport]:
+        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._timeout_s)
+        found, wrong = {}, []
+        for node in nodes:
+            if refs[node.id] not in ready:
+                ray.cancel(refs[node.id], force=True)
+                wrong.append(_silent(node, f"no answer within {self._timeout_s:g} s"))
+                continue
+            try:
+                found[node.id] = ray.get(refs[node.id])
+            except RayError as error:  # an import that fails there, or a node that went away
+                wrong.append(_silent(node, str(error).strip().splitlines()[-1]))
+        if wrong:
+            raise UserError(wrong)
+        return found
+
+
+def _silent(node: Node, what: str) -> str:
+    return (
+        f"mindspeed_rlxf on {node.host} ({node.ip}) must be that of the driver ({build()}): "
+        f"{what}; install the same there, and start Ray on that host from that environment again"
+    )

@@ -1,0 +1,213 @@
+"""Hosts made of Linux namespaces: own address, host name, processes and, for one folder, own files.
+
+Nothing here has a name in the system: the namespaces belong to their processes, and the first
+process of a host ends when its standard input closes: nothing is left when a test is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TOOLS = ("ip", "unshare", "nsenter", "mount")
+NETWORK = "10.77.0"
+START_S = 30.0
+# The host's name stands for a loopback address, as Debian has it: what resolves it is not reached.
+INIT = """
+set -e
+hostname "$NAME"
+printf '127.0.0.1 localhost\\n127.0.1.1 %s\\n' "$NAME" > "$OWN/hosts"
+echo 'nameserver 127.0.0.1' > "$OWN/resolv.conf"  # nobody answers, at once
+mount --bind "$OWN/hosts" /etc/hosts
+mount --bind "$OWN/resolv.conf" /etc/resolv.conf
+mount --bind "$OWN" "$DATA"
+ip link set lo up
+echo ready
+cat > /dev/null
+"""
+
+
+def why_not() -> str | None:
+    """What this machine lacks for such hosts; None when nothing."""
+    lacking = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if lacking:
+        return f"make test-hosts needs {', '.join(lacking)} (packages iproute2, util-linux)"
+    if os.getuid() != 0:
+        return "make test-hosts needs root, for network namespaces; run it as root"
+    made = subprocess.run(
+        ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "true"], capture_output=True
+    )
+    if made.returncode:
+        return (
+            "make test-hosts may not make namespaces here; start the container with "
+            f"--cap-add=SYS_ADMIN --cap-add=NET_ADMIN ({made.stderr.decode().strip()})"
+        )
+    return None
+
+
+@dataclass
+class Host:
+    """One host; `data` shows other files on each, all else is shared."""
+
+    name: str
+    ip: str
+    own: Path  # what `data` shows here, as the others see it
+    data: Path
+    init: subprocess.Popen[str]
+    children: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def pid(self) -> int:
+        """Of the first process in the namespaces, the only child of `unshare`."""
+        children = Path(f"/proc/{self.init.pid}/task/{self.init.pid}/children").read_text()
+        return int(children.split()[0])
+
+    def start(
+        self, command: Sequence[str], output: Path, **variables: str
+    ) -> subprocess.Popen[str]:
+        """Run a command on this host, its output in a file."""
+        inside = ["nsenter", "-t", str(self.pid), "--net", "--mount", "--uts", "--pid"]
+        inside += ["env", "-C", str(REPOSITORY)]
+        environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "GLOO_"))},
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(REPOSITORY),
+            "RAY_TMPDIR": str(self.data / "r"),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+            **variables,
+        }
+        with open(output, "a", encoding="utf-8") as stream:
+            process = subprocess.Popen(
+                [*inside, *command],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        self.children.append(process)
+        return process
+
+    def run(self, command: Sequence[str], output: Path, timeout_s: float = 240.0) -> str:
+        """Run a command to its end; its output. Fails unless it ends well."""
+        try:
+            code: int | None = self.start(command, output).wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None  # still at it
+        text = output.read_text(encoding="utf-8")
+        assert code == 0, f"{' '.join(command)} on {self.name} ended with {code}:\n{text}"
+        return text
+
+    def start_ray(self, output: Path, devices: int, head: Host | None = None) -> None:
+        """`ray start` as users write it; head: to join, None = this is the head."""
+        where = [f"--address={head.ip}:6344"] if head else ["--head", "--port", "6344"]
+        resources = f'{{"rlxf_cpu": {devices}}}' if devices else "{}"
+        own = ["--include-dashboard=false"] if head is None else []
+        self.run(
+            ["ray", "start", *where, *own, "--num-cpus=1", f"--resources={resources}",
+             "--object-store-memory=100000000", "--disable-usage-stats"],
+            output,
+        )  # fmt: skip
+
+    def end(self) -> None:
+        """Ends every process: the kernel kills a pid namespace with its first process."""
+        if self.init.stdin is not None:
+            self.init.stdin.close()
+        try:
+            self.init.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.init.kill()
+            self.init.wait()
+        for child in self.children:
+            child.kill()
+            child.wait()
+
+
+@contextlib.contextmanager
+def make_hosts(count: int) -> Iterator[tuple[list[Host], Path]]:
+    """Hosts node1, node2, ... at 10.77.0.1, .2, ... on one bridge, and a folder that they share."""
+    # Short: Ray's sockets below it may have 107 characters in their path.
+    base = Path(tempfile.mkdtemp(prefix="rlxf", dir="/var/tmp"))
+    hosts: list[Host] = []
+    switch: subprocess.Popen[str] | None = None
+    try:
+        data, shared = base / "d", base / "shared"
+        data.mkdir()
+        shared.mkdir()
+        switch = _namespaces("switch", base, data, ["--net"], "echo ready; cat > /dev/null")
+        _ip(switch.pid, "link add bridge0 type bridge", "link set bridge0 up")
+        for number in range(1, count + 1):
+            own = base / f"node{number}"
+            (own / "r").mkdir(parents=True)
+            init = _namespaces(
+                own.name, own, data,
+                ["--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"],
+                INIT,
+            )  # fmt: skip
+            host = Host(own.name, f"{NETWORK}.{number}", own, data, init)
+            hosts.append(host)
+            _plug(switch.pid, host, number)
+        yield hosts, shared
+    finally:
+        for host in hosts:
+            host.end()
+        if switch is not None:
+            assert switch.stdin is not None
+            switch.stdin.close()
+            switch.wait(timeout=10)
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def _namespaces(
+    name: str, own: Path, data: Path, kinds: list[str], script: str
+) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        ["unshare", *kinds, "bash", "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "NAME": name, "OWN": str(own), "DATA": str(data)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n", f"the namespaces of {name} were not made"
+    return process
+
+
+def _plug(switch_pid: int, host: Host, number: int) -> None:
+    """A cable from the host's eth0 to the switch. A default route lets Ray find its address."""
+    _ip(
+        switch_pid,
+        f"link add port{number} type veth peer name eth0 netns {host.pid}",
+        f"link set port{number} master bridge0",
+        f"link set port{number} up",
+    )
+    _ip(
+        host.pid,
+        f"address add {host.ip}/24 dev eth0",
+        "link set eth0 up",
+        "route add default dev eth0",
+    )
+
+
+def _ip(pid: int, *commands: str) -> None:
+    for command in commands:
+        subprocess.run(["nsenter", "-t", str(pid), "--net", "ip", *command.split()], check=True)
+
+
+def wait_for(text: str, file: Path, process: subprocess.Popen[str], timeout_s: float) -> None:
+    """Until the output of the process says `text`."""
+    deadline = time.monotonic() + timeout_s
+    while text not in file.read_text(encoding="utf-8"):
+        assert process.poll() is None, f"ended early:\n{file.read_text(encoding='utf-8')}"
+        assert time.monotonic() < deadline, f"no {text!r} in:\n{file.read_text(encoding='utf-8')}"
+        time.sleep(0.2)

@@ -1,0 +1,63 @@
+"""A script of `examples/mcore` for one host, run for real on a stand-in of its model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+START = ROOT / "tests" / "golden" / "start"
+PORT = "16344"  # not the script's own: that may be a user's
+
+
+def overrides(output: Path) -> list[str]:
+    """Two small iterations on the recorded weights."""
+    changes = {
+        "training.output_dir": output,
+        "training.train_iters": 2,
+        "training.global_batch_size": 8,
+        "training.tokenizer_name_or_path": START,
+        **{f"{role}.model": "auto" for role in ("actor_rollout", "ref", "critic")},
+        **{f"{role}.load": START for role in ("actor_rollout", "ref", "critic")},
+        "actor_rollout.ppo_mini_batch_size": 4,
+        "critic.critic_mini_batch_size": 4,
+        "data.train_files": START / "prompts.jsonl",
+        "data.val_files": "[]",
+        "validation.interval": 0,
+        "resource_pool.main": 1,
+    }
+    return [f"{key}={value}" for key, value in changes.items()]
+
+
+@pytest.mark.long
+def test_script_trains_and_leaves_no_ray_behind(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "mcore" / "llama32" / "ray_ppo_llama32_1b_1node.sh"
+    variables = {
+        "CONFIG_NAME": "ppo_trainer_tiny",
+        "DEVICE": "cpu",
+        "DEVICES_PER_NODE": "1",
+        "MASTER_PORT": PORT,
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        ["bash", str(script), *overrides(tmp_path / "run")],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"joined the Ray cluster at 127.0.0.1:{PORT} (RAY_ADDRESS=" in done.stdout
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 2
+    left = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if f":{PORT}" in " ".join(p.info["cmdline"] or [])
+    ]
+    assert left == []

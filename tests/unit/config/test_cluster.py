@@ -1,0 +1,86 @@
+"""Which cluster a run joins."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.config import cluster
+from mindspeed_rlxf.config.cluster import Cluster, choose_cluster
+from mindspeed_rlxf.config.resolve import resolve
+
+
+@pytest.fixture
+def left_by_ray_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The note of a cluster that answers."""
+    monkeypatch.undo()  # the stand-in of `no_cluster`
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        note = tmp_path / "ray" / "ray_current_cluster"
+        note.parent.mkdir()
+        note.write_text(f"127.0.0.1:{server.getsockname()[1]}\n")
+        yield note
+
+
+def test_what_is_named_comes_before_what_runs_here(
+    left_by_ray_start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = choose_cluster(None)
+    assert found.address == left_by_ray_start.read_text().strip()
+    assert found.source.startswith("`ray start` of this user")
+    monkeypatch.setenv("RAY_ADDRESS", "head:1")
+    assert choose_cluster(None) == Cluster("head:1", "RAY_ADDRESS=head:1")
+    assert choose_cluster("other:2") == Cluster("other:2", "runtime.address=other:2")
+    assert choose_cluster("local") == Cluster(None, "runtime.address=local")
+
+
+def test_a_cluster_of_another_user_is_not_joined(
+    left_by_ray_start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uid = os.getuid()
+    monkeypatch.setattr(cluster.os, "getuid", lambda: uid + 1)
+    assert choose_cluster(None).address is None
+
+
+def test_the_note_of_a_cluster_that_ended_is_not_believed(left_by_ray_start: Path) -> None:
+    with socket.socket() as taken:  # bound but not listening
+        taken.bind(("127.0.0.1", 0))
+        left_by_ray_start.write_text(f"127.0.0.1:{taken.getsockname()[1]}")
+        assert choose_cluster(None).address is None
+    left_by_ray_start.unlink()
+    assert choose_cluster(None).address is None
+
+
+def test_other_keys_of_resource_pool_are_no_pools(
+    make_tree: Callable[..., Any], problems: Callable[..., list[str]]
+) -> None:
+    tree = make_tree({"resource_pool.wait_s": 5, "resource_pool.env": {"HCCL_BUFFSIZE": 256}})
+    config = resolve(tree, "t")
+    assert config.resource_pool == {"main": [8]}
+    assert config.pool_settings.wait_s == 5.0
+    assert config.pool_settings.env == {"HCCL_BUFFSIZE": "256"}
+    (problem,) = problems({"resource_pool.wait_s": -1})
+    assert problem.startswith("resource_pool.wait_s=-1 must be greater than 0")
+    (problem,) = problems({"resource_pool.env": {"A": True}})
+    assert problem.startswith("resource_pool.env.A=True must be text")
+
+
+def test_which_devices_a_worker_sees_is_not_the_users_to_set(
+    problems: Callable[..., list[str]],
+) -> None:
+    (problem,) = problems({"resource_pool.env": {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}})
+    assert problem.startswith("resource_pool.env.ASCEND_RT_VISIBLE_DEVICES must not be set")
+
+
+def test_a_tensor_parallel_group_may_be_allowed_on_two_nodes(
+    problems: Callable[..., list[str]],
+) -> None:
+    changes = {"critic.tensor_model_parallel_size": 2, "resource_pool.main": [5, 3]}
+    assert problems(changes)
+    assert problems({**changes, "resource_pool.tensor_parallel_spans_nodes": True}) == []

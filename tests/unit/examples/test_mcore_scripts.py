@@ -1,0 +1,100 @@
+"""The shell scripts of `examples/mcore` start what they say, with configurations that are valid."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.compose import compose
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.schema import RunConfig
+
+FOLDER = Path(__file__).parents[3] / "examples" / "mcore"
+SCRIPTS = sorted(FOLDER.glob("*/ray_ppo_*.sh"))
+IDS = [script.stem for script in SCRIPTS]
+
+
+def commands(script: Path, *arguments: str, **variables: str) -> list[list[str]]:
+    """What the script would run, without running it."""
+    done = subprocess.run(
+        ["bash", str(script), *arguments],
+        env={"PATH": os.environ["PATH"], "DRY_RUN": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return [shlex.split(line) for line in done.stdout.splitlines()]
+
+
+def config_of(command: list[str], monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    env, address, _python, _script, option, name, *overrides = command
+    assert (env, option) == ("env", "--config-name")
+    monkeypatch.setenv("RAY_ADDRESS", address.removeprefix("RAY_ADDRESS="))
+    monkeypatch.setattr(device, "device_count", lambda kind: 8)
+    return resolve(compose(name, overrides), name)
+
+
+def test_each_model_has_both_scripts() -> None:
+    kinds = {(s.parent.name, "multi" if "multi_node" in s.name else "one") for s in SCRIPTS}
+    models = ("llama2", "llama3", "llama32", "qwen25", "qwen3")
+    assert kinds == {(model, kind) for model in models for kind in ("one", "multi")}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=IDS)
+def test_configuration_is_valid_and_fits_the_nodes(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_nodes = 2 if "multi_node" in script.name else 1
+    variables = {"MASTER_ADDR": "10.0.0.1"} if num_nodes == 2 else {}
+    ray, train = commands(script, "training.train_iters=7", **variables, WAIT_S="60")
+    assert "--head" in ray and '--resources={"NPU": 8}' in ray and "--port=6344" in ray
+    config = config_of(train, monkeypatch)
+    assert config.training.train_iters == 7 and config.device.kind.value == "npu"
+    assert config.pool_settings.wait_s == 60
+    sizes = sorted((n for pool in config.resource_pool.values() for n in pool), reverse=True)
+    room = [8] * num_nodes
+    for size in sizes:  # as Ray does it: the largest first
+        where = next(i for i, left in enumerate(room) if left >= size)
+        room[where] -= size
+    assert sum(room) == 0, "devices are left over"
+
+
+def test_other_nodes_only_join() -> None:
+    script = FOLDER / "llama3" / "ray_ppo_llama3_8b_multi_node.sh"
+    (ray,) = commands(script, MASTER_ADDR="10.0.0.1", NODE_RANK="1", DEVICE="cuda")
+    assert ray[-2:] == ["--address=10.0.0.1:6344", "--num-gpus=8"] and "--head" not in ray
+
+
+def test_another_configuration_drops_the_scripts_own_changes() -> None:
+    script = FOLDER / "llama3" / "ray_ppo_llama3_8b_1node.sh"
+    variables = {"CONFIG_NAME": "ppo_trainer_tiny", "DEVICE": "cpu", "DEVICES_PER_NODE": "2"}
+    ray, train = commands(script, **variables, CONFIG_DIR="/my configs")
+    assert '--resources={"rlxf_cpu": 2}' in ray
+    assert train[4:8] == ["--config-name", "ppo_trainer_tiny", "--config-dir", "/my configs"]
+    assert not any("placement" in word for word in train)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, "MASTER_ADDR must be the address of node 0"),
+        ({"MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK=2 must be below NNODES=2"),
+        ({"MASTER_ADDR": "a", "DEVICE": "gpu"}, "DEVICE=gpu must be npu, cuda or cpu"),
+    ],
+)
+def test_what_is_missing_is_said(variables: dict[str, str], message: str) -> None:
+    script = FOLDER / "llama3" / "ray_ppo_llama3_8b_multi_node.sh"
+    done = subprocess.run(
+        ["bash", str(script)],
+        env={"PATH": os.environ["PATH"], "DRY_RUN": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and f"error: {message}" in done.stderr
