@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from mindspeed_rlxf.cli import preprocess, train
+from mindspeed_rlxf.cli import doctor, preprocess, train
 
-COMMANDS = {"train": train.main, "preprocess": preprocess.main}
+COMMANDS = {"train": train.main, "preprocess": preprocess.main, "doctor": doctor.main}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ PACKAGE = "mindspeed_rlxf"
 # From the top down; packages of one line import each other only where SIDEWAYS says so.
 LAYERS = [
     {"cli"},
-    {"trainer"},
+    {"doctor", "trainer"},
     {"planning"},
     {"runtime"},
     {"roles"},
@@ -31,10 +31,13 @@ LAYERS = [
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 
-# (importing module, imported module): the facade reads the device kinds, and the checks of a config
+# (importing module, imported module): `device` reads the device kinds, and the checks of a config
 # ask the facade how many devices there are.
 SIDEWAYS = {
     ("mindspeed_rlxf.device.facade", "mindspeed_rlxf.config.enums"),
+    ("mindspeed_rlxf.device.bare", "mindspeed_rlxf.config.enums"),
+    ("mindspeed_rlxf.device.driver", "mindspeed_rlxf.config.enums"),
+    ("mindspeed_rlxf.device.version_sets", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.config.host", "mindspeed_rlxf.device"),
 }
 DEVICE_WORDS = re.compile(r"torch\.cuda|torch\.npu|torch_npu|nccl|hccl")
