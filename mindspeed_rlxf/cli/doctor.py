@@ -17,6 +17,7 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import ConfigError, UserError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.doctor.cluster import look as look_at_cluster
 from mindspeed_rlxf.doctor.findings import Finding, error, ok
 from mindspeed_rlxf.doctor.local import look
 from mindspeed_rlxf.doctor.report import Report, line_width, make_report, wants_colour
@@ -33,7 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parse(argv)
         config, found = _config(arguments)
         subject = subject_of(config, DeviceKind(arguments.device), arguments.cluster)
-        found += look(subject)
+        if arguments.cluster:
+            address = arguments.address or (config.runtime.address if config else None)
+            found += look_at_cluster(subject, address, arguments.deadline)
+        else:
+            found += look(subject)
         report = make_report(found)
     except UserError as problem:
         print_problems(problem.problems)
