@@ -1,7 +1,7 @@
 """`doctor`: what keeps a run from working, on this host or on every host of a cluster.
 
 Exit codes: 0 = no error (there may be warnings); 1 = an error was found; 2 = a mistake on the
-command line or in the configuration, one `error:` line per problem.
+command line, one `error:` line per problem. With --bundle: 0 = written.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8
 from mindspeed_rlxf.config.compose import compose
@@ -17,6 +18,7 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import ConfigError, UserError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.doctor.bundle import write_bundle
 from mindspeed_rlxf.doctor.cluster import look as look_at_cluster
 from mindspeed_rlxf.doctor.findings import Finding, error, ok
 from mindspeed_rlxf.doctor.local import look
@@ -40,11 +42,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             found += look(subject)
         report = make_report(found)
+        if arguments.bundle is not None:
+            return _bundle(arguments.bundle, report)
     except UserError as problem:
         print_problems(problem.problems)
         return 2
     _print(report, arguments.json)
     return report.exit_code
+
+
+def _bundle(run: str, report: Report) -> int:
+    """Written, it is a success whatever the report says."""
+    file = write_bundle(Path(run), report, Path.cwd())
+    print(
+        f"written: {file} ({file.stat().st_size // 1024} KiB); look through it before you send it"
+    )
+    return 0
 
 
 def _print(report: Report, as_json: bool) -> None:
@@ -75,6 +88,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--cluster", action="store_true", help="every host of the Ray cluster, and collectives")
     add("--address", help="Ray cluster (runtime.address, RAY_ADDRESS)")
+    add("--bundle", metavar="RUN", help="pack logs, versions and this report of a run folder")
     add("--json", action="store_true", help="for programs")
     add("--device", choices=KINDS, default="auto", help="what to look for (device.kind)")
     add("--deadline", type=float, default=DEADLINE_S, help="--cluster: seconds in all (300)")
