@@ -15,11 +15,14 @@ import stat
 import tarfile
 import time
 from collections.abc import Iterator, Mapping
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.data.files import scan_rows
 from mindspeed_rlxf.doctor.redact import Redactor, is_open_variable
 from mindspeed_rlxf.doctor.report import Report
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
@@ -172,17 +175,39 @@ def _listing(folder: Path) -> str:
 
 
 def private_texts(run: RunDirectory) -> set[str]:
-    """Prompts, responses and answers that the run wrote down, the last ones first."""
-    texts: set[str] = set()
+    """Prompts, responses and answers: the last ones written down, the first ones of the data."""
+    texts = _data_texts(run)
     for file in (run.samples, run.val_samples):
         for line in reversed(_tail(file, SAMPLE_BYTES).splitlines()):
             try:
                 texts |= set(_strings(json.loads(line)))
             except ValueError:
                 continue
-            if len(texts) >= MOST_TEXTS:
-                break
+            if len(texts) >= 2 * MOST_TEXTS:
+                return texts
     return texts
+
+
+def _data_texts(run: RunDirectory) -> set[str]:
+    """Of the files that the configuration names, where they can be read from here."""
+    texts: set[str] = set()
+    for file in _data_files(run):
+        try:
+            rows = islice(scan_rows(file), MOST_TEXTS)
+            texts |= {text for _, row in rows if isinstance(row, dict) for text in _strings(row)}
+        except (OSError, ValueError, KeyError):  # gone, or no file of rows: nothing is known of it then
+            continue
+        if len(texts) >= MOST_TEXTS:
+            break
+    return texts
+
+
+def _data_files(run: RunDirectory) -> list[str]:
+    try:
+        data = yaml.safe_load(_tail(run.config, STACK_BYTES))["data"]
+        return [str(file) for key in ("train_files", "val_files") for file in data.get(key) or ()]
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError):
+        return []
 
 
 def _strings(value: Any) -> Iterator[str]:

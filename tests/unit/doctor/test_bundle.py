@@ -45,12 +45,17 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "checkpoints" / "iter_1").mkdir(parents=True)
     (folder / "checkpoints" / "iter_1" / "config.yaml").write_text("PLANTED WEIGHTS")
     (folder / "final.safetensors").write_bytes(b"PLANTED WEIGHTS")
-    (folder / "config.yaml").write_text("data:\n  prompt_key: question\n  api_key: planted-yaml\n")
+    row = json.dumps({"prompt": [{"role": "user", "content": "Only the data set holds this."}]})
+    (tmp_path / "train.jsonl").write_text(row + "\n")
+    config = "data:\n  prompt_key: question\n  api_key: planted-yaml\n"
+    config += f"  train_files: [{tmp_path}/train.jsonl]\n"
+    (folder / "config.yaml").write_text(config)
     sample = {"iteration": 1, "prompt": PROMPT, "response": RESPONSE, "ground_truth": "Nachbar"}
     (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n", encoding="utf-8")
     metrics = {"iteration": 1, "metrics": {"a": 1.5, "text": RESPONSE}, "time_s": 2.0}
     (folder / "metrics.jsonl").write_text(json.dumps(metrics) + "\n{broken")
     lines = [*SECRETS, f"scoring {PROMPT!r}", json.dumps(PROMPT), RESPONSE, "from-the-environment"]
+    lines.append("bad row: Only the data set holds this.")
     log = "\n".join(["an ordinary line", *lines, PROMPT, "the last line"]) + "\n"
     stack = 'Current thread 0x00007f (most recent call first):\n  File "/a b/c.py", line 1 in f\n'
     (folder / "logs" / "driver.log").write_text(log, encoding="utf-8")
@@ -82,7 +87,7 @@ def bundle(run: Path) -> dict[str, str]:
 def test_nothing_that_was_planted_is_in_the_bundle(run: Path) -> None:
     everything = "\n".join(f"{name}\n{text}" for name, text in bundle(run).items())
     planted = [*SECRETS.values(), "PLANTED", "planted-yaml", "from-the-environment", RESPONSE]
-    planted += ["Grüße", "Gr\\u00fc", "Antworte mit", "Nachbar", "/home/alice"]
+    planted += ["Only the data", "Grüße", "Gr\\u00fc", "Antworte mit", "Nachbar", "/home/alice"]
     assert [word for word in planted if word in everything] == []
 
 
