@@ -195,7 +195,11 @@ def _data_texts(run: RunDirectory) -> set[str]:
         try:
             rows = islice(scan_rows(file), MOST_TEXTS)
             texts |= {text for _, row in rows if isinstance(row, dict) for text in _strings(row)}
-        except (OSError, ValueError, KeyError):  # gone, or no file of rows: nothing is known of it then
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+        ):  # gone, or no file of rows
             continue
         if len(texts) >= MOST_TEXTS:
             break

@@ -16,7 +16,7 @@ from mindspeed_rlxf.device import version_sets
 from mindspeed_rlxf.doctor import local
 from mindspeed_rlxf.doctor.collectives import check_collectives
 from mindspeed_rlxf.doctor.devices import ray_finding
-from mindspeed_rlxf.doctor.findings import Finding, error, merged, ok, warning
+from mindspeed_rlxf.doctor.findings import Finding, Status, error, merged, ok, warning
 from mindspeed_rlxf.doctor.hunt import Party
 from mindspeed_rlxf.doctor.subject import Subject
 from mindspeed_rlxf.runtime.installed import build
@@ -105,10 +105,10 @@ def _sort(
 
 def drift(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
     """Hosts whose versions are not those of most hosts."""
-    names = dict.fromkeys(name for found in by_host.values() for name in found)
+    names = dict.fromkeys(name for versions in by_host.values() for name in versions)
     findings = []
     for name in names:
-        values = {host: found.get(name, "none") for host, found in by_host.items()}
+        values = {host: versions.get(name, "none") for host, versions in by_host.items()}
         usual, count = Counter(values.values()).most_common(1)[0]
         others: dict[str, list[str]] = {}
         for host, value in values.items():
@@ -117,8 +117,8 @@ def drift(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
         for value, hosts in others.items():
             text = f"{name} {value}, on {count} other hosts {usual}"
             remedy = "install the same there, and start Ray there again"
-            made = error("cluster.versions", text, remedy)
-            findings.append(Finding(made.check, made.status, made.value, remedy, tuple(hosts)))
+            found = Finding("cluster.versions", Status.ERROR, text, remedy, tuple(hosts))
+            findings.append(found)
     return findings or [ok("cluster.versions", f"the same on {len(by_host)} hosts")]
 
 
@@ -156,7 +156,9 @@ def _collectives(
 
     kind = device.resolve_kind(subject.kind)
     resource = subject.resource or device.ray_resource(kind)
-    found, hosts, processes = [], [], []
+    found: list[Finding] = []
+    hosts: list[Party] = []
+    processes: list[Any] = []
     for node in nodes:
         count, held = _free_devices(kind, resource, node)
         if held:

@@ -66,7 +66,8 @@ class Verdict:
 
 def pair_rounds(parties: Sequence[Party]) -> list[list[Group]]:
     """Disjoint pairs: log2(n) rounds, rounded up; who has no partner in a round takes another."""
-    count, rounds = len(parties), []
+    count = len(parties)
+    rounds: list[list[Group]] = []
     for bit in range(max(count - 1, 0).bit_length()):
         pairs, alone = [], []
         for i in range(count):
@@ -107,7 +108,9 @@ class Hunt:
     def verdict(self) -> Verdict:
         broken = self._condemned(failing=True)
         slow = self._condemned(failing=False) - broken
-        links, slow_links, undecided = [], [], []
+        links: list[Group] = []
+        slow_links: list[Group] = []
+        undecided: list[Group] = []
         for pair in dict.fromkeys(pair for pair, _ in self._pairs):
             if (broken | slow) & set(pair) or self._is_good(self._last(pair)):
                 continue

@@ -142,6 +142,13 @@ def test_hosts_that_reach_nobody_are_named_and_no_other(which: tuple[int, ...]) 
     assert cluster.rounds <= 1 + 6 + 2 + 1
 
 
+def test_a_host_that_is_found_costs_no_further_waits() -> None:
+    """Two rounds of pairs fail, 15 s each; 2 s for each of the six others."""
+    cluster = Simulated(links=cut_off(0))
+    check(cluster)
+    assert cluster.now == 2 * 15 + 6 * 2
+
+
 @pytest.mark.parametrize("count", [3, 4, 7])
 def test_a_host_cut_off_among_few_is_named(count: int) -> None:
     (told,) = bad(check(Simulated(links=cut_off(2, count=count)), count))
