@@ -151,6 +151,7 @@ def _collectives(
     subject: Subject, nodes: Sequence[Any], environment: Mapping[str, str], end: float
 ) -> list[Finding]:
     """Processes on the free devices of all hosts, and the hunt among them."""
+    from mindspeed_rlxf.doctor.all_reduce import warm_up
     from mindspeed_rlxf.doctor.ranks import RayRanks
     from mindspeed_rlxf.runtime import ray_survey
 
@@ -174,7 +175,7 @@ def _collectives(
     ranks = RayRanks(kind, processes)
     try:
         limit = min(START_S, (end - time.monotonic()) / 2)
-        replies = ray_survey.gather([each.call(os.getpid) for each in processes], limit)
+        replies = ray_survey.gather([each.call(warm_up) for each in processes], limit)
         late = {
             process.node.name
             for process, reply in zip(processes, replies, strict=True)
