@@ -51,7 +51,10 @@ def look(subject: Subject, address: str | None, deadline_s: float) -> list[Findi
             "--cluster needs a Ray cluster and none is named; set RAY_ADDRESS, runtime.address or "
             "--address, for example to auto for one that runs on this host"
         )
-    cluster = open_cluster(address, {})
+    try:
+        cluster = open_cluster(address, {})
+    except RuntimeError as problem:  # versions of Ray or Python that differ, among others
+        return [_broken("cluster.join", problem)]
     try:
         return _look(subject, end)
     finally:
@@ -80,7 +83,16 @@ def _look(subject: Subject, end: float) -> list[Finding]:
     finally:
         for each in surveyors:
             each.end()
-    return found + _collectives(subject, answered, environment, end)
+    try:
+        return found + _collectives(subject, answered, environment, end)
+    except Exception as problem:  # a cluster may fall apart under it; what is known stays
+        return [*found, _broken("collectives", problem)]
+
+
+def _broken(check: str, problem: Exception) -> Finding:
+    said = " ".join(str(problem).split())[:300]
+    remedy = "look at the cluster with `ray status` and at Ray's logs"
+    return error(check, f"{type(problem).__name__}: {said}", remedy)
 
 
 def _sort(

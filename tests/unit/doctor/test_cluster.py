@@ -44,3 +44,12 @@ def test_without_a_cluster_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(UserError, match="--cluster needs a Ray cluster and none is named"):
         look(Subject(DeviceKind.CPU, "/x"), None, 60.0)
+
+
+def test_a_cluster_of_another_version_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: str, resources: dict[str, float]) -> None:
+        raise RuntimeError("Version mismatch:\n the cluster runs Ray 2.9")
+
+    monkeypatch.setattr("mindspeed_rlxf.doctor.cluster.open_cluster", refuse)
+    (found,) = look(Subject(DeviceKind.CPU, "/x"), "127.0.0.1:6379", 60.0)
+    assert found.status.value == "error" and "Version mismatch: the cluster" in found.value
