@@ -5,9 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from mindspeed_rlxf.cli import convert, preprocess, train
+from mindspeed_rlxf.cli import convert, doctor, preprocess, train
 
-COMMANDS = {"train": train.main, "preprocess": preprocess.main, "convert": convert.main}
+COMMANDS = {
+    "train": train.main,
+    "preprocess": preprocess.main,
+    "convert": convert.main,
+    "doctor": doctor.main,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -131,7 +131,7 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
                 logging_level=logging.ERROR,
                 num_cpus=1,
                 resources=resources,
-                object_store_memory=_object_store_bytes(),
+                object_store_memory=object_store_bytes(),
                 _temp_dir=str(temp_dir),
             )
         guard = _start_guard(temp_dir)
@@ -169,7 +169,7 @@ def _short_temp_root() -> str:
     return root if len(root) <= 30 else "/tmp"
 
 
-def _object_store_bytes() -> int:
+def object_store_bytes() -> int:
     tenth = int(psutil.virtual_memory().total) // 10
     return max(min(OBJECT_STORE_LIMIT, tenth), 100 * 2**20)
 

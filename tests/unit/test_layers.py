@@ -15,7 +15,7 @@ PACKAGE = "mindspeed_rlxf"
 # From the top down; packages of one line import each other only where SIDEWAYS says so.
 LAYERS = [
     {"cli"},
-    {"trainer"},
+    {"doctor", "trainer"},
     {"planning"},
     {"runtime"},
     {"roles"},

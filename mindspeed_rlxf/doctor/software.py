@@ -1,0 +1,73 @@
+"""Versions of what is installed, and whether they go together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, requires
+
+from packaging.requirements import Requirement
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.device import version_sets
+from mindspeed_rlxf.doctor.findings import Finding, error, ok, warning
+from mindspeed_rlxf.doctor.host import python_finding
+
+DISTRIBUTION = "mindspeed-rlxf"
+
+
+def look(kind: DeviceKind) -> list[Finding]:
+    """Python, every package that matters, CANN, and the pairs among them."""
+    kind = device.resolve_kind(kind)
+    versions, on_npu = version_sets.installed(), kind is DeviceKind.NPU
+    cann = version_sets.cann_version() if on_npu else None
+    found = [python_finding(), *package_findings(versions, version_sets.REQUIRED[kind])]
+    if on_npu:
+        found += npu_findings(versions, cann)
+    return found
+
+
+def package_findings(
+    versions: Mapping[str, str | None],
+    required: tuple[str, ...],
+    requirements: Mapping[str, Requirement] | None = None,
+) -> list[Finding]:
+    """One finding each; packages that are neither needed nor there are left out."""
+    ranges = _requirements() if requirements is None else requirements
+    found = []
+    for name, version in versions.items():
+        check, wanted = f"versions.{name}", ranges.get(name)
+        if version is None:
+            if name in required:
+                remedy = f"pip install '{wanted or name}' (tested sets: constraints/)"
+                found.append(error(check, "not installed", remedy))
+        elif wanted is not None and not wanted.specifier.contains(version, prereleases=True):
+            value = f"{version}, outside of {wanted.specifier}"
+            found.append(warning(check, value, f"pip install '{wanted}'"))
+        else:
+            found.append(ok(check, version))
+    return found
+
+
+def npu_findings(versions: Mapping[str, str | None], cann: str | None) -> list[Finding]:
+    if cann is None:
+        remedy = "install CANN, and source its set_env.sh before `ray start` and the run"
+        found = [error("versions.cann", "no CANN found", remedy)]
+    elif not (os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")):
+        remedy = "source its set_env.sh before `ray start` and the run"
+        found = [warning("versions.cann", f"{cann}, its set_env.sh is not sourced", remedy)]
+    else:
+        found = [ok("versions.cann", cann)]
+    pairs = list(version_sets.mispairings(versions, cann))
+    return found + [error("versions.pairs", what, remedy) for what, remedy in pairs]
+
+
+def _requirements() -> dict[str, Requirement]:
+    """Of this package, by name; empty where it is on the path without being installed."""
+    try:
+        lines = requires(DISTRIBUTION) or []
+    except PackageNotFoundError:
+        return {}
+    parsed = map(Requirement, lines)
+    return {each.name: each for each in parsed if each.marker is None or each.marker.evaluate()}

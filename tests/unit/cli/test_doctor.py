@@ -1,0 +1,96 @@
+"""The doctor command: exit codes, the report for programs, files of a configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf import cli
+from mindspeed_rlxf.cli import doctor
+from mindspeed_rlxf.doctor.findings import Finding, error, ok
+from mindspeed_rlxf.doctor.subject import Subject
+
+
+@pytest.fixture
+def subjects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Subject]:
+    """What is looked at, in place of looking; one ordinary finding is the answer."""
+    seen: list[Subject] = []
+
+    def look(subject: Subject) -> list[Finding]:
+        seen.append(subject)
+        return [ok("a.b", "1")]
+
+    monkeypatch.setattr(doctor, "look", look)
+    monkeypatch.chdir(tmp_path)
+    return seen
+
+
+def test_a_sound_host_is_0_and_an_error_is_1(
+    subjects: list[Subject], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor"]) == 0
+    assert "ok       a.b  1" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "look", lambda subject: [error("a.b", "2", "mend it")])
+    assert cli.main(["doctor"]) == 1
+
+
+def test_the_report_for_programs_is_all_that_is_printed(
+    subjects: list[Subject], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.main(["--json", "--device", "cpu"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [f["check"] for f in printed["findings"]] == ["a.b"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["--device", "tpu"], "invalid choice: 'tpu'"),
+        (["training.train_iters=2"], "changes a configuration: give --config-name"),
+        (["--deadline", "1"], "--deadline=1 must be at least 10"),
+        (["--config-name", "no_such"], "no_such"),
+        (["--bundle", "no_such_run"], "must be the folder of a run"),
+        (["--cluster"], "--cluster needs a Ray cluster"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_2(
+    line: list[str],
+    said: str,
+    subjects: list[Subject],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert doctor.main(line) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and said in printed
+
+
+def test_files_folders_and_device_of_a_configuration_are_looked_at(
+    subjects: list[Subject], tmp_path: Path
+) -> None:
+    assert doctor.main(["-cn", "ppo_trainer_tiny", f"training.output_dir={tmp_path}/run"]) == 0
+    (subject,) = subjects
+    keys = {key for key, _ in subject.paths}
+    assert {"actor_rollout.load", "critic.load", "data.train_files"} <= keys
+    assert all(path.startswith("/") for _, path in subject.paths)
+    assert subject.output_dir == f"{tmp_path}/run"
+
+
+def test_a_wrong_configuration_is_a_finding_beside_the_others(
+    subjects: list[Subject], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.main(["-cn", "ppo_trainer_tiny", "training.train_iters=-1", "--json"]) == 1
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert [(f["check"], f["status"]) for f in findings] == [("config", "error"), ("a.b", "ok")]
+
+
+def test_a_run_is_bundled(
+    subjects: list[Subject], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("name: x\n")
+    assert doctor.main(["--bundle", "run"]) == 0
+    assert f"written: {tmp_path}/run-doctor.tar.gz" in capsys.readouterr().out
