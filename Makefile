@@ -40,7 +40,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --no-input --disable-pip-version-chec
 PIP_WHEEL = $(BIN)/python -m pip wheel --no-input --disable-pip-version-check --quiet --no-deps \
 	--find-links wheelhouse --wheel-dir wheelhouse
 TORCH_INDEX = $(if $(TORCH_INDEX_URL),--index-url "$(TORCH_INDEX_URL)")
-CODE := mindspeed_rlxf examples tests constraints setup.py ray_gpt.py preprocess_data.py
+CODE := mindspeed_rlxf examples tests constraints setup.py ray_gpt.py preprocess_data.py convert_ckpt.py
 
 .PHONY: help install demo bring-up test test-long test-hosts lint format wheelhouse
 
@@ -50,7 +50,7 @@ help:
 	  'make bring-up    does DEVICE compute what a CPU computed? stage by stage' \
 	  'make test        unit and distributed tests (PYTEST_ARGS adds arguments)' \
 	  'make test-long   the tests that take longer' \
-  'make test-hosts  a run on two hosts made of namespaces; needs root' \
+	  'make test-hosts  a run on two hosts made of namespaces; needs root' \
 	  'make lint        ruff and mypy;  make format  applies ruff' \
 	  'make wheelhouse  gather every package in ./wheelhouse' \
 	  'make install     the environment alone; WHEELHOUSE=dir installs without network' \

@@ -13,7 +13,7 @@ from mindspeed_rlxf.config.batch_rules import (
 )
 from mindspeed_rlxf.config.enums import RewardKind, Role, RopeScaling
 from mindspeed_rlxf.config.expert_rules import expert_problems
-from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RoleConfig, RunConfig
+from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig, RunConfig
 from mindspeed_rlxf.config.split_rules import ROLLOUT_TP, TRAIN, check_split
 from mindspeed_rlxf.config.stage_rules import check_stage
 from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_around, use

@@ -19,8 +19,9 @@ from mindspeed_rlxf.doctor.devices import ray_finding
 from mindspeed_rlxf.doctor.findings import Finding, Status, error, merged, ok, warning
 from mindspeed_rlxf.doctor.hunt import Party
 from mindspeed_rlxf.doctor.subject import Subject
+from mindspeed_rlxf.runtime.environment import forwarded_environment
 from mindspeed_rlxf.runtime.installed import build
-from mindspeed_rlxf.runtime.ray_cluster import forwarded_environment, open_cluster
+from mindspeed_rlxf.runtime.ray_cluster import open_cluster
 
 SURVEY_S = 90.0  # checks of a host take 30 at most, its first process some to start
 START_S = 60.0  # processes of the ranks, which import torch

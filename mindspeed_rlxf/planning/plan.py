@@ -77,6 +77,8 @@ def _checkpoints(config: RunConfig) -> str:
 def _reward(config: RunConfig) -> str:
     rules = ", ".join(f"{weight:g} x {rule.value}" for rule, weight in config.verifiers)
     return f"verifier: {rules}" if rules else config.reward.kind.value
+
+
 def _environment(config: RunConfig) -> str:
     """Variables that every worker gets; on an own cluster it has the driver's others too."""
     found = variables(config.pool_settings.env)

@@ -176,9 +176,7 @@ class RayPools:
         gather(starting, limit)
         return setups
 
-    def _setups(
-        self, name: str, workers: RayWorkers, parts: tuple[int, ...]
-    ) -> list[ProcessSetup]:
+    def _setups(self, name: str, workers: RayWorkers, parts: tuple[int, ...]) -> list[ProcessSetup]:
         return [
             ProcessSetup(
                 pool=name,
