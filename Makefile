@@ -106,8 +106,9 @@ demo: $(STAMP) $(if $(filter npu,$(DEVICE)),bring-up)
 bring-up: $(STAMP)
 	$(BIN)/python examples/tiny/bring_up.py --device $(DEVICE)
 
+# Two processes: one waits for its Ray workers most of the time, the other has the unit tests.
 test: $(STAMP)
-	$(BIN)/python -m pytest tests -m "not long" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests -m "not long" -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 # Hosts made of network namespaces; needs root, and says what else is missing.
 test-hosts: $(STAMP)

@@ -1,8 +1,10 @@
 """Settings of every test process."""
 
 import os
+from pathlib import Path
 
 import hypothesis
+import pytest
 import torch
 
 # The tests have clusters of their own, whatever Ray this user runs on this host.
@@ -15,3 +17,14 @@ torch.set_num_threads(1)
 # How long an example takes says something about the machine, nothing about the code.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several test processes (`-n 2 --dist loadgroup`) one runs all that shares Ray's session,
+    the others take the rest file by file."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        shares_ray = "distributed" in Path(item.path).parts
+        item.add_marker(pytest.mark.xdist_group("ray" if shares_ray else str(item.path)))

@@ -8,15 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 
+PLAIN = (str, int, float, bool, type(None))  # the most of every report
+
 
 def find_array(value: Any, path: str = "report") -> str | None:
     """Where in `value` the first tensor or array is, as `report.losses[2] (Tensor)`."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return f"{path} ({type(value).__name__})"
     for name, item in _items(value):
-        found = find_array(item, path + name)
-        if found is not None:
-            return found
+        if not isinstance(item, PLAIN):
+            found = find_array(item, path + name)
+            if found is not None:
+                return found
     return None
 
 

@@ -92,6 +92,7 @@ class WorkerProcess:
         shared_groups.forget()
         gc.collect()
         worlds.leave()
+        gc.freeze()  # the imports: looking through all of them takes the next call a second
 
 
 def redirect_output(path: Path) -> None:
