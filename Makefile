@@ -108,7 +108,8 @@ bring-up: $(STAMP)
 
 # Two processes: one waits for its Ray workers most of the time, the other has the unit tests.
 test: $(STAMP)
-	$(BIN)/python -m pytest tests -m "not long" -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests -m "not long" -n 2 --dist loadgroup --no-loadscope-reorder \
+	  $(PYTEST_ARGS)
 
 # Hosts made of network namespaces; needs root, and says what else is missing.
 test-hosts: $(STAMP)

@@ -27,4 +27,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in items:
         shares_ray = "distributed" in Path(item.path).parts
-        item.add_marker(pytest.mark.xdist_group("ray" if shares_ray else str(item.path)))
+        item.add_marker(pytest.mark.xdist_group("ray" if shares_ray else item.path.name))

@@ -27,6 +27,8 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     Errors: ValueError when it is missing or is not JSON.
     """
     path = folder / "config.json"
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give the folder of a Hugging Face model")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -9,7 +9,8 @@ from typing import Any
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.doctor.all_reduce import Task, all_reduce, open_store, warm_up
 from mindspeed_rlxf.doctor.hunt import Outcome
-from mindspeed_rlxf.runtime.ray_survey import LateReply, Process, cause, gather, is_failure
+from mindspeed_rlxf.runtime.errors import LateReply
+from mindspeed_rlxf.runtime.ray_survey import Process, cause, gather, is_failure
 
 START_S = 30.0  # of a process in place of one that was ended
 MARGIN_S = 2.0  # a rank's own deadline passes before that of the driver: it has more to say

@@ -98,7 +98,7 @@ def moves(
             for part in found[key]:
                 if part.tp_rank not in senders:
                     held = [r for r in ranks if part.tp_rank in (None, training.ranks.tp_rank(r))]
-                    senders[part.tp_rank] = held[0]
+                    senders[part.tp_rank] = min(held, key=lambda rank: sent[rank])
                 move = Move(
                     senders[part.tp_rank], receiver, name, parameter.name,
                     part.dim, part.source_start, part.target_start, part.size, part.width,

@@ -58,3 +58,7 @@ class RuntimeTimeout(RuntimeError):
 
 class DevicesMissing(RuntimeError):
     """A joined cluster did not offer the devices in time; the same command may succeed later."""
+
+
+class LateReply(RuntimeError):
+    """No reply within the time given."""

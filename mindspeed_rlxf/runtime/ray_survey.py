@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mindspeed_rlxf.runtime.errors import WorkerError
+from mindspeed_rlxf.runtime.errors import LateReply, WorkerError
 from mindspeed_rlxf.runtime.ray_wait import Origin, as_worker_error
 
 
@@ -35,10 +35,6 @@ class Caller:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return function(*args)
-
-
-class LateReply(RuntimeError):
-    """No reply within the time given."""
 
 
 @dataclass

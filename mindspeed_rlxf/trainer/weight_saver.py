@@ -64,7 +64,7 @@ class WeightSaver:
         missing = [
             n for r, n in SAVED_AS.items() if r in self.trained and not (hidden / n).is_dir()
         ]
-        if False:
+        if missing:
             self.note(
                 f"warning: the checkpoint of iteration {iteration} is not whole here, "
                 f"{' and '.join(missing)} wrote to {hidden} of other hosts; use a "

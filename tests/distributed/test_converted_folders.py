@@ -46,13 +46,13 @@ class StockModel:
             model = self._model(a)
             for parameter in model.parameters():
                 torch.nn.init.constant_(parameter, torch.nan)
-            if sharded:
-                loaded = dist_checkpointing.load(
-                    {"model": model.sharded_state_dict()}, str(folder / "iter_0000001")
-                )["model"]
-            else:
-                file = folder / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt"
-                with torch.serialization.safe_globals([Namespace]):
+            with torch.serialization.safe_globals([Namespace]):
+                if sharded:
+                    loaded = dist_checkpointing.load(
+                        {"model": model.sharded_state_dict()}, str(folder / "iter_0000001")
+                    )["model"]
+                else:
+                    file = folder / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt"
                     loaded = torch.load(file, weights_only=True)["model"]
             model.load_state_dict(loaded, strict=True)
         return RoleOutput(report={n: p.tolist() for n, p in model.named_parameters()})
@@ -134,19 +134,19 @@ def test_a_role_starts_from_a_folder_of_another_layout(
     expected = expected_logits(model, rollouts, scored)
     head = Head.SCORE if scored else Head.LANGUAGE_MODEL
     method = Exporter.scores if scored else Exporter.logits
-    for load in (folder, tmp_path / "run" / "megatron"):
+    for load, out in ((folder, "run"), (tmp_path / "run" / "megatron", "again")):
         layout = {"pipeline_model_parallel_size": 2}
         role = RoleConfig(model="t", architecture=PLAIN, load=str(load), **layout)
         group = group_of(warm_runtime, Exporter, 2, 1, 2, role, head)
         got = torch.tensor(group.call(method, rollouts).result()[0])
         error = (got - expected).abs().max() / expected.abs().max()
         assert error < 2e-5, f"{load}: {error:.2e}"
-        group.call(Exporter.export, tmp_path / "run").result()
+        group.call(Exporter.export, tmp_path / out).result()
     original = read_folder(tmp_path / "hf")
-    for name in ("hf", "converted"):
-        if name == "converted":  # what the run left in Megatron's format, without any flag
-            source, target = str(tmp_path / "run" / "megatron"), str(tmp_path / "run" / name)
-            assert main([source, target, "--to", "hf"]) == 0
-        after = read_folder(tmp_path / "run" / name)
+    # What the run left in Megatron's format needs no flag.
+    source, target = str(tmp_path / "again" / "megatron"), str(tmp_path / "again" / "converted")
+    assert main([source, target, "--to", "hf"]) == 0
+    for left in ("run/hf", "again/hf", "again/converted"):
+        after = read_folder(tmp_path / left)
         assert after.keys() == original.keys()
         assert all(torch.equal(after[key], original[key]) for key in original)

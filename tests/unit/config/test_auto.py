@@ -77,7 +77,7 @@ def test_what_no_model_here_has_is_named(
 @pytest.mark.parametrize(
     ("load", "end"),
     [
-        ("nowhere", "config.json is missing; give the folder of a Hugging Face model"),
+        ("nowhere", "nowhere is not a folder; give the folder of a Hugging Face model"),
         (None, "must name a Hugging Face folder with model=auto; set it"),
     ],
 )
@@ -105,7 +105,7 @@ def test_a_file_in_place_of_the_folder_is_the_users_mistake(
 ) -> None:
     (tmp_path / "file").write_text("")
     (problem,) = problems({"critic.model": "auto", "critic.load": str(tmp_path / "file")})
-    assert "config.json cannot be read (Not a directory)" in problem
+    assert f"{tmp_path}/file is not a folder; give the folder" in problem
 
 
 def test_numbers_that_do_not_fit_are_named_as_of_auto(

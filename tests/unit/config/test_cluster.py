@@ -68,7 +68,7 @@ def test_other_keys_of_resource_pool_are_no_pools(
     (problem,) = problems({"resource_pool.wait_s": -1})
     assert problem.startswith("resource_pool.wait_s=-1 must be greater than 0")
     (problem,) = problems({"resource_pool.env": {"A": True}})
-    assert problem.startswith("resource_pool.env.A=True must be text")
+    assert problem.startswith("resource_pool.env.A=true must be text")
 
 
 def test_which_devices_a_worker_sees_is_not_the_users_to_set(

@@ -306,7 +306,7 @@ def test_their_default_of_a_key_that_a_stage_never_reads_stops_no_run(
         ({"actor_rollout.dataset_category": 1},
          "actor_rollout.dataset_category=1: one reward scores every prompt here; use 0 "),
         ({"actor_rollout.inference_tensor_model_parallel_size": 2},
-         "actor_rollout.inference_tensor_model_parallel_size=2 must be actor_rollout.tensor"),
+         "rollout.tensor_model_parallel_size=2 must be actor_rollout.tensor_model_parallel_size=1"),
         ({"algorithm.verifier_function": ["accc"], "reward": {"verifier": True}},
          "algorithm.verifier_function.0='accc' must be one of acc, base_acc, format"),
     ],

@@ -104,6 +104,9 @@ READ_THROUGH = {
     "moe_ffn_hidden_size": "mlp_hidden_size",
     "num_layers_per_virtual_pipeline_stage": "model_chunks",
     "placement": "pool_of",
+    "num_gpus_for_train": "parts",
+    "num_gpus_for_infer": "parts",
+    "tensor_parallel_spans_nodes": "pool_settings",  # of its rule alone: nothing else asks
     "verifier": "verifiers",
     "verifier_function": "verifiers",
     "verifier_weight": "verifiers",

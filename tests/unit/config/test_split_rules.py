@@ -113,8 +113,8 @@ def test_two_spellings_of_the_rollout_tensor_parallel_size_agree(problems: Probl
         "actor_rollout.inference_tensor_model_parallel_size": 4,
     }
     assert problems(SPLIT | both) == [
-        "actor_rollout.inference_tensor_model_parallel_size and rollout.tensor_model_parallel_size "
-        "are the same key; keep one"
+        "actor_rollout.inference_tensor_model_parallel_size and rollout.tensor_model_parallel_size="
+        "2 say the same thing differently; keep one"
     ]
 
 

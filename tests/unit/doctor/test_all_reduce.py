@@ -14,8 +14,7 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.doctor.all_reduce import Task, all_reduce, open_store
 from mindspeed_rlxf.doctor.hunt import Outcome
 from mindspeed_rlxf.doctor.ranks import RayRanks, _together
-from mindspeed_rlxf.runtime.errors import WorkerError
-from mindspeed_rlxf.runtime.ray_survey import LateReply
+from mindspeed_rlxf.runtime.errors import LateReply, WorkerError
 
 LOOPBACK = "127.0.0.1"
 
