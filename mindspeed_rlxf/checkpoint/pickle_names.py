@@ -72,6 +72,11 @@ def _is_latin(arguments: tuple[Any, ...]) -> bool:
     return _of(str, str)(arguments) and arguments[1] in ("latin1", "latin-1")
 
 
+def _is_encoded(arguments: tuple[Any, ...]) -> bool:
+    """Bytes as older protocols write them."""
+    return len(arguments) == 1 and getattr(arguments[0], "named", "") == "_codecs.encode"
+
+
 def _integers(value: Any) -> bool:
     return isinstance(value, tuple) and all(type(item) is int for item in value)
 
@@ -165,12 +170,14 @@ ALLOWED: dict[str, Test] = {
         f"{module}.{name}": accepts
         for module in ("builtins", "__builtin__")
         for name, accepts in {
+            "bytes": _none,  # none at all, as old protocols write them
             "set": _of(list),
             "frozenset": _of(list),
-            "bytearray": lambda a: not a or _of(bytes)(a) or _is_latin(a),
+            "bytearray": lambda a: not a or _of(bytes)(a) or _is_latin(a) or _is_encoded(a),
             "complex": _of(float, float),
             "slice": lambda a: len(a) == 3 and all(i is None or isinstance(i, int) for i in a),
             "range": _of(int, int, int),
+            "xrange": _of(int, int, int),
         }.items()
     },
     "torch.Tensor": _never,

@@ -49,6 +49,7 @@ def check_file(path: Path) -> None:
 
 def _problems(folder: Path) -> Iterator[str]:
     for parent, folders, files in os.walk(folder):
+        folders.sort()
         for name in sorted(files + [f for f in folders if os.path.islink(os.path.join(parent, f))]):
             path = Path(parent, name)
             if path.is_symlink() and leaves(folder, path):
@@ -99,8 +100,11 @@ def _refused(path: Path, error: Refused) -> str:
 
 
 def _unreadable(path: Path, error: ValueError) -> str:
-    text = str(error).removeprefix(f"{path} ")
-    return f"{path} cannot be checked before it is opened: {text}; copy the folder again"
+    text = str(error)
+    if text.startswith(str(path)):  # a sentence of its own
+        return text
+    verb = "" if text.startswith("is ") else "cannot be read: "
+    return f"{path} {verb}{text}; copy it again"
 
 
 def _of_metadata(path: Path) -> Iterator[str]:

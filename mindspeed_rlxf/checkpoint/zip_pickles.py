@@ -47,7 +47,7 @@ def pickles_of(file: IO[bytes]) -> Iterator[bytes]:
             if record.name.endswith(".pkl"):
                 yield _data(file, record)
     except (struct.error, UnicodeDecodeError) as error:
-        raise ValueError(f"no whole file of torch.save ({error})") from None
+        raise ValueError(f"is no file of torch.save, or is truncated ({error})") from None
 
 
 def _directory(file: IO[bytes]) -> Iterator[Record]:
@@ -62,7 +62,7 @@ def _directory(file: IO[bytes]) -> Iterator[Record]:
         spelled = data[at : at + name]
         at += name + extra + comment
         if magic != b"PK\x01\x02" or at > len(data):
-            raise ValueError("no whole file of torch.save (its directory is damaged)")
+            raise ValueError("is no file of torch.save, or is truncated (its directory is damaged)")
         if flags & 1:
             raise Refused("an encrypted record")
         yield Record(spelled.decode("utf-8").lower(), spelled, method, size, offset)
@@ -75,7 +75,7 @@ def _place_of_directory(file: IO[bytes]) -> tuple[int, int]:
     tail = file.read()
     end = tail[-END:]
     if end[:4] != b"PK\x05\x06" or end[-2:] != b"\0\0":
-        raise ValueError("no whole file of torch.save (it does not end as one)")
+        raise ValueError("is no file of torch.save, or is truncated (it does not end as one)")
     length, start, at = *struct.unpack_from("<2L", end, 12), size - END
     locator = tail[-END - ZIP64_LOCATOR : -END]
     if locator[:4] == b"PK\x06\x07":
@@ -108,5 +108,5 @@ def _data(file: IO[bytes], record: Record) -> bytes:
     file.seek(record.offset + LOCAL.size + name + extra)
     data = file.read(record.size)
     if len(data) != record.size:
-        raise ValueError(f"no whole file of torch.save ({record.name} is truncated)")
+        raise ValueError(f"is no file of torch.save, or is truncated ({record.name} is truncated)")
     return data
