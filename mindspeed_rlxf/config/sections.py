@@ -14,6 +14,7 @@ from mindspeed_rlxf.config.enums import (
     KlIn,
     KlPenalty,
     LossNormalizer,
+    NanPolicy,
     OldLogProbs,
     OverlongPrompts,
     RuntimeKind,
@@ -52,6 +53,12 @@ class TrainingConfig(Section):
     save_interval: int = key(
         0, "iterations between checkpoints of the trained weights; 0 = none", "free", ge=0
     )
+    nan_policy: Annotated[NanPolicy, Word] = key(
+        NanPolicy.RAISE,
+        "raise before weights change, or skip the step: NaN or inf in loss, gradient norm, reward",
+        "free",
+    )
+    max_skipped: int = key(10, "nan_policy skip: optimizer steps left out in a row", "free", ge=0)
     new_run: bool = key(False, "take the next free name when the run directory is used", "free")
 
 

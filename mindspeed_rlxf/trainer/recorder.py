@@ -55,6 +55,18 @@ class Recorder:
                 "algorithm.max_log_prob_gap stops at the token that is worst"
             )
 
+    def skipped(self, iteration: int, metrics: dict[str, float], scores: dict[int, float]) -> None:
+        """Say which optimizer steps were left out, and because of which samples' scores."""
+        for role in ("critic", "actor"):
+            if count := int(metrics.get(f"{role}/skipped_steps", 0)):
+                self._progress.note(
+                    f"warning: {count} optimizer steps of the {role} left out in iteration "
+                    f"{iteration}: loss or gradient norm was no finite number"
+                )
+        if scores:
+            named = ", ".join(f"{score} for sample {i}" for i, score in list(scores.items())[:8])
+            self._progress.note(f"warning: the reward gave {named} in iteration {iteration}")
+
     def validation(self, iteration: int, metrics: dict[str, float]) -> None:
         """One console line; before the first iteration also a metrics line of its own."""
         if iteration == 0:
