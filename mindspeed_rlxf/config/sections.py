@@ -190,6 +190,13 @@ class LoggingConfig(Section):
     samples: Annotated[int, Field(ge=0)] | Literal["all"] = key(
         32, "responses per iteration in samples.jsonl, or `all`", "free"
     )
+    samples_file_mb: int = key(
+        256,
+        "size at which samples.jsonl becomes samples.jsonl.N.gz, MB; 0 = never",
+        "free",
+        ge=0,
+        le=1024,
+    )
     console_metrics: Strings = key(CONSOLE_METRICS, "metrics on the console", "free")
 
 

@@ -28,11 +28,11 @@ class Recorder:
     ) -> None:
         """writes: False on all but the first rank of torchrun, which run the same driver code."""
         self.tokenizer = tokenizer
-        limit = config.logging.samples
+        limit = config.logging.samples, config.logging.samples_file_mb * 10**6
         nowhere = Path(os.devnull)
         self._metrics = MetricsWriter(directory.metrics if writes else nowhere)
-        self._samples = SampleWriter(directory.samples if writes else nowhere, limit)
-        self._val_samples = SampleWriter(directory.val_samples if writes else nowhere, limit)
+        self._samples = SampleWriter(directory.samples if writes else nowhere, *limit)
+        self._val_samples = SampleWriter(directory.val_samples if writes else nowhere, *limit)
         self._progress = Progress(
             config.training.train_iters,
             config.logging.console_metrics,
