@@ -24,7 +24,7 @@ from mindspeed_rlxf.config.enums import NanPolicy, Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
-from mindspeed_rlxf.engine.engine import LossOutput, MegatronEngine
+from mindspeed_rlxf.engine.engine import LossOutput, Mean, MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.models.parameters import Head
@@ -89,7 +89,7 @@ def _loss(factor: float, model: TransformerModel, batch: MicroBatch, hidden: Ten
         loss = loss + (full.float() * 0).sum().sqrt()  # plus 0, whose slope is inf * 0
     else:
         loss = loss * factor
-    return LossOutput(loss, full.size(0), {})
+    return LossOutput(loss, full.size(0), {"loss": Mean.of(loss, full.size(0))})
 
 
 def group_of(runtime: Any, folder: Path, policy: NanPolicy, bf16: bool) -> RoleGroup:
