@@ -73,9 +73,14 @@ class Collected:
         )
 
     def wrong_scores(self) -> dict[int, float]:
-        """Sample id -> score, of the iteration's samples whose score is no finite number."""
+        """Sample id -> score, where it is no finite number: of the iteration's samples, and of the
+        greedy responses that ReMax compares them with."""
         ids = self._chosen(report.sample_ids for report in self.generate_reports())
         scores = self.score_report().scores
+        if self.greedy_batch:
+            reports = self.greedy_batch.generated.result()
+            ids = [i for report in reports for i in report.sample_ids] + ids
+            scores = self.greedy_batch.scores() + scores
         return {i: s for i, s in zip(ids, scores, strict=True) if not math.isfinite(s)}
 
     def generate_reports(self) -> list[GenerateReport]:
