@@ -17,11 +17,11 @@ LINES = [b"line %02d\n" % number for number in range(12)]  # 8 bytes each
 SIZE = 8
 
 
-def filled(folder: Path, per_part: int = 4) -> LineFile:
-    """Twelve lines: two compressed parts of four, four in the file itself."""
-    file = LineFile(folder / "x.jsonl", per_part * SIZE)
+def filled(folder: Path) -> LineFile:
+    """Twelve lines: two compressed parts of four and of one, seven in the file itself."""
+    file = LineFile(folder / "x.jsonl", SIZE)
     for number, line in enumerate(LINES):
-        if number in (per_part, 2 * per_part):
+        if number in (4, 5):
             assert file.rotate()
         with open(file.path, "ab") as stream:
             stream.write(line)
@@ -35,7 +35,7 @@ def test_full_files_become_parts_and_lines_keep_their_order(tmp_path: Path) -> N
     assert gzip.decompress((tmp_path / "x.jsonl.1.gz").read_bytes()) == b"".join(LINES[:4])
     assert list(file.lines()) == LINES
     assert file.position() == len(LINES) * SIZE
-    assert not LineFile(file.path, 4 * SIZE + 1).rotate(), "not full yet"
+    assert not LineFile(file.path, 7 * SIZE + 1).rotate(), "not full yet"
     assert not LineFile(file.path).rotate(), "no limit"
 
 
