@@ -67,14 +67,13 @@ class Learner:
             model = engine.chunks[0].sharded_state_dict()
             how = {"distrib_optim_sharding_type": "fully_reshardable"}
             random = [{"torch": torch.get_rng_state()}]
+            rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
             state = {
                 "args": Namespace(dtype=torch.bfloat16, model_type=ModelType.encoder_or_decoder),
                 "model": model,
                 "optimizer": engine.optimizer.sharded_state_dict(model, metadata=how),
                 "opt_param_scheduler": engine.scheduler.state_dict(),
-                "rng_state": ShardedObject(
-                    "rng_state", random, (2,), (torch.distributed.get_rank(),)
-                ),
+                "rng_state": ShardedObject("rng_state", random, (size,), (rank,)),
             }
             folder.mkdir(exist_ok=True)
             torch.distributed.barrier()
@@ -142,6 +141,7 @@ def test_what_megatron_saves_passes_the_scan(warm_runtime: Any, tmp_path: Path) 
     make_llama(tmp_path / "start", TIED)
     group = group_of(warm_runtime, tmp_path / "start", NanPolicy.RAISE, bf16=True)
     folder = tmp_path / "saved"
+    group.call(Learner.learn, make_rollouts(), [1.0], 0).result()  # fills the optimizer's slots
     group.call(Learner.save, folder).result()
     check(folder)
     (folder / ".metadata").write_bytes(pickle.dumps(print))
