@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -61,12 +62,14 @@ class Trace:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the run is ended as well
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=500)
     parser.add_argument("--warm-up", type=int, default=100)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--runtime", choices=["ray", "local"], default="ray")
     parser.add_argument("--save-interval", type=int, default=0)
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="stop the run after that")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--numbers", type=Path, help="what was measured, as JSON")
     arguments = parser.parse_args()
@@ -76,7 +79,7 @@ def main() -> int:
         write_inputs(folder)
         command = write_config(folder, arguments)
         started = time.monotonic()
-        traces = watch(command, folder / "run")
+        traces = watch(command, folder / "run", arguments.limit_s)
         wall_s = time.monotonic() - started
     slopes = {name: trace.slope(arguments.warm_up) for name, trace in sorted(traces.items())}
     print(json.dumps(summary(arguments, traces, slopes, wall_s)))
@@ -95,7 +98,7 @@ def summary(
         "benchmark": "long_run",
         "runtime": arguments.runtime,
         "devices": arguments.devices,
-        "iterations": arguments.iterations,
+        "iterations": traces["driver"].iterations[-1] - arguments.warm_up,
         "warm_up": arguments.warm_up,
         "wall_s": round(wall_s),
         "kb_per_iteration": {name: round(slope, 2) for name, slope in slopes.items()},
@@ -141,14 +144,14 @@ def write_config(folder: Path, arguments: Any) -> list[str]:
     return [sys.executable, script, "--config-dir", str(folder), "--config-name", "bench"]
 
 
-def watch(command: list[str], run: Path) -> dict[str, Trace]:
-    """Run it; by the name of a process, its memory at each iteration."""
+def watch(command: list[str], run: Path, limit_s: float) -> dict[str, Trace]:
+    """Run it, or stop it at the limit; by the name of a process, its memory at each iteration."""
     traces: dict[str, Trace] = {}
     names: dict[int, str] = {}
-    seen, offset = 0, 0
+    seen, offset, ends = 0, 0, time.monotonic() + limit_s
     process = subprocess.Popen(command, stdout=sys.stderr)
     try:
-        while process.poll() is None:
+        while process.poll() is None and time.monotonic() < ends:
             metrics = run / "metrics.jsonl"
             if metrics.exists():
                 with open(metrics, "rb") as stream:
@@ -161,10 +164,11 @@ def watch(command: list[str], run: Path) -> dict[str, Trace]:
                     measure(process.pid, seen, names, traces)
             time.sleep(POLL_S)
     finally:
-        if process.poll() is None:
+        stopped = process.poll() is None
+        if stopped:
             process.terminate()
         process.wait(ENDS_WITHIN_S)
-    if process.returncode:
+    if process.returncode and not stopped:
         raise SystemExit(f"error: the run must end with 0, it ended with {process.returncode}")
     return traces
 
