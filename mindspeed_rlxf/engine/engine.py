@@ -28,6 +28,7 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.checkpoint.folders import copy_side_files, open_weights
+from mindspeed_rlxf.checkpoint.run_files import Entry
 from mindspeed_rlxf.checkpoint.weights import StageWeights
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import Rollouts
@@ -36,6 +37,7 @@ from mindspeed_rlxf.engine.grouping import chunk_rows, group_by_tokens, split_gr
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rlxf.engine.parallel import ParallelGroups
+from mindspeed_rlxf.engine.train_state import damage, load_state, save_state
 from mindspeed_rlxf.models.experts import weigh_balance_loss
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
@@ -279,15 +281,17 @@ class MegatronEngine:
                 copy_side_files(self.source, megatron_folder, self.head)
             dist.barrier()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Schedule and random streams; weights and optimizer slots have their own form."""
-        assert self.scheduler is not None, "a frozen model has no training state"
-        return {"scheduler": self.scheduler.state_dict(), "random": self.groups.random_state()}
+    def save_state(self, folder: Path) -> list[Entry]:
+        """Write what the role has to remember; a collective (see `train_state.save_state`)."""
+        return save_state(self, folder)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert self.scheduler is not None, "a frozen model has no training state"
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.groups.load_random_state(state["random"])
+    def load_state(self, folder: Path) -> bool:
+        """Take it over; False where another layout wrote it (see `train_state.load_state`)."""
+        return load_state(self, folder)
+
+    def damage(self, folder: Path, entries: list[Entry]) -> list[str]:
+        """What is wrong with files of a checkpoint; a collective, each rank reads its share."""
+        return damage(folder, entries)
 
     def _run(self, micro_batches: Sequence[MicroBatch], then, forward_only: bool):  # type: ignore[no-untyped-def]
         def forward_step(batches, model):  # type: ignore[no-untyped-def]

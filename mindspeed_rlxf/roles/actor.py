@@ -19,6 +19,7 @@ from mindspeed_rlxf.algorithms.losses import (
     truncated_importance,
 )
 from mindspeed_rlxf.algorithms.masked import masked_whiten
+from mindspeed_rlxf.checkpoint.run_files import Entry
 from mindspeed_rlxf.config.enums import AdvantageWhiten, KlIn, PolicyLoss, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
@@ -229,6 +230,18 @@ class ActorRole:
         """Write the weights; a collective over the role's ranks."""
         self.engine.export(hf_folder, megatron_folder)
         return RoleOutput()
+
+    def save_state(self, folder: Path) -> RoleOutput:
+        """Write the role's part of a run checkpoint. Report: its files, with sizes and hashes."""
+        return RoleOutput(report=self.engine.save_state(folder))
+
+    def load_state(self, folder: Path) -> RoleOutput:
+        """Go on from there. Report: whether the same layout wrote it."""
+        return RoleOutput(report=self.engine.load_state(folder))
+
+    def damage(self, folder: Path, entries: list[Entry]) -> RoleOutput:
+        """Read the role's files, each rank its share. Report: what is wrong with them."""
+        return RoleOutput(report=self.engine.damage(folder, entries))
 
 
 def _gaps(rollouts: Rollouts, recomputed: LogProbs) -> Tensor:

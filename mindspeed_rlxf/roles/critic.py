@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import clipped_value_loss
+from mindspeed_rlxf.checkpoint.run_files import Entry
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
@@ -95,6 +96,18 @@ class CriticRole:
         """Write the weights; a collective over the role's ranks."""
         self.engine.export(hf_folder, megatron_folder)
         return RoleOutput()
+
+    def save_state(self, folder: Path) -> RoleOutput:
+        """Write the role's part of a run checkpoint. Report: its files, with sizes and hashes."""
+        return RoleOutput(report=self.engine.save_state(folder))
+
+    def load_state(self, folder: Path) -> RoleOutput:
+        """Go on from there. Report: whether the same layout wrote it."""
+        return RoleOutput(report=self.engine.load_state(folder))
+
+    def damage(self, folder: Path, entries: list[Entry]) -> RoleOutput:
+        """Read the role's files, each rank its share. Report: what is wrong with them."""
+        return RoleOutput(report=self.engine.damage(folder, entries))
 
 
 def _read_values(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_rlxf.checkpoint.run_files import Entry
 from mindspeed_rlxf.config.enums import KlPenalty, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
@@ -113,6 +114,18 @@ class ActorGroup:
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> Pending:
         return self.train.call(ActorRole.export, hf_folder, megatron_folder)
 
+    def save_state(self, folder: Path) -> Pending:
+        """Reports: the files that all ranks wrote, the same from each."""
+        return self.train.call(ActorRole.save_state, folder)
+
+    def load_state(self, folder: Path) -> Pending:
+        """Reports: whether the same layout wrote it."""
+        return self.train.call(ActorRole.load_state, folder)
+
+    def damage(self, folder: Path, entries: list[Entry]) -> Pending:
+        """Reports: what is wrong with these files of the role, the same from each."""
+        return self.train.call(ActorRole.damage, folder, entries)
+
 
 class ReferenceGroup:
     def __init__(self, config: RunConfig, pool: Pool) -> None:
@@ -176,6 +189,18 @@ class CriticGroup:
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> Pending:
         return self.group.call(CriticRole.export, hf_folder, megatron_folder)
+
+    def save_state(self, folder: Path) -> Pending:
+        """Reports: the files that all ranks wrote, the same from each."""
+        return self.group.call(CriticRole.save_state, folder)
+
+    def load_state(self, folder: Path) -> Pending:
+        """Reports: whether the same layout wrote it."""
+        return self.group.call(CriticRole.load_state, folder)
+
+    def damage(self, folder: Path, entries: list[Entry]) -> Pending:
+        """Reports: what is wrong with these files of the role, the same from each."""
+        return self.group.call(CriticRole.damage, folder, entries)
 
 
 class RewardGroup:

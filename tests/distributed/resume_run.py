@@ -1,0 +1,71 @@
+"""One start of the run of `test_resume` on the local runtime: FOLDER OUT SETTINGS (JSON).
+
+SETTINGS: layout, sections, training keys, `killed_in` an iteration, `fixed` responses
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.runtime.local import LocalRuntime
+from mindspeed_rlxf.trainer.ppo import PpoTrainer
+from mindspeed_rlxf.trainer.run import train
+from tests.distributed.llamas import PLAIN
+from tests.distributed.test_layout_invariance import fixed_run
+
+
+class Killed(Exception):
+    """Stands for what ends a run in the middle."""
+
+
+def start(
+    runtime: Any, models: Path, out: Path, killed_in: int | None = None, ranks: int = 1,
+    layout: dict[str, Any] | None = None, fixed: bool = False,
+    sections: dict[str, Any] | None = None, **training: Any,
+) -> RunDirectory:  # fmt: skip
+    """Starts, or starts again, the run in a folder; `killed_in` ends it inside that iteration,
+    after its updates and before anything of it is written."""
+    merged = {**(sections or {}), "training": {"save_interval": 1, **training}}
+    config, prepared = fixed_run(models, out, PLAIN, ranks, layout or {}, merged)
+    if not fixed:
+        prepared.fixed_responses = None
+    directory = runtime.from_first(lambda: RunDirectory.create(config))
+    finish = PpoTrainer._finish
+
+    def killed(trainer: PpoTrainer, *arguments: Any) -> None:
+        if trainer.iteration == killed_in:
+            raise Killed
+        finish(trainer, *arguments)
+
+    PpoTrainer._finish = killed  # type: ignore[method-assign]
+    try:
+        train(config, prepared, directory, runtime, writes=runtime.is_first)
+    except Killed:
+        assert killed_in is not None
+    else:
+        assert killed_in is None, "the run ended before it was killed"
+    finally:
+        PpoTrainer._finish = finish  # type: ignore[method-assign]
+        directory.unlock()
+    return directory
+
+
+def main(folder: str, steps: str) -> None:
+    """steps: JSON list of [out, keywords of `start`], one after the other."""
+    runtime = LocalRuntime(DeviceKind.CPU, timeout_s=60.0)
+    try:
+        for out, keywords in json.loads(steps):
+            start(runtime, Path(folder), Path(out), ranks=int(os.environ.get("WORLD_SIZE", 1)),
+                  **keywords)  # fmt: skip
+    finally:
+        runtime.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
