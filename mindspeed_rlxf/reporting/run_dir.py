@@ -84,6 +84,7 @@ class RunDirectory:
             elif differing:
                 _write_atomically(directory._next_config(), to_yaml(config))
         except OSError as error:
+            directory.unlock()
             raise UserError(_not_writable(directory.path, error.strerror or str(error))) from error
         return cls(directory.path, differing)
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
-from mindspeed_rlxf.checkpoint.run_store import Checkpoint
-from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.checkpoint.run_store import Checkpoint, RunStore
+from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
-from mindspeed_rlxf.trainer.ppo import PpoTrainer
-from mindspeed_rlxf.trainer.preflight import Prepared
-from mindspeed_rlxf.trainer.run import train
-from tests.distributed.llamas import PLAIN, TIED, make_llama
-from tests.distributed.test_layout_invariance import ITERATIONS, fixed_run
+from tests.distributed.llamas import PLAIN, make_llama
+from tests.distributed.resume_run import start
+from tests.distributed.test_layout_invariance import ITERATIONS, PP2, TP2
 from tests.trl.record import make_tokenizer
 
+T = TypeVar("T")
+Run = Callable[..., RunDirectory]
 TIMES = ("timing/", "throughput/")
-
-
-class Killed(Exception):
-    """Stands for what ends a run in the middle."""
+LOSSES = ("actor/pg_loss", "critic/vf_loss", "critic/kl", "actor/grad_norm", "critic/grad_norm")
+SHARDED_SLOTS = {"optimizer": {"use_distributed_optimizer": True}}
 
 
 @pytest.fixture(scope="module")
@@ -36,45 +36,25 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-Run = Callable[..., RunDirectory]
+class OneDriver:
+    """The warm runtime in the place of one that may have several drivers."""
+
+    is_first = True
+
+    def __init__(self, runtime: Any) -> None:
+        self.create_pools = runtime.create_pools
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        return make()
 
 
 @pytest.fixture
-def run(warm_runtime: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """Starts, or starts again, the run in a folder; `killed_in` ends it inside that iteration."""
-
-    def start(
-        out: Path, killed_in: int | None = None, ranks: int = 1, layout: Any = None,
-        fixed: bool = False, sections: Any = None, **training: Any,
-    ) -> RunDirectory:  # fmt: skip
-        sections = {**(sections or {})}
-        sections["training"] = {"save_interval": 1, **training}
-        config, prepared = fixed_run(models, out, PLAIN, ranks, layout or {}, sections)
-        if not fixed:
-            prepared.fixed_responses = None
-        directory = RunDirectory.create(config)
-        finish = PpoTrainer._finish
-
-        def killed(trainer: PpoTrainer, *arguments: Any) -> None:
-            if trainer.iteration == killed_in:
-                raise Killed
-            finish(trainer, *arguments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(PpoTrainer, "_finish", killed)
-            if killed_in is None:
-                train(config, prepared, directory, warm_runtime)
-            else:
-                with pytest.raises(Killed):
-                    train(config, prepared, directory, warm_runtime)
-        directory.unlock()
-        return directory
-
-    yield start
+def run(warm_runtime: Any, models: Path) -> Run:
+    return partial(start, OneDriver(warm_runtime), models)
 
 
 def state_of(directory: RunDirectory, iteration: int) -> dict[str, str]:
-    """Hash of every file of actor and critic in a checkpoint: weights, slots, random streams."""
+    """Hash of every file of tensors or streams of actor and critic in a checkpoint."""
     files = Checkpoint(directory.checkpoints / f"iter_{iteration:07d}", iteration).read().files
     return {
         entry["path"]: entry["sha256"]
@@ -84,24 +64,89 @@ def state_of(directory: RunDirectory, iteration: int) -> dict[str, str]:
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
+    """What a file of lines says, times aside."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     for line in lines:
         line.pop("time_s", None)
-        if "metrics" in line:
-            line["metrics"] = {
-                k: v for k, v in line["metrics"].items() if not k.startswith(TIMES)
-            }
+        metrics = line.get("metrics", {})
+        for name in [name for name in metrics if name.startswith(TIMES)]:
+            del metrics[name]
     return lines
 
 
-def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(run: Run, tmp_path: Path) -> None:
-    """Sampled generation, shuffled mini-batches and prompts, adaptive KL, decaying rates."""
-    whole = run(tmp_path / "whole")
-    run(tmp_path / "cut", killed_in=3)
-    cut = run(tmp_path / "cut")
-    assert state_of(cut, ITERATIONS) == state_of(whole, ITERATIONS)
+def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sampled generation, shuffled mini-batches and prompts, adaptive KL, decaying rates.
+
+    Interrupted three times: before the first checkpoint, between two, and at the end of an epoch
+    (80 prompts, 16 in an iteration), after which `train_iters` is raised. A byte of the newest
+    checkpoint is flipped on the way.
+    """
+    longer = {"train_iters": ITERATIONS + 2}
+    whole = run(tmp_path / "whole", **longer)
+    out = tmp_path / "cut"
+    run(out, killed_in=1, **longer)
+    assert "starts from iteration 0" not in capsys.readouterr().out
+    directory = run(out, killed_in=4, **longer)
+    with (directory.checkpoints / "iter_0000003" / "actor" / "__0_0.distcp").open("r+b") as file:
+        file.seek(2000)
+        byte = file.read(1)[0]
+        file.seek(2000)
+        file.write(bytes([byte ^ 1]))
+    capsys.readouterr()
+    run(out, killed_in=6, **longer)
+    said = capsys.readouterr().out
+    assert "iter_0000003 is damaged: actor/__0_0.distcp is not what was written" in said
+    assert f"resumed from {directory.checkpoints / 'iter_0000002'}" in said
+    assert (directory.checkpoints / "iter_0000003").is_dir(), "it was made anew"
+    cut = run(out, **longer)
+    assert f"resumed from {directory.checkpoints / 'iter_0000005'}" in capsys.readouterr().out
+    assert state_of(cut, ITERATIONS + 2) == state_of(whole, ITERATIONS + 2)
     metrics = lines_of(cut.metrics)
-    assert [line["iteration"] for line in metrics] == list(range(1, ITERATIONS + 1))
+    assert [line["iteration"] for line in metrics] == list(range(1, ITERATIONS + 3))
     assert metrics == lines_of(whole.metrics)
-    assert len({line["metrics"]["critic/kl_coeff"] for line in metrics}) == ITERATIONS
-    assert lines_of(cut.samples) == lines_of(whole.samples)
+    assert len({line["metrics"]["critic/kl_coeff"] for line in metrics}) == ITERATIONS + 2
+    samples = lines_of(cut.samples)
+    assert samples == lines_of(whole.samples)
+    assert [sample["sample_id"] for sample in samples] == list(range(16 * (ITERATIONS + 2)))
+
+
+def test_a_run_goes_on_in_other_layouts(run: Run, tmp_path: Path) -> None:
+    """One process; TP 2 x PP 2; DP 4 with slots in slices; DP 2; one process again."""
+    whole = lines_of(run(tmp_path / "whole", fixed=True).metrics)
+    out = tmp_path / "cut"
+    run(out, killed_in=2, fixed=True)
+    run(out, killed_in=3, fixed=True, ranks=4, layout={**TP2, **PP2})
+    run(out, killed_in=4, fixed=True, ranks=4, sections=SHARDED_SLOTS)
+    run(out, killed_in=5, fixed=True, ranks=2)
+    cut = run(out, fixed=True)
+    assert sorted(os.listdir(out))[1:6] == [f"config.{n}.yaml" for n in (1, 2, 3, 4)] + [
+        "config.yaml"
+    ]
+    lines = lines_of(cut.metrics)
+    assert [line["iteration"] for line in lines] == [line["iteration"] for line in whole]
+    for ours, theirs in zip(lines, whole, strict=True):
+        for name in LOSSES:
+            expected = pytest.approx(theirs["metrics"][name], rel=1e-5, abs=1e-7)
+            assert ours["metrics"][name] == expected, (ours["iteration"], name)
+    assert [s["sample_id"] for s in lines_of(cut.samples)] == list(range(16 * ITERATIONS))
+
+
+def test_slots_in_slices_go_on_bitwise_in_bf16(run: Run, tmp_path: Path) -> None:
+    """fp32 main weights and moments of the distributed optimizer, over two replicas."""
+    how = {"ranks": 2, "layout": {"bf16": True}, "sections": SHARDED_SLOTS, "train_iters": 3}
+    whole = run(tmp_path / "whole", **how)
+    run(tmp_path / "cut", killed_in=2, **how)
+    cut = run(tmp_path / "cut", **how)
+    assert state_of(cut, 3) == state_of(whole, 3)
+    assert lines_of(cut.metrics) == lines_of(whole.metrics)
+
+
+def test_another_run_is_refused_and_a_finished_one_is_not_run_again(
+    run: Run, tmp_path: Path
+) -> None:
+    directory = run(tmp_path / "run", train_iters=1)
+    with pytest.raises(UserError, match=r"training\.seed: 1234 -> 5"):
+        run(tmp_path / "run", train_iters=1, seed=5)
+    assert RunStore(directory.checkpoints).exported() == 1
