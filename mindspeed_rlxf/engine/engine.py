@@ -37,7 +37,7 @@ from mindspeed_rlxf.engine.grouping import chunk_rows, group_by_tokens, split_gr
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.engine.train_state import damage, load_state, save_state
+from mindspeed_rlxf.engine.train_state import blind_hosts, damage, load_state, save_state
 from mindspeed_rlxf.models.experts import weigh_balance_loss
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
@@ -288,6 +288,10 @@ class MegatronEngine:
     def load_state(self, folder: Path) -> bool:
         """Take it over; False where another layout wrote it (see `train_state.load_state`)."""
         return load_state(self, folder)
+
+    def blind_hosts(self, file: Path) -> list[str]:
+        """Hosts of the role on which the file is not there; a collective."""
+        return blind_hosts(file)
 
     def damage(self, folder: Path, entries: list[Entry]) -> list[str]:
         """What is wrong with files of a checkpoint; a collective, each rank reads its share."""

@@ -11,6 +11,8 @@ rates and other settings of the optimizer are not here: the configuration has th
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 STATE = "state.json"
 RANDOM = "random"
+SEEN_WITHIN_S = 10.0
 T = TypeVar("T")
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
@@ -76,6 +79,18 @@ def load_state(engine: MegatronEngine, folder: Path) -> bool:
         _load_random_state(engine, json.loads(text))
     dist.barrier()
     return same
+
+
+def blind_hosts(file: Path) -> list[str]:
+    """Hosts on which `file` is not there; a collective, the same everywhere.
+
+    A network file system may take a moment to show a new file to other hosts.
+    """
+    dist.barrier()  # who writes it is there too
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return sorted(set(_all([] if file.exists() else [socket.gethostname()])))
 
 
 def damage(folder: Path, entries: list[Entry]) -> list[str]:

@@ -48,6 +48,11 @@ class RunDirectory:
         return self.path / "val_samples.jsonl"
 
     @property
+    def consumed(self) -> Path:
+        """Ledger: which prompts each iteration took, under which sample ids."""
+        return self.path / "consumed.jsonl"
+
+    @property
     def failure(self) -> Path:
         return self.path / "failure.json"
 

@@ -105,6 +105,10 @@ class CriticRole:
         """Go on from there. Report: whether the same layout wrote it."""
         return RoleOutput(report=self.engine.load_state(folder))
 
+    def blind_hosts(self, file: Path) -> RoleOutput:
+        """Report: hosts on which a file of the run directory is not there."""
+        return RoleOutput(report=self.engine.blind_hosts(file))
+
     def damage(self, folder: Path, entries: list[Entry]) -> RoleOutput:
         """Read the role's files, each rank its share. Report: what is wrong with them."""
         return RoleOutput(report=self.engine.damage(folder, entries))

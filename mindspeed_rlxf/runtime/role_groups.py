@@ -126,6 +126,10 @@ class ActorGroup:
         """Reports: what is wrong with these files of the role, the same from each."""
         return self.train.call(ActorRole.damage, folder, entries)
 
+    def blind_hosts(self, file: Path) -> Pending:
+        """Reports: hosts of the role on which the file is not there, the same from each."""
+        return self.train.call(ActorRole.blind_hosts, file)
+
 
 class ReferenceGroup:
     def __init__(self, config: RunConfig, pool: Pool) -> None:
@@ -201,6 +205,10 @@ class CriticGroup:
     def damage(self, folder: Path, entries: list[Entry]) -> Pending:
         """Reports: what is wrong with these files of the role, the same from each."""
         return self.group.call(CriticRole.damage, folder, entries)
+
+    def blind_hosts(self, file: Path) -> Pending:
+        """Reports: hosts of the role on which the file is not there, the same from each."""
+        return self.group.call(CriticRole.blind_hosts, file)
 
 
 class RewardGroup:

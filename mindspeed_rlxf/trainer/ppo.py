@@ -118,9 +118,11 @@ class PpoTrainer:
         saves = self.checkpoints.is_due(self.iteration)
         if saves:
             measured["timing/save"] = self.checkpoints.write(self.iteration)
+        self.recorder.consumed(self.iteration, self.prompts.taken())
         self.recorder.iteration(self.iteration, measured, all_s)
         if saves:
-            self.checkpoints.commit(self.iteration, self.state_dict(), self.recorder.note)
+            score = names.validation_score(measured)
+            self.checkpoints.commit(self.iteration, self.state_dict(), score, self.recorder.note)
 
     @property
     def _num_devices(self) -> int:

@@ -57,6 +57,20 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
     return state
 
 
+def best_iterations(store: RunStore) -> list[int]:
+    """The checkpoint with the highest validation score, the first of several; none without one."""
+    scores: dict[int, float] = {}
+    for checkpoint in store.newest_first():
+        try:
+            score = read_state(checkpoint).get("score")
+        except (OSError, ValueError, AttributeError):
+            continue  # damaged: nothing that is to be kept
+        if isinstance(score, (int, float)):
+            scores[checkpoint.iteration] = float(score)
+    best = max(scores.values(), default=None)
+    return [min(n for n, score in scores.items() if score == best)] if scores else []
+
+
 def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
     """`train_iters` was reached, and the weights were exported after that.
 
@@ -111,4 +125,4 @@ def positions(directory: RunDirectory) -> dict[str, int]:
 
 def line_files(directory: RunDirectory) -> list[Path]:
     """Files that grow by lines as the run goes on."""
-    return [directory.metrics, directory.samples, directory.val_samples]
+    return [directory.metrics, directory.samples, directory.val_samples, directory.consumed]

@@ -34,8 +34,13 @@ logger = logging.getLogger(__name__)
 
 def run(config: RunConfig, prepared: Prepared) -> int:
     """Train to the end; returns the exit code of `design`, section 3."""
-    if is_finished(config, RunDirectory.choose(config)):
-        _say_done(config, RunDirectory.choose(config))
+    directory = RunDirectory.choose(config)
+    if is_finished(config, directory):
+        print(
+            f"done already: {directory.path} has its {config.training.train_iters} iterations; "
+            "raise training.train_iters to go on",
+            flush=True,
+        )
         return EXIT_DONE
     started: list[RunDirectory] = []
     try:

@@ -21,6 +21,7 @@ from mindspeed_rlxf.runtime.role_groups import ActorGroup, CriticGroup, RoleGrou
 from mindspeed_rlxf.trainer import resume
 
 Note = Callable[[str], None]
+PROBE = ".seen_by_all"
 
 
 class RunCheckpoints:
@@ -46,9 +47,12 @@ class RunCheckpoints:
         self._clock = clock
         self._last_save = clock()
         self._files: list[Entry] = []
+        self._shared = True
 
     def is_due(self, iteration: int) -> bool:
-        """By number, by time, and at the end."""
+        """By number, by time, and at the end; never where hosts share no storage."""
+        if not self._shared:
+            return False
         training = self.config.training
         interval, seconds = training.save_interval, training.seconds_between_saves
         if iteration == training.train_iters or (interval > 0 and iteration % interval == 0):
@@ -67,8 +71,13 @@ class RunCheckpoints:
             self._files += under(SAVED_AS[role], call.result()[0])
         return time.monotonic() - started
 
-    def commit(self, iteration: int, state: dict[str, Any], note: Note) -> None:
-        """Add the driver's part, and let the checkpoint be one."""
+    def commit(
+        self, iteration: int, state: dict[str, Any], score: float | None, note: Note
+    ) -> None:
+        """Add the driver's part, and let the checkpoint be one.
+
+        score: of the validation of this iteration; the best of those on the disk is kept
+        """
         self._last_save = self._clock()
         if not self.writes:
             return
@@ -78,6 +87,7 @@ class RunCheckpoints:
             "trainer": state,
             "positions": resume.positions(self.directory),
             "prompts_digest": self.prompts_digest,
+            "score": score,
         }
         write_text(folder / resume.STATE, json.dumps(content, indent=1))
         write_text(folder / resume.CONFIG, to_yaml(self.config))
@@ -85,7 +95,8 @@ class RunCheckpoints:
         files = self._files + under(resume.TRAINER, own)
         final = self.store.commit(Manifest(iteration, files, _about(self.config)))
         training = self.config.training
-        self.store.prune(training.keep_last, training.keep_every)
+        best = resume.best_iterations(self.store)
+        self.store.prune(training.keep_last, training.keep_every, best)
         note(f"checkpoint of iteration {iteration}: {final}")
 
     def restore(self, note: Note) -> dict[str, Any] | None:
@@ -94,6 +105,9 @@ class RunCheckpoints:
         Returns the driver's state. Files of lines are cut to where they stood. Raises UserError
         where the prompts are others.
         """
+        self._shared = self._is_shared(note)
+        if not self._shared:
+            return None
         whole, problems = resume.whole_checkpoints(self.config, self.store)
         for problem in problems:
             note(f"warning: {problem}; the one before is taken")
@@ -105,6 +119,23 @@ class RunCheckpoints:
         if self.writes:
             self._start_again(note)
         return None
+
+    def _is_shared(self, note: Note) -> bool:
+        """Whether every host of a role that is trained sees the driver's run directory."""
+        probe = self.store.folder / PROBE  # made by the run before too: hosts differ, not runs
+        if self.writes:
+            write_text(probe, "")
+        calls = [group.blind_hosts(probe) for group in self.trained.values()]
+        blind = sorted({host for call in calls for host in call.result()[0]})
+        if self.writes:
+            probe.unlink(missing_ok=True)
+        if blind:
+            note(
+                f"warning: no checkpoint will be taken, {', '.join(blind)} do not see "
+                f"{self.store.folder}: the run cannot be gone on with; use a training.output_dir "
+                "that all hosts share"
+            )
+        return not blind
 
     def _damage(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
         calls = [

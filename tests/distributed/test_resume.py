@@ -80,7 +80,7 @@ def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(
     """Sampled generation, shuffled mini-batches and prompts, adaptive KL, decaying rates.
 
     Interrupted three times: before the first checkpoint, between two, and at the end of an epoch
-    (80 prompts, 16 in an iteration), after which `train_iters` is raised. A byte of the newest
+    (80 prompts, 16 in an iteration). A byte of the newest
     checkpoint is flipped on the way.
     """
     longer = {"train_iters": ITERATIONS + 2}
@@ -110,6 +110,10 @@ def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(
     samples = lines_of(cut.samples)
     assert samples == lines_of(whole.samples)
     assert [sample["sample_id"] for sample in samples] == list(range(16 * (ITERATIONS + 2)))
+    ledger = lines_of(cut.consumed)
+    assert [line["first_sample_id"] for line in ledger] == list(range(0, 16 * 7, 16))
+    taken = [prompt for line in ledger for prompt in line["prompts"]]
+    assert sorted(taken[:80]) == list(range(80)) and len(set(taken[80:])) == 32
 
 
 def test_a_run_goes_on_in_other_layouts(run: Run, tmp_path: Path) -> None:
@@ -130,7 +134,8 @@ def test_a_run_goes_on_in_other_layouts(run: Run, tmp_path: Path) -> None:
         for name in LOSSES:
             expected = pytest.approx(theirs["metrics"][name], rel=1e-5, abs=1e-7)
             assert ours["metrics"][name] == expected, (ours["iteration"], name)
-    assert [s["sample_id"] for s in lines_of(cut.samples)] == list(range(16 * ITERATIONS))
+    taken = [prompt for line in lines_of(cut.consumed) for prompt in line["prompts"]]
+    assert sorted(taken) == list(range(16 * ITERATIONS))
 
 
 def test_slots_in_slices_go_on_bitwise_in_bf16(run: Run, tmp_path: Path) -> None:

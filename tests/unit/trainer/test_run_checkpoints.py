@@ -36,12 +36,15 @@ class Role:
     """Its state is a text, in a file."""
 
     def __init__(self, state: str) -> None:
-        self.state, self.loaded = state, ""
+        self.state, self.loaded, self.blind = state, "", False
 
     def save_state(self, folder: Path) -> Answer:
         folder.mkdir(parents=True)
         (folder / "state").write_text(self.state)
         return Answer([entry_of(folder, folder / "state")])
+
+    def blind_hosts(self, file: Path) -> Answer:
+        return Answer([] if file.exists() and not self.blind else ["host-b"])
 
     def damage(self, folder: Path, entries: list[Entry]) -> Answer:
         problems = [content_problem(folder, entry) for entry in entries]
@@ -78,12 +81,12 @@ class Case:
         arguments = self.config, roles, self.directory, prompts, True, self.clock
         self.checkpoints = RunCheckpoints(*arguments)
 
-    def iterate(self, iteration: int) -> None:
+    def iterate(self, iteration: int, score: float | None = None) -> None:
         self.actor.state, self.critic.state = f"actor {iteration}", f"critic {iteration}"
         self.checkpoints.write(iteration)
         with self.directory.metrics.open("a") as file:
             file.write(json.dumps({"iteration": iteration}) + "\n")
-        self.checkpoints.commit(iteration, {"iteration": iteration}, self.said.append)
+        self.checkpoints.commit(iteration, {"iteration": iteration}, score, self.said.append)
 
     @property
     def lines(self) -> list[int]:
@@ -170,6 +173,19 @@ def test_without_a_checkpoint_the_run_starts_again(make_tree: MakeTree, tmp_path
     assert case.said == ["no whole checkpoint to go on from: starts from iteration 0 again"]
 
 
+def test_hosts_without_the_run_directory_are_told_and_nothing_is_saved(
+    make_tree: MakeTree, tmp_path: Path
+) -> None:
+    case = Case(make_tree, tmp_path, save_interval=1)
+    assert case.checkpoints.restore(case.said.append) is None and case.checkpoints.is_due(1)
+    assert not list(case.directory.checkpoints.iterdir()), "nothing is left of the probe"
+    case.critic.blind = True
+    assert case.checkpoints.restore(case.said.append) is None
+    (said,) = case.said
+    assert said.startswith("warning: no checkpoint will be taken, host-b do not see")
+    assert not case.checkpoints.is_due(1)
+
+
 def test_other_prompts_are_refused(make_tree: MakeTree, tmp_path: Path) -> None:
     case = Case(make_tree, tmp_path)
     case.iterate(1)
@@ -184,6 +200,14 @@ def test_two_checkpoints_are_kept(make_tree: MakeTree, tmp_path: Path) -> None:
     for iteration in range(1, 5):
         case.iterate(iteration)
     assert [c.iteration for c in case.checkpoints.store.newest_first()] == [4, 3]
+
+
+def test_the_best_validated_one_is_kept_too(make_tree: MakeTree, tmp_path: Path) -> None:
+    case = Case(make_tree, tmp_path)
+    for iteration, score in enumerate([0.1, 0.7, None, 0.7, 0.2, 0.3], start=1):
+        case.again()  # what is the best is read from the disk
+        case.iterate(iteration, score)
+    assert [c.iteration for c in case.checkpoints.store.newest_first()] == [6, 5, 2]
 
 
 def test_a_run_is_finished_when_its_weights_are_exported(
