@@ -102,8 +102,8 @@ class RunStore:
     def begin(self, iteration: int) -> Path:
         """The hidden folder, empty; what was left of others is removed."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self.folder.glob(".iter_*"):
-            shutil.rmtree(leftover)
+        for leftover in self.folder.glob(".*"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         hidden = self.hidden(iteration)
         hidden.mkdir()
         return hidden

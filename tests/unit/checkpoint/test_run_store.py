@@ -154,6 +154,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     (store.begin(4) / "actor").mkdir()
     (tmp_path / ".iter_0000001.removed").mkdir()
+    (tmp_path / f".{POINTER}.123").touch()
     assert store.newest_first() == []
     save(store, 5)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000005", POINTER]
