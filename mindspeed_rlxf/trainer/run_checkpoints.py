@@ -6,6 +6,7 @@ import json
 import platform
 import time
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
@@ -138,6 +139,9 @@ class RunCheckpoints:
         return not blind
 
     def _damage(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
+        """What is wrong with the roles' files; nothing has unpickled any of them before this."""
+        if found := _unsafe(checkpoint):
+            return found
         calls = [
             (SAVED_AS[role], group.damage(path, manifest.part(path.name)))
             for role, group in self.trained.items()
@@ -186,6 +190,19 @@ def trained_roles(roles: RoleGroups) -> dict[Role, ActorGroup | CriticGroup]:
     if roles.critic is not None:
         trained[Role.CRITIC] = roles.critic
     return trained
+
+
+def _unsafe(checkpoint: Checkpoint) -> str:
+    """What a pickle in the checkpoint would do that no checkpoint does."""
+    try:
+        scanner = import_module("mindspeed_rlxf.checkpoint.safe_folder")
+    except ModuleNotFoundError:  # until the scanner is here
+        return ""
+    try:
+        scanner.check(checkpoint.path)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _about(config: RunConfig) -> dict[str, Any]:
