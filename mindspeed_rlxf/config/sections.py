@@ -58,6 +58,9 @@ class TrainingConfig(Section):
         "free",
         ge=0,
     )
+    async_save: bool = key(
+        False, "checkpoints are written while the next iteration runs; needs host memory", "free"
+    )
     keep_last: int = key(2, "newest checkpoints that are kept", "free", ge=1)
     keep_every: int = key(
         0, "checkpoints of its multiples are kept too, iterations; 0 = none", "free", ge=0

@@ -37,7 +37,7 @@ from mindspeed_rlxf.engine.grouping import chunk_rows, group_by_tokens, split_gr
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.engine.train_state import blind_hosts, damage, load_state, save_state
+from mindspeed_rlxf.engine.train_state import StateSaver, blind_hosts, damage, load_state
 from mindspeed_rlxf.models.experts import weigh_balance_loss
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
@@ -122,6 +122,7 @@ class MegatronEngine:
                 self.optimizer = build_optimizer(optimizer, self.models, self.dtype)
                 self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters)
                 self._connect()
+        self._saver = StateSaver(self)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -281,9 +282,13 @@ class MegatronEngine:
                 copy_side_files(self.source, megatron_folder, self.head)
             dist.barrier()
 
-    def save_state(self, folder: Path) -> list[Entry]:
-        """Write what the role has to remember; a collective (see `train_state.save_state`)."""
-        return save_state(self, folder)
+    def begin_save(self, folder: Path) -> None:
+        """Start to write what the role has to remember (see `StateSaver.begin`)."""
+        self._saver.begin(folder)
+
+    def end_save(self) -> list[Entry]:
+        """Wait for it; the files of all ranks (see `StateSaver.end`)."""
+        return self._saver.end()
 
     def load_state(self, folder: Path) -> bool:
         """Take it over; False where another layout wrote it (see `train_state.load_state`)."""

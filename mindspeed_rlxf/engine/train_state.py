@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -39,26 +40,69 @@ if TYPE_CHECKING:
 
 STATE = "state.json"
 RANDOM = "random"
+OF_THE_FIRST = (".metadata", "common.pt", "metadata.json", STATE)
 SEEN_WITHIN_S = 10.0
 T = TypeVar("T")
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
-def save_state(engine: MegatronEngine, folder: Path) -> list[Entry]:
-    """Write the role's part of a checkpoint; a collective over its ranks.
+class StateSaver:
+    """Writes the role's part of a checkpoint, from copies on the host.
 
-    Returns the files of all ranks, hashed by who wrote them, paths within `folder`.
+    Between `begin` and `end` files are written in a thread while the role works on; both are
+    collectives over its ranks.
     """
-    rank = dist.get_rank()
-    if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    with engine.groups.active():
-        dist_checkpointing.save(_state_to_save(engine), str(folder))
-    write_text(_random_file(folder, rank), json.dumps(_random_state(engine)))
-    if rank == 0:
-        write_text(folder / STATE, json.dumps(_numbers(engine), indent=1))
-    return _all([entry_of(folder, path) for path in _written_by(folder, rank)])
+
+    def __init__(self, engine: MegatronEngine) -> None:
+        self._engine = engine
+        self._folder: Path | None = None
+        self._finalize: list[Callable[[], None]] = []
+        self._writing: Future[list[Entry]] | None = None
+
+    def begin(self, folder: Path) -> None:
+        """Copy the state to the host and start writing it."""
+        assert self._writing is None, "the save before this one has not been ended"
+        engine, rank = self._engine, dist.get_rank()
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        with engine.groups.active():
+            request = dist_checkpointing.save(
+                _state_to_save(engine), str(folder), async_sharded_save=True
+            )
+        write_text(_random_file(folder, rank), json.dumps(_random_state(engine)))
+        if rank == 0:
+            write_text(folder / STATE, json.dumps(_numbers(engine), indent=1))
+        self._folder, self._finalize = folder, list(request.finalize_fns)
+        self._writing = _WRITER.submit(_write_and_hash, request, folder, rank)
+
+    def end(self) -> list[Entry]:
+        """Wait for all files. Returns those of all ranks, hashed by who wrote them, paths within
+        the folder."""
+        assert self._writing is not None and self._folder is not None, "no save has begun"
+        writing, self._writing = self._writing, None
+        entries = writing.result()
+        with self._engine.groups.active():
+            for finalize in self._finalize:
+                finalize()
+        self._finalize = []
+        if dist.get_rank() == 0:
+            common = [self._folder / name for name in OF_THE_FIRST]
+            entries += [entry_of(self._folder, file) for file in common]
+            sync_folder(self._folder)
+        return _all(entries)
+
+
+_WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+"""One for all roles of the process: Megatron's results come in the order of the saves."""
+
+
+def _write_and_hash(request: Any, folder: Path, rank: int) -> list[Entry]:
+    """Without collectives: another thread is in these."""
+    if request.async_fn is not None:
+        request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+    files = [*sorted(folder.glob(f"__{rank}_*.distcp")), _random_file(folder, rank)]
+    return [entry_of(folder, file) for file in files]
 
 
 def load_state(engine: MegatronEngine, folder: Path) -> bool:
@@ -102,13 +146,22 @@ def damage(folder: Path, entries: list[Entry]) -> list[str]:
 
 def _state_to_save(engine: MegatronEngine) -> dict[str, Any]:
     bases = _sharded_parameters(engine)
-    state: dict[str, Any] = {"weights": {f"{i}": base for i, base in enumerate(bases)}}
+    state: dict[str, Any] = {
+        "weights": {
+            f"{i}": replace(base, data=_host_copy(base.data)) for i, base in enumerate(bases)
+        }
+    }
     places = {id(base.data): (i, base) for i, base in enumerate(bases)}
     for parameter, slots in held_slots(_optimizer(engine)):
         i, base = places[id(parameter)]
         for name, tensor in slots.items():
-            state.setdefault(name, {})[f"{i}"] = _slot(base, name, tensor, engine)
+            state.setdefault(name, {})[f"{i}"] = _slot(base, name, _host_copy(tensor), engine)
     return state
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """What the next optimizer step does not change."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _load_tensors(engine: MegatronEngine, folder: Path, step: int) -> None:
@@ -217,16 +270,6 @@ def _load_random_state(engine: MegatronEngine, state: dict[str, Any]) -> None:
     random_states.load_process_state(state["process"])
     streams = {name: random_states.from_text(text) for name, text in state["megatron"].items()}
     engine.groups.load_random_state(streams)
-
-
-def _written_by(folder: Path, rank: int) -> list[Path]:
-    """Files of this rank: its own, and of the first one those that stand for all."""
-    files = [*sorted(folder.glob(f"__{rank}_*.distcp")), _random_file(folder, rank)]
-    if rank == 0:
-        names = (".metadata", "common.pt", "metadata.json", STATE)
-        files += [folder / name for name in names]
-        sync_folder(folder)
-    return files
 
 
 def _all(items: list[T]) -> list[T]:

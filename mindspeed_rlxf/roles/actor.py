@@ -231,9 +231,14 @@ class ActorRole:
         self.engine.export(hf_folder, megatron_folder)
         return RoleOutput()
 
-    def save_state(self, folder: Path) -> RoleOutput:
-        """Write the role's part of a run checkpoint. Report: its files, with sizes and hashes."""
-        return RoleOutput(report=self.engine.save_state(folder))
+    def begin_save(self, folder: Path) -> RoleOutput:
+        """Start to write the role's part of a run checkpoint, as it is now."""
+        self.engine.begin_save(folder)
+        return RoleOutput()
+
+    def end_save(self) -> RoleOutput:
+        """Wait until it is written. Report: its files, with sizes and hashes."""
+        return RoleOutput(report=self.engine.end_save())
 
     def load_state(self, folder: Path) -> RoleOutput:
         """Go on from there. Report: whether the same layout wrote it."""

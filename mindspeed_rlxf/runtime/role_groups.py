@@ -114,9 +114,13 @@ class ActorGroup:
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> Pending:
         return self.train.call(ActorRole.export, hf_folder, megatron_folder)
 
-    def save_state(self, folder: Path) -> Pending:
+    def begin_save(self, folder: Path) -> Pending:
+        """Takes as long as a copy to the host."""
+        return self.train.call(ActorRole.begin_save, folder)
+
+    def end_save(self) -> Pending:
         """Reports: the files that all ranks wrote, the same from each."""
-        return self.train.call(ActorRole.save_state, folder)
+        return self.train.call(ActorRole.end_save)
 
     def load_state(self, folder: Path) -> Pending:
         """Reports: whether the same layout wrote it."""
@@ -194,9 +198,13 @@ class CriticGroup:
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> Pending:
         return self.group.call(CriticRole.export, hf_folder, megatron_folder)
 
-    def save_state(self, folder: Path) -> Pending:
+    def begin_save(self, folder: Path) -> Pending:
+        """Takes as long as a copy to the host."""
+        return self.group.call(CriticRole.begin_save, folder)
+
+    def end_save(self) -> Pending:
         """Reports: the files that all ranks wrote, the same from each."""
-        return self.group.call(CriticRole.save_state, folder)
+        return self.group.call(CriticRole.end_save)
 
     def load_state(self, folder: Path) -> Pending:
         """Reports: whether the same layout wrote it."""

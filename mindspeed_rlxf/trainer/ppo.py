@@ -86,6 +86,7 @@ class PpoTrainer:
             measured["timing/gen"], measured["timing/reward"] = collected.seconds()
             measured.update({f"timing/{k}": p.seconds for k, p in phases.items() if p})
             self._finish(measured, collected, time.monotonic() - started)
+        self.checkpoints.settle(self.recorder.note)
 
     def _make_experience(
         self, collected: Collected, old: Pending | None, ref: Pending, values: Pending | None
@@ -115,14 +116,15 @@ class PpoTrainer:
         due = validation.interval and self.iteration % validation.interval == 0
         if due or (last and validation.after):
             measured.update(self.validator.validate(self.iteration))
-        saves = self.checkpoints.is_due(self.iteration)
+        saves, note = self.checkpoints.is_due(self.iteration), self.recorder.note
+        self.checkpoints.settle(note)
         if saves:
-            measured["timing/save"] = self.checkpoints.write(self.iteration)
+            measured["timing/save"] = self.checkpoints.write(self.iteration, note)
         self.recorder.consumed(self.iteration, self.prompts.taken())
         self.recorder.iteration(self.iteration, measured, all_s)
         if saves:
             score = names.validation_score(measured)
-            self.checkpoints.commit(self.iteration, self.state_dict(), score, self.recorder.note)
+            self.checkpoints.commit(self.iteration, self.state_dict(), score, note)
 
     @property
     def _num_devices(self) -> int:

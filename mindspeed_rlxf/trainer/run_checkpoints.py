@@ -29,6 +29,8 @@ class RunCheckpoints:
     """Saving is in two steps: the roles write (`write`), then all of it gets its name (`commit`).
 
     Between the two the iteration's line goes into metrics.jsonl, with the time that writing took.
+    With `async_save` the roles go on writing through the next iteration, and `settle` gives it its
+    name after that.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class RunCheckpoints:
         self._last_save = clock()
         self._files: list[Entry] = []
         self._shared = True
+        self._waiting: dict[str, Any] | None = None
 
     def is_due(self, iteration: int) -> bool:
         """By number, by time, and at the end; never where hosts share no storage."""
@@ -60,29 +63,27 @@ class RunCheckpoints:
             return True
         return seconds > 0 and self._clock() - self._last_save >= seconds
 
-    def write(self, iteration: int) -> float:
-        """All ranks write their part; returns the seconds it took."""
+    def write(self, iteration: int, note: Note) -> float:
+        """All ranks write their part, or with `async_save` begin to; returns the seconds."""
+        self.settle(note)
         started = time.monotonic()
         hidden = self.store.hidden(iteration)
         if self.writes:
             self.store.begin(iteration)
-        calls = {role: g.save_state(hidden / SAVED_AS[role]) for role, g in self.trained.items()}
-        self._files = []
-        for role, call in calls.items():
-            self._files += under(SAVED_AS[role], call.result()[0])
+        begun = [group.begin_save(hidden / SAVED_AS[role]) for role, group in self.trained.items()]
+        for call in begun:
+            call.result()
+        self._files = [] if self.config.training.async_save else self._written()
         return time.monotonic() - started
 
     def commit(
         self, iteration: int, state: dict[str, Any], score: float | None, note: Note
     ) -> None:
-        """Add the driver's part, and let the checkpoint be one.
+        """Add the driver's part, and let the checkpoint be one: now, or when all is written.
 
         score: of the validation of this iteration; the best of those on the disk is kept
         """
         self._last_save = self._clock()
-        if not self.writes:
-            return
-        folder = self.store.hidden(iteration) / resume.TRAINER
         content = {
             "iteration": iteration,
             "trainer": state,
@@ -90,6 +91,31 @@ class RunCheckpoints:
             "prompts_digest": self.prompts_digest,
             "score": score,
         }
+        self._waiting = content
+        if not self.config.training.async_save:
+            self._publish(note)
+
+    def settle(self, note: Note) -> None:
+        """Complete the checkpoint that is being written, if there is one; waits for it."""
+        if self._waiting is not None:
+            self._files = self._written()
+            self._publish(note)
+
+    def _written(self) -> list[Entry]:
+        """Files of all roles; waits for them."""
+        calls = {role: group.end_save() for role, group in self.trained.items()}
+        return [
+            entry
+            for role, call in calls.items()
+            for entry in under(SAVED_AS[role], call.result()[0])
+        ]
+
+    def _publish(self, note: Note) -> None:
+        content, self._waiting = self._waiting, None
+        if not self.writes or content is None:
+            return
+        iteration = content["iteration"]
+        folder = self.store.hidden(iteration) / resume.TRAINER
         write_text(folder / resume.STATE, json.dumps(content, indent=1))
         write_text(folder / resume.CONFIG, to_yaml(self.config))
         own = [entry_of(folder, folder / name) for name in (resume.STATE, resume.CONFIG)]

@@ -38,9 +38,14 @@ class Role:
     def __init__(self, state: str) -> None:
         self.state, self.loaded, self.blind = state, "", False
 
-    def save_state(self, folder: Path) -> Answer:
+    def begin_save(self, folder: Path) -> Answer:
+        self.saving = folder, self.state
+        return Answer(None)
+
+    def end_save(self) -> Answer:
+        folder, state = self.saving
         folder.mkdir(parents=True)
-        (folder / "state").write_text(self.state)
+        (folder / "state").write_text(state)
         return Answer([entry_of(folder, folder / "state")])
 
     def blind_hosts(self, file: Path) -> Answer:
@@ -83,7 +88,8 @@ class Case:
 
     def iterate(self, iteration: int, score: float | None = None) -> None:
         self.actor.state, self.critic.state = f"actor {iteration}", f"critic {iteration}"
-        self.checkpoints.write(iteration)
+        self.checkpoints.settle(self.said.append)
+        self.checkpoints.write(iteration, self.said.append)
         with self.directory.metrics.open("a") as file:
             file.write(json.dumps({"iteration": iteration}) + "\n")
         self.checkpoints.commit(iteration, {"iteration": iteration}, score, self.said.append)
@@ -200,6 +206,24 @@ def test_two_checkpoints_are_kept(make_tree: MakeTree, tmp_path: Path) -> None:
     for iteration in range(1, 5):
         case.iterate(iteration)
     assert [c.iteration for c in case.checkpoints.store.newest_first()] == [4, 3]
+
+
+def test_an_asynchronous_save_gets_its_name_when_all_is_written(
+    make_tree: MakeTree, tmp_path: Path
+) -> None:
+    case = Case(make_tree, tmp_path, async_save=True)
+    case.iterate(1)
+    assert case.checkpoints.store.newest_first() == [] and case.said == []
+    case.iterate(2)
+    assert [c.iteration for c in case.checkpoints.store.newest_first()] == [1]
+    case.again()  # killed while 2 is being written
+    state = case.checkpoints.restore(case.said.append)
+    assert state is not None and state["iteration"] == 1
+    assert case.actor.loaded == "actor 1" and case.lines == [1]
+    case.iterate(2)
+    case.checkpoints.settle(case.said.append)
+    assert [c.iteration for c in case.checkpoints.store.newest_first()] == [2, 1]
+    case.checkpoints.settle(case.said.append)  # nothing is left to do
 
 
 def test_the_best_validated_one_is_kept_too(make_tree: MakeTree, tmp_path: Path) -> None:
