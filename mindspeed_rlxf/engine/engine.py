@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -37,6 +36,7 @@ from mindspeed_rlxf.engine.grouping import chunk_rows, group_by_tokens, split_gr
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rlxf.engine.parallel import ParallelGroups
+from mindspeed_rlxf.engine.sharded_files import save_sharded
 from mindspeed_rlxf.engine.train_state import StateSaver, blind_hosts, damage, load_state
 from mindspeed_rlxf.models.experts import weigh_balance_loss
 from mindspeed_rlxf.models.parameters import Head
@@ -90,6 +90,7 @@ class MegatronEngine:
         """A collective over the world. Without `optimizer` the model is frozen."""
         assert role.architecture is not None and role.load is not None, "checked beforehand"
         megatron_versions.mend()
+        device.seed_all(seed + dist.get_rank())  # Python's and numpy's would be the system's
         self.role, self.head = role, head
         self.source = Path(role.load)
         self.groups = ParallelGroups(
@@ -277,7 +278,7 @@ class MegatronEngine:
             shards = {
                 f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(self.chunks)
             }
-            dist_checkpointing.save(shards, str(megatron_folder))
+            save_sharded(shards, megatron_folder)
             if dist.get_rank() == 0:  # so that the folder can be converted, or trained from
                 copy_side_files(self.source, megatron_folder, self.head)
             dist.barrier()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from mindspeed_rlxf.checkpoint.run_files import (
     write_text,
 )
 from mindspeed_rlxf.device import random_states
+from mindspeed_rlxf.engine.sharded_files import ShardedSave
 from mindspeed_rlxf.engine.slots import empty_slots, fill_slots, held_slots, step_of
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class StateSaver:
     def __init__(self, engine: MegatronEngine) -> None:
         self._engine = engine
         self._folder: Path | None = None
-        self._finalize: list[Callable[[], None]] = []
+        self._save: ShardedSave | None = None
         self._writing: Future[list[Entry]] | None = None
 
     def begin(self, folder: Path) -> None:
@@ -67,29 +68,25 @@ class StateSaver:
             folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         with engine.groups.active():
-            request = dist_checkpointing.save(
-                _state_to_save(engine), str(folder), async_sharded_save=True
-            )
+            self._save = ShardedSave.begin(_state_to_save(engine), folder)
         write_text(_random_file(folder, rank), json.dumps(_random_state(engine)))
         if rank == 0:
             write_text(folder / STATE, json.dumps(_numbers(engine), indent=1))
-        self._folder, self._finalize = folder, list(request.finalize_fns)
-        self._writing = _WRITER.submit(_write_and_hash, request, folder, rank)
+        self._folder = folder
+        self._writing = _WRITER.submit(_write_and_hash, self._save, folder, rank)
 
     def end(self) -> list[Entry]:
         """Wait for all files. Returns those of all ranks, hashed by who wrote them, paths within
         the folder."""
-        assert self._writing is not None and self._folder is not None, "no save has begun"
-        writing, self._writing = self._writing, None
+        writing, save, folder = self._writing, self._save, self._folder
+        assert writing and save and folder, "no save has begun"
+        self._writing = self._save = None
         entries = writing.result()
         with self._engine.groups.active():
-            for finalize in self._finalize:
-                finalize()
-        self._finalize = []
+            save.finish()
         if dist.get_rank() == 0:
-            common = [self._folder / name for name in OF_THE_FIRST]
-            entries += [entry_of(self._folder, file) for file in common]
-            sync_folder(self._folder)
+            entries += [entry_of(folder, folder / name) for name in OF_THE_FIRST]
+            sync_folder(folder)
         return _all(entries)
 
 
@@ -97,10 +94,9 @@ _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 """One for all roles of the process: Megatron's results come in the order of the saves."""
 
 
-def _write_and_hash(request: Any, folder: Path, rank: int) -> list[Entry]:
+def _write_and_hash(save: ShardedSave, folder: Path, rank: int) -> list[Entry]:
     """Without collectives: another thread is in these."""
-    if request.async_fn is not None:
-        request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+    save.write()
     files = [*sorted(folder.glob(f"__{rank}_*.distcp")), _random_file(folder, rank)]
     return [entry_of(folder, file) for file in files]
 
