@@ -22,7 +22,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from torch import Tensor
 
 from mindspeed_rlxf.checkpoint.run_files import (
@@ -144,20 +148,22 @@ def _state_to_save(engine: MegatronEngine) -> dict[str, Any]:
     bases = _sharded_parameters(engine)
     state: dict[str, Any] = {
         "weights": {
-            f"{i}": replace(base, data=_host_copy(base.data)) for i, base in enumerate(bases)
+            f"{i}": replace(base, data=_to_write(base, base.data)) for i, base in enumerate(bases)
         }
     }
     places = {id(base.data): (i, base) for i, base in enumerate(bases)}
     for parameter, slots in held_slots(_optimizer(engine)):
         i, base = places[id(parameter)]
         for name, tensor in slots.items():
-            state.setdefault(name, {})[f"{i}"] = _slot(base, name, _host_copy(tensor), engine)
+            place = _slot(base, name, tensor, engine)
+            state.setdefault(name, {})[f"{i}"] = replace(place, data=_to_write(place, tensor))
     return state
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    """What the next optimizer step does not change."""
-    return tensor.detach().to("cpu", copy=True)
+def _to_write(place: Sharded, tensor: Tensor) -> Tensor:
+    """A copy on the host, which the next optimizer step does not change; of what other ranks
+    write, as replicas do, the tensor itself."""
+    return tensor.detach().to("cpu", copy=True) if is_main_replica(place.replica_id) else tensor
 
 
 def _load_tensors(engine: MegatronEngine, folder: Path, step: int) -> None:

@@ -1,7 +1,4 @@
-"""One start of the run of `test_resume` on the local runtime: FOLDER OUT SETTINGS (JSON).
-
-SETTINGS: layout, sections, training keys, `killed_in` an iteration, `fixed` responses
-"""
+"""Starts of the run of `test_resume` on the local runtime, one after the other: FOLDER STEPS."""
 
 from __future__ import annotations
 
@@ -56,13 +53,25 @@ def start(
     return directory
 
 
+def flip(file: Path, place: int = 2000) -> None:
+    """Change one bit, as a disk does that decays."""
+    with file.open("r+b") as stream:
+        stream.seek(place)
+        byte = stream.read(1)[0]
+        stream.seek(place)
+        stream.write(bytes([byte ^ 1]))
+
+
 def main(folder: str, steps: str) -> None:
-    """steps: JSON list of [out, keywords of `start`], one after the other."""
+    """steps: JSON list of [out, keywords of `start`] and of files to flip a bit of, in order."""
     runtime = LocalRuntime(DeviceKind.CPU, timeout_s=60.0)
     try:
-        for out, keywords in json.loads(steps):
-            start(runtime, Path(folder), Path(out), ranks=int(os.environ.get("WORLD_SIZE", 1)),
-                  **keywords)  # fmt: skip
+        for step in json.loads(steps):
+            if isinstance(step, str):
+                flip(Path(step))
+            else:
+                ranks = int(os.environ.get("WORLD_SIZE", "1"))
+                start(runtime, Path(folder), Path(step[0]), ranks=ranks, **step[1])
     finally:
         runtime.shutdown()
 

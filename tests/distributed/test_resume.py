@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from mindspeed_rlxf.checkpoint.run_store import Checkpoint, RunStore
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from tests.distributed.conftest import REPOSITORY
 from tests.distributed.llamas import PLAIN, make_llama
 from tests.distributed.resume_run import start
 from tests.distributed.test_layout_invariance import ITERATIONS, PP2, TP2
@@ -21,7 +24,7 @@ from tests.trl.record import make_tokenizer
 T = TypeVar("T")
 Run = Callable[..., RunDirectory]
 TIMES = ("timing/", "throughput/")
-LOSSES = ("actor/pg_loss", "critic/vf_loss", "critic/kl", "actor/grad_norm", "critic/grad_norm")
+LOSSES = ("actor/pg_loss", "critic/vf_loss", "actor/grad_norm", "critic/grad_norm")
 SHARDED_SLOTS = {"optimizer": {"use_distributed_optimizer": True}}
 
 
@@ -73,57 +76,63 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def on_local_runtime(models: Path, *steps: Any) -> str:
+    """Runs the steps of `resume_run` in a process of their own; returns what it printed."""
+    command = [sys.executable, "-m", "tests.distributed.resume_run", str(models), json.dumps(steps)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: Path, tmp_path: Path, async_save: bool
 ) -> None:
     """Sampled generation, shuffled mini-batches and prompts, adaptive KL, decaying rates.
 
-    Interrupted three times: before the first checkpoint, between two, and at the end of an epoch
-    (80 prompts, 16 in an iteration). A byte of the newest
-    checkpoint is flipped on the way.
+    Interrupted before the first checkpoint, between two, and at the end of an epoch (80 prompts,
+    16 in an iteration). A bit of the newest checkpoint is flipped on the way.
     """
-    longer = {"train_iters": ITERATIONS + 2}
-    whole = run(tmp_path / "whole", **longer)
-    out = tmp_path / "cut"
-    run(out, killed_in=1, **longer)
-    assert "starts from iteration 0" not in capsys.readouterr().out
-    directory = run(out, killed_in=4, **longer)
-    with (directory.checkpoints / "iter_0000003" / "actor" / "__0_0.distcp").open("r+b") as file:
-        file.seek(2000)
-        byte = file.read(1)[0]
-        file.seek(2000)
-        file.write(bytes([byte ^ 1]))
-    capsys.readouterr()
-    run(out, killed_in=6, **longer)
-    said = capsys.readouterr().out
-    assert "iter_0000003 is damaged: actor/__0_0.distcp is not what was written" in said
-    assert f"resumed from {directory.checkpoints / 'iter_0000002'}" in said
-    cut = run(out, **longer)
-    assert f"resumed from {directory.checkpoints / 'iter_0000005'}" in capsys.readouterr().out
-    assert state_of(cut, ITERATIONS + 2) == state_of(whole, ITERATIONS + 2)
+    iterations = ITERATIONS + 2
+    keys = {"train_iters": iterations, "async_save": async_save}
+    whole, cut = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "cut")
+    newest = cut.checkpoints / f"iter_000000{2 if async_save else 3}"
+    said = on_local_runtime(
+        models,
+        [str(whole.path), {"train_iters": iterations}],
+        [str(cut.path), {"killed_in": 1, **keys}],
+        [str(cut.path), {"killed_in": 4, **keys}],
+        str(newest / "actor" / "__0_0.distcp"),
+        [str(cut.path), {"killed_in": 6, **keys}],
+        [str(cut.path), keys],
+    )
+    assert f"{newest} is damaged: actor/__0_0.distcp is not what was written (sha256)" in said
+    resumed = [line.split(";")[0] for line in said.splitlines() if line.startswith("resumed")]
+    taken_up = [f"iter_000000{n}" for n in ((1, 4) if async_save else (2, 5))]
+    assert resumed == [f"resumed from {cut.checkpoints / name}" for name in taken_up]
+    assert state_of(cut, iterations) == state_of(whole, iterations)
     metrics = lines_of(cut.metrics)
-    assert [line["iteration"] for line in metrics] == list(range(1, ITERATIONS + 3))
+    assert [line["iteration"] for line in metrics] == list(range(1, iterations + 1))
     assert metrics == lines_of(whole.metrics)
-    assert len({line["metrics"]["critic/kl_coeff"] for line in metrics}) == ITERATIONS + 2
+    assert len({line["metrics"]["critic/kl_coeff"] for line in metrics}) == iterations
     samples = lines_of(cut.samples)
     assert samples == lines_of(whole.samples)
-    assert [sample["sample_id"] for sample in samples] == list(range(16 * (ITERATIONS + 2)))
+    assert [sample["sample_id"] for sample in samples] == list(range(16 * iterations))
     ledger = lines_of(cut.consumed)
-    assert [line["first_sample_id"] for line in ledger] == list(range(0, 16 * 7, 16))
+    assert [line["first_sample_id"] for line in ledger] == list(range(0, 16 * iterations, 16))
     taken = [prompt for line in ledger for prompt in line["prompts"]]
     assert sorted(taken[:80]) == list(range(80)) and len(set(taken[80:])) == 32
 
 
 MODEL_PARALLEL = {"ranks": 4, "layout": {**TP2, **PP2}}
-SLICES = {"ranks": 4, "sections": SHARDED_SLOTS}
+SLICES = {"ranks": 2, "sections": SHARDED_SLOTS}
 CHAINS = {
-    "tp2 pp2, one process, dp4": [MODEL_PARALLEL, {}, SLICES],
-    "one process, dp4, tp2 pp2, dp2, one process": [
+    "dp2 slots in slices, tp2 pp2, one process": [SLICES, MODEL_PARALLEL, {}],
+    "one process, tp2 pp2, dp4 slots in slices, dp2": [
         {},
-        SLICES,
         MODEL_PARALLEL,
+        {**SLICES, "ranks": 4},
         {"ranks": 2},
-        {},
     ],
 }
 
@@ -134,11 +143,11 @@ CHAINS = {
 )  # fmt: skip
 def test_a_run_goes_on_in_other_layouts(run: Run, tmp_path: Path, chain: str) -> None:
     """Each layout does one iteration, the last one the rest; with fixed responses."""
-    whole = lines_of(run(tmp_path / "whole", fixed=True).metrics)
+    whole = lines_of(run(tmp_path / "whole", fixed=True, train_iters=4).metrics)
     out, layouts = tmp_path / "cut", CHAINS[chain]
     for n, layout in enumerate(layouts[:-1]):
-        run(out, killed_in=n + 2, fixed=True, **layout)
-    cut = run(out, fixed=True, **layouts[-1])
+        run(out, killed_in=n + 2, fixed=True, train_iters=4, **layout)
+    cut = run(out, fixed=True, train_iters=4, **layouts[-1])
     configs = sorted(file.name for file in out.glob("config.*"))
     assert configs == [*(f"config.{n}.yaml" for n in range(1, len(layouts))), "config.yaml"]
     lines = lines_of(cut.metrics)
@@ -147,10 +156,14 @@ def test_a_run_goes_on_in_other_layouts(run: Run, tmp_path: Path, chain: str) ->
         for name in LOSSES:
             expected = pytest.approx(theirs["metrics"][name], rel=1e-5, abs=1e-7)
             assert ours["metrics"][name] == expected, (ours["iteration"], name)
+        # A difference of log-probs of about 1: rounding of fp32 is what is left.
+        kl = theirs["metrics"]["critic/kl"]
+        assert ours["metrics"]["critic/kl"] == pytest.approx(kl, abs=1e-6), ours["iteration"]
     taken = [prompt for line in lines_of(cut.consumed) for prompt in line["prompts"]]
-    assert sorted(taken) == list(range(16 * ITERATIONS))
+    assert len(set(taken)) == len(taken) == 16 * 4
 
 
+@pytest.mark.long
 def test_slots_in_slices_go_on_bitwise_in_bf16(run: Run, tmp_path: Path) -> None:
     """fp32 main weights and moments of the distributed optimizer, over two replicas."""
     how = {"ranks": 2, "layout": {"bf16": True}, "sections": SHARDED_SLOTS, "train_iters": 3}
