@@ -13,8 +13,7 @@ from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.local import LocalRuntime
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.run import train
-from tests.distributed.llamas import PLAIN
-from tests.distributed.test_layout_invariance import fixed_run
+from tests.distributed.test_layout_invariance import ARCHITECTURES, fixed_run
 
 
 class Killed(Exception):
@@ -23,13 +22,15 @@ class Killed(Exception):
 
 def start(
     runtime: Any, models: Path, out: Path, killed_in: int | None = None, ranks: int = 1,
-    layout: dict[str, Any] | None = None, fixed: bool = False,
+    layout: dict[str, Any] | None = None, fixed: bool = False, architecture: str = "untied",
     sections: dict[str, Any] | None = None, **training: Any,
 ) -> RunDirectory:  # fmt: skip
     """Starts, or starts again, the run in a folder; `killed_in` ends it inside that iteration,
     after its updates and before anything of it is written."""
     merged = {**(sections or {}), "training": {"save_interval": 1, **training}}
-    config, prepared = fixed_run(models, out, PLAIN, ranks, layout or {}, merged)
+    config, prepared = fixed_run(
+        models, out, ARCHITECTURES[architecture], ranks, layout or {}, merged
+    )
     if not fixed:
         prepared.fixed_responses = None
     directory = runtime.from_first(lambda: RunDirectory.create(config))

@@ -16,9 +16,9 @@ from mindspeed_rlxf.checkpoint.run_store import Checkpoint, RunStore
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from tests.distributed.conftest import REPOSITORY
-from tests.distributed.llamas import PLAIN, make_llama
+from tests.distributed.llamas import make_llama
 from tests.distributed.resume_run import start
-from tests.distributed.test_layout_invariance import ITERATIONS, PP2, TP2
+from tests.distributed.test_layout_invariance import ARCHITECTURES, EP2, ITERATIONS, PP2, TP2, VP2
 from tests.trl.record import make_tokenizer
 
 T = TypeVar("T")
@@ -28,14 +28,17 @@ LOSSES = ("actor/pg_loss", "critic/vf_loss", "actor/grad_norm", "critic/grad_nor
 SHARDED_SLOTS = {"optimizer": {"use_distributed_optimizer": True}}
 
 
+def make_models(folder: Path, architecture: str = "untied") -> Path:
+    make_tokenizer().save_pretrained(folder / "tokenizer")
+    make_llama(folder / "lm", ARCHITECTURES[architecture])
+    for seed, part in enumerate(("value", "reward"), start=1):
+        make_llama(folder / part, ARCHITECTURES[architecture], scored=True, seed=seed)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    make_tokenizer().save_pretrained(folder / "tokenizer")
-    make_llama(folder / "lm", PLAIN)
-    for seed, part in enumerate(("value", "reward"), start=1):
-        make_llama(folder / part, PLAIN, scored=True, seed=seed)
-    return folder
+    return make_models(tmp_path_factory.mktemp("models"))
 
 
 class OneDriver:
@@ -161,6 +164,35 @@ def test_a_run_goes_on_in_other_layouts(run: Run, tmp_path: Path, chain: str) ->
         assert ours["metrics"]["critic/kl"] == pytest.approx(kl, abs=1e-6), ours["iteration"]
     taken = [prompt for line in lines_of(cut.consumed) for prompt in line["prompts"]]
     assert len(set(taken)) == len(taken) == 16 * 4
+
+
+SHARED_EXPERTS = {"ranks": 2, "layout": EP2, "sections": SHARDED_SLOTS}
+STAGES = {"ranks": 2, "layout": PP2}
+CHUNKS = {"ranks": 2, "layout": VP2}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("architecture", "chain"),
+    [
+        ("qwen3-moe", [SHARED_EXPERTS, {}, {"ranks": 2, "layout": EP2}]),
+        ("tied", [STAGES, {}, STAGES]),
+        ("tied, 4 layers", [CHUNKS, {}, CHUNKS]),
+    ],
+)
+def test_experts_tied_embeddings_and_chunks_change_their_layout(
+    warm_runtime: Any, tmp_path: Path, architecture: str, chain: list[dict[str, Any]]
+) -> None:
+    folder = make_models(tmp_path / "models", architecture)
+    go = partial(start, OneDriver(warm_runtime), folder, fixed=True, train_iters=3)
+    whole = lines_of(go(tmp_path / "whole", architecture=architecture).metrics)
+    for n, layout in enumerate(chain[:-1]):
+        go(tmp_path / "cut", killed_in=n + 2, architecture=architecture, **layout)
+    cut = lines_of(go(tmp_path / "cut", architecture=architecture, **chain[-1]).metrics)
+    for ours, theirs in zip(cut, whole, strict=True):
+        for name in LOSSES:
+            expected = pytest.approx(theirs["metrics"][name], rel=1e-5, abs=1e-7)
+            assert ours["metrics"][name] == expected, (ours["iteration"], name)
 
 
 @pytest.mark.long
