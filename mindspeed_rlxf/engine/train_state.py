@@ -37,7 +37,7 @@ from mindspeed_rlxf.checkpoint.run_files import (
     write_text,
 )
 from mindspeed_rlxf.device import random_states
-from mindspeed_rlxf.engine.sharded_files import ShardedSave
+from mindspeed_rlxf.engine.sharded_files import ShardedSave, told
 from mindspeed_rlxf.engine.slots import empty_slots, fill_slots, held_slots, step_of
 
 if TYPE_CHECKING:
@@ -182,7 +182,8 @@ def _load_tensors(engine: MegatronEngine, folder: Path, step: int) -> None:
             shape = _slot(bases[i], name, tensor, None)
             targets.setdefault(name, {})[f"{i}"] = shape
     names = [name for name in targets if name != "weights"]
-    found = dist_checkpointing.load(targets, str(folder), validate_access_integrity=False)
+    with told(folder):
+        found = dist_checkpointing.load(targets, str(folder), validate_access_integrity=False)
     for i, base in enumerate(bases):
         base.data.data.copy_(found["weights"][f"{i}"])
 
