@@ -81,13 +81,17 @@ class StateSaver:
 
     def end(self) -> list[Entry]:
         """Wait for all files. Returns those of all ranks, hashed by who wrote them, paths within
-        the folder."""
+        the folder. Raises OSError on all ranks when one could not write."""
         writing, save, folder = self._writing, self._save, self._folder
         assert writing and save and folder, "no save has begun"
         self._writing = self._save = None
-        entries = writing.result()
+        error = writing.exception()  # waits; Megatron has its own way to tell of a failed write
         with self._engine.groups.active():
             save.finish()
+        failed = _all([] if error is None else [f"rank {dist.get_rank()}: {error}"])
+        if failed:
+            raise OSError(f"{folder}: {'; '.join(failed)}")
+        entries = writing.result()
         if dist.get_rank() == 0:
             entries += [entry_of(folder, folder / name) for name in OF_THE_FIRST]
             sync_folder(folder)

@@ -96,7 +96,7 @@ def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(
     Interrupted before the first checkpoint, between two, and at the end of an epoch (80 prompts,
     16 in an iteration). A bit of the newest checkpoint is flipped on the way.
     """
-    iterations = ITERATIONS + 2
+    iterations = ITERATIONS + 1
     keys = {"train_iters": iterations, "async_save": async_save}
     whole, cut = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "cut")
     newest = cut.checkpoints / f"iter_000000{2 if async_save else 3}"
@@ -124,7 +124,7 @@ def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(
     ledger = lines_of(cut.consumed)
     assert [line["first_sample_id"] for line in ledger] == list(range(0, 16 * iterations, 16))
     taken = [prompt for line in ledger for prompt in line["prompts"]]
-    assert sorted(taken[:80]) == list(range(80)) and len(set(taken[80:])) == 32
+    assert sorted(taken[:80]) == list(range(80)) and len(set(taken[80:])) == 16
 
 
 MODEL_PARALLEL = {"ranks": 4, "layout": {**TP2, **PP2}}
