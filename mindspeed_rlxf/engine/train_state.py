@@ -120,6 +120,7 @@ def load_state(engine: MegatronEngine, folder: Path) -> bool:
     with engine.groups.active():
         _load_tensors(engine, folder, int(numbers["optimizer_steps"]))
     engine.scheduler.num_steps = int(numbers["scheduler_steps"])
+    engine.skipped.in_a_row = int(numbers["skipped_in_a_row"])
     engine.scheduler.step(increment=0)  # the rates of the configuration at this step
     same = bool(numbers["layout"] == _layout(engine))
     if same:
@@ -245,6 +246,7 @@ def _numbers(engine: MegatronEngine) -> dict[str, Any]:
     return {
         "optimizer_steps": step_of(_optimizer(engine)),
         "scheduler_steps": engine.scheduler.num_steps,
+        "skipped_in_a_row": engine.skipped.in_a_row,
         "layout": _layout(engine),
     }
 

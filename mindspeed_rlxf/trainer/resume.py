@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.checkpoint.run_files import content_problem
@@ -14,6 +12,7 @@ from mindspeed_rlxf.checkpoint.run_store import Checkpoint, Manifest, RunStore, 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.data.prompts import Prompt
+from mindspeed_rlxf.reporting.line_file import LineFile
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 
 TRAINER = "trainer"
@@ -102,27 +101,25 @@ def digest(prompts: Sequence[Prompt], eos_token_ids: Sequence[int]) -> str:
 
 
 def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
-    """Leave of each file of lines what was there when the checkpoint was taken."""
+    """Leave of each file of lines what was there when the checkpoint was taken.
+
+    Raises UserError where there is less than that.
+    """
     for file in line_files(directory):
         if not file.exists():
             continue
-        kept = positions.get(file.name, 0)
-        size = file.stat().st_size
-        if size < kept:
-            raise UserError(
-                f"{file} must have the {kept} bytes that it had at the checkpoint, it has {size}; "
-                "put it back, or set training.new_run=true"
-            )
-        with file.open("r+b") as stream:
-            stream.truncate(kept)
-            os.fsync(stream.fileno())
+        try:
+            file.cut(positions.get(file.path.name, 0))
+        except ValueError as error:
+            raise UserError(str(error)) from None
 
 
 def positions(directory: RunDirectory) -> dict[str, int]:
-    """File name -> bytes of each file of lines at this moment."""
-    return {file.name: file.stat().st_size for file in line_files(directory) if file.exists()}
+    """File name -> bytes of each file of lines, with its parts, at this moment."""
+    return {file.path.name: file.position() for file in line_files(directory) if file.exists()}
 
 
-def line_files(directory: RunDirectory) -> list[Path]:
+def line_files(directory: RunDirectory) -> list[LineFile]:
     """Files that grow by lines as the run goes on."""
-    return [directory.metrics, directory.samples, directory.val_samples, directory.consumed]
+    paths = directory.metrics, directory.samples, directory.val_samples, directory.consumed
+    return [LineFile(path) for path in paths]

@@ -6,11 +6,11 @@ import json
 import platform
 import time
 from collections.abc import Callable
-from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
 import mindspeed_rlxf
+from mindspeed_rlxf.checkpoint import safe_folder
 from mindspeed_rlxf.checkpoint.run_files import Entry, entry_of, under, write_text
 from mindspeed_rlxf.checkpoint.run_store import Checkpoint, Manifest, RunStore
 from mindspeed_rlxf.config.dump import to_yaml
@@ -204,8 +204,7 @@ class RunCheckpoints:
         return state
 
     def _start_again(self, note: Note) -> None:
-        files = [f for f in resume.line_files(self.directory) if f.exists() and f.stat().st_size]
-        if files:
+        if any(resume.positions(self.directory).values()):
             note("no whole checkpoint to go on from: starts from iteration 0 again")
         resume.cut_files(self.directory, {})
 
@@ -221,11 +220,7 @@ def trained_roles(roles: RoleGroups) -> dict[Role, ActorGroup | CriticGroup]:
 def _unsafe(checkpoint: Checkpoint) -> str:
     """What a pickle in the checkpoint would do that no checkpoint does."""
     try:
-        scanner = import_module("mindspeed_rlxf.checkpoint.safe_folder")
-    except ModuleNotFoundError:  # until the scanner is here
-        return ""
-    try:
-        scanner.check(checkpoint.path)
+        safe_folder.check(checkpoint.path)
     except ValueError as error:
         return str(error)
     return ""
