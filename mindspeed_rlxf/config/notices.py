@@ -11,7 +11,8 @@ def notices(config: RunConfig) -> list[str]:
     if training.save_interval > training.train_iters:
         found.append(
             f"training.save_interval={training.save_interval} is over training.train_iters="
-            f"{training.train_iters}: nothing but the final export will be saved"
+            f"{training.train_iters}: it fires never; what is saved is what "
+            "training.save_interval_s asks for, and the end"
         )
     if config.shared_save:
         found.append(

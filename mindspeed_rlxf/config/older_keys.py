@@ -115,8 +115,8 @@ NO_OP_LIST = (
     NoOp(
         ("no_save_optim", "no_save_rng"),
         YES,
-        "what is written is weights only",
-        "true; optimizer and random state are not written yet",
+        "final weights come alone; a checkpoint of the run always has optimizer and random state",
+        "true; final weights have no optimizer beside them",
     ),
     NoOp(("is_instruction_dataset",), YES, "prompts are read by the names of their columns"),
     NoOp(("variable_seq_lengths",), YES, "lengths always vary: nothing is padded to seq_length"),

@@ -179,6 +179,8 @@ class ActorConfig(RoleConfig):
 class RefConfig(RoleConfig):
     """The frozen policy that the KL penalty is measured against."""
 
+    load: str | None = key(None, "Hugging Face folder of the frozen weights")
+
 
 class CriticConfig(RoleConfig):
     """The value model."""
@@ -197,6 +199,7 @@ class CriticConfig(RoleConfig):
 class RewardConfig(RoleConfig):
     """What scores responses; a rule needs no model and computes on the CPU."""
 
+    load: str | None = key(None, "Hugging Face folder of the reward model")
     kind: Annotated[RewardKind, Word] = key(RewardKind.MODEL, "reward model or rules")
     model: str | None = key(None, "name of the architecture; none for a rule")  # type: ignore[assignment]
     architecture: ArchitectureConfig | None = key(None, "none for a rule")  # type: ignore[assignment]

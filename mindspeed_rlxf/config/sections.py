@@ -42,7 +42,7 @@ class TrainingConfig(Section):
     """The run as a whole. In the YAML this section may also hold keys of roles, as defaults."""
 
     stage: Annotated[Stage, Word] = key(Stage.RAY_PPO, "training algorithm")
-    train_iters: int = key(..., "iterations", ge=1)
+    train_iters: int = key(..., "iterations", "free", ge=1)
     global_batch_size: int = key(..., "prompts per iteration", ge=1)
     seq_length: int = key(..., "longest prompt and response together, tokens", ge=2)
     tokenizer_type: Literal["PretrainedFromHF"] = key("PretrainedFromHF", "kind of tokenizer")
@@ -51,7 +51,23 @@ class TrainingConfig(Section):
     output_dir: str = key(..., "run directory; absent = outputs/<run_name>", "free")
     run_name: str = key(..., "name of the run; absent = config name", "free", min_length=1)
     save_interval: int = key(
-        0, "iterations between checkpoints of the trained weights; 0 = none", "free", ge=0
+        0, "iterations between checkpoints of the run; 0 = by time alone", "free", ge=0
+    )
+    save_interval_s: float | None = key(
+        None,
+        "seconds between checkpoints; null = 1800 without save_interval, 0 = none by time",
+        "free",
+        ge=0,
+    )
+    async_save: bool = key(
+        False, "checkpoints are written while the next iteration runs; needs host memory", "free"
+    )
+    keep_last: int = key(2, "newest checkpoints that are kept", "free", ge=1)
+    keep_every: int = key(
+        0, "checkpoints of its multiples are kept too, iterations; 0 = none", "free", ge=0
+    )
+    resume: Literal["auto", "never"] = key(
+        "auto", "go on in a run directory that is used (auto), or refuse it (never)", "free"
     )
     nan_policy: Annotated[NanPolicy, Word] = key(
         NanPolicy.RAISE,
@@ -60,6 +76,13 @@ class TrainingConfig(Section):
     )
     max_skipped: int = key(10, "nan_policy skip: optimizer steps left out in a row", "free", ge=0)
     new_run: bool = key(False, "take the next free name when the run directory is used", "free")
+
+    @property
+    def seconds_between_saves(self) -> float:
+        """0 = none by time."""
+        if self.save_interval_s is not None:
+            return self.save_interval_s
+        return 0.0 if 0 < self.save_interval <= self.train_iters else 1800.0
 
 
 class KlControlConfig(Section):

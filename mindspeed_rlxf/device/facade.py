@@ -126,6 +126,20 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def random_state() -> torch.Tensor | None:
+    """Bytes of the device's own generator; None on CPU, where it is torch's."""
+    if _active in (DeviceKind.CUDA, DeviceKind.NPU):
+        state: torch.Tensor = getattr(torch, FACTS[_active].torch_type).get_rng_state()
+        return state
+    return None
+
+
+def set_random_state(state: torch.Tensor) -> None:
+    """What `random_state` gave; nothing on CPU."""
+    if _active in (DeviceKind.CUDA, DeviceKind.NPU):
+        getattr(torch, FACTS[_active].torch_type).set_rng_state(state)
+
+
 def synchronize() -> None:
     """Wait for the device, so that a measured time is the work's and not the launch's."""
     if _active in (DeviceKind.CUDA, DeviceKind.NPU):

@@ -54,10 +54,10 @@ def mend() -> None:
     for module, name, wrap in mends():
         setattr(module, name, wrap(getattr(module, name)))
     if Version(megatron.core.__version__) >= Version("0.15"):
-        # Checkpoints are saved synchronously: what writes puts its result here in this very
-        # process (until 0.14 in a fork of it). Megatron's own queue is one between processes, with
-        # a server process for each rank.
+        # What writes puts its result here, in this very process. Megatron's own queue is one
+        # between processes, with a server process for each rank.
         filesystem_async._results_queue = queue.Queue()
+    filesystem_async.mp = InProcess()
     if not hasattr(moe_utils, "te_general_gemm"):
         # Megatron 0.16 looks at the name without Transformer Engine too, and then does without it.
         moe_utils.te_general_gemm = None
@@ -71,6 +71,36 @@ def mends() -> tuple[Mend, ...]:
         (distrib_optimizer, "quantize_param_shard", quantize_if_any),
         (filesystem_async, "_write_item", write_in_torch_format),
     )
+
+
+class InProcess:
+    """In place of `multiprocessing` where Megatron writes the files of a checkpoint.
+
+    It forks a process for each file, out of one with a device, collectives and Ray's threads, and
+    waits for ever when that one is killed; a fork also outlives a rank that is killed.
+    """
+
+    Queue = JoinableQueue = SimpleQueue = queue.Queue
+
+    def get_context(self, _method: str) -> InProcess:
+        return self
+
+    class Process:
+        """Runs where it is started; what fails is put in the queue of results by the target."""
+
+        def __init__(
+            self, target: Function, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        ) -> None:
+            self._run = functools.partial(target, *args, **(kwargs or {}))
+
+        def start(self) -> None:
+            self._run()
+
+        def join(self) -> None:
+            """It has ended."""
+
+    def Manager(self) -> InProcess:
+        return self
 
 
 def quantize_if_any(quantize: Function) -> Function:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.checkpoint.folders import copy_side_files, open_weights
+from mindspeed_rlxf.checkpoint.run_files import Entry
 from mindspeed_rlxf.checkpoint.weights import StageWeights
 from mindspeed_rlxf.config.enums import NanPolicy
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
@@ -37,6 +37,8 @@ from mindspeed_rlxf.engine.grouping import chunk_rows, group_by_tokens, split_gr
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rlxf.engine.parallel import ParallelGroups
+from mindspeed_rlxf.engine.sharded_files import save_sharded
+from mindspeed_rlxf.engine.train_state import StateSaver, blind_hosts, damage, load_state
 from mindspeed_rlxf.models.experts import weigh_balance_loss
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
@@ -93,6 +95,7 @@ class MegatronEngine:
         """
         assert role.architecture is not None and role.load is not None, "checked beforehand"
         megatron_versions.mend()
+        device.seed_all(seed + dist.get_rank())  # Python's and numpy's would be the system's
         self.role, self.head = role, head
         self.source = Path(role.load)
         self.skipped = skipped or SkippedSteps(NanPolicy.RAISE, 0, role.model)
@@ -128,6 +131,7 @@ class MegatronEngine:
                 self._guarded = GuardedOptimizer(self.optimizer)
                 self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters)
                 self._connect()
+        self._saver = StateSaver(self)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -286,20 +290,30 @@ class MegatronEngine:
             shards = {
                 f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(self.chunks)
             }
-            dist_checkpointing.save(shards, str(megatron_folder))
+            save_sharded(shards, megatron_folder)
             if dist.get_rank() == 0:  # so that the folder can be converted, or trained from
                 copy_side_files(self.source, megatron_folder, self.head)
             dist.barrier()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Schedule and random streams; weights and optimizer slots have their own form."""
-        assert self.scheduler is not None, "a frozen model has no training state"
-        return {"scheduler": self.scheduler.state_dict(), "random": self.groups.random_state()}
+    def begin_save(self, folder: Path) -> None:
+        """Start to write what the role has to remember (see `StateSaver.begin`)."""
+        self._saver.begin(folder)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert self.scheduler is not None, "a frozen model has no training state"
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.groups.load_random_state(state["random"])
+    def end_save(self) -> list[Entry]:
+        """Wait for it; the files of all ranks (see `StateSaver.end`)."""
+        return self._saver.end()
+
+    def load_state(self, folder: Path) -> bool:
+        """Take it over; False where another layout wrote it (see `train_state.load_state`)."""
+        return load_state(self, folder)
+
+    def blind_hosts(self, file: Path) -> list[str]:
+        """Hosts of the role on which the file is not there; a collective."""
+        return blind_hosts(file)
+
+    def damage(self, folder: Path, entries: list[Entry]) -> list[str]:
+        """What is wrong with files of a checkpoint; a collective, each rank reads its share."""
+        return damage(folder, entries)
 
     def _run(self, micro_batches: Sequence[MicroBatch], then, forward_only: bool):  # type: ignore[no-untyped-def]
         def forward_step(batches, model):  # type: ignore[no-untyped-def]

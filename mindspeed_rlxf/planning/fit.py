@@ -165,7 +165,8 @@ def _elsewhere(
     disk_rows: list[tuple[str, object]] = [
         (f"final weights of {role.value}", size(count)) for role, count in disk.exports.items()
     ]
-    disk_rows.append(("one checkpoint, if it were saved", size(disk.checkpoint)))
+    count = disk.num_checkpoints
+    disk_rows.append((f"checkpoints ({count}, one being written)", size(count * disk.checkpoint)))
     title = "Host memory" + (", largest host" if available.is_joined(config) else "")
     return {
         title: (

@@ -41,14 +41,18 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes in the run directory, and of one checkpoint."""
+    """Bytes in the run directory: final weights, and checkpoints of the run.
+
+    checkpoint: bytes of one; num_checkpoints: those that are kept, and the one being written
+    """
 
     exports: dict[Role, int]
     checkpoint: int
+    num_checkpoints: int
 
     @property
     def total(self) -> int:
-        return sum(self.exports.values())
+        return sum(self.exports.values()) + self.num_checkpoints * self.checkpoint
 
 
 def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory:
@@ -81,6 +85,7 @@ def disk_needed(config: RunConfig) -> Disk:
     return Disk(
         {role: _export_bytes(config, role) for role in _trained(config)},
         sum(_checkpoint_bytes(config, role) for role in _trained(config)),
+        config.training.keep_last + 1,
     )
 
 

@@ -50,7 +50,7 @@ def _run(config: RunConfig) -> list[tuple[str, object]]:
         ("iterations", training.train_iters),
         ("output", training.output_dir),
         *((f"weights of {role.value}", folder) for role, folder in _save_folders(config)),
-        ("checkpoints of the weights", _checkpoints(config)),
+        ("checkpoints of the run", _checkpoints(config)),
         ("tokenizer", training.tokenizer_name_or_path),
         ("training prompts", ", ".join(data.train_files or data.data_path)),
         ("validation prompts", ", ".join(data.val_files or data.val_data_path) or "none"),
@@ -70,8 +70,13 @@ def _save_folders(config: RunConfig) -> list[tuple[Role, object]]:
 
 
 def _checkpoints(config: RunConfig) -> str:
-    interval = config.training.save_interval
-    return f"every {interval} iterations" if interval else "none"
+    training, found = config.training, []
+    if 0 < training.save_interval <= training.train_iters:
+        found.append(f"every {training.save_interval} iterations")
+    if training.seconds_between_saves:
+        found.append(f"every {training.seconds_between_saves:g} s")
+    kept = f"the last {training.keep_last} are kept"
+    return ", ".join([*found, "at the end", kept])
 
 
 def _reward(config: RunConfig) -> str:

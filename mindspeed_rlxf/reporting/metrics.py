@@ -52,6 +52,29 @@ class MetricsWriter:
         self._lines.close()
 
 
+class LedgerWriter:
+    """Appends to consumed.jsonl what an iteration took of the data."""
+
+    def __init__(self, file: Path) -> None:
+        self._lines = _JsonLines(file)
+
+    def write(
+        self, iteration: int, first_sample_id: int, samples_per_prompt: int, prompts: Sequence[int]
+    ) -> None:
+        """prompts: indices in the data set; their samples are numbered from `first_sample_id`"""
+        self._lines.write(
+            {
+                "iteration": iteration,
+                "first_sample_id": first_sample_id,
+                "samples_per_prompt": samples_per_prompt,
+                "prompts": list(prompts),
+            }
+        )
+
+    def close(self) -> None:
+        self._lines.close()
+
+
 class SampleWriter:
     """Appends responses to a samples file, the first `samples` of an iteration or `all`."""
 

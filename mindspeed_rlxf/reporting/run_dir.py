@@ -1,23 +1,35 @@
-"""The folder of a run: where its files stand, and when it may be taken."""
+"""The folder of a run: where its files stand, and who may take it or go on in it."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.resume import Change, changes
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.reporting import run_lock
+
+LATER_CONFIG = re.compile(r"config\.(\d+)\.yaml")
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths of a run's files. `create` takes the folder; ranks beside the first only name it."""
+    """Paths of a run's files. `create` takes the folder; ranks beside the first only name it.
+
+    changes: what differs from the run that is gone on with
+    """
 
     path: Path
+    changes: tuple[Change, ...] = ()
 
     @property
     def config(self) -> Path:
@@ -34,6 +46,11 @@ class RunDirectory:
     @property
     def val_samples(self) -> Path:
         return self.path / "val_samples.jsonl"
+
+    @property
+    def consumed(self) -> Path:
+        """Ledger: which prompts each iteration took, under which sample ids."""
+        return self.path / "consumed.jsonl"
 
     @property
     def failure(self) -> Path:
@@ -55,40 +72,96 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: RunConfig) -> RunDirectory:
-        """Makes the folder, its logs/ and config.yaml. Raises UserError (see `check`)."""
+        """Takes the folder: makes it, its logs/ and config.yaml, and locks it for this process.
+
+        A folder of the same run is gone on with; what differs is in `changes`, and as one more
+        config.<n>.yaml in the folder. Raises UserError (see `check`).
+        """
         if problems := cls.check(config):
             raise UserError(problems)
         directory = cls.choose(config)
         try:
             directory.logs.mkdir(parents=True, exist_ok=True)
-            _write_atomically(directory.config, to_yaml(config))
+            run_lock.take(directory.path)
+            differing = tuple(directory.changes_to(config))
+            if not directory.config.exists():
+                _write_atomically(directory.config, to_yaml(config))
+            elif differing:
+                _write_atomically(directory._next_config(), to_yaml(config))
         except OSError as error:
+            directory.unlock()
             raise UserError(_not_writable(directory.path, error.strerror or str(error))) from error
-        return directory
+        return cls(directory.path, differing)
+
+    def unlock(self) -> None:
+        """The run has ended in this process."""
+        run_lock.release(self.path)
 
     def release(self) -> None:
         """Give the folder of a run back that has not trained; its logs stay."""
         if not self.metrics.exists() or not self.metrics.stat().st_size:
             self.metrics.unlink(missing_ok=True)
-            self.config.unlink(missing_ok=True)
+            for file in (self.config, *self._later_configs()):
+                file.unlink(missing_ok=True)
+        self.unlock()
 
     @classmethod
     def check(cls, config: RunConfig) -> list[str]:
-        """Problems of taking the folder: it holds a run, or cannot be written. Writes nothing."""
+        """Problems of taking the folder: it holds another run, or cannot be written, or a live run
+        is in it. Writes nothing."""
         directory = cls.choose(config)
-        if directory.is_used:
-            return [
-                f"training.output_dir={str(directory.path)!r} must not hold another run, it has "
-                f"{directory.config.name} or {directory.metrics.name}; set another "
-                "training.run_name or training.output_dir, or training.new_run=true to take "
-                f"{_next_free(directory.path)}"
-            ]
+        if directory.is_used and not config.training.new_run:
+            return directory._resume_problems(config)
         parent = next(p for p in (directory.path, *directory.path.parents) if p.exists())
         if not parent.is_dir():
             return [_not_writable(directory.path, f"{parent} is a file")]
         if not os.access(parent, os.W_OK | os.X_OK):
             return [_not_writable(directory.path, f"no right to write in {parent}")]
         return []
+
+    def _resume_problems(self, config: RunConfig) -> list[str]:
+        free = _next_free(self.path)
+        if config.training.resume == "never" or not self.config.exists():
+            return [
+                f"training.output_dir={str(self.path)!r} must not hold another run, it has "
+                f"{self.config.name if self.config.exists() else self.metrics.name}; set another "
+                "training.run_name or training.output_dir, or training.new_run=true to take "
+                f"{free}"
+            ]
+        if found := run_lock.problem(self.path):
+            return [found]
+        fixed = [str(change) for change in self.changes_to(config) if change.rule == "fixed"]
+        if fixed:
+            return [
+                f"training.output_dir={str(self.path)!r} must hold the same run to go on with it, "
+                f"these keys differ (there -> here): {'; '.join(fixed)}; put them back, or set "
+                f"training.new_run=true to take {free}"
+            ]
+        return []
+
+    def changes_to(self, config: RunConfig) -> list[Change]:
+        """Keys of `config` that differ from the last configuration of the run that is here."""
+        if not self.config.exists():
+            return []
+        latest = [self.config, *self._later_configs()][-1]
+        try:
+            before: Any = yaml.safe_load(latest.read_text(encoding="utf-8"))
+            assert isinstance(before, dict)
+        except (OSError, yaml.YAMLError, UnicodeDecodeError, AssertionError):
+            raise UserError(
+                f"{latest} must be what the run wrote, and cannot be read; put it back, or set "
+                f"training.new_run=true to take {_next_free(self.path)}"
+            ) from None
+        return changes(before, yaml.safe_load(to_yaml(config)))
+
+    def _later_configs(self) -> list[Path]:
+        """config.1.yaml, config.2.yaml, ..., in this order."""
+        found = [(LATER_CONFIG.fullmatch(file.name), file) for file in self.path.glob("config.*")]
+        return [file for _, file in sorted((int(m[1]), file) for m, file in found if m)]
+
+    def _next_config(self) -> Path:
+        numbers = [LATER_CONFIG.fullmatch(file.name) for file in self._later_configs()]
+        return self.path / f"config.{max((int(m[1]) for m in numbers if m), default=0) + 1}.yaml"
 
     @classmethod
     def choose(cls, config: RunConfig) -> RunDirectory:

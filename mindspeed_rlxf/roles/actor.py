@@ -19,6 +19,7 @@ from mindspeed_rlxf.algorithms.losses import (
     truncated_importance,
 )
 from mindspeed_rlxf.algorithms.masked import masked_whiten
+from mindspeed_rlxf.checkpoint.run_files import Entry
 from mindspeed_rlxf.config.enums import AdvantageWhiten, KlIn, PolicyLoss, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
@@ -232,6 +233,27 @@ class ActorRole:
         """Write the weights; a collective over the role's ranks."""
         self.engine.export(hf_folder, megatron_folder)
         return RoleOutput()
+
+    def begin_save(self, folder: Path) -> RoleOutput:
+        """Start to write the role's part of a run checkpoint, as it is now."""
+        self.engine.begin_save(folder)
+        return RoleOutput()
+
+    def end_save(self) -> RoleOutput:
+        """Wait until it is written. Report: its files, with sizes and hashes."""
+        return RoleOutput(report=self.engine.end_save())
+
+    def load_state(self, folder: Path) -> RoleOutput:
+        """Go on from there. Report: whether the same layout wrote it."""
+        return RoleOutput(report=self.engine.load_state(folder))
+
+    def blind_hosts(self, file: Path) -> RoleOutput:
+        """Report: hosts on which a file of the run directory is not there."""
+        return RoleOutput(report=self.engine.blind_hosts(file))
+
+    def damage(self, folder: Path, entries: list[Entry]) -> RoleOutput:
+        """Read the role's files, each rank its share. Report: what is wrong with them."""
+        return RoleOutput(report=self.engine.damage(folder, entries))
 
 
 def _gaps(rollouts: Rollouts, recomputed: LogProbs) -> Tensor:

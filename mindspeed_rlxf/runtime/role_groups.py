@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_rlxf.checkpoint.run_files import Entry
 from mindspeed_rlxf.config.enums import KlPenalty, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
@@ -113,6 +114,26 @@ class ActorGroup:
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> Pending:
         return self.train.call(ActorRole.export, hf_folder, megatron_folder)
 
+    def begin_save(self, folder: Path) -> Pending:
+        """Takes as long as a copy to the host."""
+        return self.train.call(ActorRole.begin_save, folder)
+
+    def end_save(self) -> Pending:
+        """Reports: the files that all ranks wrote, the same from each."""
+        return self.train.call(ActorRole.end_save)
+
+    def load_state(self, folder: Path) -> Pending:
+        """Reports: whether the same layout wrote it."""
+        return self.train.call(ActorRole.load_state, folder)
+
+    def damage(self, folder: Path, entries: list[Entry]) -> Pending:
+        """Reports: what is wrong with these files of the role, the same from each."""
+        return self.train.call(ActorRole.damage, folder, entries)
+
+    def blind_hosts(self, file: Path) -> Pending:
+        """Reports: hosts of the role on which the file is not there, the same from each."""
+        return self.train.call(ActorRole.blind_hosts, file)
+
 
 class ReferenceGroup:
     def __init__(self, config: RunConfig, pool: Pool) -> None:
@@ -176,6 +197,26 @@ class CriticGroup:
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> Pending:
         return self.group.call(CriticRole.export, hf_folder, megatron_folder)
+
+    def begin_save(self, folder: Path) -> Pending:
+        """Takes as long as a copy to the host."""
+        return self.group.call(CriticRole.begin_save, folder)
+
+    def end_save(self) -> Pending:
+        """Reports: the files that all ranks wrote, the same from each."""
+        return self.group.call(CriticRole.end_save)
+
+    def load_state(self, folder: Path) -> Pending:
+        """Reports: whether the same layout wrote it."""
+        return self.group.call(CriticRole.load_state, folder)
+
+    def damage(self, folder: Path, entries: list[Entry]) -> Pending:
+        """Reports: what is wrong with these files of the role, the same from each."""
+        return self.group.call(CriticRole.damage, folder, entries)
+
+    def blind_hosts(self, file: Path) -> Pending:
+        """Reports: hosts of the role on which the file is not there, the same from each."""
+        return self.group.call(CriticRole.blind_hosts, file)
 
 
 class RewardGroup:

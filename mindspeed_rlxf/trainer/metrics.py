@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mindspeed_rlxf.roles.reports import (
     ExperienceReport,
@@ -84,6 +84,12 @@ def throughput_metrics(
         "throughput/tokens_per_s": rate,
         "throughput/tokens_per_s_per_device": rate / num_devices,
     }
+
+
+def validation_score(measured: Mapping[str, float]) -> float | None:
+    """Mean of the scores of the data sources; None where the iteration was not validated."""
+    scores = [v for k, v in measured.items() if k.startswith("val/") and k.endswith("/score")]
+    return sum(scores) / len(scores) if scores else None
 
 
 def _summary(values: Sequence[int]) -> Summary:

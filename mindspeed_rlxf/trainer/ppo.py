@@ -14,8 +14,8 @@ from mindspeed_rlxf.trainer import metrics as names
 from mindspeed_rlxf.trainer.collector import Collected, Collector
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.recorder import Recorder
+from mindspeed_rlxf.trainer.run_checkpoints import RunCheckpoints
 from mindspeed_rlxf.trainer.validation import Validator
-from mindspeed_rlxf.trainer.weight_saver import WeightSaver
 
 
 class PpoTrainer:
@@ -28,9 +28,9 @@ class PpoTrainer:
         prompts: PromptSource,
         validator: Validator,
         recorder: Recorder,
-        saver: WeightSaver,
+        checkpoints: RunCheckpoints,
     ) -> None:
-        self.config, self.prompts, self.saver = config, prompts, saver
+        self.config, self.prompts, self.checkpoints = config, prompts, checkpoints
         self.actor, self.ref, self.critic = roles.actor, roles.ref, roles.critic
         self.collector = Collector(config, roles, prompts)
         self.validator, self.recorder = validator, recorder
@@ -45,7 +45,7 @@ class PpoTrainer:
 
     def fit(self) -> None:
         """generate, score -> log-probs, values -> experience -> updates -> metrics."""
-        if self.config.validation.before:
+        if self.config.validation.before and self.iteration == 0:
             self.validator.validate(self.iteration)
         while self.iteration < self.config.training.train_iters:
             self.iteration += 1
@@ -86,6 +86,7 @@ class PpoTrainer:
             measured["timing/gen"], measured["timing/reward"] = collected.seconds()
             measured.update({f"timing/{k}": p.seconds for k, p in phases.items() if p})
             self._finish(measured, collected, time.monotonic() - started)
+        self.checkpoints.settle(self.recorder.note)
 
     def _make_experience(
         self, collected: Collected, old: Pending | None, ref: Pending, values: Pending | None
@@ -116,9 +117,15 @@ class PpoTrainer:
         due = validation.interval and self.iteration % validation.interval == 0
         if due or (last and validation.after):
             measured.update(self.validator.validate(self.iteration))
-        if self.saver.is_due(self.iteration):
-            measured["timing/save"] = self.saver.save(self.iteration)
+        saves, note = self.checkpoints.is_due(self.iteration), self.recorder.note
+        self.checkpoints.settle(note)
+        if saves:
+            measured["timing/save"] = self.checkpoints.write(self.iteration, note)
+        self.recorder.consumed(self.iteration, self.prompts.taken())
         self.recorder.iteration(self.iteration, measured, all_s)
+        if saves:
+            score = names.validation_score(measured)
+            self.checkpoints.commit(self.iteration, self.state_dict(), score, note)
 
     @property
     def _num_devices(self) -> int:

@@ -54,7 +54,8 @@ def prepare(config: RunConfig) -> Prepared:
     problems: list[str] = []
     prepared = Prepared()
     problems += RunDirectory.check(config)
-    problems += save_problems(config)
+    if not RunDirectory.choose(config).is_used:  # else they are those of this very run
+        problems += save_problems(config)
     for role in config.roles:
         problems += weight_problems(config, role)
     actor = config.actor_rollout

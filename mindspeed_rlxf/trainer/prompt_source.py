@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.fixed_responses import FixedResponses
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.data.sampler import PromptSampler
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Prompts given out, each `samples_per_prompt` times under sample ids that count up."""
+
+    first_sample_id: int
+    samples_per_prompt: int
+    prompts: list[int]  # indices in the data set
 
 
 class PromptSource:
@@ -25,17 +35,22 @@ class PromptSource:
         self.prompts, self.sampler, self.fixed = prompts, sampler, fixed
         self.n_samples_per_prompt = n_samples_per_prompt
         self._next_sample_id = 0
+        self._taken: list[int] = []
 
     def next_prompts(self) -> Prompts:
         """The next global batch, each prompt `n_samples_per_prompt` times in a row."""
-        chosen = [
-            self.prompts[index]
-            for index in self.sampler.next_batch()
-            for _ in range(self.n_samples_per_prompt)
-        ]
+        indices = self.sampler.next_batch()
+        self._taken += indices
+        chosen = [self.prompts[i] for i in indices for _ in range(self.n_samples_per_prompt)]
         batch = as_rows(chosen, self._next_sample_id, self.fixed)
         self._next_sample_id += len(chosen)
         return batch
+
+    def taken(self) -> Taken:
+        """What has been given out since the last call."""
+        indices, self._taken = self._taken, []
+        first = self._next_sample_id - len(indices) * self.n_samples_per_prompt
+        return Taken(first, self.n_samples_per_prompt, indices)
 
     def state_dict(self) -> dict[str, Any]:
         return {"sampler": self.sampler.state_dict(), "next_sample_id": self._next_sample_id}

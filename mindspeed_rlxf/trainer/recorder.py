@@ -11,11 +11,12 @@ from typing import Any
 
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting.console import Progress
-from mindspeed_rlxf.reporting.metrics import MetricsWriter, Sample, SampleWriter
+from mindspeed_rlxf.reporting.metrics import LedgerWriter, MetricsWriter, Sample, SampleWriter
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.roles.reports import ScoreReport
 from mindspeed_rlxf.runtime.refs import RowsRef
 from mindspeed_rlxf.runtime.role_groups import ActorGroup
+from mindspeed_rlxf.trainer.prompt_source import Taken
 
 GAP_WARNING = 0.05  # mean |log-prob of generation - of training|, nats; bf16 rounds to about 0.01
 
@@ -31,6 +32,7 @@ class Recorder:
         limit = config.logging.samples, config.logging.samples_file_mb * 10**6
         nowhere = Path(os.devnull)
         self._metrics = MetricsWriter(directory.metrics if writes else nowhere)
+        self._ledger = LedgerWriter(directory.consumed if writes else nowhere)
         self._samples = SampleWriter(directory.samples if writes else nowhere, *limit)
         self._val_samples = SampleWriter(directory.val_samples if writes else nowhere, *limit)
         self._progress = Progress(
@@ -74,6 +76,12 @@ class Recorder:
         shown = " | ".join(f"{k} : {v:.4f}" for k, v in metrics.items() if k.startswith("val/"))
         self._progress.note(f"validation after iteration {iteration} | {shown}")
 
+    def consumed(self, iteration: int, taken: Taken) -> None:
+        """Into the ledger."""
+        self._ledger.write(
+            iteration, taken.first_sample_id, taken.samples_per_prompt, taken.prompts
+        )
+
     def note(self, text: str) -> None:
         """A console line of its own."""
         self._progress.note(text)
@@ -95,7 +103,7 @@ class Recorder:
 
     def close(self) -> None:
         self._progress.close()
-        for writer in (self._metrics, self._samples, self._val_samples):
+        for writer in (self._metrics, self._ledger, self._samples, self._val_samples):
             writer.close()
 
     def _write(

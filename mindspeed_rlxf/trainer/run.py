@@ -22,6 +22,8 @@ from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.prompt_source import PromptSource, as_rows
 from mindspeed_rlxf.trainer.recorder import Recorder
+from mindspeed_rlxf.trainer.resume import digest, is_finished
+from mindspeed_rlxf.trainer.run_checkpoints import RunCheckpoints
 from mindspeed_rlxf.trainer.validation import Validator
 from mindspeed_rlxf.trainer.weight_saver import WeightSaver
 
@@ -32,6 +34,14 @@ logger = logging.getLogger(__name__)
 
 def run(config: RunConfig, prepared: Prepared) -> int:
     """Train to the end; returns the exit code of `design`, section 3."""
+    directory = RunDirectory.choose(config)
+    if is_finished(config, directory):
+        print(
+            f"done already: {directory.path} has its {config.training.train_iters} iterations; "
+            "raise training.train_iters to go on",
+            flush=True,
+        )
+        return EXIT_DONE
     started: list[RunDirectory] = []
     try:
         with _stops_as_interrupt():
@@ -54,6 +64,9 @@ def run(config: RunConfig, prepared: Prepared) -> int:
     except Exception as error:
         logger.exception("the driver failed")
         return _failed(started, error, f"driver: {type(error).__name__}: {error}")
+    finally:
+        for directory in started:
+            directory.unlock()
     return EXIT_DONE
 
 
@@ -91,6 +104,8 @@ def _start(
     started.append(directory)
     _log_to(directory)
     print(f"run directory: {directory.path}", flush=True)
+    for change in directory.changes:
+        print(f"note: changed since the last start: {change}", flush=True)
     for notice in prepared.notices:
         print(f"note: {notice}", flush=True)
     return directory
@@ -107,20 +122,47 @@ def train(
     runtime: Runtime,
     writes: bool = True,
 ) -> None:
-    """Start the roles, run the loop, write the final weights.
+    """Start the roles, go on from the newest checkpoint if there is one, run the loop, write the
+    final weights.
 
     writes: this process writes the metric and sample files.
     """
     parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}
     pools = runtime.create_pools(config.resource_pool, parts)
     roles = RoleGroups.build(config, pools, prepared.eos_token_ids)
+    prompts = digest(prepared.train_prompts, prepared.eos_token_ids)
+    checkpoints = RunCheckpoints(config, roles, directory, prompts, writes)
+    say = _say if writes else _say_nothing
+    state = checkpoints.restore(say)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
     try:
-        saver = WeightSaver(config, roles, directory, recorder.note, writes)
-        make_trainer(config, prepared, roles, recorder, saver).fit()
-        saver.export()
+        trainer = make_trainer(config, prepared, roles, recorder, checkpoints)
+        if state is not None:
+            trainer.load_state_dict(state["trainer"])
+        trainer.fit()
+        _export(config, directory, checkpoints, writes)
     finally:
         recorder.close()
+
+
+def _export(
+    config: RunConfig, directory: RunDirectory, checkpoints: RunCheckpoints, writes: bool
+) -> None:
+    """The last thing of a run; the mark that it is done comes after it."""
+    if writes:
+        checkpoints.store.forget_export()
+    WeightSaver(config, checkpoints.trained, directory, writes).export()
+    if writes:
+        checkpoints.store.set_exported(config.training.train_iters)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+    logger.info(text)
+
+
+def _say_nothing(text: str) -> None:
+    """On ranks that do not write."""
 
 
 def make_trainer(
@@ -128,7 +170,7 @@ def make_trainer(
     prepared: Prepared,
     roles: RoleGroups,
     recorder: Recorder,
-    saver: WeightSaver,
+    checkpoints: RunCheckpoints,
 ) -> PpoTrainer:
     training = config.training
     sampler = PromptSampler(
@@ -146,7 +188,7 @@ def make_trainer(
     validator = Validator(
         roles, as_rows(prepared.val_prompts), prepared.validate_by_rule, training.seed, recorder
     )
-    return PpoTrainer(config, roles, source, validator, recorder, saver)
+    return PpoTrainer(config, roles, source, validator, recorder, checkpoints)
 
 
 def _release(started: list[RunDirectory]) -> None:

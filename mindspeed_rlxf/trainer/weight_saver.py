@@ -1,22 +1,16 @@
-"""Weights of what is trained: checkpoints on the way, and the final export.
-
-A checkpoint holds weights in Megatron's format, no optimizer: it is no place to go on from.
-"""
+"""The final weights of what is trained, and where they go."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
-from mindspeed_rlxf.runtime.role_groups import ActorGroup, CriticGroup, RoleGroups
+from mindspeed_rlxf.runtime.role_groups import ActorGroup, CriticGroup
 
-POINTER = "latest_checkpointed_iteration.txt"
 HF, MEGATRON = "hf", "megatron"
 
 
@@ -24,62 +18,26 @@ class WeightSaver:
     def __init__(
         self,
         config: RunConfig,
-        roles: RoleGroups,
+        trained: dict[Role, ActorGroup | CriticGroup],
         directory: RunDirectory,
-        note: Callable[[str], None],
         writes: bool = True,
     ) -> None:
-        """note: says a line to the user. writes: False on all but the first rank of torchrun."""
-        self.config, self.note, self.writes = config, note, writes
+        """writes: False on all but the first rank of torchrun."""
+        self.config, self.trained, self.writes = config, trained, writes
         self.final = directory.path / "final"
-        self.checkpoints = directory.checkpoints
-        self.trained: dict[Role, ActorGroup | CriticGroup] = {Role.ACTOR_ROLLOUT: roles.actor}
-        if roles.critic is not None:
-            self.trained[Role.CRITIC] = roles.critic
-
-    def is_due(self, iteration: int) -> bool:
-        interval = self.config.training.save_interval
-        return interval > 0 and iteration % interval == 0
-
-    def save(self, iteration: int) -> float:
-        """checkpoints/iter_0000010/{actor,critic}, whole or not there; returns the seconds it took.
-
-        All ranks write into a hidden folder, which then gets its name; the pointer comes last.
-        """
-        started = time.monotonic()
-        name = f"iter_{iteration:07d}"
-        hidden = self.checkpoints / f".{name}"
-        if self.writes and hidden.exists():
-            shutil.rmtree(hidden)
-        pending = [
-            group.export(None, hidden / SAVED_AS[role]) for role, group in self.trained.items()
-        ]
-        for export in pending:
-            export.result()
-        if self.writes:
-            self._publish(hidden, self.checkpoints / name, iteration)
-        return time.monotonic() - started
-
-    def _publish(self, hidden: Path, final: Path, iteration: int) -> None:
-        missing = [
-            n for r, n in SAVED_AS.items() if r in self.trained and not (hidden / n).is_dir()
-        ]
-        if missing:
-            self.note(
-                f"warning: the checkpoint of iteration {iteration} is not whole here, "
-                f"{' and '.join(missing)} wrote to {hidden} of other hosts; use a "
-                "training.output_dir that all hosts share"
-            )
-            return
-        os.replace(hidden, final)
-        _replace_text(self.checkpoints / POINTER, f"{iteration}\n")
-        self.note(f"checkpoint of iteration {iteration}: {final}")
 
     def export(self) -> None:
-        """Final weights, as Hugging Face folders and in Megatron's format."""
+        """Final weights, as Hugging Face folders and in Megatron's format.
+
+        What an earlier end of the same run has written there makes room.
+        """
         pending = []
         for role, group in self.trained.items():
-            pending.append(group.export(*export_folders(self.config, role, self.final)))
+            folders = export_folders(self.config, role, self.final)
+            for folder in folders:
+                if self.writes and folder.exists():
+                    shutil.rmtree(folder)
+            pending.append(group.export(*folders))
         for export in pending:
             export.result()
 
@@ -112,12 +70,3 @@ def save_problems(config: RunConfig) -> list[str]:
                 "cannot; give another one"
             )
     return problems
-
-
-def _replace_text(file: Path, text: str) -> None:
-    temporary = file.with_name(f".{file.name}")
-    with open(temporary, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)

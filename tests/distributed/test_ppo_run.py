@@ -111,11 +111,12 @@ def test_kl_to_the_reference_starts_at_zero_and_roles_may_live_anywhere(
     for name in ("together", "apart"):
         saved = tmp_path / name / "checkpoints"
         pointer = "latest_checkpointed_iteration.txt"
-        assert sorted(path.name for path in saved.iterdir()) == ["iter_0000002", pointer]
-        assert (saved / pointer).read_text() == "2\n"
+        names = ["exported_iteration.txt", "iter_0000002", "iter_0000003", pointer]
+        assert sorted(path.name for path in saved.iterdir()) == names
+        assert (saved / pointer).read_text() == "3\n"
         for role in ("actor", "critic"):
             assert any((saved / "iter_0000002" / role).glob("*.distcp"))
-    assert [("timing/save" in metrics) for metrics in first] == [False, True, False]
+    assert [("timing/save" in metrics) for metrics in first] == [False, True, True]
     assert abs(first[0]["critic/kl"]) <= 1e-5
     assert first[0]["rollout/log_prob_gap_max"] < 1e-4
     for ours, theirs in zip(first, second, strict=True):

@@ -371,7 +371,7 @@ def test_their_ppo_configurations_mean_here_what_they_meant(
     )
     saved = os.path.abspath("ckpt")
     assert config.save_folder(Role.CRITIC) == Path(saved, "critic")
-    starts = ["training.save_interval=10000 is over training.train_iters=1000: nothing but",
+    starts = ["training.save_interval=10000 is over training.train_iters=1000: it fires",
               f"actor_rollout.save and critic.save are one folder, {saved}: ",
               "entropy_coeff=0.001: the loss has an entropy bonus of this weight"]  # fmt: skip
     assert [any(note.startswith(start) for note in notes) for start in starts] == [True] * 3

@@ -106,6 +106,7 @@ READ_THROUGH = {
     "placement": "pool_of",
     "num_gpus_for_train": "parts",
     "num_gpus_for_infer": "parts",
+    "save_interval_s": "seconds_between_saves",
     "tensor_parallel_spans_nodes": "pool_settings",  # of its rule alone: nothing else asks
     "verifier": "verifiers",
     "verifier_function": "verifiers",

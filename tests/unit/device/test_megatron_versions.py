@@ -136,3 +136,16 @@ def test_a_writer_of_older_torch_stays_as_it_is() -> None:
     def write(stream: str, item: str) -> None: ...
 
     assert write_in_torch_format(write) is write
+
+
+def test_files_of_a_checkpoint_are_written_in_the_process_itself() -> None:
+    mend.__wrapped__()
+    context = filesystem_async.mp.get_context("fork")
+    results = context.Queue()
+    worker = context.Process(target=lambda n, more: results.put((n, more)), args=(1,), kwargs={
+        "more": 2
+    })  # fmt: skip
+    worker.start()
+    worker.join()
+    assert results.get_nowait() == (1, 2)
+    assert context.Manager().Queue().empty()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ def test_create_makes_the_folder_and_its_config(make_config):
     directory = RunDirectory.create(config)
     assert directory.path == Path(config.training.output_dir)
     assert directory.logs.is_dir()
+    assert sorted(os.listdir(directory.path)) == ["config.yaml", "logs", "run.lock"]
+    directory.unlock()
     assert sorted(os.listdir(directory.path)) == ["config.yaml", "logs"]
 
 
@@ -52,21 +55,100 @@ def test_a_run_that_has_not_trained_gives_its_folder_back(make_config):
     assert RunDirectory.check(config) == [] and (directory.logs / "driver.log").exists()
     RunDirectory.create(config).metrics.write_text("{}\n")
     directory.release()
-    assert RunDirectory.check(config) and directory.metrics.read_text() == "{}\n"
+    assert directory.is_used and directory.metrics.read_text() == "{}\n"
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
-def test_a_used_folder_is_refused(name, make_config):
+def test_a_used_folder_is_gone_on_with(make_config):
+    config = make_config()
+    first = RunDirectory.create(config)
+    text = first.config.read_text()
+    assert RunDirectory.check(config) == []
+    again = RunDirectory.create(config)
+    assert again.path == first.path and again.changes == ()
+    assert again.config.read_text() == text
+    assert sorted(os.listdir(again.path)) == ["config.yaml", "logs", "run.lock"]
+
+
+def test_free_keys_that_changed_are_kept_beside_the_first_configuration(make_config):
+    first = RunDirectory.create(make_config())
+    before = first.config.read_text()
+    for n, iters in ((1, 20), (2, 30)):
+        again = RunDirectory.create(make_config(train_iters=iters))
+        assert [str(change) for change in again.changes] == [
+            f"training.train_iters: {iters - 10 if n > 1 else 2} -> {iters}"
+        ]
+        kept = again.path / f"config.{n}.yaml"
+        assert kept.read_text() == to_yaml(make_config(train_iters=iters))
+    assert first.config.read_text() == before
+    RunDirectory.create(make_config(train_iters=30))  # as the last time
+    assert not (first.path / "config.3.yaml").exists()
+
+
+def test_fixed_keys_that_changed_are_refused_by_name(make_config):
+    folder = RunDirectory.create(make_config()).path
+    other = make_config(seed=7, global_batch_size=8, train_iters=50)
+    (problem,) = RunDirectory.check(other)
+    assert (
+        "(there -> here): training.global_batch_size: 4 -> 8; training.seed: 1234 -> 7;" in problem
+    )
+    assert f"training.new_run=true to take {folder}-2" in problem
+    assert "train_iters" not in problem
+    with pytest.raises(UserError, match="must hold the same run"):
+        RunDirectory.create(other)
+    assert not (folder / "config.1.yaml").exists()
+
+
+def test_resume_never_refuses_a_used_folder(make_config):
+    folder = RunDirectory.create(make_config()).path
+    (problem,) = RunDirectory.check(make_config(resume="never"))
+    assert problem.startswith(f"training.output_dir='{folder}' must not hold another run, it has")
+
+
+def test_metrics_without_a_configuration_are_refused(make_config):
     config = make_config()
     folder = Path(config.training.output_dir)
     folder.mkdir(parents=True)
-    (folder / name).write_text("")
+    (folder / "metrics.jsonl").write_text("")
     (problem,) = RunDirectory.check(config)
-    assert problem.startswith(f"training.output_dir='{folder}' must not hold another run")
-    assert f"training.new_run=true to take {folder}-2" in problem
-    with pytest.raises(UserError, match="must not hold another run"):
-        RunDirectory.create(config)
-    assert (folder / name).read_text() == ""
+    assert "must not hold another run, it has metrics.jsonl" in problem
+
+
+def test_a_configuration_that_cannot_be_read_is_told(make_config):
+    directory = RunDirectory.create(make_config())
+    directory.config.write_text("a: [")
+    with pytest.raises(UserError, match="must be what the run wrote"):
+        RunDirectory.create(make_config())
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from mindspeed_rlxf.reporting import run_lock
+run_lock.take(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_live_run_is_refused_and_a_killed_one_is_not(make_config):
+    config = make_config()
+    folder = Path(config.training.output_dir)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        (problem,) = RunDirectory.check(config)
+        assert f"must not be in use, process {holder.pid} on {socket.gethostname()} runs" in problem
+        with pytest.raises(UserError, match="must not be in use"):
+            RunDirectory.create(config)
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert (folder / "run.lock").exists()  # nobody was left to remove it
+    assert RunDirectory.check(config) == []
+    RunDirectory.create(config).unlock()
 
 
 def test_a_folder_with_other_things_is_taken(make_config):

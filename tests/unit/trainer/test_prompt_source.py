@@ -4,7 +4,7 @@ import numpy as np
 
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.data.sampler import PromptSampler
-from mindspeed_rlxf.trainer.prompt_source import PromptSource, as_rows
+from mindspeed_rlxf.trainer.prompt_source import PromptSource, Taken, as_rows
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -36,6 +36,15 @@ def test_sample_ids_are_unique_over_the_run() -> None:
     prompts_of_run = source(per_prompt=2)
     ids = [i for _ in range(4) for i in prompts_of_run.next_prompts().sample_ids]
     assert ids == list(range(16))
+
+
+def test_what_was_given_out_is_told_once() -> None:
+    prompts_of_run = source(per_prompt=2)
+    prompts_of_run.next_prompts()
+    prompts_of_run.next_prompts()  # an iteration may draw twice
+    assert prompts_of_run.taken() == Taken(0, 2, [0, 1, 2, 3])
+    prompts_of_run.next_prompts()
+    assert prompts_of_run.taken() == Taken(8, 2, [4, 0])
 
 
 def test_a_source_goes_on_from_its_state() -> None:

@@ -1,4 +1,4 @@
-"""Where the trained weights go, and that a checkpoint is whole or not there."""
+"""Where the trained weights go."""
 
 from __future__ import annotations
 
@@ -19,76 +19,29 @@ MakeTree = Callable[..., dict[str, Any]]
 
 
 class Group:
-    """A role that writes a file where it is told to; `fails` once half is written."""
+    """A role that writes a file where it is told to."""
 
-    def __init__(self, writes: bool = True, fails: bool = False) -> None:
-        self.writes, self.fails = writes, fails
-        self.asked: list[tuple[Path | None, Path]] = []
-
-    def export(self, hf_folder: Path | None, megatron_folder: Path) -> Group:
-        self.asked.append((hf_folder, megatron_folder))
-        if self.writes:
-            megatron_folder.mkdir(parents=True)
-            (megatron_folder / "weights").write_text("w")
+    def export(self, *folders: Path) -> Group:
+        for folder in folders:
+            folder.mkdir(parents=True)
+            (folder / "weights").write_text("w")
         return self
 
-    def result(self) -> None:
-        if self.fails:
-            raise RuntimeError("lost")
+    def result(self) -> None: ...
 
 
-def saver(
-    make_tree: MakeTree, folder: Path, actor: Group, critic: Group | None, **keys: Any
-) -> tuple[WeightSaver, list[str]]:
-    class Roles:
-        pass
-
-    roles: Any = Roles()
-    roles.actor, roles.critic = actor, critic
-    config = resolve(make_tree({f"training.{k}": v for k, v in keys.items()}), "test")
-    said: list[str] = []
-    return WeightSaver(config, roles, RunDirectory(folder), said.append), said
-
-
-def test_a_checkpoint_is_due_every_interval(make_tree: MakeTree, tmp_path: Path) -> None:
-    every, _ = saver(make_tree, tmp_path, Group(), None, save_interval=2)
-    assert [n for n in range(1, 7) if every.is_due(n)] == [2, 4, 6]
-    never, _ = saver(make_tree, tmp_path, Group(), None)
-    assert not any(never.is_due(n) for n in range(1, 7))
-
-
-def test_a_checkpoint_holds_both_roles_and_the_pointer_names_it(
-    make_tree: MakeTree, tmp_path: Path
-) -> None:
-    actor, critic = Group(), Group()
-    writer, said = saver(make_tree, tmp_path, actor, critic, save_interval=5)
-    leftover = tmp_path / "checkpoints" / ".iter_0000010" / "actor"
-    leftover.mkdir(parents=True)  # of a run that was killed here
-    assert writer.save(10) >= 0
-    folder = tmp_path / "checkpoints" / "iter_0000010"
-    assert sorted(path.name for path in folder.iterdir()) == ["actor", "critic"]
-    assert (folder / "critic" / "weights").read_text() == "w"
-    pointer = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
-    assert pointer.read_text() == "10\n"
-    assert sorted(p.name for p in folder.parent.iterdir()) == ["iter_0000010", pointer.name]
-    assert said == [f"checkpoint of iteration 10: {folder}"]
-    assert actor.asked[0][0] is None  # Megatron's format alone
-
-
-def test_a_checkpoint_that_fails_is_not_there(make_tree: MakeTree, tmp_path: Path) -> None:
-    writer, _ = saver(make_tree, tmp_path, Group(), Group(fails=True), save_interval=1)
-    with pytest.raises(RuntimeError, match="lost"):
-        writer.save(1)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".iter_0000001"]
-
-
-def test_a_checkpoint_on_other_hosts_is_told_and_gets_no_name(
-    make_tree: MakeTree, tmp_path: Path
-) -> None:
-    writer, said = saver(make_tree, tmp_path, Group(), Group(writes=False), save_interval=1)
-    writer.save(1)
-    assert "checkpoint of iteration 1 is not whole here, critic wrote to" in said[0]
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".iter_0000001"]
+def test_an_export_takes_the_place_of_an_earlier_one(make_tree: MakeTree, tmp_path: Path) -> None:
+    config = resolve(make_tree({}), "test")
+    trained: Any = {Role.ACTOR_ROLLOUT: Group(), Role.CRITIC: Group()}
+    old = tmp_path / "final" / "actor_megatron"
+    old.mkdir(parents=True)
+    (old / "__7_0.distcp").write_text("of more ranks")
+    WeightSaver(config, trained, RunDirectory(tmp_path)).export()
+    found = sorted(str(p.relative_to(tmp_path / "final")) for p in tmp_path.rglob("weights"))
+    assert found == [
+        f"{name}_{kind}/weights" for name in ("actor", "critic") for kind in ("hf", "megatron")
+    ]
+    assert not (old / "__7_0.distcp").exists()
 
 
 @pytest.mark.parametrize(
@@ -136,7 +89,7 @@ def test_an_interval_beyond_the_run_is_told(make_tree: MakeTree) -> None:
         0: [],
         3: [],
         4: [
-            "training.save_interval=4 is over training.train_iters=3: nothing but the final export "
-            "will be saved"
+            "training.save_interval=4 is over training.train_iters=3: it fires never; what is "
+            "saved is what training.save_interval_s asks for, and the end"
         ],
     }

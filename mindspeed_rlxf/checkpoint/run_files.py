@@ -1,0 +1,87 @@
+"""Files of a run checkpoint: written to the disk, hashed by who wrote them, checked before use."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+Entry = dict[str, Any]
+"""A file in a manifest: `path` within the folder, `size` in bytes, `sha256`."""
+
+READ_BYTES = 1 << 22
+
+
+def entry_of(folder: Path, file: Path) -> Entry:
+    """The file's line in a manifest; what it says is on the disk then."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+        while data := stream.read(READ_BYTES):
+            digest.update(data)
+        size = stream.tell()
+    path = file.relative_to(folder).as_posix()
+    return {"path": path, "size": size, "sha256": digest.hexdigest()}
+
+
+def under(folder: str, entries: Iterable[Entry]) -> list[Entry]:
+    """The same files, seen from the folder above."""
+    return [{**entry, "path": f"{folder}/{entry['path']}"} for entry in entries]
+
+
+def leaves_folder(path: Any) -> bool:
+    """Whether a path of a manifest is no plain path inside its folder."""
+    if not isinstance(path, str) or not path or "\\" in path or "\0" in path:
+        return True
+    pure = PurePosixPath(path)
+    return pure.is_absolute() or ".." in pure.parts or pure.as_posix() != path
+
+
+def size_problem(folder: Path, entry: Entry) -> str | None:
+    """What can be told without reading: the file is missing, a link, or of another length."""
+    file = folder / entry["path"]
+    if file.is_symlink():
+        return f"{entry['path']} is a link"
+    if not file.is_file():
+        return f"{entry['path']} is missing"
+    size = file.stat().st_size
+    if size != entry["size"]:
+        return f"{entry['path']} has {size} bytes, not {entry['size']}"
+    return None
+
+
+def content_problem(folder: Path, entry: Entry) -> str | None:
+    """The same, or the file is not what was written."""
+    try:
+        problem = size_problem(folder, entry)
+        if problem is None and entry_of(folder, folder / entry["path"]) != entry:
+            problem = f"{entry['path']} is not what was written (sha256)"
+    except OSError as error:
+        return f"{entry['path']} cannot be read ({error.strerror})"
+    return problem
+
+
+def write_text(file: Path, text: str) -> None:
+    """The file has the whole text, on the disk, or what it had before."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Names in the folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,195 @@
+"""The folder `checkpoints` of a run: what is in it, what is whole, what is kept.
+
+A checkpoint is written to a hidden folder, which gets its name when everything is on the disk; the
+pointer names it after that. A manifest lists every file with size and hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.checkpoint.run_files import (
+    Entry,
+    leaves_folder,
+    size_problem,
+    sync_folder,
+    write_text,
+)
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+POINTER = "latest_checkpointed_iteration.txt"
+EXPORTED = "exported_iteration.txt"
+NAME = re.compile(r"iter_(\d{7,})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A named folder of the store; whether it is whole is another question."""
+
+    path: Path
+    iteration: int
+
+    def read(self) -> Manifest:
+        """Raises ValueError, which says what is wrong, when something is missing or cut short.
+
+        Files are not read, see `run_files.content_problem`.
+        """
+        manifest = _read_manifest(self.path / MANIFEST)
+        if manifest.iteration != self.iteration:
+            raise ValueError(f"{MANIFEST} is of iteration {manifest.iteration}")
+        problems = [size_problem(self.path, entry) for entry in manifest.files]
+        found = [problem for problem in problems if problem is not None]
+        if found:
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            raise ValueError("; ".join(found[:3]) + more)
+        return manifest
+
+
+@dataclass(frozen=True)
+class Manifest:
+    iteration: int
+    files: list[Entry]
+    about: dict[str, Any]
+    """Versions and layouts that wrote it; said, not needed."""
+
+    def part(self, name: str) -> list[Entry]:
+        """Files of one subfolder, paths within it."""
+        head = f"{name}/"
+        return [
+            {**entry, "path": entry["path"].removeprefix(head)}
+            for entry in self.files
+            if entry["path"].startswith(head)
+        ]
+
+    def to_json(self) -> str:
+        content = {
+            "format_version": FORMAT_VERSION,
+            "iteration": self.iteration,
+            **self.about,
+            "files": self.files,
+        }
+        return json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n"
+
+
+class RunStore:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def newest_first(self) -> list[Checkpoint]:
+        """Everything that has the name of a checkpoint."""
+        if not self.folder.is_dir():
+            return []
+        found = [(NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
+        named = [Checkpoint(path, int(match[1])) for match, path in found if match]
+        return sorted(named, key=lambda each: -each.iteration)
+
+    def hidden(self, iteration: int) -> Path:
+        """Where a checkpoint is written before it has its name."""
+        return self.folder / f".iter_{iteration:07d}"
+
+    def path(self, iteration: int) -> Path:
+        return self.folder / f"iter_{iteration:07d}"
+
+    def begin(self, iteration: int) -> Path:
+        """The hidden folder, empty; what was left of others is removed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob(".*"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        hidden = self.hidden(iteration)
+        hidden.mkdir()
+        return hidden
+
+    def commit(self, manifest: Manifest) -> Path:
+        """The hidden folder becomes the checkpoint, then the pointer names it."""
+        hidden, final = self.hidden(manifest.iteration), self.path(manifest.iteration)
+        write_text(hidden / MANIFEST, manifest.to_json())
+        for folder in (hidden, *(path for path in hidden.rglob("*") if path.is_dir())):
+            sync_folder(folder)
+        if final.exists():  # damaged, or of a run that went back to before it
+            self.set_aside(Checkpoint(final, manifest.iteration))
+        os.replace(hidden, final)
+        sync_folder(self.folder)
+        self.point_to(manifest.iteration)
+        return final
+
+    def point_to(self, iteration: int) -> None:
+        write_text(self.folder / POINTER, f"{iteration}\n")
+
+    def set_aside(self, checkpoint: Checkpoint) -> Path:
+        """A checkpoint that is not gone on from keeps its files under another name."""
+        aside = checkpoint.path.with_name(f"{checkpoint.path.name}.unused")
+        if aside.exists():
+            shutil.rmtree(aside)
+        os.replace(checkpoint.path, aside)
+        return aside
+
+    def prune(self, keep_last: int, keep_every: int, best: Iterable[int] = ()) -> list[int]:
+        """Remove all but the newest `keep_last`, multiples of `keep_every` (0 = none) and `best`.
+
+        Looks at the disk, so that checkpoints from before a restart count. Returns what was
+        removed. A checkpoint loses its name first: a folder cut short never has one.
+        """
+        kept, removed = set(best), []
+        for place, checkpoint in enumerate(self.newest_first()):
+            n = checkpoint.iteration
+            if place < keep_last or n in kept or (keep_every and n % keep_every == 0):
+                continue
+            going = self.hidden(n).with_name(f".iter_{n:07d}.removed")
+            os.replace(checkpoint.path, going)
+            shutil.rmtree(going)
+            removed.append(n)
+        return removed
+
+    def exported(self) -> int | None:
+        """The iteration whose weights stand in the export folders; None = none yet."""
+        try:
+            return int((self.folder / EXPORTED).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    def set_exported(self, iteration: int) -> None:
+        write_text(self.folder / EXPORTED, f"{iteration}\n")
+
+    def forget_export(self) -> None:
+        (self.folder / EXPORTED).unlink(missing_ok=True)
+
+
+def _read_manifest(file: Path) -> Manifest:
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        stated = tree.pop("sha256")
+        version = tree["format_version"]
+    except OSError:
+        raise ValueError(f"{file.name} is missing") from None
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise ValueError(f"{file.name} is not what was written") from None
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{file.name} has format_version {version}, this version reads {FORMAT_VERSION}"
+        )
+    if stated != _digest(tree):
+        raise ValueError(f"{file.name} is not what was written (sha256)")
+    outside = [entry["path"] for entry in tree["files"] if leaves_folder(entry["path"])]
+    if outside:
+        raise ValueError(f"{file.name} names {outside[0]!r}, outside its folder")
+    about = {k: v for k, v in tree.items() if k not in ("format_version", "iteration", "files")}
+    return Manifest(int(tree["iteration"]), tree["files"], about)
+
+
+def _digest(content: dict[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def missing_parts(manifest: Manifest, parts: Sequence[str]) -> list[str]:
+    """Subfolders of which the manifest has no file."""
+    return [name for name in parts if not manifest.part(name)]

@@ -1,0 +1,104 @@
+"""Which keys differ between the run in a directory and the one that wants to go on in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from mindspeed_rlxf.config.fields import Resume
+from mindspeed_rlxf.config.keys import ROLE_SECTIONS
+from mindspeed_rlxf.config.schema import (
+    ArchitectureConfig,
+    OptimizerConfig,
+    PoolSettings,
+    RunConfig,
+)
+
+ABSENT = object()
+NOT_OF_THE_RUN = {"training.new_run", "training.resume", "dry_run"}
+"""Keys that say what a command does, not what the run is."""
+
+
+@dataclass(frozen=True)
+class Change:
+    key: str
+    before: Any
+    now: Any
+    rule: Resume
+
+    def __str__(self) -> str:
+        before, now = ("absent" if v is ABSENT else repr(v) for v in (self.before, self.now))
+        return f"{self.key}: {before} -> {now}"
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
+    """Keys that differ, in the order of the configuration.
+
+    before, now: trees of `dump.to_tree` in plain YAML types. A key that one of them lacks, as an
+    older version of the package wrote it, counts as its default.
+    """
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    found = []
+    for path in [*new, *(path for path in old if path not in new)]:
+        was, will = old.get(path, ABSENT), new.get(path, ABSENT)
+        field = _field(path)
+        if field is not None and not field.is_required():
+            default = _plain(field.get_default(call_default_factory=True))
+            was, will = (default if v is ABSENT else v for v in (was, will))
+        key = ".".join(path)
+        if was != will and key not in NOT_OF_THE_RUN:
+            found.append(Change(key, was, will, _rule(field)))
+    return found
+
+
+def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(tree, dict) and tree:
+        for name, item in tree.items():
+            yield from _leaves(item, (*path, str(name)))
+    elif path:
+        yield path, tree
+
+
+def _rule(field: FieldInfo | None) -> Resume:
+    """A key that the schema does not have is of another version: nobody knows what it meant."""
+    extra = field.json_schema_extra if field is not None else None
+    rule = extra.get("resume") if isinstance(extra, dict) else None
+    assert rule in (*get_args(Resume), None), f"unknown resume rule {rule}"
+    return rule or "fixed"  # type: ignore[return-value]
+
+
+def _field(path: tuple[str, ...]) -> FieldInfo | None:
+    """The field of the schema behind a key of the YAML."""
+    section, *rest = path
+    if section == "model" and len(rest) == 2:
+        return ArchitectureConfig.model_fields.get(rest[1])
+    if section == "resource_pool" and rest[0] in PoolSettings.model_fields:
+        return PoolSettings.model_fields[rest[0]]
+    roles = {role.value: known for role, known in ROLE_SECTIONS.items()}
+    if section in roles and rest:
+        for model in (roles[section], OptimizerConfig, ArchitectureConfig):
+            if rest[0] in model.model_fields:
+                return model.model_fields[rest[0]]
+        return None
+    return _nested(RunConfig, path)
+
+
+def _nested(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
+    field = model.model_fields.get(path[0])
+    if field is None or len(path) == 1:
+        return field
+    inner = field.annotation
+    if isinstance(inner, type) and issubclass(inner, BaseModel):
+        return _nested(inner, path[1:])
+    return field  # a table, whose entries have the table's rule
+
+
+def _plain(value: Any) -> Any:
+    """A default as YAML has it."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return getattr(value, "value", value)

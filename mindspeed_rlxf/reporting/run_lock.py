@@ -1,0 +1,90 @@
+"""One live run in a run directory: a lock that the kernel takes back when its process ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from pathlib import Path
+from typing import IO
+
+from mindspeed_rlxf.config.errors import UserError
+
+LOCK = "run.lock"
+_held: dict[Path, IO[str]] = {}
+
+
+def take(folder: Path) -> None:
+    """Take the lock of the folder for this process, or raise UserError that names who has it.
+
+    The lock is one of byte ranges: NFS passes it on to other hosts, and a forked child does not
+    inherit it. Where the file system has no locks, the note of host and process decides.
+    """
+    file = folder / LOCK
+    if file in _held:
+        return
+    stream = open(file, "a+", encoding="utf-8")  # noqa: SIM115
+    try:
+        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = _holder(stream)
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            stream.close()
+            raise UserError(_refusal(folder, *holder)) from None
+        if _is_alive(*holder):
+            stream.close()
+            raise UserError(_refusal(folder, *holder)) from None
+    stream.seek(0)
+    stream.truncate()
+    stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n")
+    stream.flush()
+    _held[file] = stream
+
+
+def release(folder: Path) -> None:
+    """Give the lock back, if this process has it."""
+    file = folder / LOCK
+    stream = _held.pop(file, None)
+    if stream is not None:
+        file.unlink(missing_ok=True)
+        stream.close()
+
+
+def problem(folder: Path) -> str | None:
+    """Why the lock cannot be taken at this moment; takes nothing."""
+    file = folder / LOCK
+    if file in _held or not file.exists():
+        return None
+    with file.open("r+", encoding="utf-8") as stream:
+        try:
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = _holder(stream)
+            if error.errno in (errno.EACCES, errno.EAGAIN) or _is_alive(*holder):
+                return _refusal(folder, *holder)
+    return None
+
+
+def _holder(stream: IO[str]) -> tuple[str, int]:
+    stream.seek(0)
+    try:
+        note = json.loads(stream.read())
+        return str(note["host"]), int(note["pid"])
+    except (ValueError, KeyError, TypeError):
+        return "another host", 0
+
+
+def _is_alive(host: str, pid: int) -> bool:
+    """As far as this host can tell: a process of another one counts as alive."""
+    if host != socket.gethostname():
+        return pid > 0
+    return pid > 0 and Path(f"/proc/{pid}").exists()
+
+
+def _refusal(folder: Path, host: str, pid: int) -> str:
+    return (
+        f"training.output_dir={str(folder)!r} must not be in use, process {pid} on {host} runs in "
+        f"it; wait for it, end it, or set training.new_run=true (if it is gone, remove {LOCK})"
+    )

@@ -1,0 +1,125 @@
+"""The state of the driver in a checkpoint, and what a used run directory means for a command."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from mindspeed_rlxf.checkpoint.run_files import content_problem
+from mindspeed_rlxf.checkpoint.run_store import Checkpoint, Manifest, RunStore, missing_parts
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
+from mindspeed_rlxf.data.prompts import Prompt
+from mindspeed_rlxf.reporting.line_file import LineFile
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+
+TRAINER = "trainer"
+STATE, CONFIG = "state.json", "config.yaml"
+
+
+def parts_of(config: RunConfig) -> list[str]:
+    """Subfolders of a checkpoint: of what is trained, and of the driver."""
+    return [name for role, name in SAVED_AS.items() if role in config.roles] + [TRAINER]
+
+
+def whole_checkpoints(
+    config: RunConfig, store: RunStore
+) -> tuple[list[tuple[Checkpoint, Manifest]], list[str]]:
+    """Newest first, with all files in their length; and a line for each that is damaged.
+
+    The driver's part has been read through too, those of the roles are the workers' to read.
+    """
+    whole, problems = [], []
+    for checkpoint in store.newest_first():
+        try:
+            manifest = checkpoint.read()
+            missing = missing_parts(manifest, parts_of(config))
+            if missing:
+                raise ValueError(f"no files of {' and '.join(missing)}")
+            folder = checkpoint.path / TRAINER
+            found = [content_problem(folder, entry) for entry in manifest.part(TRAINER)]
+            if damaged := [problem for problem in found if problem is not None]:
+                raise ValueError("; ".join(f"{TRAINER}/{problem}" for problem in damaged))
+        except ValueError as error:
+            problems.append(f"{checkpoint.path} is damaged: {error}")
+        else:
+            whole.append((checkpoint, manifest))
+    return whole, problems
+
+
+def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The driver's state: `iteration`, `trainer`, `positions`, `prompts_digest`."""
+    text = (checkpoint.path / TRAINER / STATE).read_text(encoding="utf-8")
+    state: dict[str, Any] = json.loads(text)
+    return state
+
+
+def best_iterations(store: RunStore) -> list[int]:
+    """The checkpoint with the highest validation score, the first of several; none without one."""
+    scores: dict[int, float] = {}
+    for checkpoint in store.newest_first():
+        try:
+            score = read_state(checkpoint).get("score")
+        except (OSError, ValueError, AttributeError):
+            continue  # damaged: nothing that is to be kept
+        if isinstance(score, (int, float)):
+            scores[checkpoint.iteration] = float(score)
+    best = max(scores.values(), default=None)
+    return [min(n for n, score in scores.items() if score == best)] if scores else []
+
+
+def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
+    """`train_iters` was reached, and the weights were exported after that.
+
+    Raises UserError where the run has gone further than `train_iters`.
+    """
+    if not directory.is_used or config.training.new_run:
+        return False
+    store = RunStore(directory.checkpoints)
+    whole, _ = whole_checkpoints(config, store)
+    if not whole:
+        return False
+    reached, wanted = whole[0][0].iteration, config.training.train_iters
+    if reached > wanted:
+        raise UserError(
+            f"training.train_iters={wanted} must be at least the {reached} iterations that the run "
+            f"in {directory.path} has done; use {reached} or more, or training.new_run=true"
+        )
+    return reached == wanted and store.exported() == wanted
+
+
+def digest(prompts: Sequence[Prompt], eos_token_ids: Sequence[int]) -> str:
+    """Of what the run learns from: another file, another tokenizer or other stop tokens differ."""
+    found = hashlib.sha256(json.dumps(sorted(eos_token_ids)).encode())
+    for prompt in prompts:
+        found.update(len(prompt.token_ids).to_bytes(8, "little"))
+        found.update(prompt.token_ids.astype("<i8").tobytes())
+        found.update(json.dumps([prompt.ground_truth, prompt.data_source]).encode())
+    return found.hexdigest()
+
+
+def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
+    """Leave of each file of lines what was there when the checkpoint was taken.
+
+    Raises UserError where there is less than that.
+    """
+    for file in line_files(directory):
+        if not file.exists():
+            continue
+        try:
+            file.cut(positions.get(file.path.name, 0))
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+
+def positions(directory: RunDirectory) -> dict[str, int]:
+    """File name -> bytes of each file of lines, with its parts, at this moment."""
+    return {file.path.name: file.position() for file in line_files(directory) if file.exists()}
+
+
+def line_files(directory: RunDirectory) -> list[LineFile]:
+    """Files that grow by lines as the run goes on."""
+    paths = directory.metrics, directory.samples, directory.val_samples, directory.consumed
+    return [LineFile(path) for path in paths]

@@ -1,0 +1,251 @@
+"""Checkpoints of a run as the driver takes and uses them: when, what, and which to go on from."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import mindspeed_rlxf
+from mindspeed_rlxf.checkpoint import safe_folder
+from mindspeed_rlxf.checkpoint.run_files import Entry, entry_of, under, write_text
+from mindspeed_rlxf.checkpoint.run_store import Checkpoint, Manifest, RunStore
+from mindspeed_rlxf.config.dump import to_yaml
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.runtime.role_groups import ActorGroup, CriticGroup, RoleGroups
+from mindspeed_rlxf.trainer import resume
+
+Note = Callable[[str], None]
+PROBE = ".seen_by_all"
+
+
+class RunCheckpoints:
+    """Saving is in two steps: the roles write (`write`), then all of it gets its name (`commit`).
+
+    Between the two the iteration's line goes into metrics.jsonl, with the time that writing took.
+    With `async_save` the roles go on writing through the next iteration, and `settle` gives it its
+    name after that.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        roles: RoleGroups,
+        directory: RunDirectory,
+        prompts_digest: str,
+        writes: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """writes: False on all but the first rank of torchrun."""
+        self.config, self.directory, self.writes = config, directory, writes
+        self.store = RunStore(directory.checkpoints)
+        self.prompts_digest = prompts_digest
+        self.trained = trained_roles(roles)
+        self._clock = clock
+        self._last_save = clock()
+        self._files: list[Entry] = []
+        self._shared = True
+        self._waiting: dict[str, Any] | None = None
+
+    def is_due(self, iteration: int) -> bool:
+        """By number, by time, and at the end; never where hosts share no storage."""
+        if not self._shared:
+            return False
+        training = self.config.training
+        interval, seconds = training.save_interval, training.seconds_between_saves
+        if iteration == training.train_iters or (interval > 0 and iteration % interval == 0):
+            return True
+        return seconds > 0 and self._clock() - self._last_save >= seconds
+
+    def write(self, iteration: int, note: Note) -> float:
+        """All ranks write their part, or with `async_save` begin to; returns the seconds."""
+        self.settle(note)
+        started = time.monotonic()
+        hidden = self.store.hidden(iteration)
+        if self.writes:
+            self.store.begin(iteration)
+        begun = [group.begin_save(hidden / SAVED_AS[role]) for role, group in self.trained.items()]
+        for call in begun:
+            call.result()
+        self._files = [] if self.config.training.async_save else self._written()
+        return time.monotonic() - started
+
+    def commit(
+        self, iteration: int, state: dict[str, Any], score: float | None, note: Note
+    ) -> None:
+        """Add the driver's part, and let the checkpoint be one: now, or when all is written.
+
+        score: of the validation of this iteration; the best of those on the disk is kept
+        """
+        self._last_save = self._clock()
+        content = {
+            "iteration": iteration,
+            "trainer": state,
+            "positions": resume.positions(self.directory),
+            "prompts_digest": self.prompts_digest,
+            "score": score,
+        }
+        self._waiting = content
+        if not self.config.training.async_save:
+            self._publish(note)
+
+    def settle(self, note: Note) -> None:
+        """Complete the checkpoint that is being written, if there is one; waits for it."""
+        if self._waiting is not None:
+            self._files = self._written()
+            self._publish(note)
+
+    def _written(self) -> list[Entry]:
+        """Files of all roles; waits for them."""
+        calls = {role: group.end_save() for role, group in self.trained.items()}
+        return [
+            entry
+            for role, call in calls.items()
+            for entry in under(SAVED_AS[role], call.result()[0])
+        ]
+
+    def _publish(self, note: Note) -> None:
+        content, self._waiting = self._waiting, None
+        if not self.writes or content is None:
+            return
+        iteration = content["iteration"]
+        folder = self.store.hidden(iteration) / resume.TRAINER
+        write_text(folder / resume.STATE, json.dumps(content, indent=1))
+        write_text(folder / resume.CONFIG, to_yaml(self.config))
+        own = [entry_of(folder, folder / name) for name in (resume.STATE, resume.CONFIG)]
+        files = self._files + under(resume.TRAINER, own)
+        final = self.store.commit(Manifest(iteration, files, _about(self.config)))
+        training = self.config.training
+        best = resume.best_iterations(self.store)
+        self.store.prune(training.keep_last, training.keep_every, best)
+        note(f"checkpoint of iteration {iteration}: {final}")
+
+    def restore(self, note: Note) -> dict[str, Any] | None:
+        """Give the roles the state of the newest whole checkpoint; None where there is none.
+
+        Returns the driver's state. Files of lines are cut to where they stood. Raises UserError
+        where the prompts are others.
+        """
+        self._shared = self._is_shared(note)
+        if not self._shared:
+            return None
+        whole, problems = resume.whole_checkpoints(self.config, self.store)
+        for problem in problems:
+            note(f"warning: {problem}; the one before is taken")
+        for checkpoint, manifest in whole:
+            if found := self._damage(checkpoint, manifest):
+                note(f"warning: {checkpoint.path} is damaged: {found}; the one before is taken")
+                continue
+            return self._load(checkpoint, note)
+        if self.writes:
+            self._start_again(note)
+        return None
+
+    def _is_shared(self, note: Note) -> bool:
+        """Whether every host of a role that is trained sees the driver's run directory."""
+        probe = self.store.folder / PROBE  # made by the run before too: hosts differ, not runs
+        if self.writes:
+            write_text(probe, "")
+        calls = [group.blind_hosts(probe) for group in self.trained.values()]
+        blind = sorted({host for call in calls for host in call.result()[0]})
+        if self.writes:
+            probe.unlink(missing_ok=True)
+        if blind:
+            note(
+                f"warning: no checkpoint will be taken, {', '.join(blind)} do not see "
+                f"{self.store.folder}: the run cannot be gone on with; use a training.output_dir "
+                "that all hosts share"
+            )
+        return not blind
+
+    def _damage(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
+        """What is wrong with the roles' files; nothing has unpickled any of them before this."""
+        if found := _unsafe(checkpoint):
+            return found
+        calls = [
+            (SAVED_AS[role], group.damage(path, manifest.part(path.name)))
+            for role, group in self.trained.items()
+            for path in (checkpoint.path / SAVED_AS[role],)
+        ]
+        return "; ".join(f"{name}/{found}" for name, call in calls for found in call.result()[0])
+
+    def _load(self, checkpoint: Checkpoint, note: Note) -> dict[str, Any]:
+        state = resume.read_state(checkpoint)
+        if state["prompts_digest"] != self.prompts_digest:
+            raise UserError(
+                f"data.train_files must give the prompts of the run in {self.directory.path}, with "
+                "this tokenizer they are others; put files and tokenizer back, or set "
+                "training.new_run=true"
+            )
+        calls = {
+            role: group.load_state(checkpoint.path / SAVED_AS[role])
+            for role, group in self.trained.items()
+        }
+        same = [all(call.result()) for call in calls.values()]
+        if self.writes:
+            for other in self.store.newest_first():
+                if other.iteration > checkpoint.iteration:
+                    aside = self.store.set_aside(other)
+                    note(f"note: {other.path.name} is kept as {aside.name}")
+            self.store.point_to(checkpoint.iteration)
+            resume.cut_files(self.directory, state["positions"])
+        note(f"resumed from {checkpoint.path}; its weights, not those of `load`, are gone on with")
+        if not all(same):
+            note(
+                "note: the layout is another one; state and data go on exactly, random streams of "
+                "the ranks start from the seed"
+            )
+        return state
+
+    def _start_again(self, note: Note) -> None:
+        if any(resume.positions(self.directory).values()):
+            note("no whole checkpoint to go on from: starts from iteration 0 again")
+        resume.cut_files(self.directory, {})
+
+
+def trained_roles(roles: RoleGroups) -> dict[Role, ActorGroup | CriticGroup]:
+    """The roles that learn."""
+    trained: dict[Role, ActorGroup | CriticGroup] = {Role.ACTOR_ROLLOUT: roles.actor}
+    if roles.critic is not None:
+        trained[Role.CRITIC] = roles.critic
+    return trained
+
+
+def _unsafe(checkpoint: Checkpoint) -> str:
+    """What a pickle in the checkpoint would do that no checkpoint does."""
+    try:
+        safe_folder.check(checkpoint.path)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _about(config: RunConfig) -> dict[str, Any]:
+    """What wrote it."""
+    names = ("torch", "megatron-core", "ray", "numpy")
+    layouts = {}
+    for role, name in SAVED_AS.items():
+        if role in config.roles:
+            layout = config.layout(role)
+            layouts[name] = {"world_size": layout.world_size, "tp": layout.tp, "pp": layout.pp}
+    return {
+        "versions": {
+            "mindspeed_rlxf": mindspeed_rlxf.__version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in names},
+        },
+        "layouts": layouts,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except ImportError:  # a checkout on the path, not a package that is installed
+        return None

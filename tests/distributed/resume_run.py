@@ -1,0 +1,81 @@
+"""Starts of the run of `test_resume` on the local runtime, one after the other: FOLDER STEPS."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.runtime.local import LocalRuntime
+from mindspeed_rlxf.trainer.ppo import PpoTrainer
+from mindspeed_rlxf.trainer.run import train
+from tests.distributed.test_layout_invariance import ARCHITECTURES, fixed_run
+
+
+class Killed(Exception):
+    """Stands for what ends a run in the middle."""
+
+
+def start(
+    runtime: Any, models: Path, out: Path, killed_in: int | None = None, ranks: int = 1,
+    layout: dict[str, Any] | None = None, fixed: bool = False, architecture: str = "untied",
+    sections: dict[str, Any] | None = None, **training: Any,
+) -> RunDirectory:  # fmt: skip
+    """Starts, or starts again, the run in a folder; `killed_in` ends it inside that iteration,
+    after its updates and before anything of it is written."""
+    merged = {**(sections or {}), "training": {"save_interval": 1, **training}}
+    config, prepared = fixed_run(
+        models, out, ARCHITECTURES[architecture], ranks, layout or {}, merged
+    )
+    if not fixed:
+        prepared.fixed_responses = None
+    directory = runtime.from_first(lambda: RunDirectory.create(config))
+    finish = PpoTrainer._finish
+
+    def killed(trainer: PpoTrainer, *arguments: Any) -> None:
+        if trainer.iteration == killed_in:
+            raise Killed
+        finish(trainer, *arguments)
+
+    PpoTrainer._finish = killed  # type: ignore[method-assign]
+    try:
+        train(config, prepared, directory, runtime, writes=runtime.is_first)
+    except Killed:
+        assert killed_in is not None
+    else:
+        assert killed_in is None, "the run ended before it was killed"
+    finally:
+        PpoTrainer._finish = finish  # type: ignore[method-assign]
+        directory.unlock()
+    return directory
+
+
+def flip(file: Path, place: int = 2000) -> None:
+    """Change one bit, as a disk does that decays."""
+    with file.open("r+b") as stream:
+        stream.seek(place)
+        byte = stream.read(1)[0]
+        stream.seek(place)
+        stream.write(bytes([byte ^ 1]))
+
+
+def main(folder: str, steps: str) -> None:
+    """steps: JSON list of [out, keywords of `start`] and of files to flip a bit of, in order."""
+    runtime = LocalRuntime(DeviceKind.CPU, timeout_s=60.0)
+    try:
+        for step in json.loads(steps):
+            if isinstance(step, str):
+                flip(Path(step))
+            else:
+                ranks = int(os.environ.get("WORLD_SIZE", "1"))
+                start(runtime, Path(folder), Path(step[0]), ranks=ranks, **step[1])
+    finally:
+        runtime.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,215 @@
+"""A run that was interrupted and started again is the run that was not, bit by bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from mindspeed_rlxf.checkpoint.run_store import Checkpoint, RunStore
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from tests.distributed.conftest import REPOSITORY
+from tests.distributed.llamas import make_llama
+from tests.distributed.resume_run import start
+from tests.distributed.test_layout_invariance import ARCHITECTURES, EP2, ITERATIONS, PP2, TP2, VP2
+from tests.trl.record import make_tokenizer
+
+T = TypeVar("T")
+Run = Callable[..., RunDirectory]
+TIMES = ("timing/", "throughput/")
+LOSSES = ("actor/pg_loss", "critic/vf_loss", "actor/grad_norm", "critic/grad_norm")
+SHARDED_SLOTS = {"optimizer": {"use_distributed_optimizer": True}}
+
+
+def make_models(folder: Path, architecture: str = "untied") -> Path:
+    make_tokenizer().save_pretrained(folder / "tokenizer")
+    make_llama(folder / "lm", ARCHITECTURES[architecture])
+    for seed, part in enumerate(("value", "reward"), start=1):
+        make_llama(folder / part, ARCHITECTURES[architecture], scored=True, seed=seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+class OneDriver:
+    """The warm runtime in the place of one that may have several drivers."""
+
+    is_first = True
+
+    def __init__(self, runtime: Any) -> None:
+        self.create_pools = runtime.create_pools
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        return make()
+
+
+@pytest.fixture
+def run(warm_runtime: Any, models: Path) -> Run:
+    return partial(start, OneDriver(warm_runtime), models)
+
+
+def state_of(directory: RunDirectory, iteration: int) -> dict[str, str]:
+    """Hash of every file of tensors or streams of actor and critic in a checkpoint."""
+    files = Checkpoint(directory.checkpoints / f"iter_{iteration:07d}", iteration).read().files
+    return {
+        entry["path"]: entry["sha256"]
+        for entry in files
+        if not entry["path"].startswith("trainer") and not entry["path"].endswith(".metadata")
+    }
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    """What a file of lines says, times aside."""
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        line.pop("time_s", None)
+        metrics = line.get("metrics", {})
+        for name in [name for name in metrics if name.startswith(TIMES)]:
+            del metrics[name]
+    return lines
+
+
+def on_local_runtime(models: Path, *steps: Any) -> str:
+    """Runs the steps of `resume_run` in a process of their own; returns what it printed."""
+    command = [sys.executable, "-m", "tests.distributed.resume_run", str(models), json.dumps(steps)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(
+    models: Path, tmp_path: Path, async_save: bool
+) -> None:
+    """Sampled generation, shuffled mini-batches and prompts, adaptive KL, decaying rates.
+
+    Interrupted before the first checkpoint, between two, and at the end of an epoch (80 prompts,
+    16 in an iteration). A bit of the newest checkpoint is flipped on the way.
+    """
+    iterations = ITERATIONS + 1
+    keys = {"train_iters": iterations, "async_save": async_save}
+    whole, cut = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "cut")
+    newest = cut.checkpoints / f"iter_000000{2 if async_save else 3}"
+    said = on_local_runtime(
+        models,
+        [str(whole.path), {"train_iters": iterations}],
+        [str(cut.path), {"killed_in": 1, **keys}],
+        [str(cut.path), {"killed_in": 4, **keys}],
+        str(newest / "actor" / "__0_0.distcp"),
+        [str(cut.path), {"killed_in": 6, **keys}],
+        [str(cut.path), keys],
+    )
+    assert f"{newest} is damaged: actor/__0_0.distcp is not what was written (sha256)" in said
+    resumed = [line.split(";")[0] for line in said.splitlines() if line.startswith("resumed")]
+    taken_up = [f"iter_000000{n}" for n in ((1, 4) if async_save else (2, 5))]
+    assert resumed == [f"resumed from {cut.checkpoints / name}" for name in taken_up]
+    assert state_of(cut, iterations) == state_of(whole, iterations)
+    metrics = lines_of(cut.metrics)
+    assert [line["iteration"] for line in metrics] == list(range(1, iterations + 1))
+    assert metrics == lines_of(whole.metrics)
+    assert len({line["metrics"]["critic/kl_coeff"] for line in metrics}) == iterations
+    samples = lines_of(cut.samples)
+    assert samples == lines_of(whole.samples)
+    assert [sample["sample_id"] for sample in samples] == list(range(16 * iterations))
+    ledger = lines_of(cut.consumed)
+    assert [line["first_sample_id"] for line in ledger] == list(range(0, 16 * iterations, 16))
+    taken = [prompt for line in ledger for prompt in line["prompts"]]
+    assert sorted(taken[:80]) == list(range(80)) and len(set(taken[80:])) == 16
+
+
+MODEL_PARALLEL = {"ranks": 4, "layout": {**TP2, **PP2}}
+SLICES = {"ranks": 2, "sections": SHARDED_SLOTS}
+CHAINS = {
+    "dp2 slots in slices, tp2 pp2, one process": [SLICES, MODEL_PARALLEL, {}],
+    "one process, tp2 pp2, dp4 slots in slices, dp2": [
+        {},
+        MODEL_PARALLEL,
+        {**SLICES, "ranks": 4},
+        {"ranks": 2},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "chain", [name if i == 0 else pytest.param(name, marks=pytest.mark.long) for i, name in
+              enumerate(CHAINS)],
+)  # fmt: skip
+def test_a_run_goes_on_in_other_layouts(run: Run, tmp_path: Path, chain: str) -> None:
+    """Each layout does one iteration, the last one the rest; with fixed responses."""
+    whole = lines_of(run(tmp_path / "whole", fixed=True, train_iters=4).metrics)
+    out, layouts = tmp_path / "cut", CHAINS[chain]
+    for n, layout in enumerate(layouts[:-1]):
+        run(out, killed_in=n + 2, fixed=True, train_iters=4, **layout)
+    cut = run(out, fixed=True, train_iters=4, **layouts[-1])
+    configs = sorted(file.name for file in out.glob("config.*"))
+    assert configs == [*(f"config.{n}.yaml" for n in range(1, len(layouts))), "config.yaml"]
+    lines = lines_of(cut.metrics)
+    assert [line["iteration"] for line in lines] == [line["iteration"] for line in whole]
+    for ours, theirs in zip(lines, whole, strict=True):
+        for name in LOSSES:
+            expected = pytest.approx(theirs["metrics"][name], rel=1e-5, abs=1e-7)
+            assert ours["metrics"][name] == expected, (ours["iteration"], name)
+        # A difference of log-probs of about 1: rounding of fp32 is what is left.
+        kl = theirs["metrics"]["critic/kl"]
+        assert ours["metrics"]["critic/kl"] == pytest.approx(kl, abs=1e-6), ours["iteration"]
+    taken = [prompt for line in lines_of(cut.consumed) for prompt in line["prompts"]]
+    assert len(set(taken)) == len(taken) == 16 * 4
+
+
+SHARED_EXPERTS = {"ranks": 2, "layout": EP2, "sections": SHARDED_SLOTS}
+STAGES = {"ranks": 2, "layout": PP2}
+CHUNKS = {"ranks": 2, "layout": VP2}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("architecture", "chain"),
+    [
+        ("qwen3-moe", [SHARED_EXPERTS, {}, {"ranks": 2, "layout": EP2}]),
+        ("tied", [STAGES, {}, STAGES]),
+        ("tied, 4 layers", [CHUNKS, {}, CHUNKS]),
+    ],
+)
+def test_experts_tied_embeddings_and_chunks_change_their_layout(
+    warm_runtime: Any, tmp_path: Path, architecture: str, chain: list[dict[str, Any]]
+) -> None:
+    folder = make_models(tmp_path / "models", architecture)
+    go = partial(start, OneDriver(warm_runtime), folder, fixed=True, train_iters=3)
+    whole = lines_of(go(tmp_path / "whole", architecture=architecture).metrics)
+    for n, layout in enumerate(chain[:-1]):
+        go(tmp_path / "cut", killed_in=n + 2, architecture=architecture, **layout)
+    cut = lines_of(go(tmp_path / "cut", architecture=architecture, **chain[-1]).metrics)
+    for ours, theirs in zip(cut, whole, strict=True):
+        for name in LOSSES:
+            expected = pytest.approx(theirs["metrics"][name], rel=1e-5, abs=1e-7)
+            assert ours["metrics"][name] == expected, (ours["iteration"], name)
+
+
+@pytest.mark.long
+def test_slots_in_slices_go_on_bitwise_in_bf16(run: Run, tmp_path: Path) -> None:
+    """fp32 main weights and moments of the distributed optimizer, over two replicas."""
+    how = {"ranks": 2, "layout": {"bf16": True}, "sections": SHARDED_SLOTS, "train_iters": 3}
+    whole = run(tmp_path / "whole", **how)
+    run(tmp_path / "cut", killed_in=2, **how)
+    cut = run(tmp_path / "cut", **how)
+    assert state_of(cut, 3) == state_of(whole, 3)
+    assert lines_of(cut.metrics) == lines_of(whole.metrics)
+
+
+def test_another_run_is_refused_and_a_finished_one_is_not_run_again(
+    run: Run, tmp_path: Path
+) -> None:
+    directory = run(tmp_path / "run", train_iters=1)
+    with pytest.raises(UserError, match=r"training\.seed: 1234 -> 5"):
+        run(tmp_path / "run", train_iters=1, seed=5)
+    assert RunStore(directory.checkpoints).exported() == 1

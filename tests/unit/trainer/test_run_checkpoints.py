@@ -1,0 +1,273 @@
+"""When the run is saved, what it goes on from, and when it is finished."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindspeed_rlxf.checkpoint.run_files import Entry, content_problem, entry_of
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.data.prompts import Prompt
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.trainer.resume import cut_files, digest, is_finished
+from mindspeed_rlxf.trainer.run_checkpoints import RunCheckpoints
+from tests.unit.config.conftest import make_tree, no_cluster
+
+__all__ = ["make_tree", "no_cluster"]
+MakeTree = Callable[..., dict[str, Any]]
+
+
+class Answer:
+    def __init__(self, report: Any) -> None:
+        self.report = report
+
+    def result(self) -> list[Any]:
+        return [self.report]
+
+
+class Role:
+    """Its state is a text, in a file."""
+
+    def __init__(self, state: str) -> None:
+        self.state, self.loaded, self.blind = state, "", False
+
+    def begin_save(self, folder: Path) -> Answer:
+        self.saving = folder, self.state
+        return Answer(None)
+
+    def end_save(self) -> Answer:
+        folder, state = self.saving
+        folder.mkdir(parents=True)
+        (folder / "state").write_text(state)
+        return Answer([entry_of(folder, folder / "state")])
+
+    def blind_hosts(self, file: Path) -> Answer:
+        return Answer([] if file.exists() and not self.blind else ["host-b"])
+
+    def damage(self, folder: Path, entries: list[Entry]) -> Answer:
+        problems = [content_problem(folder, entry) for entry in entries]
+        return Answer([problem for problem in problems if problem])
+
+    def load_state(self, folder: Path) -> Answer:
+        self.loaded = (folder / "state").read_text()
+        return Answer(True)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Case:
+    """A run in `folder` whose roles are files."""
+
+    def __init__(self, make_tree: MakeTree, folder: Path, **keys: Any) -> None:
+        keys = {f"training.{k}": v for k, v in {"output_dir": str(folder), **keys}.items()}
+        self.config = resolve(make_tree(keys), "test")
+        self.directory = RunDirectory(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").touch()
+        self.actor, self.critic, self.clock = Role("actor"), Role("critic"), Clock()
+        self.said: list[str] = []
+        self.again()
+
+    def again(self, prompts: str = "p") -> None:
+        """As a new process has it."""
+        roles: Any = SimpleNamespace(actor=self.actor, critic=self.critic)
+        arguments = self.config, roles, self.directory, prompts, True, self.clock
+        self.checkpoints = RunCheckpoints(*arguments)
+
+    def iterate(self, iteration: int, score: float | None = None) -> None:
+        self.actor.state, self.critic.state = f"actor {iteration}", f"critic {iteration}"
+        self.checkpoints.settle(self.said.append)
+        self.checkpoints.write(iteration, self.said.append)
+        with self.directory.metrics.open("a") as file:
+            file.write(json.dumps({"iteration": iteration}) + "\n")
+        self.checkpoints.commit(iteration, {"iteration": iteration}, score, self.said.append)
+
+    @property
+    def lines(self) -> list[int]:
+        text = self.directory.metrics.read_text()
+        return [json.loads(line)["iteration"] for line in text.splitlines()]
+
+
+def test_a_save_is_due_by_number_and_at_the_end(make_tree: MakeTree, tmp_path: Path) -> None:
+    case = Case(make_tree, tmp_path, save_interval=4, train_iters=10)
+    assert [n for n in range(1, 11) if case.checkpoints.is_due(n)] == [4, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("keys", "due_at"),
+    [
+        ({}, 1800),  # nothing else would save
+        ({"save_interval": 11}, 1800),  # over train_iters
+        ({"save_interval": 4}, None),
+        ({"save_interval": 4, "save_interval_s": 60.0}, 60),
+        ({"save_interval_s": 0.0}, None),
+    ],
+)
+def test_a_save_is_due_by_time(
+    make_tree: MakeTree, tmp_path: Path, keys: dict[str, Any], due_at: int | None
+) -> None:
+    case = Case(make_tree, tmp_path, train_iters=10, **keys)
+    seconds = [s for s in (59, 60, 1799, 1800, 9999) if _due(case, s)]
+    assert (seconds[0] if seconds else None) == due_at
+
+
+def _due(case: Case, seconds: float) -> bool:
+    case.clock.now = seconds
+    return case.checkpoints.is_due(1)
+
+
+def test_time_counts_from_the_last_save(make_tree: MakeTree, tmp_path: Path) -> None:
+    case = Case(make_tree, tmp_path, train_iters=10, save_interval_s=60.0)
+    case.clock.now = 50
+    case.iterate(1)
+    assert not _due(case, 109) and _due(case, 110)
+
+
+def test_the_newest_checkpoint_is_gone_on_from(make_tree: MakeTree, tmp_path: Path) -> None:
+    case = Case(make_tree, tmp_path)
+    case.iterate(1)
+    case.iterate(2)
+    with case.directory.metrics.open("a") as file:
+        file.write('{"iteration": 3}\n{"iter')  # after it, and cut off
+    case.again()
+    state = case.checkpoints.restore(case.said.append)
+    assert state is not None and state["trainer"] == {"iteration": 2}
+    assert (case.actor.loaded, case.critic.loaded) == ("actor 2", "critic 2")
+    assert case.lines == [1, 2]
+
+
+@pytest.mark.parametrize("file", ["actor/state", "critic/state", "trainer/state.json"])
+def test_a_damaged_one_is_named_and_the_one_before_is_taken(
+    make_tree: MakeTree, tmp_path: Path, file: str
+) -> None:
+    case = Case(make_tree, tmp_path)
+    case.iterate(1)
+    case.iterate(2)
+    damaged = case.directory.checkpoints / "iter_0000002" / file
+    data = damaged.read_bytes()
+    damaged.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    case.again()
+    case.said.clear()
+    state = case.checkpoints.restore(case.said.append)
+    assert state is not None and state["iteration"] == 1
+    assert case.lines == [1] and case.actor.loaded == "actor 1"
+    assert f"iter_0000002 is damaged: {file} is not what was written (sha256)" in case.said[0]
+    assert (case.directory.checkpoints / "iter_0000002.unused").is_dir()
+    pointer = case.directory.checkpoints / "latest_checkpointed_iteration.txt"
+    assert pointer.read_text() == "1\n"
+    case.iterate(2)  # is made anew
+    assert case.lines == [1, 2]
+
+
+def test_without_a_checkpoint_the_run_starts_again(make_tree: MakeTree, tmp_path: Path) -> None:
+    case = Case(make_tree, tmp_path)
+    case.directory.metrics.write_text('{"iteration": 1}\n')
+    assert case.checkpoints.restore(case.said.append) is None
+    assert case.directory.metrics.read_text() == ""
+    assert case.said == ["no whole checkpoint to go on from: starts from iteration 0 again"]
+
+
+def test_hosts_without_the_run_directory_are_told_and_nothing_is_saved(
+    make_tree: MakeTree, tmp_path: Path
+) -> None:
+    case = Case(make_tree, tmp_path, save_interval=1)
+    assert case.checkpoints.restore(case.said.append) is None and case.checkpoints.is_due(1)
+    assert not list(case.directory.checkpoints.iterdir()), "nothing is left of the probe"
+    case.critic.blind = True
+    assert case.checkpoints.restore(case.said.append) is None
+    (said,) = case.said
+    assert said.startswith("warning: no checkpoint will be taken, host-b do not see")
+    assert not case.checkpoints.is_due(1)
+
+
+def test_other_prompts_are_refused(make_tree: MakeTree, tmp_path: Path) -> None:
+    case = Case(make_tree, tmp_path)
+    case.iterate(1)
+    case.again(prompts="others")
+    with pytest.raises(UserError, match=r"data\.train_files must give the prompts of the run"):
+        case.checkpoints.restore(case.said.append)
+    assert not case.actor.loaded
+
+
+def test_two_checkpoints_are_kept(make_tree: MakeTree, tmp_path: Path) -> None:
+    case = Case(make_tree, tmp_path)
+    for iteration in range(1, 5):
+        case.iterate(iteration)
+    assert [c.iteration for c in case.checkpoints.store.newest_first()] == [4, 3]
+
+
+def test_an_asynchronous_save_gets_its_name_when_all_is_written(
+    make_tree: MakeTree, tmp_path: Path
+) -> None:
+    case = Case(make_tree, tmp_path, async_save=True)
+    case.iterate(1)
+    assert case.checkpoints.store.newest_first() == [] and case.said == []
+    case.iterate(2)
+    assert [c.iteration for c in case.checkpoints.store.newest_first()] == [1]
+    case.again()  # killed while 2 is being written
+    state = case.checkpoints.restore(case.said.append)
+    assert state is not None and state["iteration"] == 1
+    assert case.actor.loaded == "actor 1" and case.lines == [1]
+    case.iterate(2)
+    case.checkpoints.settle(case.said.append)
+    assert [c.iteration for c in case.checkpoints.store.newest_first()] == [2, 1]
+    case.checkpoints.settle(case.said.append)  # nothing is left to do
+
+
+def test_the_best_validated_one_is_kept_too(make_tree: MakeTree, tmp_path: Path) -> None:
+    case = Case(make_tree, tmp_path)
+    for iteration, score in enumerate([0.1, 0.7, None, 0.7, 0.2, 0.3], start=1):
+        case.again()  # what is the best is read from the disk
+        case.iterate(iteration, score)
+    assert [c.iteration for c in case.checkpoints.store.newest_first()] == [6, 5, 2]
+
+
+def test_a_run_is_finished_when_its_weights_are_exported(
+    make_tree: MakeTree, tmp_path: Path
+) -> None:
+    case = Case(make_tree, tmp_path, train_iters=2)
+    case.iterate(1)
+    assert not is_finished(case.config, case.directory)
+    case.iterate(2)
+    assert not is_finished(case.config, case.directory)  # killed while it exported
+    case.checkpoints.store.set_exported(2)
+    assert is_finished(case.config, case.directory)
+    longer = Case(make_tree, tmp_path, train_iters=3)
+    assert not is_finished(longer.config, longer.directory)
+    shorter = Case(make_tree, tmp_path, train_iters=1)
+    with pytest.raises(UserError, match="must be at least the 2 iterations that the run"):
+        is_finished(shorter.config, shorter.directory)
+
+
+def test_lines_that_are_gone_are_told(make_tree: MakeTree, tmp_path: Path) -> None:
+    case = Case(make_tree, tmp_path)
+    case.directory.metrics.write_text("{}\n")
+    with pytest.raises(UserError, match="must have the 9 bytes that it had at the checkpoint"):
+        cut_files(case.directory, {"metrics.jsonl": 9})
+
+
+def test_the_digest_is_of_what_is_learnt_from() -> None:
+    def prompt(tokens: list[int], truth: str = "1") -> Prompt:
+        return Prompt(0, "", np.array(tokens), truth, "test")
+
+    base = digest([prompt([1, 2]), prompt([3])], [2, 0])
+    assert base == digest([prompt([1, 2]), prompt([3])], [0, 2])
+    others = [
+        digest([prompt([1]), prompt([2, 3])], [2, 0]),
+        digest([prompt([3]), prompt([1, 2])], [2, 0]),
+        digest([prompt([1, 2], "2"), prompt([3])], [2, 0]),
+        digest([prompt([1, 2]), prompt([3])], [2]),
+    ]
+    assert len({base, *others}) == 5
