@@ -39,21 +39,32 @@ class WorkerError(RuntimeError):
 class RuntimeTimeout(RuntimeError):
     """A wait reached its deadline.
 
-    what:    what was waited for
+    what:    what was waited for, as `role.phase`
     missing: the ranks that did not arrive
-    hint:    what these ranks wait for themselves, where that is known
+    hint:    what the ranks do, or wait for themselves, where that is known
+    hosts:   of the missing ranks, where they are known
     """
 
-    def __init__(self, what: str, seconds: float, missing: Sequence[int], hint: str = "") -> None:
+    def __init__(
+        self,
+        what: str,
+        seconds: float,
+        missing: Sequence[int],
+        hint: str = "",
+        hosts: Sequence[str] = (),
+    ) -> None:
         ranks = ", ".join(str(rank) for rank in missing)
         noun = "rank" if len(missing) == 1 else "ranks"
         message = f"{what}: {noun} {ranks} did not arrive within {seconds:g} s"
         super().__init__(f"{message}; {hint}" if hint else message)
         self.what, self.seconds = what, seconds
-        self.missing, self.hint = list(missing), hint
+        self.missing, self.hint, self.hosts = list(missing), hint, list(hosts)
+        self.role, _, self.phase = what.partition(".")
+        self.rank = self.missing[0] if self.missing else None
+        self.host = self.hosts[0] if self.hosts else None
 
     def __reduce__(self) -> tuple[type[RuntimeTimeout], tuple[object, ...]]:
-        return type(self), (self.what, self.seconds, self.missing, self.hint)
+        return type(self), (self.what, self.seconds, self.missing, self.hint, self.hosts)
 
 
 class DevicesMissing(RuntimeError):
