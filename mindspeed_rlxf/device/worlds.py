@@ -8,7 +8,7 @@ inside a world only, so this one is made by the function that `init_process_grou
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any
@@ -66,6 +66,14 @@ def _group_across(
 def timeout_minutes() -> int:
     """Of a collective in this process's world, rounded up: for groups that are made inside it."""
     return math.ceil(_timeout.total_seconds() / 60)
+
+
+def set_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
+    """That of this process's world, in whole minutes, for groups that may have been made without:
+    Megatron forgets one for the gradients of experts, and torch's own is half an hour."""
+    timeout = timedelta(minutes=timeout_minutes())
+    for group in groups:
+        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def whole_pool() -> dist.ProcessGroup:

@@ -113,4 +113,6 @@ def _make_groups(tp: int, pp: int, ep: int) -> dict[str, Any]:
         expert_tensor_parallel_size=tp,
         distributed_timeout_minutes=worlds.timeout_minutes(),
     )
-    return _globals()
+    made = _globals()
+    worlds.set_timeout(g for g in made.get("_global_process_group_list") or [] if g is not None)
+    return made

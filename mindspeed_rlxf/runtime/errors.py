@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+DIED = "the process died"  # how the cause begins where a worker raised nothing
+
 
 class WorkerError(RuntimeError):
     """A worker process raised or died.
@@ -68,7 +70,14 @@ class RuntimeTimeout(RuntimeError):
 
 
 class DevicesMissing(RuntimeError):
-    """A joined cluster did not offer the devices in time; the same command may succeed later."""
+    """A joined cluster did not offer the devices in time; the same command may succeed later.
+
+    free: devices of each node that were free
+    """
+
+    def __init__(self, message: str, free: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.free = list(free)
 
 
 class LateReply(RuntimeError):

@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RuntimeConfig
 from mindspeed_rlxf.runtime.deadlines import Deadlines, collective_timeout_s
 from mindspeed_rlxf.runtime.environment import worker_environment
-from mindspeed_rlxf.runtime.errors import RuntimeTimeout
+from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
 from mindspeed_rlxf.runtime.places import by_rank, described
 from mindspeed_rlxf.runtime.process import ProcessSetup
 from mindspeed_rlxf.runtime.ray_claim import DeviceClaim
@@ -24,7 +24,7 @@ from mindspeed_rlxf.runtime.ray_nodes import NodeCheck
 from mindspeed_rlxf.runtime.ray_pool import RayPool, RayWorker, RayWorkers
 from mindspeed_rlxf.runtime.ray_wait import Origin, RayHandle, gather
 from mindspeed_rlxf.runtime.ray_witness import ask, keep_logs
-from mindspeed_rlxf.runtime.witness import Sighting, explained
+from mindspeed_rlxf.runtime.witness import Sighting, examined, explained
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,26 @@ class RayPools:
         self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
     ) -> RuntimeTimeout:
         producers = [(h.origin.pool, h.origin.rank, repr(h)) for h in inputs]
-        return explained(error, pool.name, producers, self.look(stacks=True))
+        return explained(error, pool.name, producers, self._look_anyhow(stacks=True))
+
+    def _look_anyhow(self, stacks: bool) -> dict[tuple[str, int], Sighting]:
+        """`look`, where the failure that it is to explain counts for more than its own."""
+        try:
+            return self.look(stacks)
+        except Exception:  # of Ray, or a disk that is full
+            logger.exception("the workers could not be looked at")
+            return {}
+
+    def examined(self, error: WorkerError) -> WorkerError:
+        """As `witness.examined`, after a look at all workers."""
+        watched = {(w.pool, w.rank): w for pool in self._pools for w in pool.watched()}
+        told = self._look_anyhow(stacks=False)
+        rose = [
+            sighting.oom_kills - watched[key].place.oom_kills
+            for key, sighting in told.items()
+            if watched[key].place.host == error.host
+        ]
+        return examined(error, max(rose, default=0))
 
     def release(self, pool: RayPool) -> None:
         if pool not in self._pools:

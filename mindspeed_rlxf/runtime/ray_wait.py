@@ -16,7 +16,7 @@ from ray.exceptions import (
 )
 
 from mindspeed_rlxf.data.batch import Rows
-from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.errors import DIED, RuntimeTimeout, WorkerError
 
 # After a lost connection was reported: how long to look for the failure that came before it.
 FIRST_CAUSE_S = 5.0
@@ -134,7 +134,9 @@ def as_worker_error(error: RayError, origin: Origin) -> WorkerError:
     if isinstance(error, OutOfMemoryError) or "low on memory" in text:
         reason = "killed by Ray because its host ran out of memory"
     log = f"; its last words are in {origin.log}" if origin.log else ""
-    return origin.error(f"the process died ({reason}){log}")
+    died = origin.error(f"{DIED} ({reason}){log}")
+    died.remote_traceback = text  # all that Ray knows
+    return died
 
 
 def _first_cause(

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rlxf.runtime.errors import RuntimeTimeout
+from mindspeed_rlxf.runtime.errors import DIED, RuntimeTimeout, WorkerError
 
 STACK_SIGNAL = signal.SIGUSR2
 STDERR = 2
@@ -48,6 +48,7 @@ class Sighting:
     state: str
     waits: bool
     tail: str  # of the log
+    oom_kills: int = 0  # for memory on its host so far
 
 
 def show_stacks_on_signal() -> None:
@@ -58,6 +59,7 @@ def show_stacks_on_signal() -> None:
 
 def look(subjects: Sequence[Subject], stacks: bool) -> list[Sighting]:
     """Of workers on this node. stacks: have each write its stacks to its log"""
+    kills = oom_kills()
     before = {subject.rank: _size(subject.log) for subject in subjects}
     asked = [s for s in subjects if stacks and _state(s.pid) not in "TtZX" and _signal(s.pid)]
     deadline = time.monotonic() + STACK_S
@@ -71,7 +73,7 @@ def look(subjects: Sequence[Subject], stacks: bool) -> list[Sighting]:
     for subject in subjects:
         stack = _stack_since(subject.log, before[subject.rank]) if subject in asked else ""
         state, waits = _described(subject, stack, subject in asked)
-        found.append(Sighting(subject.rank, state, waits, tail(subject.log)))
+        found.append(Sighting(subject.rank, state, waits, tail(subject.log), kills))
     return found
 
 
@@ -129,6 +131,20 @@ def explained(
     if any(told.values()):
         parts.append("the logs of all ranks have their stacks")
     return RuntimeTimeout(error.what, error.seconds, late, "; ".join(parts), hosts)
+
+
+def examined(error: WorkerError, oom_kills: int) -> WorkerError:
+    """The error; of a process that died on a host whose kernel has killed for memory, with that.
+
+    oom_kills: on its host since the worker started
+    """
+    if not error.cause.startswith(DIED) or not oom_kills:
+        return error
+    cause = f"{error.cause}; its host ran out of memory: the kernel killed {oom_kills} of its "
+    cause += "processes meanwhile"
+    return WorkerError(
+        error.role, error.rank, error.host, error.phase, cause, error.remote_traceback
+    )
 
 
 def _states(told: Mapping[int, Sighting | None]) -> list[str]:

@@ -14,6 +14,7 @@ from mindspeed_rlxf.trainer import metrics as names
 from mindspeed_rlxf.trainer.collector import Collected, Collector
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.recorder import Recorder
+from mindspeed_rlxf.trainer.stopping import Stopped, StopRequest
 from mindspeed_rlxf.trainer.validation import Validator
 from mindspeed_rlxf.trainer.weight_saver import WeightSaver
 
@@ -29,8 +30,9 @@ class PpoTrainer:
         validator: Validator,
         recorder: Recorder,
         saver: WeightSaver,
+        stop: StopRequest,
     ) -> None:
-        self.config, self.prompts, self.saver = config, prompts, saver
+        self.config, self.prompts, self.saver, self.stop = config, prompts, saver, stop
         self.actor, self.ref, self.critic = roles.actor, roles.ref, roles.critic
         self.collector = Collector(config, roles, prompts)
         self.validator, self.recorder = validator, recorder
@@ -44,12 +46,16 @@ class PpoTrainer:
         self.iteration = 0
 
     def fit(self) -> None:
-        """generate, score -> log-probs, values -> experience -> updates -> metrics."""
+        """generate, score -> log-probs, values -> experience -> updates -> metrics.
+
+        Raises Stopped, everything saved, when the run has to end before `train_iters`.
+        """
         if self.config.validation.before:
             self.validator.validate(self.iteration)
         while self.iteration < self.config.training.train_iters:
             self.iteration += 1
             started = time.monotonic()
+            self.stop.begin()
 
             collected = self.collector.collect()
             rollouts = collected.rollouts
@@ -115,9 +121,14 @@ class PpoTrainer:
         due = validation.interval and self.iteration % validation.interval == 0
         if due or (last and validation.after):
             measured.update(self.validator.validate(self.iteration))
-        if self.saver.is_due(self.iteration):
+        self.stop.ended(self.iteration)
+        stops = not last and self.stop.is_due()
+        if stops or self.saver.is_due(self.iteration):
             measured["timing/save"] = self.saver.save(self.iteration)
+            self.stop.wrote(self.iteration, measured["timing/save"])
         self.recorder.iteration(self.iteration, measured, all_s)
+        if stops:
+            raise Stopped
 
     @property
     def _num_devices(self) -> int:
