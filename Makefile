@@ -116,7 +116,8 @@ test-hosts: $(STAMP)
 	RLXF_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts $(PYTEST_ARGS)
 
 test-long: $(STAMP)
-	$(BIN)/python -m pytest tests -m long $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests -m long -n 2 --dist loadgroup --no-loadscope-reorder \
+	  $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)

@@ -1,7 +1,8 @@
 """bf16 weights and activations, fp32 main weights and gradient sums, against fp32 throughout.
 
-Fifty iterations of the tiny task with the same seed. Rounding changes some sampled tokens, so the
-curves differ; they have to stay nearer to fp32 than fp32 with another seed does, and in a band.
+Fifty iterations (the short test: eight) of the tiny task with the same seed. Rounding changes some
+sampled tokens, so the curves differ; they have to stay nearer to fp32 than fp32 with another seed
+does, and in a band.
 """
 
 from __future__ import annotations
@@ -26,15 +27,19 @@ BAND = {
 }
 
 
-def curves(name: str, changes: dict[str, Any], out: Path, runtime: Any) -> dict[str, np.ndarray]:
-    found = runs.run(name, out, runtime, {**changes, "training.train_iters": ITERATIONS})
+def curves(iterations: int, bf16: bool, out: Path, runtime: Any) -> dict[str, np.ndarray]:
+    changes = {"training.bf16": bf16, "training.train_iters": iterations}
+    found = runs.run("gae", out, runtime, changes)
     return {key: np.array(values) for key, values in found.items()}
 
 
-def test_bf16_stays_within_the_band_of_fp32(warm_runtime: Any, tmp_path: Path) -> None:
-    fp32 = curves("gae", {}, tmp_path / "fp32", warm_runtime)
-    bf16 = curves("gae", {"training.bf16": True}, tmp_path / "bf16", warm_runtime)
-    assert len(bf16["critic/kl"]) == ITERATIONS
+@pytest.mark.parametrize("iterations", [8, pytest.param(ITERATIONS, marks=pytest.mark.long)])
+def test_bf16_stays_within_the_band_of_fp32(
+    warm_runtime: Any, tmp_path: Path, iterations: int
+) -> None:
+    fp32 = curves(iterations, False, tmp_path / "fp32", warm_runtime)
+    bf16 = curves(iterations, True, tmp_path / "bf16", warm_runtime)
+    assert len(bf16["critic/kl"]) == iterations
     distances = {key: float(np.abs(bf16[key] - fp32[key]).mean()) for key in BAND}
     assert all(distance > 0 for distance in distances.values()), "this is not bf16"
     assert distances == {key: pytest.approx(0, abs=limit) for key, limit in BAND.items()}

@@ -89,7 +89,6 @@ SPARSE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 ALONE = ("dp2", "pp2", "tp2 pp2")  # what the other architectures are run in
 PAIRWISE = [
-    ("untied", "tp2 sequence parallel"),
     ("untied", "dp2 distributed optimizer"),
     ("untied", "micro-batch 4"),
     ("untied", "by tokens dp2"),

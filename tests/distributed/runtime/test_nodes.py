@@ -27,6 +27,13 @@ from tests.distributed.runtime.group_checks import build
 from tests.distributed.runtime.stand_ins import StandIn
 
 JOIN_S = 60.0
+# `ray start` takes 127.0.0.1 for the host's other address, where the session's cluster is not.
+RAY_ON_LOOPBACK = """
+from ray._private import services
+services.resolve_ip_for_localhost = str
+from ray.scripts.scripts import main
+main()
+"""
 
 
 class Nodes:
@@ -41,7 +48,7 @@ class Nodes:
         environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
         del environment["RAY_ADDRESS"]
         command = [
-            sys.executable, "-m", "ray.scripts.scripts", "start", "--block",
+            sys.executable, "-c", RAY_ON_LOOPBACK, "start", "--block",
             f"--address={self._address}", "--node-ip-address=127.0.0.1", "--num-cpus=1",
             f"--resources={json.dumps(resources)}", "--object-store-memory=80000000",
         ]  # fmt: skip
@@ -91,7 +98,7 @@ def make_pools(ray_runtime: Any, nodes: Nodes) -> Iterator[Callable[..., Any]]:
             node_check=NodeCheck({}, None, 60.0),
         )
         runs.append(run)
-        return run.create(shapes)
+        return run.create(shapes, {})
 
     yield make
     for run in runs:

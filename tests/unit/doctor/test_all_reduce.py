@@ -13,7 +13,6 @@ import torch.distributed as dist
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.doctor.all_reduce import Task, all_reduce, open_store
 from mindspeed_rlxf.doctor.hunt import Outcome
-from mindspeed_rlxf.doctor.ranks import RayRanks, _together
 from mindspeed_rlxf.runtime.errors import LateReply, WorkerError
 
 LOOPBACK = "127.0.0.1"
@@ -40,17 +39,19 @@ class StandIn:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RayRanks]:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    from mindspeed_rlxf.doctor.ranks import RayRanks  # imports Ray
+
     monkeypatch.setattr("mindspeed_rlxf.doctor.ranks.gather", lambda calls, timeout_s: list(calls))
 
-    def make(*ways: str) -> RayRanks:
+    def make(*ways: str) -> Any:
         return RayRanks(DeviceKind.CPU, [StandIn(way) for way in ways])  # type: ignore[misc]
 
     return make
 
 
 def test_a_process_that_hangs_is_replaced_and_works_in_the_next_round(
-    ranks: Callable[..., RayRanks],
+    ranks: Callable[..., Any],
 ) -> None:
     made = ranks("works", "hangs once", "works", "works")
     first = made.run([(0, 1), (2, 3)], 15.0)
@@ -59,7 +60,7 @@ def test_a_process_that_hangs_is_replaced_and_works_in_the_next_round(
 
 
 def test_a_process_that_does_not_start_again_fails_at_once_from_then_on(
-    ranks: Callable[..., RayRanks],
+    ranks: Callable[..., Any],
 ) -> None:
     made = ranks("works", "hangs", "works", "works")
     made.run([(0, 1), (2, 3)], 15.0)
@@ -87,6 +88,8 @@ def test_who_never_comes_is_told_at_the_deadline() -> None:
 
 
 def test_the_slowest_rank_counts_and_dead_processes_are_named_before_those_that_wait() -> None:
+    from mindspeed_rlxf.doctor.ranks import _together  # imports Ray
+
     good, slow = Outcome(True, 0.1), Outcome(True, 0.3)
     assert _together((4, 5), {4: good, 5: slow}) == Outcome(True, 0.3)
     waited = Outcome(False, 0.0, (1,), "timed out")  # rank 1 of the group is process 5

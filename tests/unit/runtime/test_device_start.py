@@ -10,7 +10,7 @@ import pytest
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.runtime import local, ray_pool
+from mindspeed_rlxf.runtime import local
 from mindspeed_rlxf.runtime.process import ProcessSetup, WorkerProcess
 
 
@@ -70,5 +70,7 @@ def test_the_number_that_ray_gave_is_of_the_devices_kind(
     monkeypatch: pytest.MonkeyPatch, kind: DeviceKind, ids: dict[str, Any], assigned: str | None
 ) -> None:
     context = SimpleNamespace(get_accelerator_ids=lambda: ids)
+    from mindspeed_rlxf.runtime import ray_pool  # imports Ray
+
     monkeypatch.setattr(ray_pool.ray, "get_runtime_context", lambda: context)
     assert ray_pool.assigned_device(kind) == assigned
