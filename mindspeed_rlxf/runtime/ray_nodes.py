@@ -59,7 +59,7 @@ class NodeCheck:
 
         Raises UserError that names those whose software or files differ, unless they are left out.
         """
-        new = [node for node in nodes if node.id not in self._seen | self.left_out]
+        new = [node for node in nodes if node.id not in {*self._seen, *self.left_out}]
         if new:
             self._driver = self._driver or report(list(self._keys), self._run_file)
             reports, silent = self._collect(new, {node.id: self._ask(node) for node in new})

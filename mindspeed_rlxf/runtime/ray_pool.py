@@ -19,9 +19,8 @@ from mindspeed_rlxf.runtime.places import Place
 from mindspeed_rlxf.runtime.process import ProcessSetup, WorkerProcess, log_of
 from mindspeed_rlxf.runtime.protocol import Reply, Request
 from mindspeed_rlxf.runtime.ray_wait import Origin, RayHandle, fetch_rows, gather, not_ready
-from mindspeed_rlxf.runtime.ray_witness import Watched
 from mindspeed_rlxf.runtime.refs import find_refs
-from mindspeed_rlxf.runtime.witness import oom_kills
+from mindspeed_rlxf.runtime.witness import Watched, oom_kills
 from mindspeed_rlxf.runtime.worker import worker_error
 
 RESET_S = 3.0  # for the calls of an ended pool to finish, so that its processes can be kept

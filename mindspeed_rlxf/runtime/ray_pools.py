@@ -23,8 +23,8 @@ from mindspeed_rlxf.runtime.ray_cluster import LOOPBACK, RayCluster, resource_na
 from mindspeed_rlxf.runtime.ray_nodes import NodeCheck
 from mindspeed_rlxf.runtime.ray_pool import RayPool, RayWorker, RayWorkers
 from mindspeed_rlxf.runtime.ray_wait import Origin, RayHandle, gather
-from mindspeed_rlxf.runtime.ray_witness import ask, keep_logs
-from mindspeed_rlxf.runtime.witness import Sighting, examined, explained
+from mindspeed_rlxf.runtime.ray_witness import ask
+from mindspeed_rlxf.runtime.witness import Sighting, examined, explained, keep_logs
 
 logger = logging.getLogger(__name__)
 

@@ -5,30 +5,16 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mindspeed_rlxf.runtime.places import Place
-from mindspeed_rlxf.runtime.witness import Sighting, Subject, look
+from mindspeed_rlxf.runtime.witness import Sighting, Subject, Watched, look
 
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 30.0  # for a node: its process has to start first
-FETCHED = "[the end of this log, fetched from "  # how a copy begins
-
-
-@dataclass(frozen=True)
-class Watched:
-    """A worker by its pool and rank. log: its file on its node; empty = unknown"""
-
-    pool: str
-    rank: int
-    place: Place
-    log: str
 
 
 def ask(workers: Sequence[Watched], stacks: bool) -> dict[tuple[str, int], Sighting]:
@@ -55,21 +41,3 @@ def _task(node: str, workers: Sequence[Watched], stacks: bool) -> ray.ObjectRef:
     where = NodeAffinitySchedulingStrategy(node, soft=False)
     task = ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
     return task.remote([Subject(w.rank, w.place.pid, w.log) for w in workers], stacks)
-
-
-def keep_logs(workers: Sequence[Watched], told: dict[tuple[str, int], Sighting]) -> None:
-    """Write the ends of logs that stand on other hosts below the same path of this one."""
-    for worker in workers:
-        sighting = told.get((worker.pool, worker.rank))
-        if sighting is None or not sighting.tail or not worker.log:
-            continue
-        file = Path(worker.log)
-        if not file.exists() or is_copy(file):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            heading = f"{FETCHED}{worker.place.host}]\n"
-            file.write_text(heading + sighting.tail, encoding="utf-8", errors="replace")
-
-
-def is_copy(file: Path) -> bool:
-    with open(file, encoding="utf-8", errors="replace") as stream:
-        return stream.read(len(FETCHED)) == FETCHED

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rlxf.runtime.errors import DIED, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.places import Place
 
 STACK_SIGNAL = signal.SIGUSR2
+FETCHED = "[the end of this log, fetched from "  # how a copy begins
 STDERR = 2
 STACK_S = 2.0  # for the stacks to be written
 TAIL_BYTES = 64 * 1024  # of a log, that travel to the driver
@@ -49,6 +51,16 @@ class Sighting:
     waits: bool
     tail: str  # of the log
     oom_kills: int = 0  # for memory on its host so far
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A worker by its pool and rank. log: its file on its node; empty = unknown"""
+
+    pool: str
+    rank: int
+    place: Place
+    log: str
 
 
 def show_stacks_on_signal() -> None:
@@ -167,6 +179,24 @@ def tail(log: str) -> str:
             return file.read().decode("utf-8", "replace")
     except OSError:
         return ""
+
+
+def keep_logs(workers: Sequence[Watched], told: Mapping[tuple[str, int], Sighting]) -> None:
+    """Write the ends of logs that stand on other hosts below the same path of this one."""
+    for worker in workers:
+        sighting = told.get((worker.pool, worker.rank))
+        if sighting is None or not sighting.tail or not worker.log:
+            continue
+        file = Path(worker.log)
+        if not file.exists() or is_copy(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            heading = f"{FETCHED}{worker.place.host}]\n"
+            file.write_text(heading + sighting.tail, encoding="utf-8", errors="replace")
+
+
+def is_copy(file: Path) -> bool:
+    with open(file, encoding="utf-8", errors="replace") as stream:
+        return stream.read(len(FETCHED)) == FETCHED
 
 
 def oom_kills() -> int:

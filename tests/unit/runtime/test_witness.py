@@ -13,14 +13,18 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rlxf.runtime import witness
-from mindspeed_rlxf.runtime.errors import RuntimeTimeout
+from mindspeed_rlxf.runtime.errors import DIED, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.places import Place
 from mindspeed_rlxf.runtime.witness import (
     GONE,
     SILENT,
     STOPPED,
     Sighting,
     Subject,
+    Watched,
+    examined,
     explained,
+    keep_logs,
     look,
 )
 
@@ -142,6 +146,35 @@ def test_who_has_not_made_the_rows_is_told() -> None:
     error = RuntimeTimeout("critic.values", 30, [0])
     found = explained(error, "main", [("judge", 1, "rows of reward.score from rank 1")], seen)
     assert "waiting for rows of reward.score from rank 1; judge rank 1 is stopped" in str(found)
+
+
+def test_logs_of_other_hosts_are_copied_and_our_own_are_left_alone(tmp_path: Path) -> None:
+    place = Place("node2", "10.0.0.2", 0, ())
+    workers = [Watched("main", rank, place, str(tmp_path / f"{rank}.log")) for rank in range(3)]
+    (tmp_path / "0.log").write_text("here\n")
+    told = {("main", rank): Sighting(rank, GONE, False, f"words {rank}\n") for rank in (0, 1)}
+    keep_logs(workers, told)
+    assert (tmp_path / "0.log").read_text() == "here\n"
+    assert (tmp_path / "1.log").read_text() == (
+        "[the end of this log, fetched from node2]\nwords 1\n"
+    )
+    assert not (tmp_path / "2.log").exists()  # nobody told
+    keep_logs(workers, {("main", 1): Sighting(1, GONE, False, "later\n")})
+    assert (tmp_path / "1.log").read_text().endswith("]\nlater\n")
+
+
+def test_a_death_on_a_host_that_killed_for_memory_says_so() -> None:
+    died = WorkerError("critic", 1, "b", "values", f"{DIED} (killed)", "all that is known")
+    assert examined(died, 0) is died
+    found = examined(died, 2)
+    assert "its host ran out of memory: the kernel killed 2 of its processes" in found.cause
+    assert (found.rank, found.remote_traceback) == (1, "all that is known")
+    raised = WorkerError("critic", 1, "b", "values", "ValueError: x")
+    assert examined(raised, 2) is raised
+
+
+def test_kills_for_memory_are_counted() -> None:
+    assert witness.oom_kills() >= 0
 
 
 def test_a_tail_is_the_end_of_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
