@@ -261,5 +261,7 @@ class RuntimeConfig(Section):
     address: str | None = key(
         None, "Ray cluster to join, local = own; null = RAY_ADDRESS, this user's, own", "free"
     )
-    timeout_s: float = key(1800.0, "longest wait for one call, seconds", "free", gt=0)
+    timeout_s: float = key(
+        1800.0, "longest wait for one call, and 10 x the shortest, seconds", "free", gt=0
+    )
     start_timeout_s: float = key(600.0, "longest wait for the workers, seconds", "free", gt=0)

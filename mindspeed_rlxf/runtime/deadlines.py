@@ -30,7 +30,7 @@ HISTORY = 15  # calls that the median is taken over
 COLLECTIVE_MARGIN_S = 60.0
 
 # Methods that read or write files: they take what the storage takes, whatever came before.
-ON_STORAGE = (BUILD, "export", "save", "load", "save_state", "load_state")
+ON_STORAGE = (BUILD, "export", "begin_save", "end_save", "load_state", "damage")
 
 Phase = tuple[str, str, int]
 

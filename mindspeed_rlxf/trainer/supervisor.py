@@ -28,7 +28,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED = 0, 1, 2, 75
 
 CHILD_OF = "RLXF_SUPERVISOR"  # pid of the supervisor, file for facts, when the command was given
 POINTER = Path("checkpoints") / "latest_checkpointed_iteration.txt"
-PAUSE_S = 2.0  # before a restart: what the last attempt left is ended meanwhile
+PAUSE_S = 5.0  # before a restart: what the last attempt left is ended meanwhile
 SHUTDOWN_S = 60.0  # beyond the grace, until a training process that does not stop is killed
 LEGAL_S = 300.0  # for the check of a smaller size
 PR_SET_PDEATHSIG = 1
