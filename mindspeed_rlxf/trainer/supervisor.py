@@ -31,6 +31,7 @@ POINTER = Path("checkpoints") / "latest_checkpointed_iteration.txt"
 PAUSE_S = 5.0  # before a restart: what the last attempt left is ended meanwhile
 SHUTDOWN_S = 60.0  # beyond the grace, until a training process that does not stop is killed
 LEGAL_S = 300.0  # for the check of a smaller size
+LAST_LINES_BYTES = 64 * 1024
 PR_SET_PDEATHSIG = 1
 NOT_TRAINING = ("-h", "--help", "--cfg", "-c", "--cfg=job", "-cjob")
 UNSUPERVISED = ("dry_run=true", "runtime=local", "runtime.kind=local", "training.max_restarts=0")
@@ -189,7 +190,7 @@ class Supervisor:
                 "role": "driver",
                 "phase": "driver",
                 "cause": ended(code),
-                "iteration": self._facts.get("iteration"),
+                "iteration": under_way(directory / "metrics.jsonl"),
             }
             print(f"failed: {found['message']}", file=sys.stderr, flush=True)
             _write(file, found)
@@ -219,6 +220,20 @@ class Supervisor:
         except subprocess.TimeoutExpired:
             return False
         return done.returncode == EXIT_DONE
+
+
+def under_way(metrics: Path) -> int:
+    """The iteration after the last that metrics.jsonl has."""
+    try:
+        with open(metrics, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_LINES_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return 1
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off when it was killed
+            return int(json.loads(line)["iteration"]) + 1
+    return 1
 
 
 def ended(code: int) -> str:

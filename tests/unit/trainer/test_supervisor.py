@@ -103,7 +103,8 @@ def test_the_same_failure_twice_ends_the_run(
 def test_a_training_process_that_is_killed_is_reported_and_replaced(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    killed = {"facts": {**FACTS, "iteration": 5}, "kill": signal.SIGKILL}
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 3}\n{"iteration": 4}\n{"itera')
+    killed = {"facts": FACTS, "kill": signal.SIGKILL}
     assert make(tmp_path, killed, {"exit": 0}).run() == 0
     assert "failed: driver: killed by SIGKILL" in capfd.readouterr().err
     found = json.loads((tmp_path / "failure.json").read_text())
@@ -245,3 +246,16 @@ def test_an_end_is_told_in_words() -> None:
         "killed by signal 250",
         "ended with status 3",
     ]
+
+
+@pytest.mark.parametrize("module", ["mindspeed_rlxf.trainer.supervisor", "mindspeed_rlxf.cli"])
+def test_the_supervising_process_imports_the_standard_library_only(module: str) -> None:
+    code = (
+        f"import sys, {module}\n"
+        "found = {n.partition('.')[0] for n in sys.modules} - set(sys.stdlib_module_names)\n"
+        "print(*sorted(n for n in found if not n.startswith('_')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["mindspeed_rlxf"]
