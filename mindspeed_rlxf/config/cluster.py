@@ -14,10 +14,14 @@ KNOCK_S = 2.0
 
 @dataclass(frozen=True)
 class Cluster:
-    """address: of the cluster to join, None = start an own one; source: why, for people."""
+    """address: of the cluster to join, None = start an own one; source: why, for people.
+
+    found: nobody named it, Ray left its address here
+    """
 
     address: str | None
     source: str
+    found: bool = False
 
 
 def choose_cluster(address: str | None) -> Cluster:
@@ -31,7 +35,9 @@ def choose_cluster(address: str | None) -> Cluster:
     found = started_here()
     if found:
         return Cluster(
-            found, "`ray start` of this user on this host; runtime.address=local ignores it"
+            found,
+            "`ray start` of this user on this host; runtime.address=local ignores it",
+            found=True,
         )
     return Cluster(None, "no cluster is named, and none of this user runs here")
 

@@ -89,25 +89,27 @@ def open_cluster(address: str | None, resources: dict[str, float]) -> RayCluster
             cluster.address, resources or "its devices", chosen.source,
         )  # fmt: skip
         return cluster
-    cluster = _join(chosen.address)
+    cluster = _join(chosen.address, chosen.found)
     logger.info("joined the Ray cluster at %s (%s)", cluster.address, chosen.source)
     return cluster
 
 
-def _join(address: str) -> RayCluster:
+def _join(address: str, found: bool) -> RayCluster:
+    """found: by its file on this host, where Ray itself then looks for the cluster's token too."""
+    where = "auto" if found else address
     try:
         knock(address, KNOCK_S)
         import ray
 
         _keep_quiet()
         with _own_sigterm():
-            context = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            context = ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
     # A ConnectionError of Ray is an OSError, another version of Ray or Python a RuntimeError.
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"runtime.address={address} must be that of a running Ray cluster "
-            f"({' '.join(str(error).split())}); start one, correct it, or set "
-            "runtime.address=local for an own cluster"
+            f"({' '.join(str(error).split())}); start one, correct it, set RAY_AUTH_MODE=token if "
+            "it asks for a token, or runtime.address=local for an own cluster"
         ) from error
     return RayCluster(own=False, address=context.address_info["address"])
 

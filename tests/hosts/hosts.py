@@ -83,6 +83,7 @@ class Host:
             "PYTHONPATH": str(REPOSITORY),
             "RAY_TMPDIR": str(self.data / "r"),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "disabled",  # else a token of this user is asked for, or not, by turns
             "OMP_NUM_THREADS": "1",
             **variables,
         }
