@@ -133,6 +133,8 @@ def as_worker_error(error: RayError, origin: Origin) -> WorkerError:
     reason = "killed, crashed or out of memory"
     if isinstance(error, OutOfMemoryError) or "low on memory" in text:
         reason = "killed by Ray because its host ran out of memory"
+    elif "node has died" in text or "raylet" in text.lower():
+        reason = "Ray on its host ended, or the host"
     log = f"; its last words are in {origin.log}" if origin.log else ""
     died = origin.error(f"{DIED} ({reason}){log}")
     died.remote_traceback = text  # all that Ray knows
