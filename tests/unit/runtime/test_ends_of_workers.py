@@ -15,12 +15,12 @@ import pytest
     ],
 )
 def test_a_lost_worker_is_told_with_its_reason(said: str, reason: str) -> None:
-    from ray.exceptions import ActorDiedError
+    from ray.exceptions import RayActorError
 
     from mindspeed_rlxf.runtime.ray_wait import Origin, as_worker_error
 
     origin = Origin("critic", 3, "b", "values", "/logs/rank_00003.log")
-    error = as_worker_error(ActorDiedError(said), origin)
+    error = as_worker_error(RayActorError(error_msg=said), origin)
     assert error.cause.startswith("the process died") and reason in error.cause
     assert error.cause.endswith("its last words are in /logs/rank_00003.log")
     assert said in error.remote_traceback
