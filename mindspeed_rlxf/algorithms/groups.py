@@ -6,6 +6,8 @@ are totals of a response: score, penalties, and the KL penalty where it is part 
 
 from __future__ import annotations
 
+from math import isfinite
+
 import torch
 from torch import Tensor
 
@@ -36,9 +38,13 @@ def rloo_advantages(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def groups_that_differ(scores: list[float], group_size: int) -> list[int]:
-    """Numbers of the groups whose scores are not all the same."""
+    """Numbers of the groups whose scores are not all the same, or no finite numbers."""
     groups = [scores[i : i + group_size] for i in range(0, len(scores), group_size)]
-    return [number for number, group in enumerate(groups) if min(group) != max(group)]
+    return [
+        number
+        for number, group in enumerate(groups)
+        if min(group) != max(group) or not all(map(isfinite, group))
+    ]
 
 
 def _groups(rewards: Tensor, group_size: int) -> Tensor:
@@ -54,8 +60,9 @@ def _flat(groups: Tensor, like: Tensor) -> Tensor:
 def preference_of_pairs(rewards: Tensor) -> Tensor:
     """+1 for the better of two neighbours, -1 for the other, 0 for both where they are equal.
 
-    rewards: [batch], pairs next to each other -> [batch].
+    rewards: [batch], pairs next to each other -> [batch]; NaN for both where one is.
     """
     first, second = rewards.view(-1, 2).unbind(1)
-    sign = torch.sign(first - second)
+    difference = first - second
+    sign = torch.where(difference.isnan(), difference, torch.sign(difference))
     return torch.stack((sign, -sign), 1).flatten()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,8 +37,8 @@ class KlController:
         self._adaptive, self._target, self._horizon = adaptive, target_kl, horizon
 
     def update(self, kl: float, num_samples: int) -> None:
-        """kl: mean over the iteration's samples of their mean KL per token."""
-        if not self._adaptive:
+        """kl: mean over the iteration's samples of their mean KL per token; NaN changes nothing."""
+        if not self._adaptive or math.isnan(kl):
             return
         error = min(max(kl / self._target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * num_samples / self._horizon

@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rlxf.checkpoint import safe_folder
 from mindspeed_rlxf.checkpoint.hf_folder import INDEX, SINGLE, HfFolder
 from mindspeed_rlxf.checkpoint.layout import RANK_FOLDER, TRACKER
 from mindspeed_rlxf.checkpoint.legacy import read_legacy
@@ -80,9 +81,11 @@ def open_weights(
     """A reader of the folder's weights, of whatever format.
 
     Errors: ValueError when something is missing or damaged, or, for a Megatron folder, when it
-    holds another model.
+    holds another model or more than data.
     """
     kind, place = find_weights(Path(folder))
+    if kind is not Format.HF:
+        safe_folder.check(place)
     if kind is Format.LEGACY:
         return read_legacy(place, architecture)
     if kind is Format.TORCH_DIST:

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mindspeed_rlxf.checkpoint.inside import inside
 from mindspeed_rlxf.checkpoint.reader import WeightReader
 from mindspeed_rlxf.models.parameters import Slice
 
@@ -19,7 +20,8 @@ SINGLE = "model.safetensors"
 class HfFolder:
     """The tensors of a folder, opened lazily; counts the bytes that were read.
 
-    Errors: ValueError when the folder, its index or one of its files is missing or damaged.
+    Errors: ValueError when the folder, its index or one of its files is missing or damaged, or
+    the index names a file elsewhere.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -66,10 +68,11 @@ class HfFolder:
         index = self.folder / INDEX
         if index.exists():
             weight_map = _weight_map(index)
-            missing = sorted({f for f in weight_map.values() if not (self.folder / f).exists()})
+            paths = {f: inside(self.folder, f, INDEX) for f in sorted(set(weight_map.values()))}
+            missing = [file for file, path in paths.items() if not path.exists()]
             if missing:
                 raise ValueError(f"{index} names files that are missing: {', '.join(missing)}")
-            return {name: self.folder / file for name, file in weight_map.items()}
+            return {name: paths[file] for name, file in weight_map.items()}
         single = self.folder / SINGLE
         if not single.exists():
             raise ValueError(
@@ -81,7 +84,8 @@ class HfFolder:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in dict(found).items()}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index} has no readable weight_map ({error!r}); copy it again") from None
 

@@ -15,7 +15,20 @@ from typing import IO, Any, ClassVar
 import torch
 
 
-class Inert:
+class Refused(ValueError):
+    """A pickle that wants more than data."""
+
+
+class Guarded(type):
+    """Of classes that a pickle gets: it may make instances of them, not change them."""
+
+    @property
+    def __setstate__(cls) -> Any:
+        """What a pickle looks for before it sets attributes, of the class itself too."""
+        raise Refused(f"new attributes for the class {cls.__name__}")
+
+
+class Inert(metaclass=Guarded):
     """Stands for an object of any class: keeps its arguments and its state, computes nothing."""
 
     arguments: tuple[Any, ...]
@@ -46,12 +59,16 @@ class Inert:
         """As `append`."""
 
 
+class Arguments(Namespace, metaclass=Guarded):
+    """A namespace, of a class that is not everybody's."""
+
+
 class InertUnpickler(pickle.Unpickler):
     """Gives dicts, lists, strings, numbers, namespaces; anything else as `Inert`."""
 
     KNOWN: ClassVar[dict[tuple[str, str], Any]] = {
         ("collections", "OrderedDict"): OrderedDict,
-        ("argparse", "Namespace"): Namespace,
+        ("argparse", "Namespace"): Arguments,
         ("torch", "Size"): torch.Size,
     }
 
@@ -59,16 +76,18 @@ class InertUnpickler(pickle.Unpickler):
         if (module, name) in self.KNOWN:
             return self.KNOWN[module, name]
         named = vars(torch).get(name) if module == "torch" else None
-        return named if isinstance(named, torch.dtype) else type(name, (Inert,), {})
+        return named if isinstance(named, torch.dtype) else Guarded(name, (Inert,), {})
 
     def persistent_load(self, pid: Any) -> Any:
         return Inert()
 
 
 def read_pickle(file: IO[bytes], reader: type[InertUnpickler] = InertUnpickler) -> Any:
-    """What is in the file. Errors: ValueError when it is damaged."""
+    """What is in the file. Errors: ValueError when it is damaged, Refused as the reader says."""
     try:
         return reader(file).load()
+    except Refused:
+        raise
     except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"damaged pickle: {error}") from None
     except (IndexError, KeyError, OverflowError, MemoryError, RecursionError) as error:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from mindspeed_rlxf.checkpoint.inert_pickle import read_pickle
+from mindspeed_rlxf.checkpoint.inside import inside
 from mindspeed_rlxf.checkpoint.layout import ITERATION, MegatronLayout
 from mindspeed_rlxf.checkpoint.legacy import (
     RM_HEAD_BIAS,
@@ -242,10 +243,8 @@ def _tensors_of(metadata: Any, folder: Path) -> dict[str, GlobalTensor]:
         for chunk in entry.chunks:
             info = places[name, tuple(chunk.offsets)]
             file = str(info.relative_path)
-            if Path(file).name != file:
-                raise ValueError(f"{folder / METADATA} names {file}, outside its folder")
             if file not in files:
-                files[file] = MappedFile(folder / file)
+                files[file] = MappedFile(inside(folder, file, METADATA))
             box = tuple(chunk.offsets), tuple(chunk.sizes)
             chunks.append(Chunk(*box, files[file], int(info.offset), int(info.length)))
         dtype = entry.properties.state[0]
@@ -301,9 +300,9 @@ class DistFile:
         if parameter.split is Split.GATE_UP:  # whole: all gate rows, then all up rows
             half = shape[0] // 2
             boxes = [(tp_rank * half, 0, half), (half * tp + tp_rank * half, half, half)]
-        for start, inside, count in boxes:
+        for start, within, count in boxes:
             offsets = [start if axis == dim else 0 for axis in range(len(shape))]
-            yield key, lead + whole, [*index, *offsets], _part(planned, dim, inside, count, index)
+            yield key, lead + whole, [*index, *offsets], _part(planned, dim, within, count, index)
 
     def write(
         self, folder: Path, shard: MakeShard, wrote: Callable[[int], None]

@@ -75,6 +75,11 @@ class Window:
         self._at += size
         return data
 
+    def readline(self) -> bytes:
+        """Up to a line's end, which old pickles have after their names."""
+        data = self.file.read(self.start + self._at, min(self.length - self._at, 1 << 16))
+        return self.read(data.find(b"\n") + 1 or -1)
+
     def seek(self, offset: int, whence: int = 0) -> int:
         self._at = offset + (0, self._at, self.length)[whence]
         if self._at < 0:

@@ -176,6 +176,13 @@ class OverlongPrompts(str, Enum):
     KEEP_TAIL = "keep_tail"
 
 
+class NanPolicy(str, Enum):
+    """What becomes of an optimizer step whose loss, gradients or rewards are not finite."""
+
+    RAISE = "raise"
+    SKIP = "skip"
+
+
 class RuntimeKind(str, Enum):
     """What starts the workers."""
 

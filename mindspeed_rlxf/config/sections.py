@@ -15,6 +15,7 @@ from mindspeed_rlxf.config.enums import (
     KlIn,
     KlPenalty,
     LossNormalizer,
+    NanPolicy,
     OldLogProbs,
     OverlongPrompts,
     RuntimeKind,
@@ -71,6 +72,12 @@ class TrainingConfig(Section):
     save_interval: int = key(
         0, "iterations between checkpoints of the trained weights; 0 = none", "free", ge=0
     )
+    nan_policy: Annotated[NanPolicy, Word] = key(
+        NanPolicy.RAISE,
+        "raise before weights change, or skip the step: NaN or inf in loss, gradient norm, reward",
+        "free",
+    )
+    max_skipped: int = key(10, "nan_policy skip: optimizer steps left out in a row", "free", ge=0)
     new_run: bool = key(False, "take the next free name when the run directory is used", "free")
 
     @field_validator("max_wall_time", mode="before")
@@ -218,6 +225,13 @@ class LoggingConfig(Section):
 
     samples: Annotated[int, Field(ge=0)] | Literal["all"] = key(
         32, "responses per iteration in samples.jsonl, or `all`", "free"
+    )
+    samples_file_mb: int = key(
+        256,
+        "size at which samples.jsonl becomes samples.jsonl.N.gz, MB; 0 = never",
+        "free",
+        ge=0,
+        le=1024,
     )
     console_metrics: Strings = key(CONSOLE_METRICS, "metrics on the console", "free")
 

@@ -6,7 +6,6 @@ runs over tensor, pipeline and data parallel ranks is decided here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +28,11 @@ from torch import Tensor
 from mindspeed_rlxf import device
 from mindspeed_rlxf.checkpoint.folders import copy_side_files, open_weights
 from mindspeed_rlxf.checkpoint.weights import StageWeights
+from mindspeed_rlxf.config.enums import NanPolicy
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import Rollouts
 from mindspeed_rlxf.device import megatron_versions
+from mindspeed_rlxf.engine.finite import GuardedOptimizer, SkippedSteps
 from mindspeed_rlxf.engine.grouping import chunk_rows, group_by_tokens, split_groups
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
@@ -84,12 +85,18 @@ class MegatronEngine:
         seed: int,
         optimizer: OptimizerConfig | None = None,
         train_iters: int = 1,
+        skipped: SkippedSteps | None = None,
     ) -> None:
-        """A collective over the world. Without `optimizer` the model is frozen."""
+        """A collective over the world. Without `optimizer` the model is frozen.
+
+        skipped: what to do about steps with a wrong number; absent = raise
+        """
         assert role.architecture is not None and role.load is not None, "checked beforehand"
         megatron_versions.mend()
         self.role, self.head = role, head
         self.source = Path(role.load)
+        self.skipped = skipped or SkippedSteps(NanPolicy.RAISE, 0, role.model)
+        self._mini_batch = 0  # steps of this iteration
         self.groups = ParallelGroups(
             role.tensor_model_parallel_size,
             role.pipeline_model_parallel_size,
@@ -118,6 +125,7 @@ class MegatronEngine:
             else:
                 self.models = [self._wrap(chunk, optimizer) for chunk in self.chunks]
                 self.optimizer = build_optimizer(optimizer, self.models, self.dtype)
+                self._guarded = GuardedOptimizer(self.optimizer)
                 self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters)
                 self._connect()
 
@@ -222,24 +230,27 @@ class MegatronEngine:
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss_step: LossStep
     ) -> dict[str, float]:
-        """One optimizer step on one mini-batch.
+        """One optimizer step on one mini-batch, left out where a number is wrong (`finite`).
 
         Returns the metrics of `loss_step` averaged over the mini-batch of all data-parallel ranks
-        (on the last stage) and `grad_norm`.
+        (on the last stage), `grad_norm`, and under `nan_policy: skip` whether it was left out.
+        Errors: FloatingPointError as `SkippedSteps` says, before any weight changes.
         """
         assert self.optimizer is not None, f"{self.role.model} has no optimizer"
+        assert self.scheduler is not None, "made with the optimizer"
+        self._mini_batch += 1
         with self.groups.active():
             for model in self.models:
                 model.train()
                 model.zero_grad_buffer()
             self.optimizer.zero_grad()
             outputs = self._run(micro_batches, loss_step, forward_only=False)
-            updated, grad_norm, _ = self.optimizer.step()
-            assert updated, "the optimizer skipped its step"
-            if not math.isfinite(grad_norm):
-                raise FloatingPointError(f"the gradient norm is {grad_norm}; its step is lost")
+            step = self._guarded.step([output.loss.detach() for output in outputs])
+            self.skipped.judge(step, self.scheduler.num_steps + 1, self._mini_batch)
             metrics = self._mean_metrics(outputs)
-        metrics["grad_norm"] = float(grad_norm)
+        metrics["grad_norm"] = step.grad_norm
+        if self.skipped.policy is NanPolicy.SKIP:
+            metrics["skipped_steps"] = float(bool(step.wrong))
         return metrics
 
     def end_iteration(self) -> float:
@@ -247,6 +258,7 @@ class MegatronEngine:
         assert self.optimizer is not None and self.scheduler is not None
         rate = float(self.optimizer.param_groups[0]["lr"])
         self.scheduler.step(increment=1)
+        self._mini_batch = 0
         return rate
 
     def sum_over_replicas(self, tensor: Tensor) -> Tensor:
@@ -282,12 +294,17 @@ class MegatronEngine:
     def state_dict(self) -> dict[str, Any]:
         """Schedule and random streams; weights and optimizer slots have their own form."""
         assert self.scheduler is not None, "a frozen model has no training state"
-        return {"scheduler": self.scheduler.state_dict(), "random": self.groups.random_state()}
+        return {
+            "scheduler": self.scheduler.state_dict(),
+            "random": self.groups.random_state(),
+            "skipped_in_a_row": self.skipped.in_a_row,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert self.scheduler is not None, "a frozen model has no training state"
         self.scheduler.load_state_dict(state["scheduler"])
         self.groups.load_random_state(state["random"])
+        self.skipped.in_a_row = state["skipped_in_a_row"]
 
     def _run(self, micro_batches: Sequence[MicroBatch], then, forward_only: bool):  # type: ignore[no-untyped-def]
         def forward_step(batches, model):  # type: ignore[no-untyped-def]

@@ -7,7 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
+
+from mindspeed_rlxf.reporting.line_file import LineFile
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,9 @@ class MetricsWriter:
 class SampleWriter:
     """Appends responses to a samples file, the first `samples` of an iteration or `all`."""
 
-    def __init__(self, file: Path, samples: int | Literal["all"]) -> None:
-        self._lines = _JsonLines(file)
+    def __init__(self, file: Path, samples: int | Literal["all"], file_bytes: int = 0) -> None:
+        """file_bytes: size from which on the file is compressed and begun anew; 0 = never"""
+        self._lines = _JsonLines(file, file_bytes)
         self._samples = samples
 
     def num_kept(self, num_samples: int) -> int:
@@ -66,6 +69,7 @@ class SampleWriter:
         for sample in samples[: self.num_kept(len(samples))]:
             fields = {k: v for k, v in asdict(sample).items() if v is not None}
             self._lines.write({"iteration": iteration, **fields})
+        self._lines.rotate()
 
     def close(self) -> None:
         self._lines.close()
@@ -74,14 +78,24 @@ class SampleWriter:
 class _JsonLines:
     """A UTF-8 file of JSON objects, valid for every reader: no NaN, no half characters."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, limit: int = 0) -> None:
+        self._file = LineFile(file, limit)
+        self._stream = self._open()
+
+    def _open(self) -> TextIO:
         # A lone surrogate becomes \\udXXX, which JSON reads back as the same surrogate.
-        self._stream = open(file, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+        return open(self._file.path, "a", encoding="utf-8", errors="backslashreplace")
 
     def write(self, record: dict[str, Any]) -> None:
         line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False)
         self._stream.write(line + "\n")
         self._stream.flush()
+
+    def rotate(self) -> None:
+        """Begin anew where the file is full."""
+        if self._file.rotate():
+            self._stream.close()
+            self._stream = self._open()
 
     def close(self) -> None:
         self._stream.close()

@@ -32,6 +32,7 @@ from mindspeed_rlxf.data.batch import (
 )
 from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine.engine import LossOutput, MegatronEngine
+from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.losses import normalised_loss
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.models.parameters import Head
@@ -57,12 +58,14 @@ class ActorRole:
     def __init__(self, config: RunConfig, eos_token_ids: Sequence[int]) -> None:
         actor = config.actor_rollout
         self.config, self.algorithm = actor, config.algorithm
+        training = config.training
         self.engine = MegatronEngine(
             actor,
             Head.LANGUAGE_MODEL,
-            config.training.seed,
+            training.seed,
             actor.optimizer,
-            config.training.train_iters,
+            training.train_iters,
+            SkippedSteps(training.nan_policy, training.max_skipped, "actor"),
         )
         self.hybrid: HybridModel | None = None
         self.sender: WeightSender | None = None

@@ -18,6 +18,7 @@ from mindspeed_rlxf.data.batch import (
     Values,
 )
 from mindspeed_rlxf.engine.engine import LossOutput, MegatronEngine
+from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.losses import normalised_loss
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, scatter_rows
 from mindspeed_rlxf.models.parameters import Head
@@ -30,8 +31,14 @@ class CriticRole:
     def __init__(self, config: RunConfig) -> None:
         critic = config.value_model
         self.config, self.algorithm = critic, config.algorithm
+        training = config.training
         self.engine = MegatronEngine(
-            critic, Head.SCORE, config.training.seed, critic.optimizer, config.training.train_iters
+            critic,
+            Head.SCORE,
+            training.seed,
+            critic.optimizer,
+            training.train_iters,
+            SkippedSteps(training.nan_policy, training.max_skipped, "critic"),
         )
         self.experience = ExperienceMaker(config, self.engine.sum_over_replicas)
 

@@ -7,7 +7,9 @@ and sums go over the replicas.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 
+import torch
 from torch import Tensor
 
 from mindspeed_rlxf.algorithms.advantages import (
@@ -26,7 +28,7 @@ from mindspeed_rlxf.algorithms.groups import (
 from mindspeed_rlxf.algorithms.kl import kl_per_token
 from mindspeed_rlxf.algorithms.masked import AllReduce, masked_mean, masked_whiten
 from mindspeed_rlxf.algorithms.scores import overlong_penalty, shape_scores
-from mindspeed_rlxf.config.enums import AdvantageWhiten, AdvEstimator, KlIn, Stage
+from mindspeed_rlxf.config.enums import AdvantageWhiten, AdvEstimator, KlIn, NanPolicy, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
@@ -65,6 +67,7 @@ class ExperienceMaker:
     def __init__(self, config: RunConfig, sum_over_replicas: AllReduce) -> None:
         """sum_over_replicas: adds a small tensor up over the data-parallel ranks."""
         self.algorithm, self.actor = config.algorithm, config.actor_rollout
+        self.skips = config.training.nan_policy is NanPolicy.SKIP
         self.prefers = config.training.stage is Stage.RAY_ONLINE_DPO
         self.sum_over_replicas = sum_over_replicas
 
@@ -116,7 +119,6 @@ class ExperienceMaker:
             returns = rewards_to_go(found.rewards, found.value_mask, algorithm.gamma)
             advantages = returns[:, : mask.size(1)]
             if greedy is not None and greedy_scores is not None:
-                _check_finite(greedy_scores.scores, greedy.sample_ids)
                 advantages = advantages - self._score(greedy, greedy_scores)[:, None]
         else:
             estimate = GROUP_ADVANTAGES[algorithm.adv_estimator]
@@ -133,7 +135,6 @@ class ExperienceMaker:
         kl_coef: float,
         slot_limit: int,
     ) -> _Rewarded:
-        _check_finite(scores.scores, rollouts.sample_ids)
         algorithm, width = self.algorithm, rollouts.response_ids.size(1)
         # Each role pads to the longest response that its own replica saw.
         old_log_probs = rollouts.rollout_log_probs if old is None else old.log_probs
@@ -161,9 +162,14 @@ class ExperienceMaker:
         )
 
     def _score(self, rollouts: Rollouts, scores: Scores) -> Tensor:
-        """[batch] scores scaled, clipped, penalties subtracted."""
+        """[batch] scores scaled, clipped, penalties subtracted; NaN where steps are skipped."""
         algorithm = self.algorithm
-        score = shape_scores(scores.scores, algorithm.reward_scale, algorithm.reward_clip)
+        given = scores.scores
+        if self.skips:  # what is clipped would look like a number
+            given = given.where(given.isfinite(), torch.nan)
+        else:
+            _check_finite(given, rollouts.sample_ids)
+        score = shape_scores(given, algorithm.reward_scale, algorithm.reward_clip)
         score = score - algorithm.missing_eos_penalty * (~rollouts.has_eos)
         return score - overlong_penalty(
             rollouts.response_lengths,
@@ -195,9 +201,13 @@ class ExperienceMaker:
 
 def _check_finite(scores: Tensor, sample_ids: list[int]) -> None:
     """One score that is no number would spoil every advantage of the batch."""
-    wrong = [i for i, good in zip(sample_ids, scores.isfinite().tolist(), strict=True) if not good]
+    wrong = {i: s for i, s in zip(sample_ids, scores.tolist(), strict=True) if not isfinite(s)}
     if wrong:
-        raise ValueError(f"scores must be finite numbers, those of samples {wrong[:8]} are not")
+        named = ", ".join(f"{score} for sample {i}" for i, score in list(wrong.items())[:8])
+        raise ValueError(
+            f"scores must be finite numbers, the reward gave {named}; correct the reward, or set "
+            "training.nan_policy=skip"
+        )
 
 
 def _report(experience: Experience, found: _Rewarded) -> ExperienceReport:

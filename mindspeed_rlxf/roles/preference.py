@@ -22,7 +22,7 @@ def preference_loss_step(
     batch: MicroBatch,
     hidden: Tensor,
 ) -> LossOutput:
-    """Loss of one micro-batch of whole pairs, the mean over pairs.
+    """Loss of one micro-batch of whole pairs, the mean over pairs; NaN with a score that is NaN.
 
     A pair with equal scores prefers neither: it counts, with a loss of 0. Metrics are over the
     pairs that are decided, whose share is `dpo_decided`.
@@ -33,13 +33,14 @@ def preference_loss_step(
     ratios = torch.stack(
         [part.sum() for part in (log_probs - ref).split(batch.response_lengths.tolist())]
     )
-    preferred = experience.advantages[batch.rows][:, 0].to(log_probs.device)  # 1, -1, or 0
+    preferred = experience.advantages[batch.rows][:, 0].to(log_probs.device)  # 1, -1, 0 or NaN
     first, second = ratios.view(-1, 2).unbind(1)
     sign = preferred.view(-1, 2)[:, 0]
     chosen = torch.where(sign < 0, second, first)
     rejected = torch.where(sign < 0, first, second)
     decided = (sign != 0).float()
     loss = preference_loss(chosen, rejected, actor.dpo_beta, actor.dpo_loss_type) * decided
+    loss = loss + 0.0 * sign
     pairs, num_decided = len(loss), int(decided.sum())
     metrics = {
         "dpo_loss": Mean.of(loss, num_decided),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -70,6 +71,17 @@ class Collected:
             self._chosen(report.scores for report in reports),
             self._chosen(report.parts for report in reports) if reports[0].parts else [],
         )
+
+    def wrong_scores(self) -> dict[int, float]:
+        """Sample id -> score, where it is no finite number: of the iteration's samples, and of the
+        greedy responses that ReMax compares them with."""
+        ids = self._chosen(report.sample_ids for report in self.generate_reports())
+        scores = self.score_report().scores
+        if self.greedy_batch:
+            reports = self.greedy_batch.generated.result()
+            ids = [i for report in reports for i in report.sample_ids] + ids
+            scores = self.greedy_batch.scores() + scores
+        return {i: s for i, s in zip(ids, scores, strict=True) if not math.isfinite(s)}
 
     def generate_reports(self) -> list[GenerateReport]:
         """Of all that was sampled."""
@@ -148,7 +160,9 @@ class Collector:
     def _clipped(self, scores: list[float]) -> list[float]:
         """Scores as the advantages see them, but for penalties."""
         algorithm = self.algorithm
-        shaped = shape_scores(torch.tensor(scores), algorithm.reward_scale, algorithm.reward_clip)
+        given = torch.tensor(scores)
+        given = given.where(given.isfinite(), torch.nan)  # clipping would hide it
+        shaped = shape_scores(given, algorithm.reward_scale, algorithm.reward_clip)
         return list(shaped.tolist())
 
     def _with_greedy(self, found: Collected) -> Collected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from mindspeed_rlxf.roles.reports import (
@@ -13,6 +14,8 @@ from mindspeed_rlxf.roles.reports import (
     Summary,
     UpdateReport,
 )
+
+SKIPPED = "skipped_steps"
 
 
 def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
@@ -51,16 +54,22 @@ def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> d
 
 
 def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
-    """Means over the optimizer steps of the iteration.
+    """Means over the optimizer steps of the iteration that were taken; NaN where none was.
 
     `pg_loss_abs` is the mean of |mini-batch loss|: with whitened advantages the plain mean is
-    near 0.
+    near 0. `skipped_steps`, under `training.nan_policy: skip`, is a count.
     """
-    steps = report.steps
-    names = steps[0]
-    metrics = {f"{role}/{name}": sum(s[name] for s in steps) / len(steps) for name in names}
+    taken = [step for step in report.steps if not step.get(SKIPPED)]
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values) if values else math.nan
+
+    names = [name for name in report.steps[0] if name != SKIPPED]
+    metrics = {f"{role}/{name}": mean([step[name] for step in taken]) for name in names}
     if "pg_loss" in names:
-        metrics[f"{role}/pg_loss_abs"] = sum(abs(s["pg_loss"]) for s in steps) / len(steps)
+        metrics[f"{role}/pg_loss_abs"] = mean([abs(step["pg_loss"]) for step in taken])
+    if SKIPPED in report.steps[0]:
+        metrics[f"{role}/{SKIPPED}"] = float(len(report.steps) - len(taken))
     metrics[f"{role}/lr"] = report.lr
     return metrics
 

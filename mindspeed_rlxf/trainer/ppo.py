@@ -116,6 +116,7 @@ class PpoTrainer:
         self.recorder.samples(
             self.iteration, self.actor, collected.rollouts, [collected.score_report()]
         )
+        self.recorder.skipped(self.iteration, measured, collected.wrong_scores())
         last = self.iteration == self.config.training.train_iters
         validation = self.config.validation
         due = validation.interval and self.iteration % validation.interval == 0

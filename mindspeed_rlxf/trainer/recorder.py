@@ -28,11 +28,11 @@ class Recorder:
     ) -> None:
         """writes: False on all but the first rank of torchrun, which run the same driver code."""
         self.tokenizer = tokenizer
-        limit = config.logging.samples
+        limit = config.logging.samples, config.logging.samples_file_mb * 10**6
         nowhere = Path(os.devnull)
         self._metrics = MetricsWriter(directory.metrics if writes else nowhere)
-        self._samples = SampleWriter(directory.samples if writes else nowhere, limit)
-        self._val_samples = SampleWriter(directory.val_samples if writes else nowhere, limit)
+        self._samples = SampleWriter(directory.samples if writes else nowhere, *limit)
+        self._val_samples = SampleWriter(directory.val_samples if writes else nowhere, *limit)
         self._progress = Progress(
             config.training.train_iters,
             config.logging.console_metrics,
@@ -54,6 +54,18 @@ class Recorder:
                 f"warning: log-probs of generation and training differ by {gap:.3g} on average; "
                 "algorithm.max_log_prob_gap stops at the token that is worst"
             )
+
+    def skipped(self, iteration: int, metrics: dict[str, float], scores: dict[int, float]) -> None:
+        """Say which optimizer steps were left out, and because of which samples' scores."""
+        for role in ("critic", "actor"):
+            if count := int(metrics.get(f"{role}/skipped_steps", 0)):
+                self._progress.note(
+                    f"warning: {count} optimizer steps of the {role} left out in iteration "
+                    f"{iteration}: loss or gradient norm was no finite number"
+                )
+        if scores:
+            named = ", ".join(f"{score} for sample {i}" for i, score in list(scores.items())[:8])
+            self._progress.note(f"warning: the reward gave {named} in iteration {iteration}")
 
     def validation(self, iteration: int, metrics: dict[str, float]) -> None:
         """One console line; before the first iteration also a metrics line of its own."""

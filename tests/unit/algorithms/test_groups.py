@@ -82,3 +82,8 @@ def test_groups_with_one_score_only_are_found() -> None:
 def test_the_better_of_a_pair_is_preferred_and_equals_are_not() -> None:
     signs = preference_of_pairs(torch.tensor([1.0, 0.5, -2.0, 3.0, 0.7, 0.7]))
     assert signs.tolist() == [1, -1, -1, 1, 0, 0]
+
+
+def test_groups_with_a_score_that_is_no_number_are_not_dropped_as_alike() -> None:
+    nan = float("nan")
+    assert groups_that_differ([1.0, nan, 2.0, 2.0, nan, 1.0], 2) == [0, 2]

@@ -78,3 +78,9 @@ def test_controller_goes_on_from_its_state() -> None:
     first.update(5.0, 100)
     second.update(5.0, 100)
     assert second.value == first.value
+
+
+def test_a_kl_that_is_no_number_leaves_the_coefficient() -> None:
+    controller = KlController(0.1, True, 1.0, 100.0)
+    controller.update(float("nan"), 8)
+    assert controller.value == 0.1

@@ -166,7 +166,7 @@ def test_a_sharded_checkpoint_without_its_files(sharded: Path, capsys: Any) -> N
     data.write_bytes(whole)
     metadata = iteration / ".metadata"
     metadata.write_bytes(metadata.read_bytes()[:100])
-    assert ".metadata cannot be read (damaged pickle" in refused(sharded, capsys)
+    assert ".metadata cannot be read: damaged pickle" in refused(sharded, capsys)
 
 
 def test_a_sharded_checkpoint_of_another_model(sharded: Path, capsys: Any) -> None:

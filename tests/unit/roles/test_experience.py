@@ -11,7 +11,14 @@ from torch.testing import assert_close
 
 from mindspeed_rlxf.algorithms.advantages import length_mask
 from mindspeed_rlxf.algorithms.masked import alone
-from mindspeed_rlxf.config.enums import AdvantageWhiten, AdvEstimator, KlIn, KlPenalty, Stage
+from mindspeed_rlxf.config.enums import (
+    AdvantageWhiten,
+    AdvEstimator,
+    KlIn,
+    KlPenalty,
+    NanPolicy,
+    Stage,
+)
 from mindspeed_rlxf.config.schema import AlgorithmConfig
 from mindspeed_rlxf.data.batch import Experience, LogProbs, LogProbsWithKl, Rollouts, Scores
 from mindspeed_rlxf.roles.experience import ExperienceMaker
@@ -45,6 +52,7 @@ def made(
     greedy: tuple[Rollouts | None, Scores | None] = (None, None),
     scores: list[float] = SCORES,
     kl: torch.Tensor | None = None,
+    policy: NanPolicy = NanPolicy.RAISE,
     **keys: Any,
 ) -> tuple[Experience, ExperienceReport, torch.Tensor]:
     """Experience, report, and log-prob less reference log-prob of each token [4, 6].
@@ -55,7 +63,7 @@ def made(
     config: Any = SimpleNamespace(
         algorithm=AlgorithmConfig(adv_estimator=estimator, **keys),
         actor_rollout=SimpleNamespace(max_new_tokens=LIMIT, n_samples_per_prompt=2),
-        training=SimpleNamespace(stage=stage),
+        training=SimpleNamespace(stage=stage, nan_policy=policy),
     )
     rollouts = rollouts_of(LENGTHS, HAS_EOS)
     log_probs = -torch.rand(rollouts.response_ids.shape, generator=torch.Generator().manual_seed(1))
@@ -189,9 +197,24 @@ def test_without_a_critic_nothing_of_it_travels() -> None:
 
 
 def test_a_score_that_is_no_number_is_named() -> None:
-    with pytest.raises(ValueError, match=r"those of samples \[2\] are not"):
+    with pytest.raises(ValueError, match="the reward gave nan for sample 2; correct"):
         made(AdvEstimator.GRPO, scores=[1.0, 0.0, float("nan"), 1.0])
     greedy = rollouts_of([2, 2, 4, 4], [True] * 4)
     broken = Scores(torch.tensor([0.0, float("inf"), 0.0, 0.0]))
-    with pytest.raises(ValueError, match=r"those of samples \[1\] are not"):
+    with pytest.raises(ValueError, match="the reward gave inf for sample 1; correct"):
         made(AdvEstimator.REMAX, greedy=(greedy, broken))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_where_steps_are_skipped_a_wrong_score_spoils_its_group_and_no_other(wrong: float) -> None:
+    """Also an infinite one that clipping would turn into a number."""
+    scores = [1.0, 0.0, wrong, 1.0]
+    for estimator, stage in (
+        (AdvEstimator.GRPO, Stage.RAY_GRPO),
+        (AdvEstimator.GRPO, Stage.RAY_ONLINE_DPO),
+    ):
+        experience, *_ = made(
+            estimator, stage, scores=scores, policy=NanPolicy.SKIP, reward_clip=5.0
+        )
+        spoiled = experience.advantages[:, 0].isnan().tolist()
+        assert spoiled == [False, False, True, True], "groups of two"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -113,6 +115,19 @@ def test_update_metrics_are_means_over_steps() -> None:
     }
     critic = update_metrics("critic", UpdateReport([{"vf_loss": 2.0}], lr=1e-5))
     assert critic == {"critic/vf_loss": 2.0, "critic/lr": 1e-5}
+
+
+def test_skipped_steps_are_counted_and_in_no_mean() -> None:
+    nan = math.nan
+    steps = [
+        {"pg_loss": 0.5, "grad_norm": 1.0, "skipped_steps": 0.0},
+        {"pg_loss": nan, "grad_norm": nan, "skipped_steps": 1.0},
+    ]
+    metrics = update_metrics("actor", UpdateReport(steps, lr=1.0))
+    assert (metrics["actor/pg_loss"], metrics["actor/skipped_steps"]) == (0.5, 1.0)
+    assert metrics["actor/pg_loss_abs"] == 0.5 and metrics["actor/grad_norm"] == 1.0
+    none = update_metrics("actor", UpdateReport(steps[1:], lr=1.0))
+    assert none["actor/skipped_steps"] == 1.0 and math.isnan(none["actor/pg_loss"])
 
 
 def test_summaries_merge_as_if_made_at_once() -> None:

@@ -1,0 +1,106 @@
+"""No optimizer step on numbers that are none.
+
+A loss or a gradient norm that is NaN or infinite is found before any weight changes. All ranks of
+the role agree on it once per step, so that replicas, pipeline stages and shards of the optimizer
+either all take a step or all leave it out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.enums import NanPolicy
+
+REMEDY = "lower the learning rate or raise warm-up, look at the rewards and at bf16"
+
+
+@dataclass(frozen=True)
+class Step:
+    """grad_norm: before clipping; wrong: what is no finite number, empty where weights changed."""
+
+    grad_norm: float
+    wrong: tuple[str, ...] = ()
+
+
+class _Stopped(Exception):
+    """Leaves Megatron's step between the norm of the gradients and the change of the weights."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+
+class GuardedOptimizer:
+    """Megatron's optimizer, whose step ends early where a number is wrong.
+
+    Megatron measures the norm after gradients have been summed over the replicas, before it clips
+    and changes anything that lasts; gradients are set to zero before the next step anyway.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer) -> None:
+        self.optimizer = optimizer
+        self._measure = optimizer.get_grad_norm
+        optimizer.get_grad_norm = self._checked_norm  # type: ignore[method-assign]
+        self._losses_finite, self._checked = True, False
+
+    def step(self, losses: Sequence[Tensor]) -> Step:
+        """A collective over the role's ranks. losses: of this rank's micro-batches, scalars."""
+        self._losses_finite = all(bool(loss.isfinite()) for loss in losses)
+        self._checked = False
+        try:
+            updated, grad_norm, _ = self.optimizer.step()
+        except _Stopped as stopped:
+            return stopped.step
+        assert updated, "the optimizer skipped its step"
+        assert self._checked, "the optimizer changed weights without measuring its gradients"
+        return Step(float(grad_norm))
+
+    def _checked_norm(self) -> float:
+        norm = float(self._measure())
+        self._checked = True
+        found = {"loss": not self._losses_finite, "gradient norm": not math.isfinite(norm)}
+        flags = torch.tensor(list(found.values()), dtype=torch.float32)
+        flags = flags.to(device.current_device())
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        wrong = tuple(n for n, flag in zip(found, flags.tolist(), strict=True) if flag)
+        if wrong:
+            raise _Stopped(Step(norm, wrong))
+        return norm
+
+
+class SkippedSteps:
+    """Whether a run goes on after a wrong number, and how often in a row it has."""
+
+    def __init__(self, policy: NanPolicy, max_skipped: int, role: str) -> None:
+        self.policy, self.max_skipped, self.role = policy, max_skipped, role
+        self.in_a_row = 0
+
+    def judge(self, step: Step, iteration: int, mini_batch: int) -> None:
+        """Count a step. iteration, mini_batch: from 1, for the message.
+
+        Errors: FloatingPointError, the same on all ranks, where the policy is to stop.
+        """
+        if not step.wrong:
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        what = " and ".join(step.wrong)
+        where = f"{self.role}: the {what} of mini-batch {mini_batch} of iteration {iteration}"
+        if self.policy is NanPolicy.RAISE:
+            raise FloatingPointError(
+                f"{where} must be finite (gradient norm {step.grad_norm}); its step was not taken, "
+                f"the weights are those before it; {REMEDY}, or set training.nan_policy=skip"
+            )
+        if self.in_a_row > self.max_skipped:
+            raise FloatingPointError(
+                f"{where} must be finite (gradient norm {step.grad_norm}), as those of the "
+                f"{self.in_a_row - 1} steps before, over training.max_skipped={self.max_skipped}; "
+                f"none of these steps was taken; {REMEDY}"
+            )

@@ -1,0 +1,149 @@
+"""Steps with a number that is none: left out by all ranks, as if they had never been tried.
+
+The same engine saves by megatron-core's own means what the scan of checkpoint folders has to pass.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.enums import ModelType
+from torch import Tensor
+
+from mindspeed_rlxf.checkpoint.safe_folder import check
+from mindspeed_rlxf.config.enums import NanPolicy, Role
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
+from mindspeed_rlxf.engine.engine import LossOutput, Mean, MegatronEngine
+from mindspeed_rlxf.engine.finite import SkippedSteps
+from mindspeed_rlxf.engine.micro_batch import MicroBatch
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.models.transformer import TransformerModel
+from mindspeed_rlxf.runtime.errors import WorkerError
+from mindspeed_rlxf.runtime.group import RoleGroup
+from tests.distributed.llamas import TIED, make_llama
+from tests.distributed.samples import make_rollouts
+
+BAD_SLOPE = -1.0  # in place of a factor: the loss stays a number, its gradient does not
+
+
+class Learner:
+    """Takes steps on a made-up loss, which can be made wrong on one rank."""
+
+    def __init__(self, role: RoleConfig, optimizer: OptimizerConfig, policy: NanPolicy) -> None:
+        skipped = SkippedSteps(policy, 1, "actor")
+        self.engine = MegatronEngine(role, Head.LANGUAGE_MODEL, 1, optimizer, 9, skipped)
+
+    def learn(self, rollouts: Rollouts, factors: list[float], rank: int) -> RoleOutput:
+        """One step for each factor of the loss, 1 on all ranks but one; returns their metrics."""
+        found = []
+        for factor in factors:
+            batches = self.engine.micro_batches(rollouts, range(rollouts.num_rows))
+            own = factor if torch.distributed.get_rank() == rank else 1.0
+            found.append(self.engine.train_step(batches, partial(_loss, own)))
+        weights = {n: p.float().tolist() for n, p in self.engine.module.named_parameters()}
+        state = [p.tolist() for group in self._main_parameters() for p in group]
+        return RoleOutput(report=(found, weights, state))
+
+    def _main_parameters(self) -> list[list[Tensor]]:
+        assert self.engine.optimizer is not None
+        return [group["params"] for group in self.engine.optimizer.param_groups]
+
+    def save(self, folder: Path) -> RoleOutput:
+        """What Megatron's own training loop writes."""
+        engine = self.engine
+        assert engine.optimizer is not None and engine.scheduler is not None
+        with engine.groups.active():
+            model = engine.chunks[0].sharded_state_dict()
+            how = {"distrib_optim_sharding_type": "fully_reshardable"}
+            random = [{"torch": torch.get_rng_state()}]
+            rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            state = {
+                "args": Namespace(dtype=torch.bfloat16, model_type=ModelType.encoder_or_decoder),
+                "model": model,
+                "optimizer": engine.optimizer.sharded_state_dict(model, metadata=how),
+                "opt_param_scheduler": engine.scheduler.state_dict(),
+                "rng_state": ShardedObject("rng_state", random, (size,), (rank,)),
+            }
+            folder.mkdir(exist_ok=True)
+            torch.distributed.barrier()
+            dist_checkpointing.save(state, str(folder))
+        return RoleOutput()
+
+
+def _loss(factor: float, model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> LossOutput:
+    full = model.full_hidden(hidden, partial_gradient=False)
+    loss = full.float().square().sum()
+    if factor == BAD_SLOPE:
+        loss = loss + (full.float() * 0).sum().sqrt()  # plus 0, whose slope is inf * 0
+    else:
+        loss = loss * factor
+    return LossOutput(loss, full.size(0), {"loss": Mean.of(loss, full.size(0))})
+
+
+def group_of(runtime: Any, folder: Path, policy: NanPolicy, bf16: bool) -> RoleGroup:
+    pool = runtime.create_pools({"main": [2]})["main"]
+    group = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(2, 1, 1), pool)
+    role = RoleConfig(model="t", architecture=TIED, load=str(folder), bf16=bf16)
+    optimizer = OptimizerConfig(lr=0.01, use_distributed_optimizer=bf16)
+    group.build(Learner, role, optimizer, policy).result()
+    return group
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16-distributed-optimizer"])
+def test_a_skipped_step_leaves_no_trace_on_any_rank(
+    warm_runtime: Any, tmp_path: Path, bf16: bool
+) -> None:
+    make_llama(tmp_path / "start", TIED)
+    rollouts = make_rollouts()
+
+    def learn(factors: list[float]) -> tuple[RoleGroup, Any]:
+        group = group_of(warm_runtime, tmp_path / "start", NanPolicy.SKIP, bf16)
+        return group, group.call(Learner.learn, rollouts, factors, 1).result()
+
+    _, straight = learn([1.0, 2.0])
+    group, skipping = learn([1.0, math.nan, 2.0, BAD_SLOPE])
+    for rank in range(2):
+        (steps, *expected), (tried, *found) = straight[rank], skipping[rank]
+        assert found == expected, "weights, and what the optimizer holds of them"
+        assert [step["skipped_steps"] for step in tried] == [0, 1, 0, 1]
+        norms = [step["grad_norm"] for step in tried]
+        assert norms[::2] == [step["grad_norm"] for step in steps]
+        assert not any(map(math.isfinite, norms[1::2]))
+    message = "actor: the gradient norm of mini-batch 5 of iteration 1 must be .*max_skipped=1"
+    with pytest.raises(WorkerError, match=message):
+        group.call(Learner.learn, rollouts, [BAD_SLOPE], 0).result()
+
+
+def test_a_wrong_number_ends_the_run_before_weights_change(
+    warm_runtime: Any, tmp_path: Path
+) -> None:
+    make_llama(tmp_path / "start", TIED)
+    group = group_of(warm_runtime, tmp_path / "start", NanPolicy.RAISE, bf16=True)
+    before = group.call(Learner.learn, make_rollouts(), [], 0).result()
+    message = "actor: the loss and gradient norm of mini-batch 1 of iteration 1 must be finite"
+    with pytest.raises(WorkerError, match=message):
+        group.call(Learner.learn, make_rollouts(), [math.nan], 0).result()
+    assert group.call(Learner.learn, make_rollouts(), [], 0).result() == before
+
+
+def test_what_megatron_saves_passes_the_scan(warm_runtime: Any, tmp_path: Path) -> None:
+    make_llama(tmp_path / "start", TIED)
+    group = group_of(warm_runtime, tmp_path / "start", NanPolicy.RAISE, bf16=True)
+    folder = tmp_path / "saved"
+    group.call(Learner.learn, make_rollouts(), [1.0], 0).result()  # fills the optimizer's slots
+    group.call(Learner.save, folder).result()
+    check(folder)
+    (folder / ".metadata").write_bytes(pickle.dumps(print))
+    with pytest.raises(ValueError, match=r"\.metadata must .* wants builtins\.print"):
+        check(folder)
