@@ -2,7 +2,17 @@
 
 import sys
 
-from mindspeed_rlxf.cli.train import main
+from mindspeed_rlxf.trainer.supervisor import supervise
+
+
+def main() -> int:
+    code = supervise()
+    if code is not None:
+        return code
+    from mindspeed_rlxf.cli.train import main as train  # in the process that trains: it is large
+
+    return train()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,6 +16,7 @@ DEVICE=${DEVICE:-npu}
 DEVICES_PER_NODE=${DEVICES_PER_NODE:-8}
 MASTER_PORT=${MASTER_PORT:-6344}
 WAIT_S=${WAIT_S:-600}
+POLL_S=${POLL_S:-1} # between two looks, seconds
 PYTHON=${PYTHON:-python}
 DRY_RUN=${DRY_RUN:-}
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -86,7 +87,7 @@ start_head() {
   until master_listens; do
     kill -0 "$ray_pid" 2>/dev/null || fail "Ray did not start; its message is above"
     [ $SECONDS -lt $deadline ] || fail "Ray did not listen at $MASTER_ADDR:$MASTER_PORT in $WAIT_S s"
-    sleep 1
+    sleep "$POLL_S"
   done
 }
 
@@ -138,27 +139,26 @@ multi_node() {
 # A worker: joins when node 0 is there, and ends when it goes.
 join_master() {
   local deadline=$((SECONDS + WAIT_S)) said=0
-  if [ -z "$DRY_RUN" ]; then
-    until master_listens; do
-      [ $SECONDS -lt $deadline ] ||
-        fail "no Ray at $MASTER_ADDR:$MASTER_PORT in $WAIT_S s; start this script on node 0"
-      if [ $SECONDS -ge $said ]; then
-        echo "waiting for Ray at $MASTER_ADDR:$MASTER_PORT"
-        said=$((SECONDS + 15))
-      fi
-      sleep 1
-    done
-    trap stop_ray EXIT
-    trap 'exit 75' INT TERM
-  fi
-  run "${OWN_RAY[@]}" "--address=$MASTER_ADDR:$MASTER_PORT" "$(device_options)" &
-  ray_pid=$!
+  local join=("${OWN_RAY[@]}" "--address=$MASTER_ADDR:$MASTER_PORT" "$(device_options)")
   if [ -n "$DRY_RUN" ]; then
-    wait "$ray_pid"
+    run "${join[@]}"
     return
   fi
+  until master_listens; do
+    [ $SECONDS -lt $deadline ] ||
+      fail "no Ray at $MASTER_ADDR:$MASTER_PORT in $WAIT_S s; start this script on node 0"
+    if [ $SECONDS -ge $said ]; then
+      echo "waiting for Ray at $MASTER_ADDR:$MASTER_PORT"
+      said=$((SECONDS + 15))
+    fi
+    sleep "$POLL_S"
+  done
+  trap stop_ray EXIT
+  trap 'exit 75' INT TERM
+  "${join[@]}" & # not through `run`: the signal has to reach Ray, not a shell around it
+  ray_pid=$!
   # Ray itself notices only after a minute that node 0 has gone.
-  while kill -0 "$ray_pid" 2>/dev/null && master_listens; do sleep 2; done
+  while kill -0 "$ray_pid" 2>/dev/null && master_listens; do sleep "$POLL_S"; done
   if master_listens; then
     echo "error: Ray ended on this node; its message is above" >&2
     exit 1

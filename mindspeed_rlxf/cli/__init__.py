@@ -5,14 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from mindspeed_rlxf.cli import convert, doctor, preprocess, train
+from mindspeed_rlxf.trainer.supervisor import supervise
 
-COMMANDS = {
-    "train": train.main,
-    "preprocess": preprocess.main,
-    "convert": convert.main,
-    "doctor": doctor.main,
-}
+COMMANDS = ("train", "preprocess", "convert", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,10 +15,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
     if name in COMMANDS:
-        return COMMANDS[name](arguments[1:])
+        code = supervise() if name == "train" and argv is None else None
+        return _run(name, arguments[1:]) if code is None else code
     usage = f"usage: mindspeed-rlxf {{{','.join(COMMANDS)}}} ..."
     if name in ("-h", "--help"):
         print(usage)
         return 0
     print(f"error: {name}: no such command; {usage}", file=sys.stderr)
     return 2
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    """Imported only now: the process that supervises a run needs none of them."""
+    from mindspeed_rlxf.cli import convert, doctor, preprocess, train
+
+    commands = {"train": train, "preprocess": preprocess, "convert": convert, "doctor": doctor}
+    return commands[name].main(arguments)

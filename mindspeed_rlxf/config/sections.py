@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -48,6 +49,24 @@ class TrainingConfig(Section):
     tokenizer_type: Literal["PretrainedFromHF"] = key("PretrainedFromHF", "kind of tokenizer")
     tokenizer_name_or_path: str = key(..., "Hugging Face folder of the tokenizer")
     seed: int = key(1234, "every random stream derives from it", ge=0)
+    max_restarts: int = key(
+        3,
+        "restarts after failures, as many again after each new checkpoint; 0 = none",
+        "free",
+        ge=0,
+    )
+    node_wait_s: float = key(
+        600.0, "a restart's longest wait for devices in place of lost ones, seconds", "free", gt=0
+    )
+    allow_shrink: bool = key(
+        False, "a restart that lacks devices goes on with fewer data-parallel ranks", "free"
+    )
+    stop_grace_s: float = key(
+        60.0, "on SIGTERM or SIGINT: time to finish the iteration and save, seconds", "free", ge=0
+    )
+    max_wall_time: float | None = key(
+        None, "save and stop before so long, seconds or [D-]HH:MM:SS; null = no limit", "free", gt=0
+    )
     output_dir: str = key(..., "run directory; absent = outputs/<run_name>", "free")
     run_name: str = key(..., "name of the run; absent = config name", "free", min_length=1)
     save_interval: int = key(
@@ -83,6 +102,23 @@ class TrainingConfig(Section):
         if self.save_interval_s is not None:
             return self.save_interval_s
         return 0.0 if 0 < self.save_interval <= self.train_iters else 1800.0
+
+    @field_validator("max_wall_time", mode="before")
+    @classmethod
+    def _as_schedulers_write_it(cls, value: Any) -> Any:
+        return _seconds(value)
+
+
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
+
+
+def _seconds(value: Any) -> Any:
+    """`1-02:00:00`, as schedulers write times, in seconds; anything else unchanged."""
+    found = _CLOCK.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is None:
+        return value
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 class KlControlConfig(Section):
@@ -247,6 +283,9 @@ class PoolSettings(Section):
         600.0, "longest wait for devices of a joined cluster, seconds", "free", gt=0
     )
     env: dict[str, str] = key({}, "environment variables of every worker", "free")
+    bad_nodes: Literal["refuse", "leave_out"] = key(
+        "refuse", "what becomes of nodes that do not answer or have sick devices", "free"
+    )
     tensor_parallel_spans_nodes: bool = key(
         False, "allow a tensor-parallel group on several nodes, which is slow", "reshard"
     )
@@ -259,5 +298,7 @@ class RuntimeConfig(Section):
     address: str | None = key(
         None, "Ray cluster to join, local = own; null = RAY_ADDRESS, this user's, own", "free"
     )
-    timeout_s: float = key(1800.0, "longest wait for one call, seconds", "free", gt=0)
+    timeout_s: float = key(
+        1800.0, "longest wait for one call, and 10 x the shortest, seconds", "free", gt=0
+    )
     start_timeout_s: float = key(600.0, "longest wait for the workers, seconds", "free", gt=0)

@@ -7,7 +7,8 @@ inside a world only, so this one is made by the function that `init_process_grou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 _whole_pool: dist.ProcessGroup | None = None
+_timeout = timedelta(minutes=30)  # torch's own, until a world is joined
 
 
 def part_rank(rank: int, parts: Sequence[int]) -> tuple[int, int]:
@@ -33,7 +35,8 @@ def join(
 
     parts: sizes; one = the pool is a world. Returns when every rank of the pool has called it.
     """
-    global _whole_pool
+    global _whole_pool, _timeout
+    _timeout = timeout
     part, own_rank = part_rank(rank, parts)
     dist.init_process_group(
         backend,
@@ -58,6 +61,19 @@ def _group_across(
     distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
     assert isinstance(group, dist.ProcessGroup), "every rank of the pool is a member"
     return group
+
+
+def timeout_minutes() -> int:
+    """Of a collective in this process's world, rounded up: for groups that are made inside it."""
+    return math.ceil(_timeout.total_seconds() / 60)
+
+
+def set_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
+    """That of this process's world, in whole minutes, for groups that may have been made without:
+    Megatron forgets one for the gradients of experts, and torch's own is half an hour."""
+    timeout = timedelta(minutes=timeout_minutes())
+    for group in groups:
+        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def whole_pool() -> dist.ProcessGroup:

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine.shared_groups import groups_of_layout
 
 
@@ -110,5 +111,8 @@ def _make_groups(tp: int, pp: int, ep: int) -> dict[str, Any]:
         pipeline_model_parallel_size=pp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=tp,
+        distributed_timeout_minutes=worlds.timeout_minutes(),
     )
-    return _globals()
+    made = _globals()
+    worlds.set_timeout(g for g in made.get("_global_process_group_list") or [] if g is not None)
+    return made

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+DIED = "the process died"  # how the cause begins where a worker raised nothing
+
 
 class WorkerError(RuntimeError):
     """A worker process raised or died.
@@ -39,25 +41,43 @@ class WorkerError(RuntimeError):
 class RuntimeTimeout(RuntimeError):
     """A wait reached its deadline.
 
-    what:    what was waited for
+    what:    what was waited for, as `role.phase`
     missing: the ranks that did not arrive
-    hint:    what these ranks wait for themselves, where that is known
+    hint:    what the ranks do, or wait for themselves, where that is known
+    hosts:   of the missing ranks, where they are known
     """
 
-    def __init__(self, what: str, seconds: float, missing: Sequence[int], hint: str = "") -> None:
+    def __init__(
+        self,
+        what: str,
+        seconds: float,
+        missing: Sequence[int],
+        hint: str = "",
+        hosts: Sequence[str] = (),
+    ) -> None:
         ranks = ", ".join(str(rank) for rank in missing)
         noun = "rank" if len(missing) == 1 else "ranks"
         message = f"{what}: {noun} {ranks} did not arrive within {seconds:g} s"
         super().__init__(f"{message}; {hint}" if hint else message)
         self.what, self.seconds = what, seconds
-        self.missing, self.hint = list(missing), hint
+        self.missing, self.hint, self.hosts = list(missing), hint, list(hosts)
+        self.role, _, self.phase = what.partition(".")
+        self.rank = self.missing[0] if self.missing else None
+        self.host = self.hosts[0] if self.hosts else None
 
     def __reduce__(self) -> tuple[type[RuntimeTimeout], tuple[object, ...]]:
-        return type(self), (self.what, self.seconds, self.missing, self.hint)
+        return type(self), (self.what, self.seconds, self.missing, self.hint, self.hosts)
 
 
 class DevicesMissing(RuntimeError):
-    """A joined cluster did not offer the devices in time; the same command may succeed later."""
+    """A joined cluster did not offer the devices in time; the same command may succeed later.
+
+    free: devices of each node that were free
+    """
+
+    def __init__(self, message: str, free: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.free = list(free)
 
 
 class LateReply(RuntimeError):

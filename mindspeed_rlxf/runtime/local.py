@@ -6,6 +6,7 @@ the other. Rows and reports are exchanged between the ranks at the end of each c
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import os
 import pickle
@@ -24,9 +25,10 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Rows
+from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine import shared_groups
+from mindspeed_rlxf.runtime.deadlines import collective_timeout_s
 from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
-from mindspeed_rlxf.runtime.process import COLLECTIVE_MARGIN_S
 from mindspeed_rlxf.runtime.protocol import Reply, Request
 from mindspeed_rlxf.runtime.worker import RoleHost
 
@@ -65,7 +67,7 @@ def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     try:
-        device.setup(kind, threads, local_rank, deadline_s=timeout_s + COLLECTIVE_MARGIN_S)
+        device.setup(kind, threads, local_rank, deadline_s=collective_timeout_s(timeout_s))
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -81,14 +83,9 @@ class LocalWorld:
         self._store: Store = HashStore()
         if self.size > 1:
             self._store, _, _ = next(rendezvous("env://", self.rank, self.size))
-        timeout = timedelta(seconds=timeout_s + COLLECTIVE_MARGIN_S)
-        dist.init_process_group(
-            device.backend(kind),
-            store=PrefixStore("world", self._store),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timeout,
-        )
+        timeout = timedelta(seconds=collective_timeout_s(timeout_s))
+        store = PrefixStore("world", self._store)
+        worlds.join(device.backend(kind), store, self.rank, (self.size,), timeout)
         self._host_group = dist.new_group(backend="gloo", timeout=timeout)
 
     def exchange(self, outcome: Outcome | WorkerError, what: str) -> list[Outcome]:
@@ -127,7 +124,7 @@ class LocalWorld:
 
     def close(self) -> None:
         shared_groups.forget()
-        dist.destroy_process_group()
+        worlds.leave()
 
     def _await_all(self, number: int, what: str) -> None:
         keys = [self._key(number, rank) for rank in range(self.size)]
@@ -152,10 +149,14 @@ class LocalPool:
         assert first_rank == 0 and len(requests) == self.world_size, "a local pool has no parts"
         mine = requests[self._world.rank]
         outcome: Outcome | WorkerError
+        # A rank that hangs shows where, also in C; the others' collectives end a little later.
+        faulthandler.dump_traceback_later(self._world.timeout_s, file=2)
         try:
             outcome = self._host.run(mine)
         except WorkerError as error:
             outcome = error
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         return LocalCall(
             requests, self._world.exchange(outcome, f"{mine.role.value}.{mine.method}")
         )

@@ -13,39 +13,64 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.runtime.installed import build
 
 PACKAGES = ("torch", "transformers", "megatron-core")
 DEVICE_PACKAGES = ("torch-npu", "mindspeed")  # a driver on a node without devices may lack them
 HASHED = (".json", ".jinja", ".txt", ".model")  # small: contents count; of others the size
 MAX_HASHED = 64 * 2**20
+HEALTHY = ("OK", "")  # words of the tools
 MAX_PROBLEMS = 3  # of one folder on one node
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """files: folder -> name -> what its contents are known by; sees_run: the run directory too."""
+    """files: folder -> name -> what its contents are known by; sees_run: the run directory too.
+
+    devices: that the driver's tool lists, None = not asked, or there is no tool
+    sick:    devices that it calls unhealthy, each with its word
+    """
 
     host: str
     build: str
     packages: dict[str, str]
     files: dict[str, dict[str, str]]
     sees_run: bool
+    devices: int | None = None
+    sick: tuple[str, ...] = ()
 
 
-def report(folders: Sequence[str], run_file: str | None) -> NodeReport:
+def report(
+    folders: Sequence[str], run_file: str | None, probe: DeviceKind | None = None
+) -> NodeReport:
     """Of the node that this runs on.
 
     folders:  that workers read
     run_file: a file of the run directory that the driver has written
+    probe:    ask the driver's tool about devices of this kind, which takes seconds
     """
+    devices, sick = _health(probe) if probe is not None else (None, ())
     return NodeReport(
         host=socket.gethostname(),
         build=build(),
         packages={name: version(name) for name in (*PACKAGES, *DEVICE_PACKAGES)},
         files={folder: contents(folder) for folder in folders},
         sees_run=run_file is None or os.path.exists(run_file),
+        devices=devices,
+        sick=sick,
     )
+
+
+def _health(kind: DeviceKind) -> tuple[int | None, tuple[str, ...]]:
+    """Devices of this host, and the sick ones."""
+    from mindspeed_rlxf.device.driver import driver_view  # brings in torch
+
+    view = driver_view(kind)
+    if view is None or view.problem:
+        return None, ()
+    sick = [f"device {d.index}: {d.health}" for d in view.devices if d.health not in HEALTHY]
+    return len(view.devices), tuple(sick)
 
 
 def version(package: str) -> str:

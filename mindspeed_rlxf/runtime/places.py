@@ -21,6 +21,9 @@ class Place:
     ip: str
     entry: int  # which number of `processes_per_node` it was started for
     devices: tuple[int, ...]  # ids that Ray gave it; empty for logical devices
+    pid: int = 0
+    node: str = ""  # its id in Ray
+    oom_kills: int = 0  # for memory on its host, before it started
 
 
 def by_rank(found: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[Place, ...]]:

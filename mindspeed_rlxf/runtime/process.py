@@ -19,10 +19,8 @@ from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine import shared_groups
 from mindspeed_rlxf.runtime.protocol import Reply, Request
 from mindspeed_rlxf.runtime.refs import Fetch
+from mindspeed_rlxf.runtime.witness import show_stacks_on_signal
 from mindspeed_rlxf.runtime.worker import RoleHost
-
-# The driver's deadline passes first, so that its message, which names the ranks, is the one seen.
-COLLECTIVE_MARGIN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -34,10 +32,17 @@ class ProcessSetup:
     world_size: int
     device_kind: DeviceKind
     threads: int
-    timeout_s: float  # longest wait of one call
+    collective_timeout_s: float  # longest wait of ranks for each other
     log_dir: str | None  # of the run; None leaves stdout and stderr alone
     ip: str  # of this process's node, as the cluster knows it: collectives use its interface
     parts: tuple[int, ...] = ()  # sizes of the pool's parts; empty = the pool is one world
+
+
+def log_of(setup: ProcessSetup) -> str | None:
+    """The file that gets a process's output, on its host."""
+    if setup.log_dir is None:
+        return None
+    return f"{setup.log_dir}/{setup.pool}/rank_{setup.rank:05d}.log"
 
 
 class WorkerProcess:
@@ -70,11 +75,12 @@ class WorkerProcess:
 
         assigned: number of the device that Ray gave this process, as the host counts
         """
-        if setup.log_dir is not None:
-            redirect_output(Path(setup.log_dir) / setup.pool / f"rank_{setup.rank:05d}.log")
+        if (log := log_of(setup)) is not None:
+            redirect_output(Path(log))
         for name, value in device.network_environment(setup.device_kind, setup.ip).items():
             os.environ.setdefault(name, value)
-        deadline_s = setup.timeout_s + COLLECTIVE_MARGIN_S
+        show_stacks_on_signal()
+        deadline_s = setup.collective_timeout_s
         device.setup(setup.device_kind, setup.threads, assigned=assigned, deadline_s=deadline_s)
         timeout = timedelta(seconds=deadline_s)
         store = self._store or dist.TCPStore(ip, port, setup.world_size, timeout=timeout)

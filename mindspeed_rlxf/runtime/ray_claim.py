@@ -22,6 +22,7 @@ OWN_WAIT_S = 30.0  # an own cluster has nobody to wait for
 FIRST_S = 3.0  # until a joined cluster without the devices is told so for the first time
 SAY_MISSING_EVERY_S = 15.0
 PAUSE_S = (0.2, 2.0)  # between attempts; random, so that two runs do not collide for ever
+NODE_ID = "ray.io/node-id"  # a label that Ray gives each node
 A_LITTLE = 0.001  # of a node's model resource: names the model, uses nothing up
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -85,19 +86,21 @@ class DeviceClaim:
         """Of a joined cluster; none of an own one, which is this host alone."""
         if self._wait_s is None:
             return []
-        nodes = nodes_with(self._resource)
-        self._check.check(nodes)
-        return nodes
+        return self._check.check(nodes_with(self._resource))
 
     def _group(self, shape: tuple[int, ...], model: str | None) -> Any:
         bundle = {f"{MODEL_PREFIX}{model}": A_LITTLE} if model else {}
         strategy = "PACK" if self._logical or len(shape) == 1 else "STRICT_SPREAD"
+        bundles = [{self._resource: count, **bundle} for count in shape]
+        if not self._check.left_out:
+            return placement_group(bundles, strategy=strategy)
+        others = {NODE_ID: f"!in({','.join(sorted(self._check.left_out))})"}
         return placement_group(
-            [{self._resource: count, **bundle} for count in shape], strategy=strategy
+            bundles, strategy=strategy, bundle_label_selector=[others] * len(bundles)
         )
 
     def _report(self, shapes: Shapes, late: list[str], is_last: bool) -> None:
-        nodes = nodes_with(self._resource)
+        nodes = [n for n in nodes_with(self._resource) if n.id not in self._check.left_out]
         found = [missing(n, shapes[n], self._resource, self._address, nodes) for n in late]
         if not is_last:
             logger.warning("waiting for devices: %s", "; ".join(found))
@@ -105,7 +108,8 @@ class DeviceClaim:
             raise UserError(found)
         else:
             raise DevicesMissing(
-                f"waited {self._wait_s:g} s (resource_pool.wait_s) for devices: {'; '.join(found)}"
+                f"waited {self._wait_s:g} s (resource_pool.wait_s) for devices: {'; '.join(found)}",
+                free=[node.free for node in nodes],
             )
 
 

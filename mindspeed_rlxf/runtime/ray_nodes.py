@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.runtime.installed import build
 from mindspeed_rlxf.runtime.node_report import NodeReport, problems, report
@@ -35,27 +36,59 @@ def nodes_with(resource: str) -> list[Node]:
 class NodeCheck:
     """Compares the nodes of a joined cluster with the driver's; each node once."""
 
-    def __init__(self, keys: Mapping[str, str], run_file: Path | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        keys: Mapping[str, str],
+        run_file: Path | None,
+        timeout_s: float,
+        probe: DeviceKind | None = None,
+    ) -> None:
         """keys: folder that workers read -> the configuration keys that name it
         run_file: that the driver has written, to learn which nodes share its run directory
+        probe:    leave out the nodes that do not answer, differ, or have sick devices of this kind;
+                  None = refuse them
         """
-        self._keys, self._timeout_s = dict(keys), timeout_s
+        self._keys, self._timeout_s, self._probe = dict(keys), timeout_s, probe
+        self.left_out: set[str] = set()  # ids of nodes
         self._run_file = str(run_file) if run_file is not None else None
         self._driver: NodeReport | None = None
         self._seen: dict[str, NodeReport] = {}
 
-    def check(self, nodes: list[Node]) -> None:
-        """Raises UserError that names the nodes whose software or files differ."""
-        new = [node for node in nodes if node.id not in self._seen]
-        if not new:
+    def check(self, nodes: list[Node]) -> list[Node]:
+        """The nodes that may be used.
+
+        Raises UserError that names those whose software or files differ, unless they are left out.
+        """
+        new = [node for node in nodes if node.id not in {*self._seen, *self.left_out}]
+        if new:
+            self._driver = self._driver or report(list(self._keys), self._run_file)
+            reports, silent = self._collect(new, {node.id: self._ask(node) for node in new})
+            self._seen.update(reports)
+            self._judge(new, reports, silent)
+        return [node for node in nodes if node.id not in self.left_out]
+
+    def _judge(
+        self, nodes: list[Node], reports: Mapping[str, NodeReport], silent: Mapping[str, str]
+    ) -> None:
+        assert self._driver is not None, "asked first"
+        if self._probe is None:
+            wrong = list(silent.values())
+            wrong += problems(self._driver, list(reports.values()), self._keys)
+            if wrong:
+                raise UserError(wrong)
             return
-        self._driver = self._driver or report(list(self._keys), self._run_file)
-        found = {node.id: self._ask(node) for node in new}
-        reports = self._collect(new, found)
-        self._seen.update(reports)
-        wrong = problems(self._driver, list(reports.values()), self._keys)
-        if wrong:
-            raise UserError(wrong)
+        for node in nodes:
+            found = [silent[node.id]] if node.id in silent else self._faults(node, reports[node.id])
+            if found:
+                self.left_out.add(node.id)
+                logger.warning("%s (%s) is left out: %s", node.host, node.ip, "; ".join(found))
+
+    def _faults(self, node: Node, seen: NodeReport) -> list[str]:
+        assert self._driver is not None, "asked first"
+        found = [*seen.sick, *problems(self._driver, [seen], self._keys)]
+        if seen.devices is not None and seen.devices < node.count:
+            found.append(f"its driver lists {seen.devices} of {node.count} devices")
+        return found
 
     def say_what_is_not_shared(self, hosts: set[str]) -> None:
         """Name the hosts in use whose output does not arrive where the driver's does."""
@@ -70,23 +103,24 @@ class NodeCheck:
     def _ask(self, node: Node) -> Any:
         where = NodeAffinitySchedulingStrategy(node.id, soft=False)
         task = ray.remote(report).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
-        return task.remote(list(self._keys), self._run_file)
+        return task.remote(list(self._keys), self._run_file, self._probe)
 
-    def _collect(self, nodes: list[Node], refs: Mapping[str, Any]) -> dict[str, NodeReport]:
+    def _collect(
+        self, nodes: list[Node], refs: Mapping[str, Any]
+    ) -> tuple[dict[str, NodeReport], dict[str, str]]:
+        """By node: reports, and what to say of those that gave none."""
         ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._timeout_s)
-        found, wrong = {}, []
+        found, silent = {}, {}
         for node in nodes:
             if refs[node.id] not in ready:
                 ray.cancel(refs[node.id], force=True)
-                wrong.append(_silent(node, f"no answer within {self._timeout_s:g} s"))
+                silent[node.id] = _silent(node, f"no answer within {self._timeout_s:g} s")
                 continue
             try:
                 found[node.id] = ray.get(refs[node.id])
             except RayError as error:  # an import that fails there, or a node that went away
-                wrong.append(_silent(node, str(error).strip().splitlines()[-1]))
-        if wrong:
-            raise UserError(wrong)
-        return found
+                silent[node.id] = _silent(node, str(error).strip().splitlines()[-1])
+        return found, silent
 
 
 def _silent(node: Node, what: str) -> str:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
 from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.runtime.deadlines import Deadlines
 from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
 from mindspeed_rlxf.runtime.places import Place
-from mindspeed_rlxf.runtime.process import ProcessSetup, WorkerProcess
+from mindspeed_rlxf.runtime.process import ProcessSetup, WorkerProcess, log_of
 from mindspeed_rlxf.runtime.protocol import Reply, Request
 from mindspeed_rlxf.runtime.ray_wait import Origin, RayHandle, fetch_rows, gather, not_ready
 from mindspeed_rlxf.runtime.refs import find_refs
+from mindspeed_rlxf.runtime.witness import Watched, oom_kills
 from mindspeed_rlxf.runtime.worker import worker_error
 
 RESET_S = 3.0  # for the calls of an ended pool to finish, so that its processes can be kept
@@ -34,13 +38,14 @@ class RayWorker:
         ids = [i for found in context.get_accelerator_ids().values() for i in found]
         devices = tuple(int(i) for i in ids if i.isdigit())
         ip = ray.util.get_node_ip_address()
-        return Place(socket.gethostname(), ip, entry, devices)
+        node, kills = context.get_node_id(), oom_kills()
+        return Place(socket.gethostname(), ip, entry, devices, os.getpid(), node, kills)
 
     def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
         return self._process.open_store(ip, world_size, timeout_s)
 
     def start(self, setup: ProcessSetup, ip: str, port: int) -> WorkerError | None:
-        self._timeout_s = setup.timeout_s
+        self._timeout_s = setup.collective_timeout_s
         try:
             self._process.start(setup, ip, port, assigned_device(setup.device_kind))
         except Exception as error:
@@ -94,23 +99,47 @@ class RayCall:
     """A method under way; keeps its requests until it ends, to explain a timeout."""
 
     def __init__(
-        self, requests: Sequence[Request], refs: Sequence[Any], origins: Sequence[Origin], s: float
+        self,
+        requests: Sequence[Request],
+        refs: Sequence[Any],
+        origins: Sequence[Origin],
+        pool: RayPool,
     ) -> None:
         rows, replies = zip(*refs, strict=True)
         self.handles = [RayHandle(r, o) for r, o in zip(rows, origins, strict=True)]
         self._tasks = list(zip(replies, origins, strict=True))
-        ranks = [origin.rank for origin in origins]
-        self._requests, self._timeout_s = dict(zip(ranks, requests, strict=True)), s
+        self._requests, self._pool = list(requests), pool
 
     def wait(self) -> list[Reply]:
-        replies = gather(self._tasks, self._timeout_s, self._what_they_wait_for)
+        deadlines, started = self._pool.deadlines, time.monotonic()
+        try:
+            replies = gather(self._tasks, deadlines.of(self._requests))
+        except RuntimeTimeout as error:
+            raise self._pool.explain(error, self._late_inputs(error.missing)) from None
+        took_s = max(time.monotonic() - started, *(reply.seconds for reply in replies))
+        deadlines.ended(self._requests, took_s)
         self._requests.clear()
         return replies
 
-    def _what_they_wait_for(self, ranks: Sequence[int]) -> str:
-        refs = [ref for rank in ranks for ref in find_refs(self._requests[rank].args)]
-        late = not_ready([piece.handle for ref in refs for piece in ref.pieces])
-        return "waiting for " + ", ".join(repr(handle) for handle in late) if late else ""
+    def _late_inputs(self, ranks: Sequence[int]) -> list[RayHandle]:
+        """Rows that these ranks wait for."""
+        waiting = [
+            request
+            for (_, origin), request in zip(self._tasks, self._requests, strict=True)
+            if origin.rank in ranks
+        ]
+        refs = [ref for request in waiting for ref in find_refs(request.args)]
+        return not_ready([piece.handle for ref in refs for piece in ref.pieces])
+
+
+class RayPoolOwner(Protocol):
+    def release(self, pool: RayPool) -> None:
+        """Take the workers back when the pool ends."""
+
+    def explain(
+        self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
+    ) -> RuntimeTimeout:
+        """inputs: rows that the missing ranks wait for"""
 
 
 class RayPool:
@@ -121,25 +150,33 @@ class RayPool:
         name: str,
         workers: RayWorkers,
         setups: Sequence[ProcessSetup],
-        release: Callable[[RayPool], None],
+        deadlines: Deadlines,
+        owner: RayPoolOwner,
     ) -> None:
-        """release: takes the workers back when the pool ends."""
         self.name, self.world_size, self.workers = name, len(workers.actors), workers
-        self.timeout_s = setups[0].timeout_s
-        self._setups, self._release = setups, release
+        self.deadlines = deadlines
+        self._setups, self._owner = setups, owner
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> RayCall:
         ranks = range(first_rank, first_rank + len(requests))
         pairs = list(zip(ranks, requests, strict=True))
         origins = [self.origin(rank, r.role.value, r.method) for rank, r in pairs]
         refs = [self.workers.actors[rank].run.remote(request) for rank, request in pairs]
-        return RayCall(requests, refs, origins, self.timeout_s)
+        return RayCall(requests, refs, origins, self)
 
     def origin(self, rank: int, role: str, phase: str) -> Origin:
-        setup = self._setups[rank]
-        log = f"{setup.log_dir}/{setup.pool}/rank_{rank:05d}.log" if setup.log_dir else ""
-        return Origin(role, rank, self.workers.places[rank].host, phase, log)
+        host, log = self.workers.places[rank].host, log_of(self._setups[rank]) or ""
+        return Origin(role, rank, host, phase, log, self.name)
+
+    def watched(self) -> list[Watched]:
+        """Its workers, for who looks at them."""
+        places = zip(self._setups, self.workers.places, strict=True)
+        return [Watched(self.name, s.rank, place, log_of(s) or "") for s, place in places]
+
+    def explain(self, error: RuntimeTimeout, inputs: Sequence[RayHandle]) -> RuntimeTimeout:
+        """The same with what every rank did when the deadline passed."""
+        return self._owner.explain(self, error, inputs)
 
     def shutdown(self) -> None:
         """End the processes, or hand them back to a runtime that keeps them warm."""
-        self._release(self)
+        self._owner.release(self)

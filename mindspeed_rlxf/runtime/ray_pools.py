@@ -13,14 +13,18 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RuntimeConfig
+from mindspeed_rlxf.runtime.deadlines import Deadlines, collective_timeout_s
 from mindspeed_rlxf.runtime.environment import worker_environment
+from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
 from mindspeed_rlxf.runtime.places import by_rank, described
 from mindspeed_rlxf.runtime.process import ProcessSetup
 from mindspeed_rlxf.runtime.ray_claim import DeviceClaim
 from mindspeed_rlxf.runtime.ray_cluster import LOOPBACK, RayCluster, resource_name
 from mindspeed_rlxf.runtime.ray_nodes import NodeCheck
 from mindspeed_rlxf.runtime.ray_pool import RayPool, RayWorker, RayWorkers
-from mindspeed_rlxf.runtime.ray_wait import Origin, gather
+from mindspeed_rlxf.runtime.ray_wait import Origin, RayHandle, gather
+from mindspeed_rlxf.runtime.ray_witness import ask
+from mindspeed_rlxf.runtime.witness import Sighting, examined, explained, keep_logs
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +44,8 @@ class RayPools:
         node_check: NodeCheck,
     ) -> None:
         self._cluster, self._threads = cluster, device.cpu_threads
-        self.timeout_s, self.start_timeout_s = settings.timeout_s, settings.start_timeout_s
+        self.deadlines = Deadlines(settings.timeout_s)
+        self.start_timeout_s = settings.start_timeout_s
         self._kind = device_facade.resolve_kind(device.kind)
         self._resource = resource_name(device)
         self.log_dir, self._keep_warm, self._num_devices = log_dir, keep_warm, num_devices
@@ -82,7 +87,8 @@ class RayPools:
                 if name not in claimed:
                     ray.util.remove_placement_group(group)
             raise
-        pools = {n: RayPool(n, claimed[n], setups[n], self._release) for n in processes_per_node}
+        made = [RayPool(n, claimed[n], setups[n], self.deadlines, self) for n in processes_per_node]
+        pools = {pool.name: pool for pool in made}
         self._pools += pools.values()
         return pools
 
@@ -95,7 +101,42 @@ class RayPools:
             workers.kill()
         self._warm.clear()
 
-    def _release(self, pool: RayPool) -> None:
+    def look(self, stacks: bool) -> dict[tuple[str, int], Sighting]:
+        """At every worker, by pool and rank; brings the logs of other hosts here.
+
+        stacks: have each write the stack of its threads to its log
+        """
+        watched = [worker for pool in self._pools for worker in pool.watched()]
+        told = ask(watched, stacks)
+        keep_logs(watched, told)
+        return told
+
+    def explain(
+        self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
+    ) -> RuntimeTimeout:
+        producers = [(h.origin.pool, h.origin.rank, repr(h)) for h in inputs]
+        return explained(error, pool.name, producers, self._look_anyhow(stacks=True))
+
+    def _look_anyhow(self, stacks: bool) -> dict[tuple[str, int], Sighting]:
+        """`look`, where the failure that it is to explain counts for more than its own."""
+        try:
+            return self.look(stacks)
+        except Exception:  # of Ray, or a disk that is full
+            logger.exception("the workers could not be looked at")
+            return {}
+
+    def examined(self, error: WorkerError) -> WorkerError:
+        """As `witness.examined`, after a look at all workers."""
+        watched = {(w.pool, w.rank): w for pool in self._pools for w in pool.watched()}
+        told = self._look_anyhow(stacks=False)
+        rose = [
+            sighting.oom_kills - watched[key].place.oom_kills
+            for key, sighting in told.items()
+            if watched[key].place.host == error.host
+        ]
+        return examined(error, max(rose, default=0))
+
+    def release(self, pool: RayPool) -> None:
         if pool not in self._pools:
             return
         self._pools.remove(pool)
@@ -184,7 +225,9 @@ class RayPools:
                 world_size=len(workers.places),
                 device_kind=self._kind,
                 threads=self._threads,
-                timeout_s=self.timeout_s,
+                collective_timeout_s=collective_timeout_s(
+                    self.deadlines.longest_s, self.start_timeout_s
+                ),
                 log_dir=str(self.log_dir.absolute()) if self.log_dir is not None else None,
                 ip=LOOPBACK if self._cluster.own else place.ip,
                 parts=parts,

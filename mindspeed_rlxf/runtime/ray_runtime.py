@@ -7,6 +7,8 @@ from pathlib import Path
 
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RunConfig, RuntimeConfig
+from mindspeed_rlxf.device import resolve_kind
+from mindspeed_rlxf.runtime.errors import WorkerError
 from mindspeed_rlxf.runtime.protocol import Pool
 from mindspeed_rlxf.runtime.ray_cluster import RayCluster, open_cluster, resource_name
 
@@ -42,8 +44,9 @@ class RayRuntime:
         from mindspeed_rlxf.runtime.ray_nodes import NodeCheck
         from mindspeed_rlxf.runtime.ray_pools import RayPools
 
-        check = NodeCheck(read_by_workers or {}, run_file, settings.start_timeout_s)
         pool_settings = pool_settings or PoolSettings(wait_s=settings.start_timeout_s)
+        probe = resolve_kind(device.kind) if pool_settings.bad_nodes == "leave_out" else None
+        check = NodeCheck(read_by_workers or {}, run_file, settings.start_timeout_s, probe)
         arguments = (self.cluster, device, settings, num_devices, log_dir, keep_warm)
         self.pools = RayPools(*arguments, pool_settings, check)
 
@@ -71,6 +74,10 @@ class RayRuntime:
         WorkerError when a process does not come up, RuntimeTimeout when it does not come back.
         """
         return dict(self.pools.create(processes_per_node, parts or {}))
+
+    def examined(self, error: WorkerError) -> WorkerError:
+        """The error with what is to be seen of its process; brings logs of other hosts here."""
+        return self.pools.examined(error)
 
     def shutdown(self) -> None:
         """End all pools, and an own cluster with everything in it."""

@@ -16,7 +16,7 @@ from ray.exceptions import (
 )
 
 from mindspeed_rlxf.data.batch import Rows
-from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.errors import DIED, RuntimeTimeout, WorkerError
 
 # After a lost connection was reported: how long to look for the failure that came before it.
 FIRST_CAUSE_S = 5.0
@@ -31,6 +31,7 @@ class Origin:
     host: str
     phase: str
     log: str = ""  # where its output goes
+    pool: str = ""
 
     def error(self, cause: str) -> WorkerError:
         return WorkerError(self.role, self.rank, self.host, self.phase, cause)
@@ -47,11 +48,11 @@ class RayHandle:
         return f"rows of {self.origin.role}.{self.origin.phase} from rank {self.origin.rank}"
 
 
-def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float, hint: Any = None) -> list[Any]:
+def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float) -> list[Any]:
     """Values of all tasks, each an ObjectRef with who computes it.
 
     Returns as soon as one fails: raises its WorkerError. At the deadline raises RuntimeTimeout
-    with the ranks that did not arrive, and `hint(ranks)` as explanation.
+    with the ranks that did not arrive.
     """
     origins = dict(tasks)
     values: dict[Any, Any] = {}
@@ -60,10 +61,10 @@ def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float, hint: Any = No
     while waiting:
         ready, waiting = _wait(waiting, deadline - time.monotonic())
         if not ready:
-            missing = sorted(origins[ref].rank for ref in waiting)
-            origin = origins[waiting[0]]
-            what = f"{origin.role}.{origin.phase}"
-            raise RuntimeTimeout(what, timeout_s, missing, hint(missing) if hint else "")
+            late = sorted((origins[ref] for ref in waiting), key=lambda origin: origin.rank)
+            what = f"{late[0].role}.{late[0].phase}"
+            ranks, hosts = [o.rank for o in late], [o.host for o in late]
+            raise RuntimeTimeout(what, timeout_s, ranks, hosts=hosts)
         values.update(_read(ready, origins))
         failed = [value for value in values.values() if isinstance(value, WorkerError)]
         if failed:
@@ -132,8 +133,12 @@ def as_worker_error(error: RayError, origin: Origin) -> WorkerError:
     reason = "killed, crashed or out of memory"
     if isinstance(error, OutOfMemoryError) or "low on memory" in text:
         reason = "killed by Ray because its host ran out of memory"
+    elif "node has died" in text or "raylet" in text.lower():
+        reason = "Ray on its host ended, or the host"
     log = f"; its last words are in {origin.log}" if origin.log else ""
-    return origin.error(f"the process died ({reason}){log}")
+    died = origin.error(f"{DIED} ({reason}){log}")
+    died.remote_traceback = text  # all that Ray knows
+    return died
 
 
 def _first_cause(

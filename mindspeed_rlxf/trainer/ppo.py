@@ -15,6 +15,7 @@ from mindspeed_rlxf.trainer.collector import Collected, Collector
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.recorder import Recorder
 from mindspeed_rlxf.trainer.run_checkpoints import RunCheckpoints
+from mindspeed_rlxf.trainer.stopping import Stopped, StopRequest
 from mindspeed_rlxf.trainer.validation import Validator
 
 
@@ -29,8 +30,10 @@ class PpoTrainer:
         validator: Validator,
         recorder: Recorder,
         checkpoints: RunCheckpoints,
+        stop: StopRequest,
     ) -> None:
         self.config, self.prompts, self.checkpoints = config, prompts, checkpoints
+        self.stop = stop
         self.actor, self.ref, self.critic = roles.actor, roles.ref, roles.critic
         self.collector = Collector(config, roles, prompts)
         self.validator, self.recorder = validator, recorder
@@ -44,12 +47,16 @@ class PpoTrainer:
         self.iteration = 0
 
     def fit(self) -> None:
-        """generate, score -> log-probs, values -> experience -> updates -> metrics."""
+        """generate, score -> log-probs, values -> experience -> updates -> metrics.
+
+        Raises Stopped, everything saved, when the run has to end before `train_iters`.
+        """
         if self.config.validation.before and self.iteration == 0:
             self.validator.validate(self.iteration)
         while self.iteration < self.config.training.train_iters:
             self.iteration += 1
             started = time.monotonic()
+            self.stop.begin()
 
             collected = self.collector.collect()
             rollouts = collected.rollouts
@@ -117,7 +124,9 @@ class PpoTrainer:
         due = validation.interval and self.iteration % validation.interval == 0
         if due or (last and validation.after):
             measured.update(self.validator.validate(self.iteration))
-        saves, note = self.checkpoints.is_due(self.iteration), self.recorder.note
+        self.stop.ended(self.iteration)
+        stops, note = not last and self.stop.is_due(), self.recorder.note
+        saves = self.stop.agree(self.checkpoints.is_due(self.iteration, stops))
         self.checkpoints.settle(note)
         if saves:
             measured["timing/save"] = self.checkpoints.write(self.iteration, note)
@@ -126,6 +135,11 @@ class PpoTrainer:
         if saves:
             score = names.validation_score(measured)
             self.checkpoints.commit(self.iteration, self.state_dict(), score, note)
+            if stops:
+                self.checkpoints.settle(note)
+            self.stop.wrote(self.checkpoints.newest, measured["timing/save"])
+        if stops:
+            raise Stopped
 
     @property
     def _num_devices(self) -> int:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import signal
+import math
 import sys
-import traceback
-from collections.abc import Callable
-from typing import Any
 
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
@@ -18,12 +14,14 @@ from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.errors import DevicesMissing, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.runtime.protocol import Runtime
 from mindspeed_rlxf.runtime.role_groups import RoleGroups
+from mindspeed_rlxf.trainer import failure, supervisor
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.prompt_source import PromptSource, as_rows
 from mindspeed_rlxf.trainer.recorder import Recorder
 from mindspeed_rlxf.trainer.resume import digest, is_finished
 from mindspeed_rlxf.trainer.run_checkpoints import RunCheckpoints
+from mindspeed_rlxf.trainer.stopping import Stopped, StopRequest
 from mindspeed_rlxf.trainer.validation import Validator
 from mindspeed_rlxf.trainer.weight_saver import WeightSaver
 
@@ -43,55 +41,86 @@ def run(config: RunConfig, prepared: Prepared) -> int:
         )
         return EXIT_DONE
     started: list[RunDirectory] = []
+    training = config.training
+    stop = StopRequest(training.stop_grace_s, training.max_wall_time, supervisor.command_started())
     try:
-        with _stops_as_interrupt():
+        with stop:
             if config.runtime.kind is RuntimeKind.LOCAL:
-                _run_locally(config, prepared, started)
+                _run_locally(config, prepared, started, stop)
             else:
-                _run_on_ray(config, prepared, started)
+                _run_on_ray(config, prepared, started, stop)
     except UserError:
         _release(started)
         raise
-    except KeyboardInterrupt:
-        print("stopped before train_iters was reached", file=sys.stderr)
+    except (KeyboardInterrupt, Stopped):
+        print(f"stopped: {stop.reason or 'SIGINT'}; {stop.lost}", file=sys.stderr, flush=True)
         return EXIT_STOPPED
     except DevicesMissing as error:
         _release(started)
-        print(f"stopped: {error}", file=sys.stderr)
+        supervisor.tell(free=error.free)
+        print(f"stopped: {error}", file=sys.stderr, flush=True)
         return EXIT_STOPPED
-    except (WorkerError, RuntimeTimeout) as error:
-        return _failed(started, error, str(error))
     except Exception as error:
-        logger.exception("the driver failed")
-        return _failed(started, error, f"driver: {type(error).__name__}: {error}")
+        if not isinstance(error, (WorkerError, RuntimeTimeout)):
+            logger.exception("the driver failed")
+        failure.report(started[0] if started else None, error, stop)
+        return EXIT_FAILED
     finally:
         for directory in started:
             directory.unlock()
     return EXIT_DONE
 
 
-def _run_on_ray(config: RunConfig, prepared: Prepared, started: list[RunDirectory]) -> None:
+def _run_on_ray(
+    config: RunConfig, prepared: Prepared, started: list[RunDirectory], stop: StopRequest
+) -> None:
     from mindspeed_rlxf.runtime.ray_runtime import RayRuntime
 
     directory = _start(RunDirectory.create(config), prepared, started)
     runtime = RayRuntime.from_config(config, directory.logs, directory.config)
+    _tell(config, directory, joined=not runtime.cluster.own)
     try:
-        train(config, prepared, directory, runtime)
+        train(config, prepared, directory, runtime, stop=stop)
+    except WorkerError as error:
+        raise runtime.examined(error) from None
     finally:
         runtime.shutdown()
     _say_done(config, directory)
 
 
-def _run_locally(config: RunConfig, prepared: Prepared, started: list[RunDirectory]) -> None:
+def _tell(config: RunConfig, directory: RunDirectory, joined: bool) -> None:
+    """The supervisor what it needs for a restart."""
+    training = config.training
+    steps = {
+        name: math.lcm(*(layout.world_size // layout.dp for layout in layouts))
+        for name in config.resource_pool
+        if (layouts := [config.layout(role) for role in config.roles_of(name)])
+    }
+    supervisor.tell(
+        directory=str(directory.path),
+        joined=joined,
+        max_restarts=training.max_restarts,
+        node_wait_s=training.node_wait_s,
+        allow_shrink=training.allow_shrink,
+        stop_grace_s=training.stop_grace_s,
+        pools={n: {"processes": config.resource_pool[n], "step": s} for n, s in steps.items()},
+    )
+
+
+def _run_locally(
+    config: RunConfig, prepared: Prepared, started: list[RunDirectory], stop: StopRequest
+) -> None:
     """In this process, or in all processes of torchrun, of which the first one writes."""
     from mindspeed_rlxf.runtime.local import LocalRuntime
 
     runtime = LocalRuntime.from_config(config, log_dir=None)
+    if runtime.world.size > 1:
+        stop.agree = lambda mine: runtime.from_first(lambda: mine)
     try:
         directory = runtime.from_first(lambda: RunDirectory.create(config))
         if runtime.is_first:
             _start(directory, prepared, started)
-        train(config, prepared, directory, runtime, writes=runtime.is_first)
+        train(config, prepared, directory, runtime, writes=runtime.is_first, stop=stop)
     finally:
         runtime.shutdown()
     if runtime.is_first:
@@ -102,6 +131,7 @@ def _start(
     directory: RunDirectory, prepared: Prepared, started: list[RunDirectory]
 ) -> RunDirectory:
     started.append(directory)
+    failure.put_away(directory.failure, directory.logs / "failures.jsonl")
     _log_to(directory)
     print(f"run directory: {directory.path}", flush=True)
     for change in directory.changes:
@@ -121,12 +151,15 @@ def train(
     directory: RunDirectory,
     runtime: Runtime,
     writes: bool = True,
+    stop: StopRequest | None = None,
 ) -> None:
     """Start the roles, go on from the newest checkpoint if there is one, run the loop, write the
     final weights.
 
     writes: this process writes the metric and sample files.
+    stop:   asked after each iteration. Raises Stopped when it ends the run.
     """
+    stop = stop or StopRequest(config.training.stop_grace_s)
     parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}
     pools = runtime.create_pools(config.resource_pool, parts)
     roles = RoleGroups.build(config, pools, prepared.eos_token_ids)
@@ -136,9 +169,10 @@ def train(
     state = checkpoints.restore(say)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
     try:
-        trainer = make_trainer(config, prepared, roles, recorder, checkpoints)
+        trainer = make_trainer(config, prepared, roles, recorder, checkpoints, stop)
         if state is not None:
             trainer.load_state_dict(state["trainer"])
+            stop.resumed(trainer.iteration)
         trainer.fit()
         _export(config, directory, checkpoints, writes)
     finally:
@@ -171,6 +205,7 @@ def make_trainer(
     roles: RoleGroups,
     recorder: Recorder,
     checkpoints: RunCheckpoints,
+    stop: StopRequest,
 ) -> PpoTrainer:
     training = config.training
     sampler = PromptSampler(
@@ -188,31 +223,13 @@ def make_trainer(
     validator = Validator(
         roles, as_rows(prepared.val_prompts), prepared.validate_by_rule, training.seed, recorder
     )
-    return PpoTrainer(config, roles, source, validator, recorder, checkpoints)
+    return PpoTrainer(config, roles, source, validator, recorder, checkpoints, stop)
 
 
 def _release(started: list[RunDirectory]) -> None:
     """Nothing has been trained: the same command may take the directory again."""
     for directory in started:
         directory.release()
-
-
-def _failed(started: list[RunDirectory], error: Exception, message: str) -> int:
-    """One message on the console, the whole story in failure.json and the logs."""
-    print(f"failed: {message}", file=sys.stderr, flush=True)
-    if not started:  # no run directory of our own: it was not made, or another rank writes
-        return EXIT_FAILED
-    directory = started[0]
-    print(f"logs: {directory.logs}", file=sys.stderr, flush=True)
-    details = {
-        "message": message,
-        "error": type(error).__name__,
-        **{k: getattr(error, k) for k in ("role", "rank", "host", "phase") if hasattr(error, k)},
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-    text = json.dumps(details, indent=2, ensure_ascii=False, default=str)
-    directory.failure.write_text(text + "\n", encoding="utf-8")
-    return EXIT_FAILED
 
 
 def _log_to(directory: RunDirectory) -> None:
@@ -224,14 +241,3 @@ def _log_to(directory: RunDirectory) -> None:
     console = logging.StreamHandler(sys.stdout)  # which cluster, which nodes, what is waited for
     console.setFormatter(logging.Formatter("ray: %(message)s"))
     logging.getLogger("mindspeed_rlxf.runtime").addHandler(console)
-
-
-class _stops_as_interrupt:
-    """SIGTERM, which schedulers send, ends a run like Ctrl-C does: with everything shut down."""
-
-    def __enter__(self) -> None:
-        self._before: Callable[..., Any] | int | None = signal.getsignal(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    def __exit__(self, *_error: object) -> None:
-        signal.signal(signal.SIGTERM, self._before)

@@ -52,11 +52,15 @@ class RunCheckpoints:
         self._files: list[Entry] = []
         self._shared = True
         self._waiting: dict[str, Any] | None = None
+        self.newest = 0  # iteration of the newest complete checkpoint of this process; 0 = none
 
-    def is_due(self, iteration: int) -> bool:
-        """By number, by time, and at the end; never where hosts share no storage."""
-        if not self._shared:
-            return False
+    def is_due(self, iteration: int, stops: bool = False) -> bool:
+        """By number, by time, and at the end; never where hosts share no storage.
+
+        stops: the run ends after this iteration, before its time
+        """
+        if stops or not self._shared:
+            return self._shared
         training = self.config.training
         interval, seconds = training.save_interval, training.seconds_between_saves
         if iteration == training.train_iters or (interval > 0 and iteration % interval == 0):
@@ -112,6 +116,8 @@ class RunCheckpoints:
 
     def _publish(self, note: Note) -> None:
         content, self._waiting = self._waiting, None
+        if content is not None:
+            self.newest = content["iteration"]
         if not self.writes or content is None:
             return
         iteration = content["iteration"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.data.batch import RoleOutput
@@ -12,6 +14,15 @@ from mindspeed_rlxf.runtime.group import RoleGroup
 
 class GroupsProbe:
     """Makes groups as several roles would."""
+
+    def timeouts(self) -> RoleOutput:
+        """Seconds, of every group that Megatron made."""
+        from mindspeed_rlxf.engine.parallel import ParallelGroups
+
+        groups = ParallelGroups(2, 1, 5)
+        found = [g for g in groups._state["_global_process_group_list"] if g is not None]
+        backends = [group._get_backend(torch.device("cpu")) for group in found]
+        return RoleOutput(report=[b.options._timeout.total_seconds() for b in backends])
 
     def same_and_other_layouts(self) -> RoleOutput:
         from mindspeed_rlxf.engine.parallel import ParallelGroups
@@ -48,4 +59,6 @@ def test_roles_of_one_layout_share_groups_and_keep_their_own_state(warm_runtime:
     assert shared == [True, True, False]
     assert not same_stream
     assert sizes == [[2, 1, 1], [2, 1, 1], [1, 2, 1]]
+    # The deadline of a start, 120 s, is the longest of the session; 60 s more in whole minutes.
+    assert set(probe.call(GroupsProbe.timeouts).result()[0]) == {180.0}
     assert probe.call(GroupsProbe.virtual_pipeline).result()[0] == [2, None, None, 1]

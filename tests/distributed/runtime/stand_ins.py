@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from dataclasses import dataclass
 
@@ -81,6 +82,13 @@ class StandIn:
     def nap_on(self, rank: int, seconds: float) -> RoleOutput:
         if dist.get_rank() == rank:
             time.sleep(seconds)
+        return RoleOutput()
+
+    def stop_on(self, rank: int) -> RoleOutput:
+        """One rank is stopped while the others wait for it in a collective."""
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
         return RoleOutput()
 
     def process(self) -> RoleOutput:

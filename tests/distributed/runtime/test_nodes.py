@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,14 @@ def make_pools(ray_runtime: Any, nodes: Nodes) -> Iterator[Callable[..., Any]]:
 
     runs: list[Any] = []
 
-    def make(wait_s: float, shapes: dict[str, list[int]], **environment: str) -> Any:
+    def make(
+        wait_s: float,
+        shapes: dict[str, list[int]],
+        leave_out: Set[str] = frozenset(),
+        **environment: str,
+    ) -> Any:
+        check = NodeCheck({}, None, 60.0)
+        check.left_out |= leave_out
         run = RayPools(
             dataclasses.replace(ray_runtime.cluster, own=False),
             DeviceConfig(kind=DeviceKind.CPU, resource_name="lab"),
@@ -95,7 +102,7 @@ def make_pools(ray_runtime: Any, nodes: Nodes) -> Iterator[Callable[..., Any]]:
             log_dir=None,
             keep_warm=False,
             pool_settings=PoolSettings(wait_s=wait_s, env=environment),
-            node_check=NodeCheck({}, None, 60.0),
+            node_check=check,
         )
         runs.append(run)
         return run.create(shapes, {})
@@ -141,6 +148,10 @@ def test_a_late_node_is_waited_for_and_ranks_follow_the_list(
     large = make_pools(JOIN_S, {"main": [2, 2]})["main"]
     assert build(large).call(StandIn.rank).result() == [(rank, 4) for rank in range(4)]
     large.shutdown()
+    left_out = large.workers.places[0].node
+    other = make_pools(JOIN_S, {"main": [2]}, leave_out={left_out})["main"]
+    assert {place.node for place in other.workers.places} == {large.workers.places[-1].node}
+    other.shutdown()
     pools = make_pools(JOIN_S, {"one": [1], "main": [2, 1]})
     assert build(pools["main"]).call(StandIn.rank).result() == [(0, 3), (1, 3), (2, 3)]
     assert [place.entry for place in pools["main"].workers.places] == [0, 0, 1]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.runtime.deadlines import Deadlines
 from mindspeed_rlxf.runtime.errors import DevicesMissing, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.runtime.group import Sharded
 from tests.distributed.conftest import WARM_DEVICES
@@ -101,14 +102,13 @@ def test_a_hang_ends_and_names_the_ranks_that_did_not_arrive(
     one, two = make_pools(1, 2)
     producer, consumer = build(one), build(two, Role.CRITIC)
     for pool in (one, two):
-        monkeypatch.setattr(pool, "timeout_s", 1.0)
+        monkeypatch.setattr(pool, "deadlines", Deadlines(1.0))
+    rows = producer.call(StandIn.make_late, Sharded([Numbers(torch.arange(2))]), 20.0).rows()
     with pytest.raises(RuntimeTimeout) as hang:
-        consumer.call(StandIn.nap_on, 1, 2.0).result()
-    assert str(hang.value) == "critic.nap_on: rank 1 did not arrive within 1 s"
-    assert hang.value.missing == [1]
-    rows = producer.call(StandIn.make_late, Sharded([Numbers(torch.arange(2))]), 2.0).rows()
-    with pytest.raises(RuntimeTimeout, match=r"ranks 0, 1 .* waiting for rows of actor_rollout"):
         consumer.call(StandIn.read, rows).result()
+    hang.match(r"^critic\.read: ranks 0, 1 did not arrive within 1 s; .* waits for rows; ")
+    hang.match(r"waiting for rows of actor_rollout.make_late from rank 0; pool_0 rank 0 is in ")
+    assert hang.value.missing == [0, 1]
 
 
 def test_processes_of_an_ended_pool_are_used_again_with_a_new_world(ray_runtime: Any) -> None:
@@ -171,6 +171,20 @@ def test_a_killed_worker_is_named(make_pools: MakePools, capfd: pytest.CaptureFi
         group.call(StandIn.die_on, 1).result()  # rank 0 sees its connection close
     assert died.value.rank == 1 and "rank_00001.log" in died.value.cause
     assert "ray" not in "".join(capfd.readouterr())
+
+
+def test_a_stopped_rank_is_named_and_the_others_stacks_are_in_their_logs(
+    ray_runtime: Any, make_pools: MakePools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pool,) = make_pools(2)
+    group = build(pool)
+    monkeypatch.setattr(pool, "deadlines", Deadlines(1.0))
+    with pytest.raises(RuntimeTimeout) as hang:
+        group.call(StandIn.stop_on, 1).result()
+    hang.match(r"stop_on: rank 1 did not arrive within 1 s; rank 0 waits for others in barrier; ")
+    assert hang.value.missing == [1] and "rank 1 is stopped" in str(hang.value)
+    log = ray_runtime.pools.log_dir / "pool_0" / "rank_00000.log"
+    assert "in stop_on" in log.read_text(encoding="utf-8")
 
 
 def test_rows_of_a_killed_worker_are_reported_with_its_rank(make_pools: MakePools) -> None:

@@ -30,5 +30,6 @@ def test_only_the_ray_files_of_the_runtime_import_ray() -> None:
             "ray_pools.py",
             "ray_survey.py",
             "ray_wait.py",
+            "ray_witness.py",
         )
     }

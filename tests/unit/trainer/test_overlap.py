@@ -11,6 +11,7 @@ from mindspeed_rlxf.config.enums import ScoreSlotLimit
 from mindspeed_rlxf.config.schema import AlgorithmConfig
 from mindspeed_rlxf.runtime.refs import Piece, RowsRef
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
+from mindspeed_rlxf.trainer.stopping import StopRequest
 
 
 class Waited(Exception):
@@ -53,7 +54,7 @@ def test_roles_on_different_devices_have_work_at_the_same_time(limit: ScoreSlotL
     prompts: Any = SimpleNamespace(next_prompts=lambda: None)
     nobody: Any = None
     with pytest.raises(Waited):
-        PpoTrainer(config, roles, prompts, nobody, nobody, nobody).fit()
+        PpoTrainer(config, roles, prompts, nobody, nobody, nobody, StopRequest(0.0)).fit()
     scoring = ["actor.generate", "reward.score", "actor.log_probs", "ref.log_probs"]
     scoring.append("critic.values")
     updates = ["critic.make_experience", "critic.update_critic", "actor.update_policy"]

@@ -1,0 +1,110 @@
+# shellcheck shell=bash
+# What the launchers beside this file share; they source it. Variables as in ../mcore/common.sh, and:
+#   NODES                devices of the run are spread over so many nodes (given by the launcher)
+#   DEVICES              devices to wait for (NODES x DEVICES_PER_NODE)
+#   LOOK_S=5             between two looks at the devices that have joined
+# Exit codes are those of ray_gpt.py: 0 done, 2 a mistake, 75 give the same command again, 1 failed.
+
+# shellcheck source=../mcore/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../mcore/common.sh"
+
+driver_pid=""
+stopping=""
+helpers=()
+
+# A signal for the launcher is one for the run: the driver finishes its iteration and saves.
+forward() {
+  stopping=1
+  if [ -n "$driver_pid" ]; then
+    kill -TERM "$driver_pid" 2>/dev/null || true
+  else
+    exit 75
+  fi
+}
+
+# Ray here, then the helpers: those that joined end by themselves when the head has gone.
+stop_all() {
+  trap '' INT TERM
+  stop_ray
+  local deadline=$((SECONDS + 30)) pid
+  for pid in ${helpers[@]+"${helpers[@]}"}; do
+    while kill -0 "$pid" 2>/dev/null && [ $SECONDS -lt $deadline ]; do sleep 0.2; done
+    kill -TERM "$pid" 2>/dev/null || true
+    wait "$pid" 2>/dev/null || true
+  done
+}
+
+# Name of the Ray resource that stands for one device.
+resource() {
+  case $DEVICE in
+    npu) echo NPU ;;
+    cuda) echo GPU ;;
+    cpu) echo rlxf_cpu ;;
+  esac
+}
+
+devices_joined() {
+  RAY_ADDRESS="$MASTER_ADDR:$MASTER_PORT" "$PYTHON" - "$(resource)" <<'PYTHON_CODE'
+import logging
+import sys
+
+import ray
+
+ray.init(logging_level=logging.ERROR, log_to_driver=False)
+print(int(ray.cluster_resources().get(sys.argv[1], 0)))
+PYTHON_CODE
+}
+
+# wait_for_devices N: until the cluster has them, at most WAIT_S seconds.
+wait_for_devices() {
+  local wanted=$1 deadline=$((SECONDS + WAIT_S)) said=0 found pid
+  [ -z "$DRY_RUN" ] || return 0
+  while true; do
+    found=$(devices_joined) || found=0
+    [ "$found" -lt "$wanted" ] || return 0
+    for pid in ${helpers[@]+"${helpers[@]}"}; do
+      kill -0 "$pid" 2>/dev/null || fail "a node did not start Ray; its message is above"
+    done
+    if [ $SECONDS -ge $deadline ]; then
+      echo "stopped: $found of $wanted devices joined within WAIT_S=$WAIT_S s" >&2
+      exit 75
+    fi
+    if [ $SECONDS -ge $said ]; then
+      echo "waiting for devices: $found of $wanted are there"
+      said=$((SECONDS + 15))
+    fi
+    sleep "${LOOK_S:-5}"
+  done
+}
+
+# train_here ARGUMENTS: ray_gpt.py with them, its exit code; signals reach it.
+train_here() {
+  local code=0
+  if [ -n "$DRY_RUN" ]; then
+    run env "RAY_ADDRESS=$MASTER_ADDR:$MASTER_PORT" "$PYTHON" "$REPOSITORY/ray_gpt.py" "$@"
+    return
+  fi
+  RAY_ADDRESS="$MASTER_ADDR:$MASTER_PORT" "$PYTHON" "$REPOSITORY/ray_gpt.py" "$@" &
+  driver_pid=$!
+  [ -z "$stopping" ] || kill -TERM "$driver_pid"
+  while true; do # a signal ends `wait` early
+    code=0
+    wait "$driver_pid" || code=$?
+    kill -0 "$driver_pid" 2>/dev/null || break
+  done
+  driver_pid=""
+  return "$code"
+}
+
+# launch ARGUMENTS: head here, `start_nodes` (the launcher's) for the others, then the run.
+launch() {
+  [ $# -gt 0 ] || fail "give the arguments of ray_gpt.py: --config-name NAME [key=value ...]"
+  prepare_host
+  start_head --head "--node-ip-address=$MASTER_ADDR" "--port=$MASTER_PORT" \
+    --include-dashboard=false "$(device_options)"
+  trap stop_all EXIT
+  trap forward INT TERM
+  start_nodes
+  wait_for_devices "${DEVICES:-$((NODES * DEVICES_PER_NODE))}"
+  train_here "$@" "device.kind=$DEVICE" "device.devices_per_node=$DEVICES_PER_NODE"
+}

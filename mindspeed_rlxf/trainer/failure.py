@@ -1,0 +1,65 @@
+"""How a run that failed is written down: one message, failure.json, the logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.trainer.stopping import StopRequest
+
+NAMED = ("role", "rank", "host", "phase", "cause", "missing", "remote_traceback")
+
+
+def message_of(error: BaseException) -> str:
+    """One line that says who, where, during what and why."""
+    if isinstance(error, (WorkerError, RuntimeTimeout)):
+        return " ".join(str(error).split())
+    return " ".join(f"driver: {type(error).__name__}: {error}".split())
+
+
+def report(directory: RunDirectory | None, error: BaseException, stop: StopRequest) -> None:
+    """directory: None where this process has none of its own, as the later ranks of torchrun"""
+    message = message_of(error)
+    where = f" (iteration {stop.under_way})" if stop.under_way else ""
+    print(f"failed: {message}{where}", file=sys.stderr, flush=True)
+    if directory is None:
+        return
+    print(f"logs: {directory.logs}; {stop.lost}", file=sys.stderr, flush=True)
+    details: dict[str, Any] = {
+        "message": message,
+        "error": type(error).__name__,
+        "role": "driver",
+        "phase": "driver",
+        "cause": message,
+        **{name: getattr(error, name) for name in NAMED if hasattr(error, name)},
+        "iteration": stop.under_way,
+        "saved_iteration": stop.saved,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    if isinstance(error, RuntimeTimeout):
+        details["cause"] = f"did not arrive within {error.seconds:g} s"
+    text = json.dumps(details, indent=2, ensure_ascii=False, default=str)
+    temporary = directory.failure.with_name(".failure.json")
+    temporary.write_text(text + "\n", encoding="utf-8")
+    os.replace(temporary, directory.failure)
+
+
+def put_away(file: Path, history: Path) -> None:
+    """The failure of an earlier attempt becomes a line of the history: this attempt has none."""
+    if not file.exists():
+        return
+    try:
+        line = json.dumps(json.loads(file.read_text(encoding="utf-8")), ensure_ascii=False)
+    except ValueError:  # cut off, or edited
+        line = json.dumps({"message": file.read_text(encoding="utf-8", errors="replace")})
+    with open(history, "a", encoding="utf-8") as stream:
+        stream.write(line + "\n")
+    file.unlink()

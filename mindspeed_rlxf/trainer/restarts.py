@@ -1,0 +1,67 @@
+"""Whether a failed run is started again, and with which processes. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Failure:
+    """iteration: under way, None = unknown; cause: role, phase and cause; saved: newest checkpoint,
+    empty = none"""
+
+    iteration: int | None
+    cause: str
+    saved: str
+
+
+class Restarts:
+    """Counts the restarts of one command."""
+
+    def __init__(self) -> None:
+        self.used = 0  # since the newest checkpoint, or since the first failure
+        self._last: Failure | None = None
+
+    def after(self, failure: Failure, allowed: int) -> tuple[bool, str]:
+        """Start again? And why, or why not. allowed: `training.max_restarts`"""
+        last, self._last = self._last, failure
+        if last is not None and last.saved != failure.saved:
+            self.used = 0
+        if last is not None and (last.iteration, last.cause) == (failure.iteration, failure.cause):
+            place = "" if failure.iteration is None else f" in iteration {failure.iteration}"
+            return False, f"it failed twice{place} with the same cause"
+        if not allowed:
+            return False, ""
+        if self.used >= allowed:
+            return False, f"training.max_restarts={allowed} are used up since the last checkpoint"
+        self.used += 1
+        place = f"the checkpoint of iteration {failure.saved}" if failure.saved else "the start"
+        return True, f"{self.used} of {allowed} (training.max_restarts), from {place}"
+
+
+def smaller_pools(
+    pools: Mapping[str, Mapping[str, Any]], free: Sequence[int]
+) -> Iterator[dict[str, list[int]]]:
+    """Shapes of the largest pool that fit the free devices, the largest first.
+
+    pools: name -> `processes` on each node, and `step`: processes of one replica
+    free:  devices of each node
+    """
+    largest = max(pools, key=lambda name: sum(pools[name]["processes"]))
+    others = sum(sum(pool["processes"]) for name, pool in pools.items() if name != largest)
+    now, step = sum(pools[largest]["processes"]), int(pools[largest]["step"])
+    most = min(now - 1, sum(free) - others)
+    for count in range(most - most % step, 0, -step):
+        yield {largest: _shape(count, sorted(free, reverse=True))}
+
+
+def _shape(count: int, free: Sequence[int]) -> list[int]:
+    """So many processes on as few nodes as can be."""
+    shape = []
+    for devices in free:
+        if count > 0 and devices > 0:
+            shape.append(min(count, devices))
+            count -= shape[-1]
+    return shape

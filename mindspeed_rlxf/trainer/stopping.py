@@ -1,0 +1,156 @@
+"""When a run ends before `train_iters`: on SIGTERM and SIGINT, and before `training.max_wall_time`.
+
+The trainer asks at the end of every iteration: `if stop.is_due(): save, end`. A signal that finds
+too little time for that raises KeyboardInterrupt where it finds the driver, which ends the run at
+once; checkpoints are whole whenever they are interrupted.
+"""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ONE_SIGNAL_S = 2.0  # a scheduler and a terminal may each signal the driver, meaning one stop
+HISTORY = 15  # iterations, and saves, that the next one is predicted from
+
+
+class Stopped(Exception):
+    """The run ended before `train_iters`, with everything saved; the same command goes on."""
+
+
+class StopRequest:
+    """Whether a run has to end after the iteration that it is in; `with` it watches signals.
+
+    Times in seconds. Before the first iteration has ended nothing is known, and a signal stops at
+    once.
+    """
+
+    def __init__(
+        self,
+        grace_s: float,
+        wall_s: float | None = None,
+        started: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """grace_s: `training.stop_grace_s`; wall_s: `training.max_wall_time`
+        started: when the command was given, by the clock; None = now
+        """
+        self.grace_s, self.wall_s, self._clock = grace_s, wall_s, clock
+        self._started = clock() if started is None else started
+        self._iterations: deque[float] = deque(maxlen=HISTORY)
+        self._saves: deque[float] = deque(maxlen=HISTORY)
+        self._asked: float | None = None
+        self._since: float | None = None  # start of the iteration under way
+        self.reason = ""
+        self.iteration = self.saved = 0  # the last that ended, and that was saved
+        self.agree: Callable[[bool], bool] = bool  # by which all ranks of torchrun say the same
+
+    def resumed(self, iteration: int) -> None:
+        """A checkpoint was loaded: that iteration is the last that ended."""
+        self.iteration = self.saved = iteration
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        self._since = self._clock()
+
+    def ended(self, iteration: int) -> None:
+        """It has ended, but for its save."""
+        assert self._since is not None, "begin() comes first"
+        self._iterations.append(self._clock() - self._since)
+        self.iteration, self._since = iteration, None
+
+    def wrote(self, iteration: int, seconds: float) -> None:
+        """A checkpoint is complete."""
+        self._saves.append(seconds)
+        self.saved = iteration
+
+    def is_due(self) -> bool:
+        """Has the run to save and end now? Asked at the end of an iteration, on every rank."""
+        return self.agree(self._asked is not None or self._no_time_for_another())
+
+    @property
+    def under_way(self) -> int:
+        """The iteration that has begun and not ended; 0 = none."""
+        return 0 if self._since is None else self.iteration + 1
+
+    @property
+    def save_s(self) -> float:
+        """Predicted; half an iteration where none has been made yet."""
+        if self._saves:
+            return max(self._saves)
+        return statistics.median(self._iterations) / 2 if self._iterations else 0.0
+
+    @property
+    def left_s(self) -> float | None:
+        """Predicted, to the end of the iteration under way and its save; None = nobody knows."""
+        if not self._iterations:
+            return None
+        usual = statistics.median(self._iterations)
+        spent = 0.0 if self._since is None else self._clock() - self._since
+        return max(usual - spent, 0.0) + self.save_s
+
+    @property
+    def lost(self) -> str:
+        """The work that a stop now loses, in words."""
+        first = self.saved + 1
+        last = self.iteration + (self._since is not None)
+        if last < first:
+            return "nothing is lost"
+        iterations = f"iteration {first}" if first == last else f"iterations {first} to {last}"
+        kept = f"the checkpoint of iteration {self.saved}" if self.saved else "no checkpoint"
+        return f"{iterations} will be done again: there is {kept}"
+
+    def _no_time_for_another(self) -> bool:
+        if self.wall_s is None or not self._iterations:
+            return False
+        needed = max(self._iterations) + self.save_s
+        if self._clock() + needed <= self._started + self.wall_s:
+            return False
+        self.reason = (
+            f"training.max_wall_time={self.wall_s:g} s leaves no time for another iteration and "
+            f"its save, about {needed:.0f} s"
+        )
+        return True
+
+    def on_signal(self, number: int, _frame: FrameType | None = None) -> None:
+        """Finish the iteration if that fits, else raise KeyboardInterrupt."""
+        name, now = signal.Signals(number).name, self._clock()
+        if self._asked is not None:
+            if now - self._asked < ONE_SIGNAL_S and number != signal.SIGALRM:
+                return
+            self.reason = (
+                f"{self.reason}; training.stop_grace_s={self.grace_s:g} are over"
+                if number == signal.SIGALRM
+                else f"a second signal, {name}"
+            )
+            raise KeyboardInterrupt
+        self._asked, left_s = now, self.left_s
+        self.reason = name
+        if left_s is None or left_s > self.grace_s:
+            if left_s is not None:
+                self.reason = (
+                    f"{name}; the iteration and its save need about {left_s:.0f} s, "
+                    f"training.stop_grace_s={self.grace_s:g}"
+                )
+            raise KeyboardInterrupt
+        signal.setitimer(signal.ITIMER_REAL, max(self.grace_s - 1.0, 0.1))
+        text = f"{name}: stops after this iteration and its save, in about {left_s:.0f} s"
+        print(text, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> StopRequest:
+        self._before: dict[int, Any] = {
+            number: signal.signal(number, self.on_signal) for number in (*SIGNALS, signal.SIGALRM)
+        }
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,260 @@
+"""Starts the training as a process of its own, and again after a failure.
+
+The process that the user started stays small: it imports nothing but the standard library, hands
+on signals, and decides by what the training process wrote down (`tell`, failure.json, the pointer
+of the newest checkpoint). The training process dies with it. A restart is the same command again,
+which resumes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mindspeed_rlxf.trainer.restarts import Failure, Restarts, smaller_pools
+
+EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED = 0, 1, 2, 75
+
+CHILD_OF = "RLXF_SUPERVISOR"  # pid of the supervisor, file for facts, when the command was given
+POINTER = Path("checkpoints") / "latest_checkpointed_iteration.txt"
+PAUSE_S = 5.0  # before a restart: what the last attempt left is ended meanwhile
+SHUTDOWN_S = 60.0  # beyond the grace, until a training process that does not stop is killed
+LEGAL_S = 300.0  # for the check of a smaller size
+LAST_LINES_BYTES = 64 * 1024
+PR_SET_PDEATHSIG = 1
+NOT_TRAINING = ("-h", "--help", "--cfg", "-c", "--cfg=job", "-cjob")
+UNSUPERVISED = ("dry_run=true", "runtime=local", "runtime.kind=local", "training.max_restarts=0")
+
+
+def supervise() -> int | None:
+    """Runs this process's own command in a child until it ends for good; returns its exit code.
+
+    None where this process has to do the work itself: it is that child, a rank of torchrun, a
+    debugger's (runtime=local), or it trains nothing.
+    """
+    if given := _given():
+        _die_with(given[0])
+        return None
+    words = sys.argv[1:]
+    if "WORLD_SIZE" in os.environ or any(word in NOT_TRAINING for word in words):
+        return None
+    if any(word.lstrip("+").lower() in UNSUPERVISED for word in words):
+        return None
+    return Supervisor([sys.executable, *sys.orig_argv[1:]]).run()
+
+
+def tell(**facts: Any) -> None:
+    """In the training process: what the supervisor has to know; adds to what was told before."""
+    if given := _given():
+        file = Path(given[1])
+        known = _read(file)
+        _write(file, {**known, **facts})
+
+
+def command_started() -> float | None:
+    """When the user gave the command, in seconds of the epoch; None where nobody supervises."""
+    given = _given()
+    return float(given[2]) if given else None
+
+
+def _given() -> tuple[int, str, str] | None:
+    pid, _, rest = os.environ.get(CHILD_OF, "").partition(":")
+    started, _, file = rest.partition(":")
+    if not pid.isdigit() or int(pid) != os.getppid():  # inherited from further above
+        return None
+    return int(pid), file, started
+
+
+def _die_with(parent: int) -> None:
+    """The kernel kills this process when the supervisor ends, whatever ends it (Linux)."""
+    # Until training watches signals: an end without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(EXIT_STOPPED)
+
+
+class Supervisor:
+    def __init__(self, command: Sequence[str]) -> None:
+        """command: of the training process; restarts add key=value to its end"""
+        self._command, self._started = list(command), time.time()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._stop: int | None = None  # the first signal that asked for an end
+        self._kill_at = float("inf")
+        self._facts: dict[str, Any] = {}
+        self._file: Path | None = None  # that the training process writes them to
+
+    def run(self) -> int:
+        """Until it ends for good."""
+        before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            with tempfile.TemporaryDirectory(prefix="rlxf-run-") as folder:
+                return self._attempts(Path(folder) / "facts.json")
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _attempts(self, file: Path) -> int:
+        self._file, restarts, changes = file, Restarts(), list[str]()
+        while True:
+            _write(file, {})
+            began = time.time()
+            code = self._attempt(changes, file)
+            self._facts |= _read(file)
+            if self._stop is not None and code not in (EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE):
+                return EXIT_STOPPED
+            if code == EXIT_STOPPED and restarts.used:
+                changes = self._smaller(changes) or []
+                if changes:
+                    continue
+            if code in (EXIT_DONE, EXIT_STOPPED):
+                return code
+            if code == EXIT_MISTAKE:  # of a restart: the failure before it is what counts
+                return EXIT_FAILED if restarts.used else code
+            failure = self._failure(code, began)
+            if failure is None or self._stop is not None:
+                return EXIT_FAILED
+            allowed, why = restarts.after(failure, int(self._facts.get("max_restarts", 0)))
+            if not allowed:
+                if why:
+                    print(f"no restart: {why}", file=sys.stderr, flush=True)
+                return EXIT_FAILED
+            print(f"restart: {why}", file=sys.stderr, flush=True)
+            time.sleep(PAUSE_S)
+            if self._stop is not None:
+                return EXIT_STOPPED
+            changes = changes or self._changes()
+
+    def _changes(self) -> list[str]:
+        """Of the command when it is given again: the same directory, and nodes in place of lost
+        ones."""
+        changes = ["training.new_run=false", f"training.output_dir={self._facts['directory']}"]
+        if self._facts.get("joined"):
+            wait_s = self._facts["node_wait_s"]
+            changes += [f"++resource_pool.wait_s={wait_s}", "++resource_pool.bad_nodes=leave_out"]
+        return changes
+
+    def _attempt(self, changes: Sequence[str], file: Path) -> int:
+        """One training process; negative = the signal that killed it."""
+        environment = {
+            **os.environ,
+            CHILD_OF: f"{os.getpid()}:{self._started}:{file}",
+        }
+        self._child = subprocess.Popen([*self._command, *changes], env=environment)
+        if self._stop is not None:  # came in between
+            self._child.send_signal(self._stop)
+        while True:
+            try:
+                return self._child.wait(timeout=1.0)
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > self._kill_at:
+                    self._child.kill()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Hand it on; a terminal, and some schedulers, have signalled the child too: it knows."""
+        if self._stop is None:
+            self._stop = number
+        if self._child is not None and self._child.poll() is None:
+            facts = _read(self._file) if self._file else {}
+            grace_s = float(facts.get("stop_grace_s", 60.0))
+            self._kill_at = min(self._kill_at, time.monotonic() + grace_s + SHUTDOWN_S)
+            self._child.send_signal(number)
+
+    def _failure(self, code: int, began: float) -> Failure | None:
+        """What this attempt wrote down, or in its place what is known of it."""
+        if "directory" not in self._facts:  # the run was not begun
+            if code != EXIT_FAILED:
+                print(f"failed: driver: {ended(code)}", file=sys.stderr, flush=True)
+            return None
+        directory = Path(self._facts["directory"])
+        pointer = directory / POINTER
+        saved = pointer.read_text(encoding="utf-8").strip() if pointer.exists() else ""
+        file = directory / "failure.json"
+        found = _read(file) if file.exists() and file.stat().st_mtime >= began - 1.0 else {}
+        if not found:
+            found = {
+                "message": f"driver: {ended(code)}",
+                "error": "ProcessDied",
+                "role": "driver",
+                "phase": "driver",
+                "cause": ended(code),
+                "iteration": under_way(directory / "metrics.jsonl"),
+            }
+            print(f"failed: {found['message']}", file=sys.stderr, flush=True)
+            _write(file, found)
+        cause = " ".join(str(found.get(key, "")) for key in ("role", "phase", "cause"))
+        return Failure(found.get("iteration"), cause, saved)
+
+    def _smaller(self, changes: Sequence[str]) -> list[str] | None:
+        """The changes with fewer processes, where devices are missing and a smaller size is
+        legal."""
+        if not self._facts.get("allow_shrink") or "free" not in self._facts:
+            return None
+        others = [c for c in changes if not c.startswith("resource_pool.")]
+        for pools in smaller_pools(self._facts["pools"], self._facts["free"]):
+            wanted = [f"resource_pool.{name}={shape}" for name, shape in pools.items()]
+            print(f"fewer devices: is {' '.join(wanted)} legal?", file=sys.stderr, flush=True)
+            if self._is_legal([*others, *wanted]):
+                print(f"goes on with {' '.join(wanted)}", file=sys.stderr, flush=True)
+                del self._facts["free"]
+                return [*others, *wanted]
+        print("no smaller data-parallel size is legal", file=sys.stderr, flush=True)
+        return None
+
+    def _is_legal(self, changes: Sequence[str]) -> bool:
+        command = [*self._command, *changes, "dry_run=true"]
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=LEGAL_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return done.returncode == EXIT_DONE
+
+
+def under_way(metrics: Path) -> int:
+    """The iteration after the last that metrics.jsonl has."""
+    try:
+        with open(metrics, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_LINES_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return 1
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off when it was killed
+            return int(json.loads(line)["iteration"]) + 1
+    return 1
+
+
+def ended(code: int) -> str:
+    """How a process ended, in words."""
+    if code >= 0:
+        return f"ended with status {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(file: Path, facts: Mapping[str, Any]) -> None:
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, file)

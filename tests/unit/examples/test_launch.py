@@ -1,0 +1,248 @@
+"""The launchers start Ray everywhere, wait, train, pass on signals and exit codes, and end it all.
+
+`ssh`, `srun`, `scontrol` and the interpreter are stand-ins: Ray's head is a port that listens.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+FOLDER = Path(__file__).parents[3] / "examples" / "launch"
+# In place of the interpreter: `$LAB` collects what was called and who is there.
+PYTHON = """#!/usr/bin/env bash
+echo "$*" >> "$LAB/calls"
+case "$*" in
+  *--head*) [ -z "${NO_HEAD:-}" ] || exit 1
+    exec "$REAL" -S -c 'import socket, sys
+s = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+while True: s.accept()[0].close()' "$MASTER_PORT" ;;
+  *start*--address*)
+    [ -z "${NO_NODE:-}" ] || { echo "no Ray here" >&2; exit 1; }
+    touch "$LAB/node_$$"; trap 'rm "$LAB/node_$$"; exit 0' TERM
+    while true; do sleep 0.1; done ;;
+  -\\ *) cat > /dev/null; joined=$(ls "$LAB" | grep -c node_)
+    echo $(((joined + 1) * DEVICES_PER_NODE)) ;;
+  *ray_gpt.py*) echo "$RAY_ADDRESS" > "$LAB/address"; touch "$LAB/training"
+    trap 'touch "$LAB/stopping"; sleep 0.3; exit 75' TERM
+    [ -z "${ENDLESS:-}" ] || for _ in $(seq 300); do sleep 0.1; done
+    exit "${CODE:-0}" ;;
+esac
+"""
+SSH = """#!/usr/bin/env bash
+while [ "$1" = -o ]; do shift 2; done
+echo "$1" >> "$LAB/hosts"; shift; exec bash -c "$*"
+"""
+SRUN = """#!/usr/bin/env bash
+echo "$*" >> "$LAB/srun"
+while [[ $1 == --* ]]; do case $1 in --ntasks=*) n=${1#*=} ;; esac; shift; done
+for _ in $(seq "$n"); do "$@" & done
+wait
+"""
+SCONTROL = """#!/usr/bin/env bash
+echo "$*" >> "$LAB/scontrol"
+[ "$1" != show ] || printf '%s\\n' localhost node2 node3
+"""
+
+
+@dataclass
+class Lab:
+    folder: Path
+    environment: dict[str, str]
+
+    def start(self, script: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", str(FOLDER / script), *arguments],
+            env={**self.environment, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, script: str, *arguments: str, **variables: str) -> tuple[int, str]:
+        process = self.start(script, *arguments, **variables)
+        output = process.communicate(timeout=20)[0]
+        return process.returncode, output
+
+    def lines(self, name: str) -> list[str]:
+        return (self.folder / name).read_text().splitlines()
+
+    def left(self) -> list[str]:
+        """Processes that belong to this lab."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and f"LAB={self.folder}".encode() in (
+                    entry / "environ"
+                ).read_bytes().split(b"\0"):
+                    found.append((entry / "cmdline").read_text())
+            except OSError:
+                continue
+        return found
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, text in (("ssh", SSH), ("srun", SRUN), ("scontrol", SCONTROL), ("py", PYTHON)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "LAB": str(tmp_path),
+        "REAL": sys.executable,
+        "PYTHON": str(tools / "py"),
+        "DEVICE": "cpu",
+        "DEVICES_PER_NODE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WAIT_S": "20",
+        "LOOK_S": "0.1",
+        "POLL_S": "0.1",
+        "HOSTS": "node1 node2 node3",
+        "SLURM_JOB_ID": "9000",  # divisible by 1000: leaves the port as it is
+        "SLURM_JOB_NODELIST": "node[1-3]",
+        "SLURM_SUBMIT_DIR": str(FOLDER.parents[1]),
+    }
+    return Lab(tmp_path, environment)
+
+
+BOTH = pytest.mark.parametrize("script", ["ssh/train.sh", "slurm/train.sbatch"])
+
+
+@BOTH
+def test_ray_starts_on_all_nodes_and_ends_with_the_run(lab: Lab, script: str) -> None:
+    code, output = lab.run(script, "--config-name", "tiny", "training.train_iters=3")
+    assert code == 0, output
+    head, *rest = lab.lines("calls")
+    assert "--head" in head and '--resources={"rlxf_cpu": 2}' in head
+    port = lab.environment["MASTER_PORT"]
+    nodes = [call for call in rest if f"--address=127.0.0.1:{port}" in call]
+    assert len(nodes) == 2 and all('--resources={"rlxf_cpu": 2}' in call for call in nodes)
+    assert rest[-1].endswith(
+        "ray_gpt.py --config-name tiny training.train_iters=3 device.kind=cpu "
+        "device.devices_per_node=2"
+    )
+    assert lab.lines("address") == [f"127.0.0.1:{port}"]
+    assert lab.left() == []
+
+
+def test_each_host_is_reached_once_and_the_first_is_this_one(lab: Lab) -> None:
+    (lab.folder / "list").write_text("# ours\nnode1 slots=2\n\nnode2 slots=2\n")
+    code, output = lab.run(
+        "ssh/train.sh", "--config-name", "tiny", HOSTS="", HOST_FILE=str(lab.folder / "list")
+    )
+    assert code == 0, output
+    assert lab.lines("hosts") == ["node2"]
+
+
+def test_srun_starts_one_task_on_each_other_node(lab: Lab) -> None:
+    assert lab.run("slurm/train.sbatch", "--config-name", "tiny")[0] == 0
+    (call,) = lab.lines("srun")
+    assert "--nodes=2 --ntasks=2 " in call and "--nodelist=node2,node3 " in call
+
+
+@BOTH
+@pytest.mark.parametrize("expected", [1, 2])
+def test_the_exit_code_is_that_of_the_run(lab: Lab, script: str, expected: int) -> None:
+    assert lab.run(script, "--config-name", "tiny", CODE=str(expected))[0] == expected
+    assert lab.left() == []
+
+
+@BOTH
+def test_a_signal_lets_the_run_stop_by_itself(lab: Lab, script: str) -> None:
+    process = lab.start(script, "--config-name", "tiny", ENDLESS="1")
+    deadline = time.monotonic() + 30
+    while not (lab.folder / "training").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=20)[0]
+    assert (process.returncode, (lab.folder / "stopping").exists()) == (75, True), output
+    assert lab.left() == []
+    if script.startswith("slurm"):
+        assert lab.lines("scontrol")[-1] == "requeue 9000"
+
+
+def test_a_job_is_requeued_only_when_the_same_command_may_go_on(lab: Lab) -> None:
+    for code, variables in ((1, {}), (0, {}), (75, {"REQUEUE": "0"})):
+        assert lab.run("slurm/train.sbatch", "-x", CODE=str(code), **variables)[0] == code
+    assert not any("requeue" in line for line in lab.lines("scontrol"))
+
+
+@BOTH
+def test_a_node_that_cannot_start_ray_ends_everything(lab: Lab, script: str) -> None:
+    code, output = lab.run(script, "--config-name", "tiny", NO_NODE="1")
+    assert code == 2 and "a node did not start Ray" in output
+    assert not (lab.folder / "training").exists() and lab.left() == []
+
+
+def test_devices_that_do_not_join_in_time_are_counted(lab: Lab) -> None:
+    code, output = lab.run("ssh/train.sh", "-x", DEVICES="9", WAIT_S="2")
+    assert code == 75 and "stopped: 6 of 9 devices joined within WAIT_S=2 s" in output
+    assert lab.left() == []
+
+
+def test_a_head_that_does_not_start_is_an_error(lab: Lab) -> None:
+    code, output = lab.run("ssh/train.sh", "-x", NO_HEAD="1")
+    assert code == 2 and "error: Ray did not start" in output and lab.left() == []
+
+
+@pytest.mark.parametrize(
+    ("script", "variables", "message"),
+    [
+        ("ssh/train.sh", {"HOSTS": ""}, "error: HOSTS must name the hosts"),
+        ("slurm/train.sbatch", {"SLURM_SUBMIT_DIR": "/"}, "must be the folder of mindspeed_rlxf"),
+    ],
+)
+def test_what_is_missing_is_named(
+    lab: Lab, script: str, variables: dict[str, str], message: str
+) -> None:
+    code, output = lab.run(script, "--config-name", "tiny", **variables)
+    assert code == 2 and message in output
+
+
+def test_the_ray_job_of_kuberay_is_whole() -> None:
+    job = yaml.safe_load((FOLDER / "kuberay" / "rayjob.yaml").read_text(encoding="utf-8"))
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    spec = job["spec"]
+    cluster = spec["rayClusterSpec"]
+    (group,) = cluster["workerGroupSpecs"]
+    assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
+    devices = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    per_node = next(int(n) for name, n in devices.items() if "huawei.com" in name)
+    assert group["rayStartParams"]["resources"] == f'"{{\\"NPU\\": {per_node}}}"'
+    assert "resource_pool.wait_s" in spec["entrypoint"]
+    assert spec["shutdownAfterJobFinishes"] is True and spec["backoffLimit"] >= 1
+    for template in (cluster["headGroupSpec"]["template"], group["template"]):
+        pod = template["spec"]
+        assert pod["terminationGracePeriodSeconds"] > 60  # training.stop_grace_s
+        mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_scripts_are_clean_under_shellcheck() -> None:
+    scripts = [*FOLDER.rglob("*.sh"), *FOLDER.rglob("*.sbatch")]
+    done = subprocess.run(
+        ["shellcheck", "-x", "-P", "SCRIPTDIR", *map(str, scripts)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout

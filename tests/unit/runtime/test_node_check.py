@@ -1,0 +1,63 @@
+"""Nodes that do not answer, differ, or have sick devices are refused, or left out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.device import driver
+from mindspeed_rlxf.runtime.node_report import report
+from mindspeed_rlxf.runtime.nodes import Node
+
+NODES = [Node(name, name, f"10.0.0.{i}", 8, 8) for i, name in enumerate("abcde")]
+
+
+def checked(monkeypatch: pytest.MonkeyPatch, probe: DeviceKind | None) -> tuple[Any, list[str]]:
+    """The check, and the ids it lets pass: b does not answer, c has a sick device, d too few, e
+    another build."""
+    from mindspeed_rlxf.runtime.ray_nodes import NodeCheck
+
+    ours = dataclasses.replace(report([], None), devices=8)
+    changes: dict[str, dict[str, Any]] = {
+        "a": {}, "c": {"sick": ("device 3: Alarm",)}, "d": {"devices": 7}, "e": {"build": "0"},
+    }  # fmt: skip
+    reports = {name: dataclasses.replace(ours, host=name, **changes[name]) for name in changes}
+    check = NodeCheck({}, None, 1.0, probe)
+    monkeypatch.setattr(check, "_ask", lambda node: None)
+    monkeypatch.setattr(check, "_collect", lambda nodes, refs: (reports, {"b": "no answer"}))
+    return check, [node.id for node in check.check(NODES)]
+
+
+def test_bad_nodes_are_left_out_and_each_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    check, usable = checked(monkeypatch, DeviceKind.NPU)
+    assert usable == ["a"] and check.left_out == {"b", "c", "d", "e"}
+    said = caplog.messages
+    assert said[0] == "b (10.0.0.1) is left out: no answer"
+    assert said[1:3] == [
+        "c (10.0.0.2) is left out: device 3: Alarm",
+        "d (10.0.0.3) is left out: its driver lists 7 of 8 devices",
+    ]
+    assert "mindspeed_rlxf on e must be that of the driver" in said[3]
+    assert check.check(NODES) == [NODES[0]] and len(caplog.messages) == 4  # told once
+
+
+def test_without_leave_they_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="no answer") as refused:
+        checked(monkeypatch, None)
+    assert len(refused.value.problems) == 2  # b, and the build of e; devices were not asked for
+
+
+def test_health_is_asked_of_the_drivers_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = tuple(driver.DriverDevice(i, "x", "OK" if i else "Alarm", 1, 0) for i in range(2))
+    monkeypatch.setattr(driver, "driver_view", lambda kind: driver.DriverView("t", "1", devices))
+    seen = report([], None, DeviceKind.NPU)
+    assert (seen.devices, seen.sick) == (2, ("device 0: Alarm",))
+    view = driver.DriverView("t", "", (), "no tool")
+    monkeypatch.setattr(driver, "driver_view", lambda kind: view)
+    assert report([], None, DeviceKind.NPU).devices is None
