@@ -170,6 +170,8 @@ def watch(command: list[str], run: Path, limit_s: float) -> dict[str, Trace]:
         process.wait(ENDS_WITHIN_S)
     if process.returncode and not stopped:
         raise SystemExit(f"error: the run must end with 0, it ended with {process.returncode}")
+    if "driver" not in traces:
+        raise SystemExit(f"error: the first iteration must end within --limit-s={limit_s:g}")
     return traces
 
 

@@ -294,17 +294,12 @@ class MegatronEngine:
     def state_dict(self) -> dict[str, Any]:
         """Schedule and random streams; weights and optimizer slots have their own form."""
         assert self.scheduler is not None, "a frozen model has no training state"
-        return {
-            "scheduler": self.scheduler.state_dict(),
-            "random": self.groups.random_state(),
-            "skipped_in_a_row": self.skipped.in_a_row,
-        }
+        return {"scheduler": self.scheduler.state_dict(), "random": self.groups.random_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert self.scheduler is not None, "a frozen model has no training state"
         self.scheduler.load_state_dict(state["scheduler"])
         self.groups.load_random_state(state["random"])
-        self.skipped.in_a_row = state["skipped_in_a_row"]
 
     def _run(self, micro_batches: Sequence[MicroBatch], then, forward_only: bool):  # type: ignore[no-untyped-def]
         def forward_step(batches, model):  # type: ignore[no-untyped-def]

@@ -182,3 +182,16 @@ def test_a_sharded_checkpoint_of_another_model(sharded: Path, capsys: Any) -> No
         other = sharded.parent / f"other{len(str(keys))}{next(iter(keys.values()))}"
         make_folder(other, "llama", **keys)
         assert expected in refused(sharded, capsys, "--hf-config", str(other))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("legacy", "mp_rank_01/model_optim_rng.pt"), ("sharded", "common.pt")]
+)
+def test_a_folder_that_could_run_code_is_refused_before_it_is_read(
+    request: pytest.FixtureRequest, capsys: Any, kind: str, name: str
+) -> None:
+    folder: Path = request.getfixturevalue(kind)
+    file = folder / "iter_0000001" / name
+    torch.save({"args": print}, file)
+    said = refused(folder, capsys)
+    assert f"{file} must hold nothing but the data" in said and "__builtin__.print" in said

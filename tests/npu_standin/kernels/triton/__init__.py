@@ -1,6 +1,10 @@
 """triton-ascend: MindSpeed for core 0.16 defines kernels at import, and a rehearsal runs none."""
 
 from imported import Imported
+from torch.utils import _triton
+
+_triton.has_triton_package = lambda: False  # torch's compiler would look for a real one
+__version__ = "3.2.1"  # of triton-ascend
 
 
 def jit(function=None, **options):

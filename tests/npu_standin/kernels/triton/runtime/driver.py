@@ -1,6 +1,13 @@
-"""`triton.runtime.driver`: names for kernels that nothing runs."""
+"""`triton.runtime.driver`: which device kernels are for, and names for those that nothing runs."""
+
+from types import SimpleNamespace
 
 from imported import Imported
+
+active = SimpleNamespace(
+    get_current_target=lambda: SimpleNamespace(backend="npu"),
+    utils=Imported("triton.runtime.driver.active.utils"),
+)
 
 
 def __getattr__(name):
