@@ -91,11 +91,9 @@ ALONE = ("dp2", "pp2", "tp2 pp2")  # what the other architectures are run in
 PAIRWISE = [
     ("untied", "dp2 distributed optimizer"),
     ("untied", "micro-batch 4"),
-    ("untied", "by tokens dp2"),
     ("untied", "by tokens tp2 sequence parallel"),
     ("untied", "padded"),
     ("untied", "actor tp2, critic pp2"),
-    ("tied", "pp2"),
     ("qwen3", "tp2 pp2"),
     ("tied, 4 layers", "virtual pipeline by tokens"),
 ]
@@ -133,7 +131,6 @@ PLACEMENTS = {
 ORDINARY_PLACEMENTS = (
     "actor_rollout | ref | critic | reward",
     "actor_rollout ref | critic reward",
-    "actor_rollout critic | ref reward",
 )
 
 

@@ -131,7 +131,7 @@ def run_like_trl(
     ("name", "layout"),
     [
         ("minibatch", "one process"),
-        ("minibatch", "tp2 pp2"),
+        pytest.param("minibatch", "tp2 pp2", marks=pytest.mark.long),
         ("epoch", "one process"),
         pytest.param("epoch", "tp2 pp2", marks=pytest.mark.long),
     ],
