@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from mindspeed_rlxf.algorithms.advantages import length_mask
 from mindspeed_rlxf.algorithms.masked import alone
-from mindspeed_rlxf.config.enums import AdvantageWhiten, ScorePosition, Stage
+from mindspeed_rlxf.config.enums import AdvantageWhiten, NanPolicy, ScorePosition, Stage
 from mindspeed_rlxf.config.schema import AlgorithmConfig
 from mindspeed_rlxf.data.batch import Experience, LogProbs, Rollouts, Scores, Values
 from mindspeed_rlxf.roles.experience import ExperienceMaker
@@ -56,7 +56,7 @@ def make_experience(
     config = SimpleNamespace(
         algorithm=algorithm,
         actor_rollout=SimpleNamespace(max_new_tokens=slot_limit),
-        training=SimpleNamespace(stage=Stage.RAY_PPO),
+        training=SimpleNamespace(stage=Stage.RAY_PPO, nan_policy=NanPolicy.RAISE),
     )
     maker = ExperienceMaker(config, alone)  # type: ignore[arg-type]
     output = maker.with_values(rollouts, None, ref, values, scores, KL_COEF, slot_limit)

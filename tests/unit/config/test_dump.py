@@ -40,6 +40,7 @@ def test_dump_uses_the_keys_that_users_write(make_tree: Callable[..., Any]) -> N
         "wait_s": 600.0,
         "env": {},
         "tensor_parallel_spans_nodes": False,
+        "bad_nodes": "refuse",
     }
     assert tree["algorithm"]["score_position"] == "after_eos"
 

@@ -22,6 +22,8 @@ def device_count(): ...
 def set_device(device): ...
 def current_device(): ...
 def synchronize(): ...
+def get_rng_state(): ...
+def set_rng_state(state): ...
 """
 MEMORY = "def empty_cache(): ...\ndef mem_get_info(): ...\ndef memory_allocated(): ...\n"
 NONE = [pytest.param(None, marks=pytest.mark.skip(reason="RLXF_NPU_PACKAGES names no package"))]
@@ -47,8 +49,9 @@ def test_the_names_in_use_are_known_here() -> None:
     """A new name has to be looked up: add it here with the stand-ins."""
     assert npu_surface.used() == (
         {
-            "current_device", "device_count", "empty_cache", "mem_get_info", "memory_allocated",
-            "set_compile_mode", "set_device", "synchronize",
+            "current_device", "device_count", "empty_cache", "get_rng_state", "mem_get_info",
+            "memory_allocated",
+            "set_compile_mode", "set_device", "set_rng_state", "synchronize",
         },
         {"repatch"},
     )  # fmt: skip
