@@ -19,7 +19,7 @@ WARM_DEVICES = 7  # pools of 4, 2 and 1 keep their processes beside each other
 
 @pytest.fixture(scope="session")
 def ray_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A RayRuntime on its own cluster with CPU devices for all pool sizes; deadlines of 300 s, later 30 s.
+    """A RayRuntime on its own cluster, CPU devices for all pool sizes; deadlines 300 s, then 30 s.
 
     A pool that a test ends keeps its processes: the next pool of the same shape takes them over,
     with all their imports done. Pools that a test leaves open end with the session.
