@@ -12,6 +12,8 @@
 #   DRY_RUN=1                 print the commands and do nothing
 # Arguments of a script are added to those of ray_gpt.py: key=value, dry_run=true, ...
 
+# shellcheck source=examples/mcore/cann.sh
+source "$(dirname "${BASH_SOURCE[0]}")/cann.sh"
 DEVICE=${DEVICE:-npu}
 DEVICES_PER_NODE=${DEVICES_PER_NODE:-8}
 MASTER_PORT=${MASTER_PORT:-6344}
@@ -42,13 +44,7 @@ prepare_host() {
   case $DEVICE in npu | cuda | cpu) ;; *) fail "DEVICE=$DEVICE must be npu, cuda or cpu" ;; esac
   ulimit -n 32768 2>/dev/null ||
     echo "note: 'ulimit -n 32768' is not allowed here, the limit stays at $(ulimit -n)" >&2
-  local cann=${ASCEND_TOOLKIT_HOME:-/usr/local/Ascend/ascend-toolkit}/set_env.sh
-  if [ "$DEVICE" = npu ] && [ -f "$cann" ]; then
-    set +u
-    # shellcheck source=/dev/null
-    source "$cann"
-    set -u
-  fi
+  if [ "$DEVICE" = npu ]; then source_cann; fi
 }
 
 # Options of `ray start` that declare the devices of this node.

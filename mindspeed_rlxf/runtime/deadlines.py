@@ -6,9 +6,9 @@
 | processes, worlds     | runtime.start_timeout_s                                       |
 | a role's build        | runtime.timeout_s                                             |
 | save, load of state   | runtime.timeout_s                                             |
-| a phase's first call  | runtime.timeout_s, which is 10 x the floor                    |
-| its later calls       | the larger of the floor and 5 x the running median, but no    |
-|                       | longer than the first                                         |
+| a phase's first call  | runtime.timeout_s                                             |
+| its later calls       | the largest of a tenth of it, SHORTEST_S and 5 x the running  |
+|                       | median, but no longer than the first                          |
 | a collective          | the longest of these + COLLECTIVE_MARGIN_S, on the workers    |
 
 A phase is a method of a role on a number of rows, to the next power of two: the first validation is
@@ -25,6 +25,7 @@ from mindspeed_rlxf.runtime.protocol import BUILD, Request
 
 FIRST_CALL_FACTOR = 10.0  # compilation, warm-up of caches and communicators
 MEDIAN_FACTOR = 5.0
+SHORTEST_S = 30.0  # a busy host can hold up any call for that long
 HISTORY = 15  # calls that the median is taken over
 # The driver's deadline passes first, so that its message, which names the ranks, is the one seen.
 COLLECTIVE_MARGIN_S = 60.0
@@ -50,7 +51,7 @@ class Deadlines:
         if phase[1] in ON_STORAGE or not seen:
             return self.longest_s
         usual = MEDIAN_FACTOR * statistics.median(seen)
-        return min(self.longest_s, max(self.longest_s / FIRST_CALL_FACTOR, usual))
+        return min(self.longest_s, max(self.longest_s / FIRST_CALL_FACTOR, SHORTEST_S, usual))
 
     def ended(self, requests: Sequence[Request], seconds: float) -> None:
         """A call ended well; seconds: that it was waited for, or that it took where that is more"""

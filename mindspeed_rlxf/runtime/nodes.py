@@ -61,6 +61,15 @@ def fits(shape: Sequence[int], counts: Sequence[int]) -> bool:
     return len(largest) == len(wanted) and all(a <= b for a, b in zip(wanted, largest, strict=True))
 
 
+def lacking(
+    late: Sequence[str], shapes: Mapping[str, Sequence[int]], nodes: Sequence[Node]
+) -> list[str]:
+    """Which of the pools that did not get their devices are to be told: those for which there are
+    too few, or all where any of them alone could have them."""
+    free = [node.free for node in nodes]
+    return [name for name in late if not fits(shapes[name], free)] or list(late)
+
+
 def model_for(pool: str, shape: Sequence[int], nodes: Sequence[Node]) -> str | None:
     """The device model that the pool has to ask for; None where there is nothing to choose.
 

@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.runtime.errors import DevicesMissing
-from mindspeed_rlxf.runtime.nodes import MODEL_PREFIX, Node, missing, model_for, taken
+from mindspeed_rlxf.runtime.nodes import MODEL_PREFIX, Node, lacking, missing, model_for, taken
 from mindspeed_rlxf.runtime.ray_nodes import NodeCheck, nodes_with
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,8 @@ class DeviceClaim:
 
     def _report(self, shapes: Shapes, late: list[str], is_last: bool) -> None:
         nodes = [n for n in nodes_with(self._resource) if n.id not in self._check.left_out]
-        found = [missing(n, shapes[n], self._resource, self._address, nodes) for n in late]
+        told = lacking(late, shapes, nodes)
+        found = [missing(n, shapes[n], self._resource, self._address, nodes) for n in told]
         if not is_last:
             logger.warning("waiting for devices: %s", "; ".join(found))
         elif self._wait_s is None:

@@ -3,14 +3,9 @@
 # HF_DIR is the original. Variables: LOAD_DIR HF_DIR PYTHON; further arguments go to convert_ckpt.py
 # (for example --orm for a reward model).
 set -euo pipefail
-
-CANN_ENV="${CANN_ENV:-/usr/local/Ascend/ascend-toolkit/set_env.sh}"
-if [[ -f "$CANN_ENV" ]]; then
-  set +u # it reads variables that may be unset
-  # shellcheck disable=SC1090
-  source "$CANN_ENV"
-  set -u
-fi
+# shellcheck source=examples/mcore/cann.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../cann.sh"
+source_cann
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
 

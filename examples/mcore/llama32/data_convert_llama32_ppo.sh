@@ -3,14 +3,9 @@
 # data.data_path takes. Variables: INPUT TOKENIZER OUTPUT_PREFIX WORKERS MAP_KEYS PYTHON; further
 # arguments go to preprocess_data.py (for example --seq-length 512).
 set -euo pipefail
-
-CANN_ENV="${CANN_ENV:-/usr/local/Ascend/ascend-toolkit/set_env.sh}"
-if [[ -f "$CANN_ENV" ]]; then
-  set +u # it reads variables that may be unset
-  # shellcheck disable=SC1090
-  source "$CANN_ENV"
-  set -u
-fi
+# shellcheck source=examples/mcore/cann.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../cann.sh"
+source_cann
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
 default_keys='{"prompt": "instruction", "query": "input", "response": "output"}'

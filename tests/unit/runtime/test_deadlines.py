@@ -27,6 +27,13 @@ def test_a_first_call_has_ten_times_the_floor_and_later_ones_five_medians() -> N
     assert deadlines.of(call("generate")) == 600.0  # collectives would end first beyond it
 
 
+def test_no_later_call_has_less_than_half_a_minute_unless_the_first_had() -> None:
+    for longest, later in ((120.0, 30.0), (20.0, 20.0)):
+        deadlines = Deadlines(longest_s=longest)
+        deadlines.ended(call("values"), 0.1)
+        assert deadlines.of(call("values")) == later
+
+
 def test_the_median_is_of_the_last_calls() -> None:
     deadlines = Deadlines(longest_s=600.0)
     for seconds in [100.0] * 20 + [30.0] * 8:  # the last 15: 7 x 100, 8 x 30

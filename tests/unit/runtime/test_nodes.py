@@ -9,6 +9,7 @@ from mindspeed_rlxf.runtime.nodes import (
     Node,
     by_address,
     fits,
+    lacking,
     make_node,
     missing,
     model_for,
@@ -86,3 +87,11 @@ def test_nodes_that_lack_devices_are_named_in_the_order_of_their_addresses() -> 
     )
     assert "and 4 more nodes" in missing("m", [1], "NPU", "a:1", [node(n, 1) for n in range(1, 21)])
     assert "has no node that has any; ask" in missing("m", [1], "NPU", "a:1", [])
+
+
+def test_only_pools_with_too_few_devices_are_told() -> None:
+    nodes = [node(1, 4, 4), node(2, 4, 2)]
+    shapes = {"small": [2], "big": [3, 3], "wide": [4]}
+    assert lacking(["small", "big"], shapes, nodes) == ["big"]
+    # Each of them fits alone: together they do not, or another run has taken what was free.
+    assert lacking(["small", "wide"], shapes, nodes) == ["small", "wide"]
