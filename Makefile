@@ -6,7 +6,7 @@
 #                         with DEVICE=npu npu-core0.12.1)
 #   TORCH_INDEX_URL=...   package index for torch only (for example one that holds CPU builds)
 #   WHEELHOUSE=dir        install from this folder alone, without network (see `make wheelhouse`)
-#   SEED=1  PYTEST_ARGS=...
+#   SEED=1  KILLS=100  PYTEST_ARGS=...
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -16,6 +16,7 @@ SHELL := /bin/bash
 DEVICE ?= cpu
 STACK ?= $(if $(filter npu,$(DEVICE)),npu-core0.12.1,cpu)
 SEED ?= 1
+KILLS ?= 100
 PYTEST_ARGS ?=
 TORCH_INDEX_URL ?=
 WHEELHOUSE ?=
@@ -42,7 +43,7 @@ PIP_WHEEL = $(BIN)/python -m pip wheel --no-input --disable-pip-version-check --
 TORCH_INDEX = $(if $(TORCH_INDEX_URL),--index-url "$(TORCH_INDEX_URL)")
 CODE := mindspeed_rlxf examples tests constraints setup.py ray_gpt.py preprocess_data.py convert_ckpt.py
 
-.PHONY: help install demo bring-up test test-long test-hosts lint format wheelhouse
+.PHONY: help install demo bring-up test test-long test-hosts chaos lint format wheelhouse
 
 help:
 	@printf '%s\n' \
@@ -50,6 +51,7 @@ help:
 	  'make bring-up    does DEVICE compute what a CPU computed? stage by stage' \
 	  'make test        unit and distributed tests (PYTEST_ARGS adds arguments)' \
 	  'make test-long   the tests that take longer' \
+	  'make chaos       kills processes of runs at random moments: KILLS=100 SEED=1' \
 	  'make test-hosts  a run on two hosts made of namespaces; needs root' \
 	  'make lint        ruff and mypy;  make format  applies ruff' \
 	  'make wheelhouse  gather every package in ./wheelhouse' \
@@ -118,6 +120,10 @@ test-hosts: $(STAMP)
 test-long: $(STAMP)
 	$(BIN)/python -m pytest tests -m long -n 2 --dist loadgroup --no-loadscope-reorder \
 	  $(PYTEST_ARGS)
+
+# About 25 s for a kill: see docs/reliability.md.
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos --kills $(KILLS) --seed $(SEED)
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)

@@ -10,6 +10,9 @@ import torch
 # The tests have clusters of their own, whatever Ray this user runs on this host.
 os.environ.setdefault("RAY_ADDRESS", "local")
 
+# Files of tests/distributed whose short tests have one worker, and so leave room for others.
+ONE_WORKER = ("test_bf16.py", "test_golden.py", "test_trl_parity.py")
+
 # The tests' matrices are tiny, and the machine is shared with the workers: threads only get in the
 # way of each other.
 torch.set_num_threads(1)
@@ -22,9 +25,12 @@ hypothesis.settings.load_profile("no deadline")
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With several test processes (`-n 2 --dist loadgroup`) one runs all that shares Ray's session,
-    the others take the rest file by file."""
+    another the runs of one worker in a session of its own, and the rest goes file by file."""
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
-        shares_ray = "distributed" in Path(item.path).parts
-        item.add_marker(pytest.mark.xdist_group("ray" if shares_ray else item.path.name))
+        if "distributed" in Path(item.path).parts:
+            group = "one worker" if item.path.name in ONE_WORKER else "ray"
+        else:
+            group = item.path.name
+        item.add_marker(pytest.mark.xdist_group(group))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rlxf.device import gloo_collectives
+from mindspeed_rlxf.device import gloo_collectives, gloo_device
 
 FACTORIES = (
     "tensor", "zeros", "ones", "empty", "full", "rand", "randn", "arange", "randint", "as_tensor",
@@ -40,6 +40,7 @@ def apply() -> None:
     _patch_runtime()
     _patch_random_state()
     gloo_collectives.apply()
+    gloo_device.apply()
 
 
 def _is_cuda(device: Any) -> bool:

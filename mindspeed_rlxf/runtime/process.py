@@ -98,7 +98,10 @@ class WorkerProcess:
         shared_groups.forget()
         gc.collect()
         worlds.leave()
-        gc.freeze()  # the imports: looking through all of them takes the next call a second
+        if not gc.get_freeze_count():
+            # The imports: looking through all of them takes the next call a second. Once only: what
+            # a frame still holds now, such as a role's groups with their threads, would stay.
+            gc.freeze()
 
 
 def redirect_output(path: Path) -> None:

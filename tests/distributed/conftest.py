@@ -14,7 +14,7 @@ from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_DEVICES = 4  # of the largest pool
-WARM_DEVICES = 7  # pools of 4, 2 and 1 keep their processes beside each other
+WARM_DEVICES = 10  # pools of 4, 2 and 1, four of them, keep their processes beside each other
 
 
 @pytest.fixture(scope="session")

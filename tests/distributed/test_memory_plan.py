@@ -66,8 +66,15 @@ def storages(values: Iterable[Any]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
-@pytest.mark.parametrize("architecture", [PLAIN, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize("role", [Role.ACTOR_ROLLOUT, Role.CRITIC])
+@pytest.mark.parametrize(
+    ("role", "architecture"),
+    [
+        pytest.param(Role.ACTOR_ROLLOUT, TIED, id="tied-actor"),
+        pytest.param(Role.CRITIC, PLAIN, id="critic"),
+        pytest.param(Role.ACTOR_ROLLOUT, PLAIN, id="actor", marks=pytest.mark.long),
+        pytest.param(Role.CRITIC, TIED, id="tied-critic", marks=pytest.mark.long),
+    ],
+)
 def test_plan_is_what_is_allocated(
     warm_runtime: Any, tmp_path: Path, role: Role, architecture: Any
 ) -> None:

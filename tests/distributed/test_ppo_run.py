@@ -85,10 +85,9 @@ def test_first_mini_batch_has_ratio_one_and_no_clipping(warm_runtime: Any, tmp_p
     assert max(distances[2:]) > 1e-5, "the second mini-batch should see a changed policy"
 
 
-def test_kl_to_the_reference_starts_at_zero_and_roles_may_live_anywhere(
+def test_kl_to_the_reference_starts_at_zero_and_saves_are_kept(
     warm_runtime: Any, tmp_path: Path
 ) -> None:
-    """Four pools of one process give what one pool of one process gives."""
     lm, scored = tmp_path / "lm", tmp_path / "scored"
     architecture = PLAIN.model_copy(update={"vocab_size": VOCAB})
     make_llama(lm, architecture)
@@ -96,35 +95,21 @@ def test_kl_to_the_reference_starts_at_zero_and_roles_may_live_anywhere(
     write_prompts(tmp_path / "train.jsonl", [f"count to {n}" for n in range(40)])
     write_tokenizer(tmp_path / "tokenizer", [f"count to {n}" for n in range(40)])
     saving = {"save_interval": 2}
-    together = small_run(tmp_path, "together", lm, scored, architecture, {}, 1, training=saving)
-    apart = together.model_copy(
-        update={
-            "placement": {role: role.value for role in Role},
-            "resource_pool": {role.value: [1] for role in Role},
-            "training": together.training.model_copy(
-                update={"output_dir": str(tmp_path / "apart")}
-            ),
-        }
-    )
-    first = metrics_of(together, warm_runtime)
-    second = metrics_of(apart, warm_runtime)
-    for name in ("together", "apart"):
-        saved = tmp_path / name / "checkpoints"
-        pointer = "latest_checkpointed_iteration.txt"
-        names = ["exported_iteration.txt", "iter_0000002", "iter_0000003", pointer]
-        assert sorted(path.name for path in saved.iterdir()) == names
-        assert (saved / pointer).read_text() == "3\n"
-        for role in ("actor", "critic"):
-            assert any((saved / "iter_0000002" / role).glob("*.distcp"))
+    config = small_run(tmp_path, "run", lm, scored, architecture, {}, 1, training=saving)
+    first = metrics_of(config, warm_runtime)
+    saved = tmp_path / "run" / "checkpoints"
+    pointer = "latest_checkpointed_iteration.txt"
+    names = ["exported_iteration.txt", "iter_0000002", "iter_0000003", pointer]
+    assert sorted(path.name for path in saved.iterdir()) == names
+    assert (saved / pointer).read_text() == "3\n"
+    for role in ("actor", "critic"):
+        assert any((saved / "iter_0000002" / role).glob("*.distcp"))
     assert [("timing/save" in metrics) for metrics in first] == [False, True, True]
     assert abs(first[0]["critic/kl"]) <= 1e-5
     assert first[0]["rollout/log_prob_gap_max"] < 1e-4
-    for ours, theirs in zip(first, second, strict=True):
-        for name in ours:
-            if not name.startswith(("timing", "throughput")):
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.long
 def test_roles_may_have_different_layouts(warm_runtime: Any, tmp_path: Path) -> None:
     """Replicas of different roles see different samples, so different longest responses."""
     lm, scored = tmp_path / "lm", tmp_path / "scored"

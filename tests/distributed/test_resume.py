@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from mindspeed_rlxf.checkpoint.run_store import Checkpoint, RunStore
+from mindspeed_rlxf.checkpoint.run_store import RunStore
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from tests.chaos.same_run import lines_of, state_of
 from tests.distributed.conftest import REPOSITORY
 from tests.distributed.llamas import make_llama
 from tests.distributed.resume_run import start
@@ -23,7 +24,6 @@ from tests.trl.record import make_tokenizer
 
 T = TypeVar("T")
 Run = Callable[..., RunDirectory]
-TIMES = ("timing/", "throughput/")
 LOSSES = ("actor/pg_loss", "critic/vf_loss", "actor/grad_norm", "critic/grad_norm")
 SHARDED_SLOTS = {"optimizer": {"use_distributed_optimizer": True}}
 
@@ -56,27 +56,6 @@ class OneDriver:
 @pytest.fixture
 def run(warm_runtime: Any, models: Path) -> Run:
     return partial(start, OneDriver(warm_runtime), models)
-
-
-def state_of(directory: RunDirectory, iteration: int) -> dict[str, str]:
-    """Hash of every file of tensors or streams of actor and critic in a checkpoint."""
-    files = Checkpoint(directory.checkpoints / f"iter_{iteration:07d}", iteration).read().files
-    return {
-        entry["path"]: entry["sha256"]
-        for entry in files
-        if not entry["path"].startswith("trainer") and not entry["path"].endswith(".metadata")
-    }
-
-
-def lines_of(file: Path) -> list[dict[str, Any]]:
-    """What a file of lines says, times aside."""
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    for line in lines:
-        line.pop("time_s", None)
-        metrics = line.get("metrics", {})
-        for name in [name for name in metrics if name.startswith(TIMES)]:
-            del metrics[name]
-    return lines
 
 
 def on_local_runtime(models: Path, *steps: Any) -> str:
@@ -130,6 +109,7 @@ def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(
 MODEL_PARALLEL = {"ranks": 4, "layout": {**TP2, **PP2}}
 SLICES = {"ranks": 2, "sections": SHARDED_SLOTS}
 CHAINS = {
+    "dp2 slots in slices, pp2, one process": [SLICES, {"ranks": 2, "layout": PP2}, {}],
     "dp2 slots in slices, tp2 pp2, one process": [SLICES, MODEL_PARALLEL, {}],
     "one process, tp2 pp2, dp4 slots in slices, dp2": [
         {},

@@ -59,6 +59,6 @@ def test_roles_of_one_layout_share_groups_and_keep_their_own_state(warm_runtime:
     assert shared == [True, True, False]
     assert not same_stream
     assert sizes == [[2, 1, 1], [2, 1, 1], [1, 2, 1]]
-    # The deadline of a start, 120 s, is the longest of the session; 60 s more in whole minutes.
-    assert set(probe.call(GroupsProbe.timeouts).result()[0]) == {180.0}
+    # The deadline of a call, 300 s, is the longest of the session; 60 s more in whole minutes.
+    assert set(probe.call(GroupsProbe.timeouts).result()[0]) == {360.0}
     assert probe.call(GroupsProbe.virtual_pipeline).result()[0] == [2, None, None, 1]

@@ -53,7 +53,7 @@ SPLITS: dict[str, tuple[str, tuple[int, int], dict[str, Any], int]] = {
     "tp2 pp2 -> tp2": ("tied", (4, 2), {**TP2, **PP2}, 2),
     "tp2 dp2 ep2 -> dp2": ("mixtral", (4, 2), {**SP2, **EP2}, 1),
 }
-USUAL = ("tp2 -> dp2", "pp2 -> dp2", "dp2 -> tp2")
+USUAL = ("tp2 -> dp2", "pp2 -> dp2")
 
 
 def run_of(

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,31 +19,13 @@ from typing import Any
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
-START = ROOT / "tests" / "golden" / "start"
+from tests.chaos.tiny_run import ROOT, command
+
 START_S, END_S = 240.0, 150.0
 
 
-def overrides(output: Path) -> list[str]:
-    changes = {
-        "training.output_dir": output,
-        "training.train_iters": 1000,
-        "training.global_batch_size": 8,
-        "training.tokenizer_name_or_path": START,
-        **{f"{role}.model": "auto" for role in ("actor_rollout", "ref", "critic")},
-        **{f"{role}.load": START for role in ("actor_rollout", "ref", "critic")},
-        "actor_rollout.ppo_mini_batch_size": 4,
-        "critic.critic_mini_batch_size": 4,
-        "data.train_files": START / "prompts.jsonl",
-        "data.val_files": "[]",
-        "validation.interval": 0,
-        "resource_pool.main": 2,
-        "device.kind": "cpu",
-        "runtime.address": "local",
-        "runtime.timeout_s": 120,
-        "training.max_restarts": 1,  # with a supervisor, which the faults are to reach
-    }
-    return [f"{key}={value}" for key, value in changes.items()]
+# With a supervisor, which the faults are to reach.
+SETTINGS = ("training.train_iters=1000", "runtime.timeout_s=120", "training.max_restarts=1")
 
 
 @dataclass
@@ -79,8 +60,7 @@ def start(tmp_path: Path) -> Any:
         folder, log = tmp_path / "run", tmp_path / "log"
         with open(log, "w") as stream:
             process = subprocess.Popen(
-                [sys.executable, "ray_gpt.py", "--config-name", "ppo_trainer_tiny",
-                 *overrides(folder), *more],
+                command(folder, *SETTINGS, *more),
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 stdout=stream,

@@ -153,6 +153,7 @@ def test_nodes_that_lack_devices_are_named_and_nothing_is_held(
     assert "resource_pool.small" not in str(missing.value)
 
 
+@pytest.mark.long
 def test_a_late_node_is_waited_for_and_ranks_follow_the_list(
     make_pools: Callable[..., Any], nodes: Nodes
 ) -> None:

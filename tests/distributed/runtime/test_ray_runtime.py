@@ -130,7 +130,7 @@ def test_a_joined_cluster_without_the_devices_says_what_is_missing(
     with pytest.raises(DevicesMissing) as missing:
         ray_runtime.create_pools({"big": [99]})
     message = r"waited 1 s .*: resource_pool\.big needs rlxf_cpu: 99 on one node; the cluster at "
-    message += rf".* \(127\.0\.0\.1\): \d of {WARM_DEVICES} free"
+    message += rf".* \(127\.0\.0\.1\): \d+ of {WARM_DEVICES} free"
     missing.match(message)
 
 

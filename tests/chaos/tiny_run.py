@@ -1,0 +1,30 @@
+"""The command line of a run of seconds: sums for a Llama that has learnt a little of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+START = ROOT / "tests" / "golden" / "start"
+
+
+def command(output: Path, *more: str, devices: int = 2) -> list[str]:
+    """To be run in `ROOT`."""
+    changes = {
+        "training.output_dir": output,
+        "training.global_batch_size": 8,
+        "training.tokenizer_name_or_path": START,
+        **{f"{role}.model": "auto" for role in ("actor_rollout", "ref", "critic")},
+        **{f"{role}.load": START for role in ("actor_rollout", "ref", "critic")},
+        "actor_rollout.ppo_mini_batch_size": 4,
+        "critic.critic_mini_batch_size": 4,
+        "data.train_files": START / "prompts.jsonl",
+        "data.val_files": "[]",
+        "validation.interval": 0,
+        "resource_pool.main": devices,
+        "device.kind": "cpu",
+        "runtime.address": "local",
+    }
+    settings = [f"{key}={value}" for key, value in changes.items()]
+    return [sys.executable, "ray_gpt.py", "--config-name", "ppo_trainer_tiny", *settings, *more]
