@@ -11,7 +11,7 @@ import torch
 os.environ.setdefault("RAY_ADDRESS", "local")
 
 # Files of tests/distributed whose short tests have one worker, and so leave room for others.
-ONE_WORKER = ("test_bf16.py", "test_golden.py", "test_trl_parity.py")
+ONE_WORKER = ("test_bf16.py", "test_golden.py", "test_kills.py", "test_trl_parity.py")
 
 # The tests' matrices are tiny, and the machine is shared with the workers: threads only get in the
 # way of each other.
