@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -29,15 +30,19 @@ ITERATIONS = 10
 class Forked:
     """A run, started or gone on with in a process of its own."""
 
-    def __init__(self, models: Path, out: Path, async_save: bool) -> None:
+    def __init__(
+        self, models: Path, out: Path, async_save: bool, first: Callable[[], None] = lambda: None
+    ) -> None:
+        """first: done in the new process"""
         self.status: int | None = None  # negative: of a signal
         self._pid = os.fork()
         if self._pid == 0:
-            self._run(models, out, async_save)
+            self._run(models, out, async_save, first)
 
-    def _run(self, models: Path, out: Path, async_save: bool) -> None:
+    def _run(self, models: Path, out: Path, async_save: bool, first: Callable[[], None]) -> None:
         status = 1
         try:
+            first()
             runtime = LocalRuntime(DeviceKind.CPU, timeout_s=60.0)
             start(runtime, models, out, train_iters=ITERATIONS, async_save=async_save)
             runtime.shutdown()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from tests.chaos.forked import ITERATIONS
 from tests.chaos.same_run import differences
@@ -16,19 +18,38 @@ from tests.distributed.test_resume import make_models
 KILLS = 5
 
 
-def test_five_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
-    """In starts, iterations and saves, of which some are asynchronous."""
-    models = make_models(tmp_path / "models")
+def forked(module: str, folder: Path, *arguments: str) -> str:
+    """What a module of `tests.chaos` printed; it leaves `whole` and another run in the folder."""
+    models = make_models(folder / "models")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.chaos.forked", models, tmp_path, "1", str(KILLS)],
+        [sys.executable, "-m", f"tests.chaos.{module}", models, folder, *arguments],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    killed = [line for line in done.stdout.splitlines() if line.startswith("killed: ")]
-    assert len(killed) == KILLS, done.stdout
+    return done.stdout
+
+
+def test_five_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
+    """In starts, iterations and saves, of which some are asynchronous."""
+    said = forked("forked", tmp_path, "1", str(KILLS))
+    assert len([line for line in said.splitlines() if line.startswith("killed: ")]) == KILLS, said
     runs = [RunDirectory(tmp_path / name) for name in ("whole", "killed")]
+    assert differences(*runs, ITERATIONS) == []
+
+
+@pytest.mark.long
+def test_whichever_step_of_a_save_fails_a_whole_checkpoint_is_found_and_gone_on_from(
+    tmp_path: Path,
+) -> None:
+    """Every second open, write, sync, rename and archive: ours, torch's and megatron-core's."""
+    said = forked("failing_saves", tmp_path, "2")
+    failed = [line for line in said.splitlines() if "ended with 1, newest" in line]
+    assert len(failed) > 40, said
+    for word in ("fsync __0_0.distcp", "torch.save common.pt", "of __0_0.distcp", "replace "):
+        assert any(word in line for line in failed), word
+    runs = [RunDirectory(tmp_path / name) for name in ("whole", "failed")]
     assert differences(*runs, ITERATIONS) == []
