@@ -18,7 +18,7 @@ SOME_WRITES = {4**n for n in range(10)}  # of a file: torch's archives have hund
 
 
 class FailingFiles:
-    """Counts opens for writing, some of the writes, syncs, renames, new folders and torch's own files.
+    """Counts opens, some of the writes, syncs, renames, new folders and archives of torch.
 
     failing: the step, from 1, that fails with ENOSPC; 0 = none, to learn how many there are
     """
