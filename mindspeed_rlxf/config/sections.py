@@ -93,6 +93,11 @@ class TrainingConfig(Section):
         "raise before weights change, or skip the step: NaN or inf in loss, gradient norm, reward",
         "free",
     )
+    deterministic: bool | None = key(
+        None,
+        "the same bits each time, at some cost in speed; null = on CPU alone, where it has none",
+        "free",
+    )
     max_skipped: int = key(10, "nan_policy skip: optimizer steps left out in a row", "free", ge=0)
     new_run: bool = key(False, "take the next free name when the run directory is used", "free")
 

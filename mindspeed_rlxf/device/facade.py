@@ -31,6 +31,10 @@ FACTS = {
     DeviceKind.NPU: DeviceFacts("npu", "hccl", "NPU", "ASCEND_RT_VISIBLE_DEVICES", 512, 400),
 }
 MIB = 1024**2
+DETERMINISTIC = {  # variables of a device's libraries
+    DeviceKind.CUDA: {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"},
+    DeviceKind.NPU: {"HCCL_DETERMINISTIC": "true"},
+}
 
 _active: DeviceKind | None = None
 
@@ -124,6 +128,24 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def set_deterministic(wanted: bool | None) -> None:
+    """Let kernels and collectives of this process give the same bits for the same numbers.
+
+    None = on CPU alone. Called before anything is computed: the libraries read their variables
+    when they start. Variables that are set stay as they are. Sources: torch's notes on
+    reproducibility, NCCL's and HCCL's documentation of their variables.
+    """
+    if wanted is None:
+        wanted = _active in (None, DeviceKind.CPU)
+    if not wanted:
+        return
+    for name, value in DETERMINISTIC.get(_active or DeviceKind.CPU, {}).items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    # Looks for reads of memory that was never written, slowly.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def random_state() -> torch.Tensor | None:

@@ -88,13 +88,16 @@ class MegatronEngine:
         optimizer: OptimizerConfig | None = None,
         train_iters: int = 1,
         skipped: SkippedSteps | None = None,
+        deterministic: bool | None = None,
     ) -> None:
         """A collective over the world. Without `optimizer` the model is frozen.
 
         skipped: what to do about steps with a wrong number; absent = raise
+        deterministic: see `device.set_deterministic`, which holds for the process
         """
         assert role.architecture is not None and role.load is not None, "checked beforehand"
         megatron_versions.mend()
+        device.set_deterministic(deterministic)
         device.seed_all(seed + dist.get_rank())  # Python's and numpy's would be the system's
         self.role, self.head = role, head
         self.source = Path(role.load)

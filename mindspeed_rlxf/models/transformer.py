@@ -263,4 +263,5 @@ def transformer_config(
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
     )

@@ -67,6 +67,7 @@ class ActorRole:
             actor.optimizer,
             training.train_iters,
             SkippedSteps(training.nan_policy, training.max_skipped, "actor"),
+            training.deterministic,
         )
         self.hybrid: HybridModel | None = None
         self.sender: WeightSender | None = None

@@ -40,6 +40,7 @@ class CriticRole:
             critic.optimizer,
             training.train_iters,
             SkippedSteps(training.nan_policy, training.max_skipped, "critic"),
+            training.deterministic,
         )
         self.experience = ExperienceMaker(config, self.engine.sum_over_replicas)
 

@@ -12,7 +12,10 @@ from mindspeed_rlxf.roles.log_probs import log_probs_with_kl, response_log_probs
 
 class ReferenceRole:
     def __init__(self, config: RunConfig) -> None:
-        self.engine = MegatronEngine(config.ref, Head.LANGUAGE_MODEL, config.training.seed)
+        training = config.training
+        self.engine = MegatronEngine(
+            config.ref, Head.LANGUAGE_MODEL, training.seed, deterministic=training.deterministic
+        )
         actor = config.actor_rollout
         self.temperature = actor.temperature if actor.do_sample else 1.0
 

@@ -27,7 +27,10 @@ class RewardRole:
         self.rules = RewardManager(dict(reward.rules), config.verifiers)
         self.engine = None
         if reward.kind is RewardKind.MODEL:
-            self.engine = MegatronEngine(reward, Head.SCORE, config.training.seed)
+            training = config.training
+            self.engine = MegatronEngine(
+                reward, Head.SCORE, training.seed, deterministic=training.deterministic
+            )
 
     def score(self, rollouts: Rollouts) -> RoleOutput:
         """Scores by what the configuration names as the reward."""
