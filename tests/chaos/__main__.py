@@ -13,6 +13,7 @@ processes that there are, depends on the machine; the seed fixes what is tried.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -33,7 +34,7 @@ from tests.chaos.tiny_run import ROOT, command
 
 ITERATIONS = 24
 KILLS_OF_A_RUN = 13
-START_S, LIMIT_S, GONE_S = 20.0, 300.0, 60.0
+START_S, LIMIT_S, GONE_S, LOOK_EVERY_S = 20.0, 300.0, 60.0, 1.0
 SEPARATE = ("placement.critic=critic", "resource_pool.main=1", "+resource_pool.critic=1")
 ASYNC = ("training.async_save=true",)
 VARIANTS = {
@@ -47,8 +48,9 @@ KINDS = {  # of processes, by a word of the command line; the first that is foun
     "ray::": "Ray's idle worker",
     "gcs_server": "Ray's gcs_server",
     "raylet/raylet": "Ray's raylet",
-    "ray_gpt.py": "supervisor or driver",
+    "ray_gpt.py": "driver",
 }
+OTHER = "another of Ray's"
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Attempt:
                 stdout=stream, stderr=stream,
             )  # fmt: skip
         self._seen: set[psutil.Process] = {self._process}
+        self._looked_at = time.monotonic()
 
     def processes(self) -> list[psutil.Process]:
         """Those that are alive; ones whose parent died are remembered."""
@@ -80,25 +83,39 @@ class Attempt:
         return [process for process in self._seen if _lives(process)]
 
     def goes_on(self) -> bool:
+        if time.monotonic() - self._looked_at > LOOK_EVERY_S:
+            self._looked_at = time.monotonic()
+            self.processes()
         return self._process.poll() is None
 
     def kill_one(self, rng: random.Random) -> str:
         """Kills a process of a random kind; returns the kind."""
         by_kind: dict[str, list[psutil.Process]] = defaultdict(list)
         for process in self.processes():
-            by_kind[_kind(process)].append(process)
+            by_kind[self._kind(process)].append(process)
         kind = rng.choice(sorted(by_kind))
         victim = rng.choice(sorted(by_kind[kind], key=lambda process: process.pid))
-        victim.send_signal(signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
+            victim.send_signal(signal.SIGKILL)
         return kind
+
+    def _kind(self, process: psutil.Process) -> str:
+        if process == self._process:
+            return "supervisor"
+        try:
+            line = " ".join(process.cmdline())
+        except psutil.Error:
+            return OTHER
+        return next((kind for word, kind in KINDS.items() if word in line), OTHER)
 
     def left(self) -> list[str]:
         """What is still there a minute after the end; it is ended here."""
         psutil.wait_procs(self.processes(), timeout=GONE_S)
         left = self.processes()
-        names = [_kind(process) for process in left]
+        names = [self._kind(process) for process in left]
         for process in left:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         return names
 
     def status(self) -> int:
@@ -110,14 +127,6 @@ def _lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _kind(process: psutil.Process) -> str:
-    try:
-        line = " ".join(process.cmdline())
-    except psutil.Error:
-        return "other of Ray"
-    return next((kind for word, kind in KINDS.items() if word in line), "other of Ray")
 
 
 class KilledRun:
