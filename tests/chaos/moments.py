@@ -27,9 +27,10 @@ class Watch:
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
         self.began = time.monotonic()
-        self.counts = [self._count()]  # of iterations, whenever it changed or the run was started
+        self.counts = [self._count()]  # of iterations, whenever it changed or an attempt began
         self.times = [self.began]
         self._fewest = self.counts[0]
+        self._failures = self._failures_told()
 
     def _count(self) -> int:
         try:
@@ -37,11 +38,19 @@ class Watch:
         except FileNotFoundError:
             return 0
 
+    def _failures_told(self) -> int:
+        """Bytes of what the attempts of a supervisor left, which the next one moves there."""
+        try:
+            return (self.directory.logs / "failures.jsonl").stat().st_size
+        except FileNotFoundError:
+            return 0
+
     def iterations(self) -> int:
         """Whole lines of metrics. A resumed run removes those after its checkpoint."""
-        count = self._count()
-        if count != self.counts[-1]:
+        count, failures = self._count(), self._failures_told()
+        if count != self.counts[-1] or failures != self._failures:
             self._note(count)
+        self._failures = failures
         self._fewest = min(self._fewest, count)
         return count
 

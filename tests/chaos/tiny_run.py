@@ -17,6 +17,7 @@ def command(output: Path, *more: str, devices: int = 2) -> list[str]:
         "training.tokenizer_name_or_path": START,
         **{f"{role}.model": "auto" for role in ("actor_rollout", "ref", "critic")},
         **{f"{role}.load": START for role in ("actor_rollout", "ref", "critic")},
+        **{f"{role}.micro_batch_size": 2 for role in ("actor_rollout", "ref", "critic")},
         "actor_rollout.ppo_mini_batch_size": 4,
         "critic.critic_mini_batch_size": 4,
         "data.train_files": START / "prompts.jsonl",
