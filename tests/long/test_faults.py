@@ -99,7 +99,7 @@ def kill_raylet(run: Run) -> None:
     ("fault", "message"),
     [
         (kill_worker, "the process died"),
-        (stop_worker, "did not arrive within 12 s; "),
+        (stop_worker, "did not arrive within 30 s; "),
         (kill_raylet, "failed in"),
     ],
 )
