@@ -41,7 +41,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --no-input --disable-pip-version-chec
 PIP_WHEEL = $(BIN)/python -m pip wheel --no-input --disable-pip-version-check --quiet --no-deps \
 	--find-links wheelhouse --wheel-dir wheelhouse
 TORCH_INDEX = $(if $(TORCH_INDEX_URL),--index-url "$(TORCH_INDEX_URL)")
-CODE := mindspeed_rlxf examples tests constraints setup.py ray_gpt.py preprocess_data.py convert_ckpt.py
+CODE := mindspeed_rlxf examples tests benchmarks constraints setup.py ray_gpt.py preprocess_data.py convert_ckpt.py
 
 .PHONY: help install demo bring-up test test-long test-hosts chaos lint format wheelhouse
 

@@ -55,6 +55,7 @@ CASES: dict[str, tuple[AdvEstimator, dict[str, Any], dict[str, Any], int, dict[s
     ),
     "remax": (AdvEstimator.REMAX, PLAIN, {}, 2, {}),
 }
+SHORT = ("grpo", "reinforce++ baseline")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CASES],
+)
 def test_layouts_learn_the_same_without_a_critic(
     warm_runtime: Any, tmp_path: Path, models: Path, name: str
 ) -> None:
