@@ -121,7 +121,7 @@ test-long: $(STAMP)
 	$(BIN)/python -m pytest tests -m long -n 2 --dist loadgroup --no-loadscope-reorder \
 	  $(PYTEST_ARGS)
 
-# About 25 s for a kill: see docs/reliability.md.
+# About 40 s for a kill: see docs/reliability.md.
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --kills $(KILLS) --seed $(SEED)
 

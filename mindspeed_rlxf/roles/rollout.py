@@ -24,6 +24,7 @@ class RolloutRole:
     def __init__(self, config: RunConfig, eos_token_ids: Sequence[int]) -> None:
         """A collective over the ranks that generate."""
         megatron_versions.mend()
+        device.set_deterministic(config.training.deterministic)
         assert config.parts is not None, "a rollout of its own needs ranks of its own"
         actor = config.actor_rollout
         dtype = torch.bfloat16 if actor.bf16 else torch.float32

@@ -34,7 +34,8 @@ from tests.chaos.tiny_run import ROOT, command
 
 ITERATIONS = 24
 KILLS_OF_A_RUN = 13
-START_S, LIMIT_S, GONE_S, LOOK_EVERY_S = 20.0, 300.0, 60.0, 1.0
+START_S, ITERATION_S = 20.0, 0.5
+LIMIT_S, GONE_S, LOOK_EVERY_S = 300.0, 60.0, 1.0
 SEPARATE = ("placement.critic=critic", "resource_pool.main=1", "+resource_pool.critic=1")
 ASYNC = ("training.async_save=true",)
 VARIANTS = {
@@ -159,7 +160,7 @@ class KilledRun:
 
     def _disturb(self, attempt: Attempt) -> None:
         while self._left:
-            moment = Moment.choose(self._rng, START_S, most_iterations=3)
+            moment = Moment.choose(self._rng, START_S, ITERATION_S, most_iterations=3)
             if not moment.wait(self._watch, attempt.goes_on, LIMIT_S):
                 return
             phase, before = self._watch.phase(), self._watch.iterations()
@@ -247,7 +248,7 @@ def main() -> int:
             folder = output / name.replace(", ", "-").replace(" ", "-")
             kills[name], starts = of_variant(name, folder, share, rng)
             print(f"{name}: {len(kills[name])} kills, {starts} starts, the same run", flush=True)
-    except (RuntimeError, TimeoutError) as error:
+    except (RuntimeError, TimeoutError, psutil.TimeoutExpired) as error:
         print(f"failed: {error}; see {output}", file=sys.stderr)
         return 1
     finally:

@@ -23,8 +23,8 @@ from mindspeed_rlxf.runtime.local import LocalRuntime
 from tests.chaos.moments import Moment, Watch
 from tests.distributed.resume_run import start
 
-START_S, LIMIT_S = 2.0, 120.0
-ITERATIONS = 10
+LIMIT_S = 120.0
+ITERATIONS = 12  # more than five kills let pass
 
 
 class Forked:
@@ -73,11 +73,22 @@ class Forked:
         return self.status
 
 
+def undisturbed(models: Path, out: Path) -> tuple[float, float]:
+    """Seconds until its first iteration was done, and of each further one."""
+    began, run = time.monotonic(), Forked(models, out, False)
+    watch = Watch(RunDirectory(out))
+    while run.goes_on() and not watch.iterations():
+        time.sleep(0.01)
+    first = time.monotonic()
+    assert run.wait() == 0, "the run that nothing happens to"
+    return first - began, (time.monotonic() - first) / ITERATIONS
+
+
 def main(models: Path, output: Path, seed: int, kills: int) -> None:
     rng = random.Random(seed)
-    assert Forked(models, output / "whole", False).wait() == 0, "the run that nothing happens to"
+    start_s, iteration_s = undisturbed(models, output / "whole")
     while True:
-        moment = Moment.choose(rng, START_S, most_iterations=1)
+        moment = Moment.choose(rng, start_s, iteration_s, most_iterations=1)
         run = Forked(models, output / "killed", async_save=rng.random() < 0.5)
         watch = Watch(RunDirectory(output / "killed"))
         if not kills or not moment.wait(watch, run.goes_on, LIMIT_S):

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 
 POLL_S = 0.002
-AFTER_ITERATION_S = 0.5
 INTO_SAVE_S = 0.05
 
 
@@ -69,7 +69,7 @@ class Watch:
 
     def recovery_s(self) -> float | None:
         """Until the first new iteration after the last start; None = there was none yet."""
-        pairs = list(zip(self.counts, self.counts[1:], strict=False))
+        pairs = list(pairwise(self.counts))
         resumed = max((n + 1 for n, (a, b) in enumerate(pairs) if b <= a), default=0)
         grown = [n + 1 for n, (a, b) in enumerate(pairs) if b > a and n + 1 > resumed]
         return self.times[grown[0]] - self.began if grown else None
@@ -100,13 +100,15 @@ class Moment:
     new_iterations: int  # that have to be seen first
 
     @classmethod
-    def choose(cls, rng: random.Random, start_s: float, most_iterations: int) -> Moment:
-        """start_s: that a start takes until its first iteration, about
+    def choose(
+        cls, rng: random.Random, start_s: float, iteration_s: float, most_iterations: int
+    ) -> Moment:
+        """start_s, iteration_s: that a start takes until its first iteration, and each of them
         most_iterations: that may pass before
         """
         wanted = rng.choice(list(Phase))
         longest = {
-            Phase.START: start_s, Phase.ITERATION: AFTER_ITERATION_S, Phase.SAVE: INTO_SAVE_S,
+            Phase.START: start_s, Phase.ITERATION: iteration_s, Phase.SAVE: INTO_SAVE_S,
         }[wanted]  # fmt: skip
         seen_first = 0 if wanted is Phase.START else rng.randint(1, most_iterations)
         return cls(wanted, rng.uniform(0, longest), seen_first)

@@ -9,8 +9,8 @@ ROOT = Path(__file__).parents[2]
 START = ROOT / "tests" / "golden" / "start"
 
 
-def command(output: Path, *more: str, devices: int = 2) -> list[str]:
-    """To be run in `ROOT`."""
+def settings(output: Path, devices: int) -> list[str]:
+    """Of `ppo_trainer_tiny`; devices: of its one pool"""
     changes = {
         "training.output_dir": output,
         "training.global_batch_size": 8,
@@ -24,8 +24,12 @@ def command(output: Path, *more: str, devices: int = 2) -> list[str]:
         "data.val_files": "[]",
         "validation.interval": 0,
         "resource_pool.main": devices,
-        "device.kind": "cpu",
-        "runtime.address": "local",
     }
-    settings = [f"{key}={value}" for key, value in changes.items()]
-    return [sys.executable, "ray_gpt.py", "--config-name", "ppo_trainer_tiny", *settings, *more]
+    return [f"{key}={value}" for key, value in changes.items()]
+
+
+def command(output: Path, *more: str) -> list[str]:
+    """With two workers on a cluster of its own; to be run in `ROOT`."""
+    where = ("device.kind=cpu", "runtime.address=local")
+    run = [sys.executable, "ray_gpt.py", "--config-name", "ppo_trainer_tiny"]
+    return [*run, *settings(output, devices=2), *where, *more]

@@ -10,28 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
-START = ROOT / "tests" / "golden" / "start"
+from tests.chaos.tiny_run import ROOT, settings
+
 PORT = "16344"  # not the script's own: that may be a user's
-
-
-def overrides(output: Path) -> list[str]:
-    """Two small iterations on the recorded weights."""
-    changes = {
-        "training.output_dir": output,
-        "training.train_iters": 2,
-        "training.global_batch_size": 8,
-        "training.tokenizer_name_or_path": START,
-        **{f"{role}.model": "auto" for role in ("actor_rollout", "ref", "critic")},
-        **{f"{role}.load": START for role in ("actor_rollout", "ref", "critic")},
-        "actor_rollout.ppo_mini_batch_size": 4,
-        "critic.critic_mini_batch_size": 4,
-        "data.train_files": START / "prompts.jsonl",
-        "data.val_files": "[]",
-        "validation.interval": 0,
-        "resource_pool.main": 1,
-    }
-    return [f"{key}={value}" for key, value in changes.items()]
 
 
 @pytest.mark.long
@@ -46,7 +27,7 @@ def test_script_trains_and_leaves_no_ray_behind(tmp_path: Path) -> None:
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
-        ["bash", str(script), *overrides(tmp_path / "run")],
+        ["bash", str(script), *settings(tmp_path / "run", devices=1), "training.train_iters=2"],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
