@@ -111,6 +111,7 @@ train() {
 # one_node CONFIG [default overrides] -- "$@"
 one_node() {
   MASTER_ADDR=127.0.0.1
+  export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 # Ray's word for: listen on loopback only
   prepare_host
   start_head --head "--node-ip-address=$MASTER_ADDR" "--port=$MASTER_PORT" \
     --include-dashboard=false "$(device_options)"
