@@ -31,9 +31,6 @@ from tests.older_yaml import PPO, write
 Problems = Callable[..., list[str]]
 MakeTree = Callable[..., dict[str, Any]]
 
-SPLIT = {"num_gpus_for_train", "num_gpus_for_infer"}
-"""Rollout on devices of its own. While that is not there, the tests give training all devices."""
-
 
 def words(text: str) -> list[str]:
     return text.split()
@@ -115,7 +112,7 @@ def test_every_key_of_theirs_is_ours_or_moved_or_on_one_list(section: str) -> No
     unsorted = []
     for key in THEIRS[section]:
         homes = [key in ours(section), key in NO_OPS, key in REFUSED]
-        if sum(homes) != 1 and key not in SPLIT and not (sum(homes) == 0 and key in MOVED):
+        if sum(homes) != 1 and not (sum(homes) == 0 and key in MOVED):
             unsorted.append(key)
     assert unsorted == []
 
@@ -267,7 +264,8 @@ def test_a_verifier_has_no_model_and_says_so(make_tree: MakeTree) -> None:
     config, notes = resolve_with_notes(tree, "test")
     assert config.pool_of(Role.REWARD) == "main" and config.reward.model is None
     assert notes == [
-        "reward.load, reward.model, reward.tensor_model_parallel_size: the verifier needs no model"
+        "reward.load='ckpt', reward.model='small', reward.tensor_model_parallel_size=2: no effect "
+        "with reward.kind=rule"
     ]
 
 
@@ -320,11 +318,6 @@ def test_what_contradicts_itself_is_named(
 
 def resolved(name: str, folder: Path) -> tuple[RunConfig, list[str]]:
     tree = compose(name, ["device.kind=cpu", "runtime.address=head:6379"], folder)
-    actor = tree["actor_rollout_ref"]["actor_rollout"]
-    if not SPLIT & known_keys()["actor_rollout"]:
-        given = [actor.pop(key) for key in ("num_gpus_for_train", "num_gpus_for_infer")]
-        assert sum(given) == sum(tree["resource_pool"]["actor_rollout"])
-        tree["resource_pool"]["actor_rollout"] = [given[0]]
     return resolve_with_notes(tree, name)
 
 
@@ -387,10 +380,9 @@ def test_their_ppo_configurations_ask_for_as_many_devices(
 ) -> None:
     write(in_their_folder / "theirs")
     config, _ = resolved(name, in_their_folder / "theirs")
-    planned = sum(sum(sizes) for sizes in config.resource_pool.values())
+    assert sum(sum(sizes) for sizes in config.resource_pool.values()) == devices
     actor = PPO[name]()["actor_rollout_ref"]["actor_rollout"]
-    missing = 0 if SPLIT & known_keys()["actor_rollout"] else actor["num_gpus_for_infer"]
-    assert planned + missing == devices
+    assert config.parts == (actor["num_gpus_for_train"], actor["num_gpus_for_infer"])
 
 
 THEIR_YAML = os.environ.get("RLXF_OLDER_CONFIGS")
