@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.checkpoint.folders import copy_side_files, open_weights
+from mindspeed_rlxf.checkpoint.host_part import HostView
 from mindspeed_rlxf.checkpoint.run_files import Entry
 from mindspeed_rlxf.checkpoint.weights import StageWeights
 from mindspeed_rlxf.config.enums import NanPolicy
@@ -38,7 +39,7 @@ from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.sharded_files import save_sharded
-from mindspeed_rlxf.engine.train_state import StateSaver, blind_hosts, damage, load_state
+from mindspeed_rlxf.engine.train_state import StateSaver, damage, load_state, views
 from mindspeed_rlxf.models.experts import weigh_balance_loss
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
@@ -310,13 +311,13 @@ class MegatronEngine:
         """Take it over; False where another layout wrote it (see `train_state.load_state`)."""
         return load_state(self, folder)
 
-    def blind_hosts(self, file: Path) -> list[str]:
-        """Hosts of the role on which the file is not there; a collective."""
-        return blind_hosts(file)
+    def views(self, file: Path) -> list[HostView]:
+        """By rank: its host, and whether the file is there; a collective."""
+        return views(file)
 
-    def damage(self, folder: Path, entries: list[Entry]) -> list[str]:
+    def damage(self, folder: Path, entries: list[Entry], on_each_host: bool) -> list[str]:
         """What is wrong with files of a checkpoint; a collective, each rank reads its share."""
-        return damage(folder, entries)
+        return damage(folder, entries, on_each_host)
 
     def _run(self, micro_batches: Sequence[MicroBatch], then, forward_only: bool):  # type: ignore[no-untyped-def]
         def forward_step(batches, model):  # type: ignore[no-untyped-def]
