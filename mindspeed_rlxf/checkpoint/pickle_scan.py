@@ -61,10 +61,10 @@ class Checked(Inert):
     def __setstate__(self, state: Any) -> None:
         if not STATES.get(self.named, is_attributes)(state):
             raise Refused(f"{self.named} with a state that no checkpoint gives it")
-        before = self.named, self.accepts, self.arguments
+        arguments = self.arguments
         super().__setstate__(state)
-        if before != (self.named, self.accepts, self.arguments):
-            raise Refused(f"{before[0]} with a state that hides what it is made of")
+        if self.arguments is not arguments or {"named", "accepts"} & vars(self).keys():
+            raise Refused(f"{type(self).named} with a state that hides what it is made of")
         if self.named in BYTES_IO and _as_bytes(state[0]):
             scan(io.BytesIO(_as_bytes(state[0])))
 

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.checkpoint.folders import copy_side_files, open_weights
+from mindspeed_rlxf.checkpoint.folders import copy_side_files, described_by, open_weights
 from mindspeed_rlxf.checkpoint.host_part import HostView
 from mindspeed_rlxf.checkpoint.run_files import Entry
 from mindspeed_rlxf.checkpoint.weights import StageWeights
@@ -90,18 +90,20 @@ class MegatronEngine:
         train_iters: int = 1,
         skipped: SkippedSteps | None = None,
         deterministic: bool | None = None,
+        tokenizer: str | None = None,
     ) -> None:
         """A collective over the world. Without `optimizer` the model is frozen.
 
         skipped: what to do about steps with a wrong number; absent = raise
         deterministic: see `device.set_deterministic`, which holds for the process
+        tokenizer: its folder, where exports find the files that `load` lacks; None = `load` has all
         """
         assert role.architecture is not None and role.load is not None, "checked beforehand"
         megatron_versions.mend()
         device.set_deterministic(deterministic)
         device.seed_all(seed + dist.get_rank())  # Python's and numpy's would be the system's
         self.role, self.head = role, head
-        self.source = Path(role.load)
+        self.source = described_by(role.load, tokenizer or role.load)
         self.skipped = skipped or SkippedSteps(NanPolicy.RAISE, 0, role.model)
         self._mini_batch = 0  # steps of this iteration
         self.groups = ParallelGroups(
@@ -175,7 +177,8 @@ class MegatronEngine:
 
     def _load(self, seed: int) -> None:
         """Fill the weights; a score head that the folder lacks is drawn from the seed."""
-        absent = self.weights.load(open_weights(self.source, self.role.architecture))
+        assert self.role.load is not None, "checked beforehand"
+        absent = self.weights.load(open_weights(self.role.load, self.role.architecture))
         if absent:
             generator = torch.Generator().manual_seed(seed)
             head = self.chunks[-1].score.weight

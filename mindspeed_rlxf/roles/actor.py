@@ -67,6 +67,7 @@ class ActorRole(SavedRole):
             training.train_iters,
             SkippedSteps(training.nan_policy, training.max_skipped, "actor"),
             training.deterministic,
+            training.tokenizer_name_or_path,
         )
         self.hybrid: HybridModel | None = None
         self.sender: WeightSender | None = None

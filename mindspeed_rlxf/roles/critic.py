@@ -40,6 +40,7 @@ class CriticRole(SavedRole):
             training.train_iters,
             SkippedSteps(training.nan_policy, training.max_skipped, "critic"),
             training.deterministic,
+            training.tokenizer_name_or_path,
         )
         self.experience = ExperienceMaker(config, self.engine.sum_over_replicas)
 
