@@ -142,6 +142,8 @@ def _places(config: RunConfig) -> Iterator[Idle]:
         yield Idle("training", ("node_wait_s", "allow_shrink"), when)
         yield Idle("device", ("devices_per_node",), when)
         yield Idle(settings, ("wait_s", "bad_nodes"), when)
+        if not local:  # processes of torchrun may stand on several hosts
+            yield Idle("training", ("no_shared_storage",), when)
     if all(len(processes) == 1 for processes in config.resource_pool.values()):
         yield Idle(settings, ("tensor_parallel_spans_nodes",), "with pools of one node each")
 

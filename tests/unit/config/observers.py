@@ -272,6 +272,16 @@ def supervised(config: RunConfig) -> Any:
     return tell.call_args, stop.call_args.args[:2]
 
 
+def apart(config: RunConfig) -> str | None:
+    """What becomes of a host that does not see the run directory."""
+    stub: Any = SimpleNamespace(config=config, directory=SimpleNamespace(path="here"))
+    try:
+        run.RunCheckpoints._check_apart(stub, ["b"])
+    except UserError as error:
+        return str(error)
+    return None
+
+
 def recorded(config: RunConfig) -> Any:
     """Samples kept of 100, size of their file, metrics on the console."""
     made = recorder.Recorder(config, RunDirectory(Path("nowhere")), None, writes=False)

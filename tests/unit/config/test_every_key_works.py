@@ -105,6 +105,7 @@ TRAINING: dict[str, Any] = {
     "save_interval": Case(2),
     "save_interval_s": Case(60.0),
     "async_save": Shown(CHECKPOINTS, "test_an_asynchronous_save_gets_its_name_when_all_is_written"),
+    "no_shared_storage": Case(True, see.apart),
     "keep_last": Case(5),
     "keep_every": Shown(STORE, "test_what_is_kept_is_read_from_the_disk"),
     "resume": Shown(RUN_DIR, "test_resume_never_refuses_a_used_folder"),

@@ -125,9 +125,10 @@ CASES: list[tuple[Changes, str, Changes]] = [
      {"training.max_restarts": 1}),
     (
         {"training.node_wait_s": 9.0, "device.devices_per_node": 4, "resource_pool.wait_s": 9.0,
-         "resource_pool.bad_nodes": "leave_out"},
+         "resource_pool.bad_nodes": "leave_out", "training.no_shared_storage": True},
         "training.node_wait_s=9.0, device.devices_per_node=4, resource_pool.wait_s=9.0, "
-        f"resource_pool.bad_nodes='leave_out': no effect {DOES_NOT_JOIN}",
+        "resource_pool.bad_nodes='leave_out', training.no_shared_storage=true: no effect "
+        f"{DOES_NOT_JOIN}",
         JOINED,
     ),
     ({"resource_pool.tensor_parallel_spans_nodes": True}, "resource_pool."
