@@ -157,6 +157,11 @@ def learnt(config: RunConfig) -> Any:
     return float(output.loss), output.weight, str(output.metrics), told
 
 
+def loss(config: RunConfig) -> Any:
+    """The actor's loss alone."""
+    return learnt(config)[0]
+
+
 def micro_batches(config: RunConfig) -> Any:
     """Token ids that each role computes at once, of a short and a long response."""
     rollouts, found = rollouts_of([1, 5], [True, True]), []

@@ -40,7 +40,6 @@ ROLES = ("actor_rollout", "ref", "critic", "reward")
 ACTOR, CRITIC = "actor_rollout.", "critic."
 SAMPLE = {f"{ACTOR}do_sample": True}
 GROUPS = {"training.stage": "ray_grpo", **SAMPLE, f"{ACTOR}n_samples_per_prompt": 2}
-REINFORCE = {**GROUPS, "algorithm.adv_estimator": "reinforce_plus_plus"}
 PAIRS = {**GROUPS, "training.stage": "ray_online_dpo", f"{ACTOR}micro_batch_size": 2}
 VERIFIER = {"reward": {"verifier": True}}
 JOINED = {"runtime.address": "head:6379"}
@@ -119,7 +118,7 @@ ALGORITHM: dict[str, Any] = {
     "gamma": Case(0.5, see.experience),
     "lam": Case(0.5, see.experience),
     "kl_penalty": Case("mse", see.experience),
-    "kl_in": Case("loss", see.learnt),
+    "kl_in": Case("loss", see.loss),
     "reward_scale": Case(3.0, see.experience),
     "reward_clip": Case(0.5, see.experience),
     "whiten_rewards": Case(True, see.experience),
@@ -132,10 +131,10 @@ ALGORITHM: dict[str, Any] = {
     "max_num_gen_batches": Shown(COLLECTOR, "test_after_the_last_batch_alike_groups_fill_the_rest"),
     "score_position": Case("eos", see.experience),
     "score_slot_limit": Case("batch_width", see.driven),
-    "advantage_whiten": Case("none", see.learnt),
-    "loss_normalizer": Case("sequence_means", see.learnt),
+    "advantage_whiten": Case("none", see.loss),
+    "loss_normalizer": Case("sequence_means", see.loss),
     "old_log_probs": Case("rollout", see.driven),
-    "rollout_is_threshold": Case(1.5, see.learnt),
+    "rollout_is_threshold": Case(1.5, see.loss),
     "max_log_prob_gap": Case(0.01, see.log_probs),
 }  # fmt: skip
 KL_CTRL: dict[str, Any] = {
@@ -209,7 +208,7 @@ EVERY_ROLE: dict[str, Any] = {
 ACTOR_KEYS: dict[str, Any] = {
     "save": Case("elsewhere"),
     "do_sample": Case(True, see.sampled),
-    "temperature": Case(0.5, see.learnt, SAMPLE),
+    "temperature": Case(0.5, see.loss, SAMPLE),
     "top_k": Case(2, see.sampled, SAMPLE),
     "top_p": Case(0.2, see.sampled, SAMPLE),
     "min_new_tokens": Case(4, see.sampled, SAMPLE),
@@ -223,14 +222,14 @@ ACTOR_KEYS: dict[str, Any] = {
     "n_samples_per_prompt": Case(2, base=SAMPLE),
     "ppo_mini_batch_size": Case(24),
     "ppo_epochs": Case(2),
-    "policy_loss": Case("gspo", see.learnt, {"algorithm.loss_normalizer": "minibatch_tokens"}),
-    "clip_ratio": Case(0.01, see.learnt),
-    "clip_ratio_low": Case(0.01, see.learnt),
-    "clip_ratio_high": Case(0.01, see.learnt),
-    "clip_ratio_c": Case(1.01, see.learnt),
-    "entropy_coeff": Case(0.5, see.learnt),
-    "dpo_beta": Case(0.5, see.learnt, PAIRS),
-    "dpo_loss_type": Case("ipo", see.learnt, PAIRS),
+    "policy_loss": Case("gspo", see.loss, {"algorithm.loss_normalizer": "minibatch_tokens"}),
+    "clip_ratio": Case(0.01, see.loss),
+    "clip_ratio_low": Case(0.01, see.loss),
+    "clip_ratio_high": Case(0.01, see.loss),
+    "clip_ratio_c": Case(1.01, see.loss),
+    "entropy_coeff": Case(0.5, see.loss),
+    "dpo_beta": Case(0.5, see.loss, PAIRS),
+    "dpo_loss_type": Case("ipo", see.loss, PAIRS),
     "shuffle_minibatch": Case(True, see.orders),
 }  # fmt: skip
 CRITIC_KEYS: dict[str, Any] = {

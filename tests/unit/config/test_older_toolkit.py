@@ -425,8 +425,8 @@ def test_their_configurations_without_a_critic_plan(
     tp1 = "no effect with tensor_model_parallel_size=1"
     told = [note for note in notes if ": no effect " in note]
     assert told == [
-        *([f"model.llama32-1b.sequence_parallel=true: {tp1}"] if "dpo" in name else []),
         "model.llama32-1b.init_method_std=0.01: no effect where all weights are loaded",
+        *([f"model.llama32-1b.sequence_parallel=true: {tp1}"] if "dpo" in name else []),
     ]
 
 
