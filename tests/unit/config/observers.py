@@ -28,6 +28,7 @@ from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
 from mindspeed_rlxf.doctor import subject
 from mindspeed_rlxf.engine import engine, optimizer
+from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.models.parameters import Head, stage_parameters
 from mindspeed_rlxf.models.rope import inverse_frequencies
 from mindspeed_rlxf.models.transformer import transformer_config
@@ -152,8 +153,9 @@ def learnt(config: RunConfig) -> Any:
         role.engine.end_iteration = lambda: 0.0  # type: ignore[method-assign]
         report: Any = role.update_policy(rollouts_of(LENGTHS, HAS_EOS), rows, [[0, 1, 2, 3]], 0.1)
     (output,) = report.report.steps
-    _, _, seed, _, iterations, skipped, deterministic = made.call_args.args
-    told = seed, iterations, skipped.policy, skipped.max_skipped, deterministic
+    given = [*made.call_args.args, *made.call_args.kwargs.values()]
+    told: list[Any] = [vars(value) for value in given if isinstance(value, SkippedSteps)]
+    told += [value for value in given if isinstance(value, (int, type(None)))]
     return float(output.loss), output.weight, str(output.metrics), told
 
 
