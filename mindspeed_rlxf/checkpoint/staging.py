@@ -74,6 +74,7 @@ class StagedFolder:
                 if path.name != JOURNAL:
                     _remove(path)
             self._journal.truncate(0)
+            self._replaces = False
             self._append({PLAN: plan})
 
     def _check_target(self) -> None:
@@ -105,16 +106,18 @@ class StagedFolder:
 
     def _lock(self) -> IO[str]:
         path = self.folder / JOURNAL
-        journal = path.open("a", encoding="utf-8")
+        busy = UserError(f"{self.target} is being written by another process; wait for it")
+        try:
+            journal = path.open("a", encoding="utf-8")
+        except FileNotFoundError:  # the folder got its name just now
+            raise busy from None
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(journal.fileno()), path.stat()):
-                raise BlockingIOError("it was published just now")
+                raise FileNotFoundError("as above")
         except OSError:
             journal.close()
-            raise UserError(
-                f"{self.target} is being written by another process; wait for it"
-            ) from None
+            raise busy from None
         return journal
 
     def _append(self, line: dict[str, Any]) -> None:

@@ -69,7 +69,9 @@ def in_the_way(output: Path) -> list[str]:
 
 def _open(prefixes: Sequence[Path], groups: Mapping[str, Pairs]) -> list[OwnSet]:
     readers = {stem: reader for pairs in groups.values() for stem, reader in pairs}
-    sets, problems, known = [], [], set()
+    sets: list[OwnSet] = []
+    problems: list[str] = []
+    known: set[Path] = set()
     for prefix in prefixes:
         try:
             sidecar = read_sidecar(prefix)

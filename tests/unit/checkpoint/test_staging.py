@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def staged(target: Path, replace: bool, rewritten: list[str] | None = None) -> S
     folder = StagedFolder(target, PLAN, replace)
     for part in PARTS:
         if not folder.finished(part):
-            folder.write(part, lambda place, part=part: fill(place, {part: NEW[part]}))
+            folder.write(part, partial(fill, files={part: NEW[part]}))
             if rewritten is not None:
                 rewritten.append(part)
     fill(folder.folder, {"side.json": NEW["side.json"]})

@@ -12,12 +12,12 @@ import pytest
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DataConfig
-from mindspeed_rlxf.data import merge_own
 from mindspeed_rlxf.data.indexed import IndexedWriter
 from mindspeed_rlxf.data.indexed_prompts import load_indexed_prompts
 from mindspeed_rlxf.data.map_keys import MapKeys
 from mindspeed_rlxf.data.merge import merge
 from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
+from mindspeed_rlxf.data.prompt_set_writer import PromptSetWriter
 from mindspeed_rlxf.data.sidecar import Sidecar, read_sidecar
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from tests.unit.data.byte_tokenizer import write_tokenizer
@@ -25,7 +25,7 @@ from tests.unit.data.plain_pairs import write_pair
 
 COLUMNS = ("input_ids", "attention_mask", "answer")
 KEYS = tuple(f"packed_{column}_document" for column in COLUMNS)
-ROWS = {
+ROWS: dict[str, list[Any]] = {
     "b": [{"prompt": "3+3=", "answer": "6"}],
     "a": [{"prompt": "1+1=", "answer": "2"}, {"prompt": 7}, {"prompt": "2+2=", "answer": "4"}],
 }
@@ -74,7 +74,7 @@ def test_the_merged_set_is_trained_on_as_its_parts_are(sets: Path, tokenizer: st
     output = sets.parent / "out" / "all"
     merged = merge(str(sets), KEYS, str(output))
     assert merged == {f"{output}_{key}": 3 for key in KEYS}
-    keys = DataConfig(data_path=["unused"], default_data_source="x", ground_truth_key="answer")
+    keys = DataConfig(data_path=("unused",), default_data_source="x", ground_truth_key="answer")
 
     def prompts(*prefixes: Path) -> Any:
         names = [str(prefix) for prefix in prefixes]
@@ -179,7 +179,7 @@ def test_a_merged_set_is_kept_unless_told_and_until_the_new_one_is_whole(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(merge_own.PromptSetWriter, "append_rejected", full)
+        patch.setattr(PromptSetWriter, "append_rejected", full)
         with pytest.raises(UserError, match="cannot be written: No space left on device"):
             merge(str(sets), KEYS, str(output), overwrite=True)
     assert {file.name: file.read_bytes() for file in sets.glob("all_*")} == before
