@@ -219,6 +219,7 @@ def _roles_in(folder: Path) -> list[str]:
 
 def _original_of(source: Path) -> str:
     """The flags that describe it: a checkpoint of a run says what the run has loaded."""
+    from mindspeed_rlxf.checkpoint.folders import described_by
     from mindspeed_rlxf.config.schema import SAVED_AS
     from mindspeed_rlxf.trainer.resume import CONFIG, TRAINER
 
@@ -226,11 +227,12 @@ def _original_of(source: Path) -> str:
     section = next((role.value for role, name in SAVED_AS.items() if name == folder.name), "")
     try:
         text = (folder.parent / TRAINER / CONFIG).read_text(encoding="utf-8")
-        load = yaml.safe_load(text)[section]["load"]
+        tree = yaml.safe_load(text)
+        load = described_by(tree[section]["load"], tree["training"]["tokenizer_name_or_path"])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         return "the original Hugging Face folder as --hf-config"
     orm = " --orm" if section == Role.CRITIC.value else ""
-    return f"what its run has loaded: --hf-config {load}{orm}"
+    return f"what describes it in its run: --hf-config {load}{orm}"
 
 
 def _choice_problems(arguments: argparse.Namespace) -> list[str]:

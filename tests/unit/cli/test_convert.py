@@ -93,14 +93,17 @@ def test_a_megatron_folder_without_config_json_needs_one(
     assert main([*arguments, "--hf-config", str(model)]) == 0
 
 
-def test_a_checkpoint_without_config_json_names_what_its_run_has_loaded(
+def test_a_checkpoint_without_config_json_names_what_described_the_model_in_its_run(
     model: Path, tmp_path: Path, capsys: Any
 ) -> None:
+    """The critic has loaded a folder of Megatron's, which the tokenizer's config.json describes."""
     make_folder(tmp_path / "scored", "llama", Head.SCORE)
+    (tmp_path / "mg" / "mp_rank_00").mkdir(parents=True)
     iteration = tmp_path / "iter_0000003"
     (iteration / "trainer").mkdir(parents=True)
     (iteration / "trainer" / "config.yaml").write_text(
-        f"actor_rollout: {{load: {model}}}\ncritic: {{load: {model}}}\nref: null\n"
+        f"actor_rollout: {{load: {model}}}\ncritic: {{load: {tmp_path / 'mg'}}}\n"
+        f"training: {{tokenizer_name_or_path: {model}}}\n"
     )
     of_role = {"actor": (model, ""), "critic": (tmp_path / "scored", " --orm")}
     for role, (source, orm) in of_role.items():
@@ -111,7 +114,7 @@ def test_a_checkpoint_without_config_json_names_what_its_run_has_loaded(
         assert main(arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()[-1:]
         flags = f"--hf-config {model}{orm}"
-        assert line.endswith(f"the model; give what its run has loaded: {flags}")
+        assert line.endswith(f"the model; give what describes it in its run: {flags}")
         assert main([*arguments, *flags.split()]) == 0
     (iteration / "trainer" / "config.yaml").write_text("actor_rollout: [")
     assert main([str(iteration / "actor"), str(tmp_path / "x"), "--to", "hf"]) == 2
