@@ -287,7 +287,8 @@ class MegatronEngine:
         with self.groups.active():
             if hf_folder is not None:
                 writes = first_experts and self.groups.tp.rank() == 0
-                self.weights.export(hf_folder, self.source, writes)
+                assert self.role.load is not None, "it was loaded from there"
+                self.weights.export(hf_folder, Path(self.role.load), writes, self.source)
             dist.barrier()
             if megatron_folder is None:
                 return
