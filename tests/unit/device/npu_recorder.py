@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_rlxf.device import npu, npu_versions, version_sets
+from mindspeed_rlxf import packages
+from mindspeed_rlxf.device import npu, version_sets
 
 ADAPTOR = """
 import sys
@@ -131,7 +131,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int = 8) -> 
     for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", "HCCL_BUFFSIZE", npu.VISIBLE):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
-    monkeypatch.setattr(npu_versions, "version", version_of(VERSIONS))
+    monkeypatch.setattr(packages, "_installed", VERSIONS.get)
     monkeypatch.setattr(version_sets, "cann_version", lambda: "8.5.0")
     monkeypatch.setattr(dist, "all_reduce", dist.all_reduce)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
@@ -152,7 +152,7 @@ def checkout(folder: Path, parts: Sequence[str], numbers: tuple[int, int, int]) 
         (folder / "megatron" / part).mkdir(parents=True)
         (folder / "megatron" / part / "__init__.py").write_text("raise ImportError('too early')\n")
     if "core" in parts:
-        lines = [f"{n} = {v}\n" for n, v in zip(npu_versions.NUMBERS, numbers, strict=True)]
+        lines = [f"{n} = {v}\n" for n, v in zip(packages.NUMBERS, numbers, strict=True)]
         (folder / "megatron" / "core" / "package_info.py").write_text("".join(lines))
 
 
@@ -163,10 +163,11 @@ def look_in(monkeypatch: pytest.MonkeyPatch, folders: Sequence[Path]) -> None:
     monkeypatch.setattr(sys, "path", [*map(str, folders), *kept])
 
 
-def version_of(versions: dict[str, str]) -> Any:
-    def version(name: str) -> str:
-        if name not in versions:
-            raise PackageNotFoundError(name)
-        return versions[name]
-
-    return version
+def smi_table(count: int) -> str:
+    """What `npu-smi info` prints of so many healthy chips."""
+    rows = [
+        f"| {i}     910B2               | OK            | 94.3        45                0    / 0  |\n"
+        f"| 0                         | 0000:C{i}:00.0  | 0           0    / 0          3302 / 65536 |\n"
+        for i in range(count)
+    ]
+    return "| npu-smi 24.1.0                   Version: 24.1.0 |\n" + "+---+\n".join(rows)
