@@ -54,9 +54,7 @@ def report(
     return NodeReport(
         host=socket.gethostname(),
         build=build(),
-        packages={
-            name: packages.version(name) or "none" for name in (*PACKAGES, *DEVICE_PACKAGES)
-        },
+        packages={name: packages.version(name) or "none" for name in (*PACKAGES, *DEVICE_PACKAGES)},
         files={folder: contents(folder) for folder in folders},
         sees_run=run_file is None or os.path.exists(run_file),
         devices=devices,

@@ -213,8 +213,8 @@ def look_in(monkeypatch: pytest.MonkeyPatch, folders: Sequence[Path]) -> None:
 def smi_table(count: int) -> str:
     """What `npu-smi info` prints of so many healthy chips."""
     rows = [
-        f"| {i}     910B2               | OK            | 94.3        45                0    / 0  |\n"
-        f"| 0                         | 0000:C{i}:00.0  | 0           0    / 0          3302 / 65536 |\n"
+        f"| {i}     910B2          | OK            | 94.3     45          0    / 0        |\n"
+        f"| 0                    | 0000:C{i}:00.0  | 0        0    / 0    3302 / 65536    |\n"
         for i in range(count)
     ]
     return "| npu-smi 24.1.0                   Version: 24.1.0 |\n" + "+---+\n".join(rows)

@@ -55,7 +55,10 @@ def test_what_cannot_work_is_refused_with_its_remedy(there: Found, message: str)
             r"no pair of torch_npu's own table; install torch_npu 2\.7\.1\.post4 or",
         ),
         (Found("2.7.1", "2.7.1", "0.12.1", "0.12.1", "7.0.1"), r"table; use CANN 8\.5, 9\.0, 9\.1"),
-        (Found("2.6.0", "2.6.0.post5", "0.12.1", "0.12.1", "8.5.0"), r"torch 2\.6\.0 is not that of npu-core0\.12\.1; use torch 2\.7\.1"),
+        (
+            Found("2.6.0", "2.6.0.post5", "0.12.1", "0.12.1", "8.5.0"),
+            r"torch 2\.6\.0 is not that of npu-core0\.12\.1; use torch 2\.7\.1",
+        ),
         (Found("2.7.1", "2.7.1.post2", "0.12.1", None, "8.5.0"), "its version is not known"),
         (Found("2.7.1", "2.7.1.post2", "0.14.0", None, "8.5.0"), "in no set of constraints"),
     ],

@@ -60,7 +60,7 @@ def test_a_torch_of_no_set_is_a_warning(host: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_missing_checkout_is_an_error(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     npu_recorder.look_in(monkeypatch, [host / "Megatron-LM"])
-    ((status, value, remedy),) = [each for each in told("versions.pairs") if each[0] == "error"]
+    ((_, value, remedy),) = [each for each in told("versions.pairs") if each[0] == "error"]
     assert "needs MindSpeed" in value and "26.1.0_core_r0.12.1" in remedy
 
 

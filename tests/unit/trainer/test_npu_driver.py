@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.device.npu_recorder import smi_table
-from tests.unit.trainer.test_bad_files import good  # noqa: F401  (the fixture)
+from tests.unit.trainer import test_bad_files
 
+good = test_bad_files.good  # a fixture: folder of everything that a run needs
 ROOT = Path(__file__).parents[3]
 # Tells who imported it, and cannot be imported: an `except ImportError` does not hide it.
 LIBRARY = """
@@ -20,14 +21,17 @@ with open(os.environ["IMPORTED"], "a") as file:
     file.write(f"{os.getpid()} {__name__}\\n" + "".join(traceback.format_stack()))
 raise ImportError(f"{__name__} does not belong here")
 """
-# Every path of the driver in one process, up to the first call of a Ray that runs.
-DRIVER = """
+CONFIG = """
 import os, sys
-from types import SimpleNamespace
 from mindspeed_rlxf.cli.train import main
-from mindspeed_rlxf.config.errors import UserError
 line = ["-cd", sys.argv[1], "-cn", "good", "device.kind=npu"]
 assert main([*line, "resource_pool.ref=2"]) == 2
+print("driver", os.getpid())
+"""
+# All that the driver does, in one process, up to the first call of a Ray that runs.
+DRIVER = """
+from types import SimpleNamespace
+from mindspeed_rlxf.config.errors import UserError
 main([*line, "dry_run=true", f"training.output_dir={sys.argv[2]}/dry"])
 from mindspeed_rlxf.runtime import ray_pools, ray_runtime
 def no_cluster(*args):
@@ -40,8 +44,8 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.doctor import devices, software
 from mindspeed_rlxf.runtime.node_report import report
 report([], None, DeviceKind.NPU)
-print(*devices.look(DeviceKind.NPU), *software.look(DeviceKind.NPU), sep="\\n")
-print("driver", os.getpid())
+devices.look(DeviceKind.NPU)
+software.look(DeviceKind.NPU)
 """
 
 
@@ -74,19 +78,38 @@ def machine(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_the_driver_imports_neither_torch_npu_nor_mindspeed(
-    good: Path,  # noqa: F811
+def importers(
+    machine: dict[str, str], folder: Path, work: Path, script: str
+) -> tuple[list[str], list[str], str]:
+    """What the driver imported of the two, what other processes did, and the driver's stderr."""
+    command = [sys.executable, "-c", script, str(folder), str(work)]
+    done = subprocess.run(command, env=machine, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    driver = done.stdout.split("driver ")[1].split()[0]
+    file = Path(machine["IMPORTED"])
+    lines = file.read_text().splitlines() if file.exists() else []
+    imported = [line.split() for line in lines if line[:1].isdigit()]
+    ours = ["\n".join(lines) for pid, _ in imported if pid == driver]
+    return ours, [name for pid, name in imported if pid != driver], done.stderr
+
+
+def test_resolving_a_configuration_imports_neither(
+    good: Path,
     machine: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    command = [sys.executable, "-c", DRIVER, str(good), str(tmp_path)]
-    done = subprocess.run(command, env=machine, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "needs 5 npu devices and this host has 4" in done.stderr
-    assert "as far as the pools" in done.stderr
-    driver = done.stdout.split()[-1]
-    file = Path(machine["IMPORTED"])
-    told = file.read_text() if file.exists() else ""
-    imported = [line.split() for line in told.splitlines() if line[:1].isdigit()]
-    assert not [name for pid, name in imported if pid == driver], told
-    assert [name for _, name in imported] == ["torch_npu"]  # the doctor's question to torch
+    driver, others, said = importers(machine, good, tmp_path, CONFIG)
+    assert "needs 5 npu devices and this host has 4" in said
+    assert (driver, others) == ([], [])
+
+
+@pytest.mark.long
+def test_planning_checking_starting_and_the_doctor_import_neither(
+    good: Path,
+    machine: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    driver, others, said = importers(machine, good, tmp_path, CONFIG + DRIVER)
+    assert "as far as the pools" in said
+    assert driver == []
+    assert others == ["torch_npu"]  # the doctor asks torch, in a process of its own
