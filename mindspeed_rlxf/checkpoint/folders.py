@@ -17,6 +17,7 @@ from mindspeed_rlxf.checkpoint.torch_dist import METADATA, read_torch_dist
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head
 
+CONFIG = "config.json"
 SIDE_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -52,6 +53,23 @@ def find_weights(folder: Path) -> tuple[Format, Path]:
         return Format.LEGACY, folder
     iteration = _iteration(folder)
     return (Format.HF, folder) if iteration is None else find_weights(iteration)
+
+
+def described_by(weights: str | Path, tokenizer: str | Path) -> Path:
+    """The folder whose config.json and generation_config.json describe the weights.
+
+    Megatron's folders of other tools have neither; those of the tokenizer count then.
+    Errors: ValueError when neither folder has a config.json.
+    """
+    weights, tokenizer = Path(weights), Path(tokenizer)
+    if (weights / CONFIG).exists() or find_weights(weights)[0] is Format.HF:
+        return weights
+    if (tokenizer / CONFIG).exists():
+        return tokenizer
+    raise ValueError(
+        f"{CONFIG} is neither in it nor in training.tokenizer_name_or_path={tokenizer}; copy that "
+        "of the Hugging Face model into either"
+    )
 
 
 def _iteration(folder: Path) -> Path | None:
@@ -101,7 +119,7 @@ def is_scorer(config: dict[str, Any]) -> bool:
 
 def copy_side_files(source: Path, target: Path, head: Head, dtype: str | None = None) -> None:
     """config.json, made to name the head (and the dtype, if given), and the tokenizer's files."""
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
     if head is Head.SCORE:
         kind = (config.get("architectures") or ["LlamaForCausalLM"])[0].split("For")[0]
         config["architectures"] = [f"{kind}ForSequenceClassification"]
@@ -109,7 +127,7 @@ def copy_side_files(source: Path, target: Path, head: Head, dtype: str | None = 
         config["label2id"] = {"LABEL_0": 0}
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    (target / "config.json").write_text(
+    (target / CONFIG).write_text(
         json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
     )
     for file in SIDE_FILES:

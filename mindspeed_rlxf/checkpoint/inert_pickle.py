@@ -45,9 +45,11 @@ class Inert(metaclass=Guarded):
         return Inert()
 
     def __setstate__(self, state: Any) -> None:
+        """Attributes, or a pair of these and of slots, which an unpickler sets after them."""
         self.__dict__["state"] = state
-        if isinstance(state, dict):
-            self.__dict__.update({k: v for k, v in state.items() if isinstance(k, str)})
+        for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
+            if isinstance(part, dict):
+                self.__dict__.update({k: v for k, v in part.items() if isinstance(k, str)})
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """What a pickled mapping of some class does with its items."""

@@ -49,6 +49,8 @@ class Checked(Inert):
     def __new__(cls, *arguments: Any, **keywords: Any) -> Checked:
         if keywords or not cls.accepts(arguments):
             raise Refused(f"{cls.named} with arguments that no checkpoint gives it")
+        if cls.named in BYTES_IO and arguments:
+            scan(io.BytesIO(arguments[0]))
         instance = super().__new__(cls, *arguments)
         assert isinstance(instance, Checked), "made of this class"
         return instance
@@ -59,7 +61,10 @@ class Checked(Inert):
     def __setstate__(self, state: Any) -> None:
         if not STATES.get(self.named, is_attributes)(state):
             raise Refused(f"{self.named} with a state that no checkpoint gives it")
+        arguments = self.arguments
         super().__setstate__(state)
+        if self.arguments is not arguments or {"named", "accepts"} & vars(self).keys():
+            raise Refused(f"{type(self).named} with a state that hides what it is made of")
         if self.named in BYTES_IO and _as_bytes(state[0]):
             scan(io.BytesIO(_as_bytes(state[0])))
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.checkpoint.run_files import (
+    HOST,
     Entry,
     leaves_folder,
     size_problem,
@@ -41,12 +42,13 @@ class Checkpoint:
     def read(self) -> Manifest:
         """Raises ValueError, which says what is wrong, when something is missing or cut short.
 
-        Files are not read, see `run_files.content_problem`.
+        Files are not read, see `run_files.content_problem`; what another host keeps is not here.
         """
         manifest = _read_manifest(self.path / MANIFEST)
         if manifest.iteration != self.iteration:
             raise ValueError(f"{MANIFEST} is of iteration {manifest.iteration}")
-        problems = [size_problem(self.path, entry) for entry in manifest.files]
+        here = [entry for entry in manifest.files if HOST not in entry]
+        problems = [size_problem(self.path, entry) for entry in here]
         found = [problem for problem in problems if problem is not None]
         if found:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
@@ -79,6 +81,27 @@ class Manifest:
         }
         return json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n"
 
+    @classmethod
+    def from_json(cls, text: str, name: str) -> Manifest:
+        """Raises ValueError, which calls it by its name, where it is not what `to_json` gave."""
+        try:
+            tree = json.loads(text)
+            stated = tree.pop("sha256")
+            version = tree["format_version"]
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ValueError(f"{name} is not what was written") from None
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"{name} has format_version {version}, this version reads {FORMAT_VERSION}"
+            )
+        if stated != _digest(tree):
+            raise ValueError(f"{name} is not what was written (sha256)")
+        outside = [entry["path"] for entry in tree["files"] if leaves_folder(entry["path"])]
+        if outside:
+            raise ValueError(f"{name} names {outside[0]!r}, outside its folder")
+        about = {k: v for k, v in tree.items() if k not in ("format_version", "iteration", "files")}
+        return cls(int(tree["iteration"]), tree["files"], about)
+
 
 class RunStore:
     def __init__(self, folder: Path) -> None:
@@ -102,11 +125,15 @@ class RunStore:
     def begin(self, iteration: int) -> Path:
         """The hidden folder, empty; what was left of others is removed."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self.folder.glob(".*"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        self.clear_unfinished()
         hidden = self.hidden(iteration)
         hidden.mkdir()
         return hidden
+
+    def clear_unfinished(self) -> None:
+        """Remove what has no name; on a full disk it holds what the next start needs."""
+        for leftover in self.folder.glob(".*"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def commit(self, manifest: Manifest) -> Path:
         """The hidden folder becomes the checkpoint, then the pointer names it."""
@@ -136,18 +163,30 @@ class RunStore:
         """Remove all but the newest `keep_last`, multiples of `keep_every` (0 = none) and `best`.
 
         Looks at the disk, so that checkpoints from before a restart count. Returns what was
-        removed. A checkpoint loses its name first: a folder cut short never has one.
+        removed.
         """
         kept, removed = set(best), []
         for place, checkpoint in enumerate(self.newest_first()):
             n = checkpoint.iteration
             if place < keep_last or n in kept or (keep_every and n % keep_every == 0):
                 continue
-            going = self.hidden(n).with_name(f".iter_{n:07d}.removed")
-            os.replace(checkpoint.path, going)
-            shutil.rmtree(going)
+            self._remove(checkpoint)
             removed.append(n)
         return removed
+
+    def keep(self, iterations: Iterable[int]) -> None:
+        """Remove all checkpoints but these."""
+        kept = set(iterations)
+        for checkpoint in self.newest_first():
+            if checkpoint.iteration not in kept:
+                self._remove(checkpoint)
+
+    def _remove(self, checkpoint: Checkpoint) -> None:
+        """It loses its name first: a folder cut short never has one."""
+        going = self.hidden(checkpoint.iteration)
+        going = going.with_name(f"{going.name}.removed")
+        os.replace(checkpoint.path, going)
+        shutil.rmtree(going)
 
     def exported(self) -> int | None:
         """The iteration whose weights stand in the export folders; None = none yet."""
@@ -165,24 +204,12 @@ class RunStore:
 
 def _read_manifest(file: Path) -> Manifest:
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-        stated = tree.pop("sha256")
-        version = tree["format_version"]
+        text = file.read_text(encoding="utf-8")
     except OSError:
         raise ValueError(f"{file.name} is missing") from None
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except ValueError:  # not even text
         raise ValueError(f"{file.name} is not what was written") from None
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{file.name} has format_version {version}, this version reads {FORMAT_VERSION}"
-        )
-    if stated != _digest(tree):
-        raise ValueError(f"{file.name} is not what was written (sha256)")
-    outside = [entry["path"] for entry in tree["files"] if leaves_folder(entry["path"])]
-    if outside:
-        raise ValueError(f"{file.name} names {outside[0]!r}, outside its folder")
-    about = {k: v for k, v in tree.items() if k not in ("format_version", "iteration", "files")}
-    return Manifest(int(tree["iteration"]), tree["files"], about)
+    return Manifest.from_json(text, file.name)
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -98,9 +98,6 @@ NO_OP_LIST = (
         "device.kind decides which backend its processes talk through",
     ),
     NoOp(
-        ("no_shared_storage",), BOTH, "the driver reads the prompts, workers need no index files"
-    ),
-    NoOp(
         ("no_load_optim", "no_load_rng"),
         YES,
         "`load` gives the weights of the start, nothing else",

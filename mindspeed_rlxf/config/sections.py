@@ -81,6 +81,11 @@ class TrainingConfig(Section):
     async_save: bool = key(
         False, "checkpoints are written while the next iteration runs; needs host memory", "free"
     )
+    no_shared_storage: bool = key(
+        False,
+        "hosts may have an output_dir of their own, and keep their parts of checkpoints there",
+        "free",
+    )
     keep_last: int = key(2, "newest checkpoints that are kept", "free", ge=1)
     keep_every: int = key(
         0, "checkpoints of its multiples are kept too, iterations; 0 = none", "free", ge=0

@@ -25,7 +25,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.checkpoint.folders import copy_side_files, open_weights
+from mindspeed_rlxf.checkpoint.folders import copy_side_files, described_by, open_weights
+from mindspeed_rlxf.checkpoint.host_part import HostView
 from mindspeed_rlxf.checkpoint.run_files import Entry
 from mindspeed_rlxf.checkpoint.weights import StageWeights
 from mindspeed_rlxf.config.enums import NanPolicy
@@ -38,7 +39,7 @@ from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.sharded_files import save_sharded
-from mindspeed_rlxf.engine.train_state import StateSaver, blind_hosts, damage, load_state
+from mindspeed_rlxf.engine.train_state import StateSaver, damage, load_state, views
 from mindspeed_rlxf.models.experts import weigh_balance_loss
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
@@ -89,18 +90,20 @@ class MegatronEngine:
         train_iters: int = 1,
         skipped: SkippedSteps | None = None,
         deterministic: bool | None = None,
+        tokenizer: str | None = None,
     ) -> None:
         """A collective over the world. Without `optimizer` the model is frozen.
 
         skipped: what to do about steps with a wrong number; absent = raise
         deterministic: see `device.set_deterministic`, which holds for the process
+        tokenizer: its folder, where exports find the files that `load` lacks; None = `load` has all
         """
         assert role.architecture is not None and role.load is not None, "checked beforehand"
         megatron_versions.mend()
         device.set_deterministic(deterministic)
         device.seed_all(seed + dist.get_rank())  # Python's and numpy's would be the system's
         self.role, self.head = role, head
-        self.source = Path(role.load)
+        self.source = described_by(role.load, tokenizer or role.load)
         self.skipped = skipped or SkippedSteps(NanPolicy.RAISE, 0, role.model)
         self._mini_batch = 0  # steps of this iteration
         self.groups = ParallelGroups(
@@ -174,7 +177,8 @@ class MegatronEngine:
 
     def _load(self, seed: int) -> None:
         """Fill the weights; a score head that the folder lacks is drawn from the seed."""
-        absent = self.weights.load(open_weights(self.source, self.role.architecture))
+        assert self.role.load is not None, "checked beforehand"
+        absent = self.weights.load(open_weights(self.role.load, self.role.architecture))
         if absent:
             generator = torch.Generator().manual_seed(seed)
             head = self.chunks[-1].score.weight
@@ -310,13 +314,13 @@ class MegatronEngine:
         """Take it over; False where another layout wrote it (see `train_state.load_state`)."""
         return load_state(self, folder)
 
-    def blind_hosts(self, file: Path) -> list[str]:
-        """Hosts of the role on which the file is not there; a collective."""
-        return blind_hosts(file)
+    def views(self, file: Path) -> list[HostView]:
+        """By rank: its host, and whether the file is there; a collective."""
+        return views(file)
 
-    def damage(self, folder: Path, entries: list[Entry]) -> list[str]:
+    def damage(self, folder: Path, entries: list[Entry], on_each_host: bool) -> list[str]:
         """What is wrong with files of a checkpoint; a collective, each rank reads its share."""
-        return damage(folder, entries)
+        return damage(folder, entries, on_each_host)
 
     def _run(self, micro_batches: Sequence[MicroBatch], then, forward_only: bool):  # type: ignore[no-untyped-def]
         def forward_step(batches, model):  # type: ignore[no-untyped-def]

@@ -11,7 +11,6 @@ rates and other settings of the optimizer are not here: the configuration has th
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +28,10 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from torch import Tensor
 
+from mindspeed_rlxf.checkpoint import host_part
+from mindspeed_rlxf.checkpoint.host_part import HostView
 from mindspeed_rlxf.checkpoint.run_files import (
+    HOST,
     Entry,
     content_problem,
     entry_of,
@@ -68,7 +70,7 @@ class StateSaver:
         """Copy the state to the host and start writing it."""
         assert self._writing is None, "the save before this one has not been ended"
         engine, rank = self._engine, dist.get_rank()
-        if rank == 0:
+        if rank == 0 or not folder.exists():  # another host may have no such folder yet
             folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         with engine.groups.active():
@@ -80,8 +82,8 @@ class StateSaver:
         self._writing = _WRITER.submit(_write_and_hash, self._save, folder, rank)
 
     def end(self) -> list[Entry]:
-        """Wait for all files. Returns those of all ranks, hashed by who wrote them, paths within
-        the folder. Raises OSError on all ranks when one could not write."""
+        """Wait for all files. Returns those of all ranks, hashed by who wrote them, with its host,
+        paths within the folder. Raises OSError on all ranks when one could not write."""
         writing, save, folder = self._writing, self._save, self._folder
         assert writing and save and folder, "no save has begun"
         self._writing = self._save = None
@@ -95,7 +97,8 @@ class StateSaver:
         if dist.get_rank() == 0:
             entries += [entry_of(folder, folder / name) for name in OF_THE_FIRST]
             sync_folder(folder)
-        return _all(entries)
+        host = host_part.view(sees=True).host
+        return _all([{**entry, HOST: host} for entry in entries])
 
 
 _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -130,8 +133,8 @@ def load_state(engine: MegatronEngine, folder: Path) -> bool:
     return same
 
 
-def blind_hosts(file: Path) -> list[str]:
-    """Hosts on which `file` is not there; a collective, the same everywhere.
+def views(file: Path) -> list[HostView]:
+    """By rank: its host, and whether `file` is there; a collective, the same everywhere.
 
     A network file system may take a moment to show a new file to other hosts.
     """
@@ -139,12 +142,20 @@ def blind_hosts(file: Path) -> list[str]:
     deadline = time.monotonic() + SEEN_WITHIN_S
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    return sorted(set(_all([] if file.exists() else [socket.gethostname()])))
+    return _all([host_part.view(file.exists())])
 
 
-def damage(folder: Path, entries: list[Entry]) -> list[str]:
-    """What is wrong with the files, each read by one rank; a collective, the same everywhere."""
-    mine = entries[dist.get_rank() :: dist.get_world_size()]
+def damage(folder: Path, entries: list[Entry], on_each_host: bool) -> list[str]:
+    """What is wrong with the files; a collective, the same everywhere.
+
+    Each is read by one rank, or by one of each host, as where each has files of its own.
+    """
+    rank = dist.get_rank()
+    readers = list(range(dist.get_world_size()))
+    if on_each_host:
+        hosts = _all([host_part.view(sees=True)])
+        readers = [other for other in readers if hosts[other] == hosts[rank]]
+    mine = entries[readers.index(rank) :: len(readers)]
     problems = [content_problem(folder, entry) for entry in mine]
     return _all([problem for problem in problems if problem is not None])
 

@@ -37,6 +37,12 @@ class LineFile:
         parts = sum(_length(part) for part in self._parts().values())
         return parts + (self.path.stat().st_size if self.path.exists() else 0)
 
+    def sync(self) -> None:
+        """What has been written outlasts a crash of the host."""
+        if self.path.exists():
+            with open(self.path, "rb") as stream:
+                os.fsync(stream.fileno())
+
     def exists(self) -> bool:
         return self.path.exists() or bool(self._parts())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from mindspeed_rlxf.algorithms.losses import (
     truncated_importance,
 )
 from mindspeed_rlxf.algorithms.masked import masked_whiten
-from mindspeed_rlxf.checkpoint.run_files import Entry
 from mindspeed_rlxf.config.enums import AdvantageWhiten, KlIn, PolicyLoss, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
@@ -48,12 +46,13 @@ from mindspeed_rlxf.roles.reports import (
     Summary,
     UpdateReport,
 )
+from mindspeed_rlxf.roles.saved import SavedRole
 from mindspeed_rlxf.rollout.hybrid import HybridModel
 from mindspeed_rlxf.rollout.transfer import WeightSender
 from mindspeed_rlxf.rollout.transfer_plan import plan_of
 
 
-class ActorRole:
+class ActorRole(SavedRole):
     """The policy; actor and rollout as one (hybrid), unless the rollout has ranks of its own."""
 
     def __init__(self, config: RunConfig, eos_token_ids: Sequence[int]) -> None:
@@ -68,6 +67,7 @@ class ActorRole:
             training.train_iters,
             SkippedSteps(training.nan_policy, training.max_skipped, "actor"),
             training.deterministic,
+            training.tokenizer_name_or_path,
         )
         self.hybrid: HybridModel | None = None
         self.sender: WeightSender | None = None
@@ -229,32 +229,6 @@ class ActorRole:
             ratio = truncated_importance(experience.old_log_probs, rollout, threshold)
             advantages = advantages * ratio
         return advantages
-
-    def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> RoleOutput:
-        """Write the weights; a collective over the role's ranks."""
-        self.engine.export(hf_folder, megatron_folder)
-        return RoleOutput()
-
-    def begin_save(self, folder: Path) -> RoleOutput:
-        """Start to write the role's part of a run checkpoint, as it is now."""
-        self.engine.begin_save(folder)
-        return RoleOutput()
-
-    def end_save(self) -> RoleOutput:
-        """Wait until it is written. Report: its files, with sizes and hashes."""
-        return RoleOutput(report=self.engine.end_save())
-
-    def load_state(self, folder: Path) -> RoleOutput:
-        """Go on from there. Report: whether the same layout wrote it."""
-        return RoleOutput(report=self.engine.load_state(folder))
-
-    def blind_hosts(self, file: Path) -> RoleOutput:
-        """Report: hosts on which a file of the run directory is not there."""
-        return RoleOutput(report=self.engine.blind_hosts(file))
-
-    def damage(self, folder: Path, entries: list[Entry]) -> RoleOutput:
-        """Read the role's files, each rank its share. Report: what is wrong with them."""
-        return RoleOutput(report=self.engine.damage(folder, entries))
 
 
 def _gaps(rollouts: Rollouts, recomputed: LogProbs) -> Tensor:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import clipped_value_loss
-from mindspeed_rlxf.checkpoint.run_files import Entry
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
@@ -26,9 +24,10 @@ from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.reports import UpdateReport
+from mindspeed_rlxf.roles.saved import SavedRole
 
 
-class CriticRole:
+class CriticRole(SavedRole):
     def __init__(self, config: RunConfig) -> None:
         critic = config.value_model
         self.config, self.algorithm = critic, config.algorithm
@@ -41,6 +40,7 @@ class CriticRole:
             training.train_iters,
             SkippedSteps(training.nan_policy, training.max_skipped, "critic"),
             training.deterministic,
+            training.tokenizer_name_or_path,
         )
         self.experience = ExperienceMaker(config, self.engine.sum_over_replicas)
 
@@ -99,32 +99,6 @@ class CriticRole:
             {"vf_clipfrac": token.clipped, "vpred_mean": values},
             self.config.vf_coef,
         )
-
-    def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> RoleOutput:
-        """Write the weights; a collective over the role's ranks."""
-        self.engine.export(hf_folder, megatron_folder)
-        return RoleOutput()
-
-    def begin_save(self, folder: Path) -> RoleOutput:
-        """Start to write the role's part of a run checkpoint, as it is now."""
-        self.engine.begin_save(folder)
-        return RoleOutput()
-
-    def end_save(self) -> RoleOutput:
-        """Wait until it is written. Report: its files, with sizes and hashes."""
-        return RoleOutput(report=self.engine.end_save())
-
-    def load_state(self, folder: Path) -> RoleOutput:
-        """Go on from there. Report: whether the same layout wrote it."""
-        return RoleOutput(report=self.engine.load_state(folder))
-
-    def blind_hosts(self, file: Path) -> RoleOutput:
-        """Report: hosts on which a file of the run directory is not there."""
-        return RoleOutput(report=self.engine.blind_hosts(file))
-
-    def damage(self, folder: Path, entries: list[Entry]) -> RoleOutput:
-        """Read the role's files, each rank its share. Report: what is wrong with them."""
-        return RoleOutput(report=self.engine.damage(folder, entries))
 
 
 def _read_values(

@@ -31,7 +31,12 @@ HISTORY = 15  # calls that the median is taken over
 COLLECTIVE_MARGIN_S = 60.0
 
 # Methods that read or write files: they take what the storage takes, whatever came before.
-ON_STORAGE = (BUILD, "export", "begin_save", "end_save", "load_state", "damage")
+ON_STORAGE = (
+    BUILD,
+    "export",
+    *("begin_save", "end_save", "load_state", "damage"),
+    *("begin_part", "commit_part", "keep_parts", "unsafe_part", "read_file", "write_file"),
+)
 
 Phase = tuple[str, str, int]
 

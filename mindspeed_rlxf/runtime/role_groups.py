@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from mindspeed_rlxf.checkpoint.run_files import Entry
 from mindspeed_rlxf.config.enums import KlPenalty, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
@@ -20,9 +18,10 @@ from mindspeed_rlxf.roles.rollout import RolloutRole
 from mindspeed_rlxf.runtime.group import Pending, RoleGroup, Sharded, submit_together
 from mindspeed_rlxf.runtime.protocol import Peer, Pool, PoolPart
 from mindspeed_rlxf.runtime.refs import RowsRef
+from mindspeed_rlxf.runtime.saved_group import SavedGroup
 
 
-class ActorGroup:
+class ActorGroup(SavedGroup):
     """The policy; its rollout replicas are the tensor-parallel groups of the same ranks, or of the
     other part of a pool that is split."""
 
@@ -36,6 +35,7 @@ class ActorGroup:
             generates = PoolPart(pool, *config.parts)
         self.train = RoleGroup(Role.ACTOR_ROLLOUT, layout, trains)
         self.rollout = RoleGroup(Role.ACTOR_ROLLOUT, config.rollout_layout, generates)
+        self.saved = self.train
         self._rollout_is_current = not self.is_split
 
     def build(self, eos_token_ids: Sequence[int]) -> Pending:
@@ -111,29 +111,6 @@ class ActorGroup:
             kl_coef,
         )
 
-    def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> Pending:
-        return self.train.call(ActorRole.export, hf_folder, megatron_folder)
-
-    def begin_save(self, folder: Path) -> Pending:
-        """Takes as long as a copy to the host."""
-        return self.train.call(ActorRole.begin_save, folder)
-
-    def end_save(self) -> Pending:
-        """Reports: the files that all ranks wrote, the same from each."""
-        return self.train.call(ActorRole.end_save)
-
-    def load_state(self, folder: Path) -> Pending:
-        """Reports: whether the same layout wrote it."""
-        return self.train.call(ActorRole.load_state, folder)
-
-    def damage(self, folder: Path, entries: list[Entry]) -> Pending:
-        """Reports: what is wrong with these files of the role, the same from each."""
-        return self.train.call(ActorRole.damage, folder, entries)
-
-    def blind_hosts(self, file: Path) -> Pending:
-        """Reports: hosts of the role on which the file is not there, the same from each."""
-        return self.train.call(ActorRole.blind_hosts, file)
-
 
 class ReferenceGroup:
     def __init__(self, config: RunConfig, pool: Pool) -> None:
@@ -151,10 +128,10 @@ class ReferenceGroup:
         return self.group.call(ReferenceRole.log_probs, rollouts)
 
 
-class CriticGroup:
+class CriticGroup(SavedGroup):
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         self.run, self.config, self.seed = config, config.value_model, config.training.seed
-        self.group = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
+        self.group = self.saved = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
 
     def build(self) -> Pending:
         return self.group.build(CriticRole, self.run)
@@ -194,29 +171,6 @@ class CriticGroup:
             Sharded([experience.take(share.rows) for share in steps]),
             Sharded([share.steps for share in steps]),
         )
-
-    def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> Pending:
-        return self.group.call(CriticRole.export, hf_folder, megatron_folder)
-
-    def begin_save(self, folder: Path) -> Pending:
-        """Takes as long as a copy to the host."""
-        return self.group.call(CriticRole.begin_save, folder)
-
-    def end_save(self) -> Pending:
-        """Reports: the files that all ranks wrote, the same from each."""
-        return self.group.call(CriticRole.end_save)
-
-    def load_state(self, folder: Path) -> Pending:
-        """Reports: whether the same layout wrote it."""
-        return self.group.call(CriticRole.load_state, folder)
-
-    def damage(self, folder: Path, entries: list[Entry]) -> Pending:
-        """Reports: what is wrong with these files of the role, the same from each."""
-        return self.group.call(CriticRole.damage, folder, entries)
-
-    def blind_hosts(self, file: Path) -> Pending:
-        """Reports: hosts of the role on which the file is not there, the same from each."""
-        return self.group.call(CriticRole.blind_hosts, file)
 
 
 class RewardGroup:

@@ -45,11 +45,14 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
         "traceback": "".join(traceback.format_exception(error)),
     }
     if isinstance(error, RuntimeTimeout):
-        details["cause"] = f"did not arrive within {error.seconds:g} s"
+        details["cause"] = "did not arrive in time"  # the same each time, whatever the deadline
     text = json.dumps(details, indent=2, ensure_ascii=False, default=str)
     temporary = directory.failure.with_name(".failure.json")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, directory.failure)
+    try:
+        temporary.write_text(text + "\n", encoding="utf-8")
+        os.replace(temporary, directory.failure)
+    except OSError as problem:
+        print(f"warning: {directory.failure} cannot be written: {problem}", file=sys.stderr)
 
 
 def put_away(file: Path, history: Path) -> None:

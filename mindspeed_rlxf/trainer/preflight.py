@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mindspeed_rlxf.checkpoint.folders import open_weights
+from mindspeed_rlxf.checkpoint.folders import described_by, open_weights
 from mindspeed_rlxf.checkpoint.hf_folder import shape_problems
 from mindspeed_rlxf.checkpoint.reader import WeightReader
 from mindspeed_rlxf.config.enums import RewardKind, Role
@@ -59,6 +59,7 @@ def prepare(config: RunConfig) -> Prepared:
     for role in config.roles:
         problems += weight_problems(config, role)
     actor = config.actor_rollout
+    described = _described(config)
     prepared.tokenizer = _collect(
         problems, lambda: load_tokenizer(config.training.tokenizer_name_or_path)
     )
@@ -73,7 +74,7 @@ def prepare(config: RunConfig) -> Prepared:
         prepared.eos_token_ids = (
             _collect(
                 problems,
-                lambda: eos_token_ids(prepared.tokenizer, actor.load, sorted(stop_ids)),
+                lambda: eos_token_ids(prepared.tokenizer, described, sorted(stop_ids)),
             )
             or ()
         )
@@ -86,12 +87,21 @@ def prepare(config: RunConfig) -> Prepared:
         raise UserError(problems)
     stops = describe_stop_tokens(
         prepared.tokenizer,
-        actor.load,
+        described,
         sorted({*training.stop_token_ids, *validation.stop_token_ids}),
         actor.stop_token_ids,
     )
     prepared.notices = [stops, *_notices(config)]
     return prepared
+
+
+def _described(config: RunConfig) -> str | None:
+    """The folder with the actor's generation_config.json."""
+    load = config.actor_rollout.load
+    try:
+        return load and str(described_by(load, config.training.tokenizer_name_or_path))
+    except ValueError:  # told with the weights
+        return load
 
 
 def _notices(config: RunConfig) -> list[str]:
@@ -164,15 +174,16 @@ def weight_problems(config: RunConfig, role: Role) -> list[str]:
     if section.load is None:
         return [f"{key} must name a Hugging Face model folder; set {key}=FOLDER"]
     try:
-        return [f"{key}={section.load}: {p}" for p in _folder_problems(section, role)]
+        tokenizer = config.training.tokenizer_name_or_path
+        return [f"{key}={section.load}: {p}" for p in _folder_problems(section, role, tokenizer)]
     except ValueError as error:
         return [f"{key}={section.load}: {error}"]
 
 
-def _folder_problems(section: RoleConfig, role: Role) -> list[str]:
+def _folder_problems(section: RoleConfig, role: Role, tokenizer: str) -> list[str]:
     assert section.load is not None and section.architecture is not None
     head = HEADS[role]
-    hf_config = read_hf_config(Path(section.load))
+    hf_config = read_hf_config(described_by(section.load, tokenizer))
     differing = disagreements(section.architecture, hf_config, scored=head is Head.SCORE)
     if differing:
         return [

@@ -27,7 +27,7 @@ class Restarts:
     def after(self, failure: Failure, allowed: int) -> tuple[bool, str]:
         """Start again? And why, or why not. allowed: `training.max_restarts`"""
         last, self._last = self._last, failure
-        if last is not None and last.saved != failure.saved:
+        if last is not None and _is_newer(failure.saved, last.saved):
             self.used = 0
         if last is not None and (last.iteration, last.cause) == (failure.iteration, failure.cause):
             place = "" if failure.iteration is None else f" in iteration {failure.iteration}"
@@ -39,6 +39,11 @@ class Restarts:
         self.used += 1
         place = f"the checkpoint of iteration {failure.saved}" if failure.saved else "the start"
         return True, f"{self.used} of {allowed} (training.max_restarts), from {place}"
+
+
+def _is_newer(saved: str, before: str) -> bool:
+    """Whether there is a checkpoint of a later iteration now."""
+    return saved.isdigit() and int(saved) > (int(before) if before.isdigit() else 0)
 
 
 def smaller_pools(

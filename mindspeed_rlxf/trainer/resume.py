@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ def whole_checkpoints(
             found = [content_problem(folder, entry) for entry in manifest.part(TRAINER)]
             if damaged := [problem for problem in found if problem is not None]:
                 raise ValueError("; ".join(f"{TRAINER}/{problem}" for problem in damaged))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             problems.append(f"{checkpoint.path} is damaged: {error}")
         else:
             whole.append((checkpoint, manifest))
@@ -64,7 +65,7 @@ def best_iterations(store: RunStore) -> list[int]:
             score = read_state(checkpoint).get("score")
         except (OSError, ValueError, AttributeError):
             continue  # damaged: nothing that is to be kept
-        if isinstance(score, (int, float)):
+        if isinstance(score, (int, float)) and math.isfinite(score):
             scores[checkpoint.iteration] = float(score)
     best = max(scores.values(), default=None)
     return [min(n for n, score in scores.items() if score == best)] if scores else []
@@ -114,9 +115,21 @@ def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
             raise UserError(str(error)) from None
 
 
+def lacking(directory: RunDirectory, positions: dict[str, int]) -> str:
+    """What the files of lines have no longer of a checkpoint's positions; empty = they have all."""
+    for file in line_files(directory):
+        wanted = positions.get(file.path.name, 0)
+        if file.exists() and (there := file.position()) < wanted:
+            return f"{file.path} has {there} bytes of the {wanted} that it had then"
+    return ""
+
+
 def positions(directory: RunDirectory) -> dict[str, int]:
-    """File name -> bytes of each file of lines, with its parts, at this moment."""
-    return {file.path.name: file.position() for file in line_files(directory) if file.exists()}
+    """File name -> bytes of each file of lines, with its parts, at this moment; on the disk."""
+    files = [file for file in line_files(directory) if file.exists()]
+    for file in files:
+        file.sync()
+    return {file.path.name: file.position() for file in files}
 
 
 def line_files(directory: RunDirectory) -> list[LineFile]:

@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 
+from mindspeed_rlxf.checkpoint.run_store import RunStore
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
@@ -42,7 +43,12 @@ def run(config: RunConfig, prepared: Prepared) -> int:
         return EXIT_DONE
     started: list[RunDirectory] = []
     training = config.training
-    stop = StopRequest(training.stop_grace_s, training.max_wall_time, supervisor.command_started())
+    stop = StopRequest(
+        training.stop_grace_s,
+        training.max_wall_time,
+        supervisor.command_started(),
+        history=config.validation.interval + 1,
+    )
     try:
         with stop:
             if config.runtime.kind is RuntimeKind.LOCAL:
@@ -63,6 +69,8 @@ def run(config: RunConfig, prepared: Prepared) -> int:
     except Exception as error:
         if not isinstance(error, (WorkerError, RuntimeTimeout)):
             logger.exception("the driver failed")
+        for directory in started:  # a full disk has no room for the report otherwise
+            RunStore(directory.checkpoints).clear_unfinished()
         failure.report(started[0] if started else None, error, stop)
         return EXIT_FAILED
     finally:

@@ -10,16 +10,17 @@ from importlib.metadata import version
 from typing import Any
 
 import mindspeed_rlxf
-from mindspeed_rlxf.checkpoint import safe_folder
-from mindspeed_rlxf.checkpoint.run_files import Entry, entry_of, under, write_text
+from mindspeed_rlxf.checkpoint import host_part
+from mindspeed_rlxf.checkpoint.run_files import Entry, entry_of, under, without_host, write_text
 from mindspeed_rlxf.checkpoint.run_store import Checkpoint, Manifest, RunStore
 from mindspeed_rlxf.config.dump import to_yaml
-from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.role_groups import ActorGroup, CriticGroup, RoleGroups
 from mindspeed_rlxf.trainer import resume
+from mindspeed_rlxf.trainer.host_parts import HostParts
 
 Note = Callable[[str], None]
 PROBE = ".seen_by_all"
@@ -50,17 +51,17 @@ class RunCheckpoints:
         self._clock = clock
         self._last_save = clock()
         self._files: list[Entry] = []
-        self._shared = True
+        self._parts: HostParts | None = None  # None where all hosts see the driver's folder
         self._waiting: dict[str, Any] | None = None
         self.newest = 0  # iteration of the newest complete checkpoint of this process; 0 = none
 
     def is_due(self, iteration: int, stops: bool = False) -> bool:
-        """By number, by time, and at the end; never where hosts share no storage.
+        """By number, by time, and at the end.
 
         stops: the run ends after this iteration, before its time
         """
-        if stops or not self._shared:
-            return self._shared
+        if stops:
+            return True
         training = self.config.training
         interval, seconds = training.save_interval, training.seconds_between_saves
         if iteration == training.train_iters or (interval > 0 and iteration % interval == 0):
@@ -74,6 +75,8 @@ class RunCheckpoints:
         hidden = self.store.hidden(iteration)
         if self.writes:
             self.store.begin(iteration)
+        if self._parts:
+            self._parts.begin(iteration)
         begun = [group.begin_save(hidden / SAVED_AS[role]) for role, group in self.trained.items()]
         for call in begun:
             call.result()
@@ -109,7 +112,7 @@ class RunCheckpoints:
         """Files of all roles; waits for them."""
         calls = {role: group.end_save() for role, group in self.trained.items()}
         return [
-            entry
+            without_host(entry) if self._parts is None else self._parts.kept_here(entry)
             for role, call in calls.items()
             for entry in under(SAVED_AS[role], call.result()[0])
         ]
@@ -121,15 +124,23 @@ class RunCheckpoints:
         if not self.writes or content is None:
             return
         iteration = content["iteration"]
-        folder = self.store.hidden(iteration) / resume.TRAINER
-        write_text(folder / resume.STATE, json.dumps(content, indent=1))
-        write_text(folder / resume.CONFIG, to_yaml(self.config))
-        own = [entry_of(folder, folder / name) for name in (resume.STATE, resume.CONFIG)]
-        files = self._files + under(resume.TRAINER, own)
-        final = self.store.commit(Manifest(iteration, files, _about(self.config)))
+        hidden = self.store.hidden(iteration)
+        texts = {
+            f"{resume.TRAINER}/{resume.STATE}": json.dumps(content, indent=1),
+            f"{resume.TRAINER}/{resume.CONFIG}": to_yaml(self.config),
+        }
+        for path, text in texts.items():
+            write_text(hidden / path, text)
+        files = self._files + [entry_of(hidden, hidden / path) for path in texts]
+        manifest = Manifest(iteration, files, _about(self.config))
+        if self._parts:
+            self._parts.commit(manifest, texts)
+        final = self.store.commit(manifest)
         training = self.config.training
         best = resume.best_iterations(self.store)
         self.store.prune(training.keep_last, training.keep_every, best)
+        if self._parts:
+            self._parts.keep()
         note(f"checkpoint of iteration {iteration}: {final}")
 
     def restore(self, note: Note) -> dict[str, Any] | None:
@@ -138,9 +149,9 @@ class RunCheckpoints:
         Returns the driver's state. Files of lines are cut to where they stood. Raises UserError
         where the prompts are others.
         """
-        self._shared = self._is_shared(note)
-        if not self._shared:
-            return None
+        self._parts = self._look_at_hosts(note)
+        if self.writes:
+            self.store.clear_unfinished()
         whole, problems = resume.whole_checkpoints(self.config, self.store)
         for problem in problems:
             note(f"warning: {problem}; the one before is taken")
@@ -148,41 +159,69 @@ class RunCheckpoints:
             if found := self._damage(checkpoint, manifest):
                 note(f"warning: {checkpoint.path} is damaged: {found}; the one before is taken")
                 continue
-            return self._load(checkpoint, note)
+            state = resume.read_state(checkpoint)
+            if lacking := resume.lacking(self.directory, state["positions"]):
+                if checkpoint == whole[-1][0]:
+                    raise UserError(
+                        f"no checkpoint of {self.directory.path} can be gone on from: {lacking}; "
+                        "put the file back with its parts, or set training.new_run=true"
+                    )
+                note(f"warning: {checkpoint.path} is not gone on from: {lacking}")
+                continue
+            return self._load(checkpoint, state, note)
         if self.writes:
             self._start_again(note)
         return None
 
-    def _is_shared(self, note: Note) -> bool:
-        """Whether every host of a role that is trained sees the driver's run directory."""
+    def _look_at_hosts(self, note: Note) -> HostParts | None:
+        """Whether every host of a role that is trained sees the driver's run directory.
+
+        Raises UserError where one does not, and the configuration says that all do.
+        """
         probe = self.store.folder / PROBE  # made by the run before too: hosts differ, not runs
         if self.writes:
             write_text(probe, "")
-        calls = [group.blind_hosts(probe) for group in self.trained.values()]
-        blind = sorted({host for call in calls for host in call.result()[0]})
+        groups = {SAVED_AS[role]: group for role, group in self.trained.items()}
+        calls = {name: group.views(probe) for name, group in groups.items()}
+        views = {name: call.result()[0] for name, call in calls.items()}
         if self.writes:
             probe.unlink(missing_ok=True)
-        if blind:
-            note(
-                f"warning: no checkpoint will be taken, {', '.join(blind)} do not see "
-                f"{self.store.folder}: the run cannot be gone on with; use a training.output_dir "
-                "that all hosts share"
+        blind = sorted({view.host for seen in views.values() for view in seen if not view.sees})
+        if not blind:
+            return None
+        self._check_apart(blind)
+        note(f"note: {', '.join(blind)} keep their parts of checkpoints on their own disks")
+        return HostParts(self.store, groups, views)
+
+    def _check_apart(self, blind: list[str]) -> None:
+        if not self.config.training.no_shared_storage:
+            raise UserError(
+                f"training.output_dir={self.directory.path} must be on storage that all hosts "
+                f"share, {', '.join(blind)} do not see it; use such a folder, or "
+                "training.no_shared_storage=true: each host then keeps its part of a checkpoint"
             )
-        return not blind
+        if self.config.runtime.kind is RuntimeKind.LOCAL:
+            raise UserError(
+                "training.no_shared_storage=true must be with runtime=ray, which brings files from "
+                f"host to host; {', '.join(blind)} do not see {self.directory.path}"
+            )
 
     def _damage(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
         """What is wrong with the roles' files; nothing has unpickled any of them before this."""
-        if found := _unsafe(checkpoint):
+        if self._parts is None:
+            found = host_part.unsafe(checkpoint.path)
+        else:
+            found = self._parts.bring(checkpoint, manifest)
+        if found:
             return found
         calls = [
-            (SAVED_AS[role], group.damage(path, manifest.part(path.name)))
+            (SAVED_AS[role], group.damage(path, manifest.part(path.name), bool(self._parts)))
             for role, group in self.trained.items()
             for path in (checkpoint.path / SAVED_AS[role],)
         ]
         return "; ".join(f"{name}/{found}" for name, call in calls for found in call.result()[0])
 
-    def _load(self, checkpoint: Checkpoint, note: Note) -> dict[str, Any]:
-        state = resume.read_state(checkpoint)
+    def _load(self, checkpoint: Checkpoint, state: dict[str, Any], note: Note) -> dict[str, Any]:
         if state["prompts_digest"] != self.prompts_digest:
             raise UserError(
                 f"data.train_files must give the prompts of the run in {self.directory.path}, with "
@@ -201,6 +240,7 @@ class RunCheckpoints:
                     note(f"note: {other.path.name} is kept as {aside.name}")
             self.store.point_to(checkpoint.iteration)
             resume.cut_files(self.directory, state["positions"])
+        self.newest = checkpoint.iteration
         note(f"resumed from {checkpoint.path}; its weights, not those of `load`, are gone on with")
         if not all(same):
             note(
@@ -221,15 +261,6 @@ def trained_roles(roles: RoleGroups) -> dict[Role, ActorGroup | CriticGroup]:
     if roles.critic is not None:
         trained[Role.CRITIC] = roles.critic
     return trained
-
-
-def _unsafe(checkpoint: Checkpoint) -> str:
-    """What a pickle in the checkpoint would do that no checkpoint does."""
-    try:
-        safe_folder.check(checkpoint.path)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def _about(config: RunConfig) -> dict[str, Any]:

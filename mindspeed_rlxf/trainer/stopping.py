@@ -38,13 +38,15 @@ class StopRequest:
         wall_s: float | None = None,
         started: float | None = None,
         clock: Callable[[], float] = time.time,
+        history: int = HISTORY,
     ) -> None:
         """grace_s: `training.stop_grace_s`; wall_s: `training.max_wall_time`
         started: when the command was given, by the clock; None = now
+        history: iterations that are remembered, so that a rare long one, validated, is among them
         """
         self.grace_s, self.wall_s, self._clock = grace_s, wall_s, clock
         self._started = clock() if started is None else started
-        self._iterations: deque[float] = deque(maxlen=HISTORY)
+        self._iterations: deque[float] = deque(maxlen=max(history, HISTORY))
         self._saves: deque[float] = deque(maxlen=HISTORY)
         self._asked: float | None = None
         self._since: float | None = None  # start of the iteration under way
@@ -77,8 +79,8 @@ class StopRequest:
 
     @property
     def under_way(self) -> int:
-        """The iteration that has begun and not ended; 0 = none."""
-        return 0 if self._since is None else self.iteration + 1
+        """The iteration that has begun, its save included; 0 = none."""
+        return self.iteration + (self._since is not None)
 
     @property
     def save_s(self) -> float:

@@ -154,7 +154,7 @@ class Supervisor:
         }
         self._child = subprocess.Popen([*self._command, *changes], env=environment)
         if self._stop is not None:  # came in between
-            self._child.send_signal(self._stop)
+            self._hand_on(self._child, self._stop)
         while True:
             try:
                 return self._child.wait(timeout=1.0)
@@ -167,10 +167,13 @@ class Supervisor:
         if self._stop is None:
             self._stop = number
         if self._child is not None and self._child.poll() is None:
-            facts = _read(self._file) if self._file else {}
-            grace_s = float(facts.get("stop_grace_s", 60.0))
-            self._kill_at = min(self._kill_at, time.monotonic() + grace_s + SHUTDOWN_S)
-            self._child.send_signal(number)
+            self._hand_on(self._child, number)
+
+    def _hand_on(self, child: subprocess.Popen[bytes], number: int) -> None:
+        facts = _read(self._file) if self._file else {}
+        grace_s = float(facts.get("stop_grace_s", 60.0))
+        self._kill_at = min(self._kill_at, time.monotonic() + grace_s + SHUTDOWN_S)
+        child.send_signal(number)
 
     def _failure(self, code: int, began: float) -> Failure | None:
         """What this attempt wrote down, or in its place what is known of it."""
@@ -193,7 +196,10 @@ class Supervisor:
                 "iteration": under_way(directory / "metrics.jsonl"),
             }
             print(f"failed: {found['message']}", file=sys.stderr, flush=True)
-            _write(file, found)
+            try:
+                _write(file, found)
+            except OSError as error:
+                print(f"warning: {file} cannot be written: {error}", file=sys.stderr, flush=True)
         cause = " ".join(str(found.get(key, "")) for key in ("role", "phase", "cause"))
         return Failure(found.get("iteration"), cause, saved)
 

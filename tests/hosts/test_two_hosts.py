@@ -78,6 +78,10 @@ def lab() -> Iterator[Lab]:
         yield found
 
 
+def without_times(line: dict[str, float]) -> dict[str, float]:
+    return {k: v for k, v in line.items() if not k.startswith(("timing/", "throughput/"))}
+
+
 def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").open()]
 
@@ -114,16 +118,45 @@ def test_a_host_without_the_files_is_named_before_devices_are_claimed(lab: Lab) 
     assert not (lab.shared / "missing" / "config.yaml").exists()  # the next run may take it
 
 
-def test_a_run_directory_of_each_host_is_said_to_be_apart(lab: Lab) -> None:
-    """Its files are whole on the host that wrote them."""
-    folder = lab.head.data / "apart"
-    changes = {"training.output_dir": str(folder), "training.train_iters": "1"}
-    log = lab.log("apart")
+def test_a_run_directory_of_each_host_is_refused_unless_it_is_wanted(lab: Lab) -> None:
+    log = lab.log("unwanted")
+    changes = {"training.output_dir": str(lab.head.data / "unwanted")}
+    code = lab.head.start(lab.train("unwanted", **changes), log).wait(timeout=RUN_S)
+    text = log.read_text()
+    assert code == 2, text
+    assert "must be on storage that all hosts share, node2 do not see it; use such a" in text
+
+
+def test_hosts_with_run_directories_of_their_own_go_on_as_the_same_run(lab: Lab) -> None:
+    """Stopped after the first of three iterations; pools span both hosts."""
+    folder, log, parts = lab.head.data / "apart", lab.log("apart"), "checkpoints/iter_0000001"
+    changes = {
+        "training.output_dir": str(folder),
+        "training.no_shared_storage": "true",
+        "training.train_iters": "3",
+    }
+    stopped = lab.train("apart", **changes, **{"training.max_wall_time": "1"})
+    assert lab.head.start(stopped, log).wait(timeout=RUN_S) == 75, log.read_text()
+    assert "note: node2 keep their parts of checkpoints on their own disks" in log.read_text()
+    ours, theirs = (
+        {path.name for path in (host.own / "apart" / parts / "actor").glob("*.distcp")}
+        for host in (lab.head, lab.worker)
+    )
+    assert ours and theirs and not ours & theirs
     code = lab.head.start(lab.train("apart", **changes), log).wait(timeout=RUN_S)
     text = log.read_text()
     assert code == 0, text
+    assert f"resumed from {folder}/{parts}" in text and "damaged" not in text
     assert "training.output_dir is not shared with node2: logs of their ranks" in text
-    assert len(metrics(lab.head.own / "apart")) == 1
     assert (lab.head.own / "apart" / "logs" / "main" / "rank_00000.log").exists()
     assert (lab.worker.own / "apart" / "logs" / "main" / "rank_00001.log").exists()
     assert not (lab.worker.own / "apart" / "metrics.jsonl").exists()
+
+    whole, log = lab.shared / "whole", lab.log("whole")
+    changes |= {"training.output_dir": str(whole), "training.no_shared_storage": "false"}
+    code = lab.head.start(lab.train("whole", **changes), log).wait(timeout=RUN_S)
+    assert code == 0, log.read_text()
+    found, wanted = metrics(lab.head.own / "apart"), metrics(whole)
+    assert len(found) == len(wanted) == 3
+    for one, other in zip(found, wanted, strict=True):
+        assert without_times(one) == without_times(other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,13 +39,13 @@ def tiny_models() -> dict[str, Any]:
 
 
 def make_weights(folder: Path, keys: dict[str, Any]) -> None:
-    """`sft` and `rm`, and a tokenizer whose config.json says how large the vocabulary is."""
+    """`sft` and `rm`, and a tokenizer beside the config.json of the model, as they have it."""
     own = {key: value for key, value in keys.items() if key in OF_ARCHITECTURE}
     architecture = ArchitectureConfig(**{**own, "vocab_size": VOCAB})
     make_llama(folder / "sft", architecture)
     make_llama(folder / "rm", architecture, scored=True)
     write_tokenizer(folder / "tokenizer", PROMPTS)
-    (folder / "tokenizer" / "config.json").write_text(json.dumps({"vocab_size": VOCAB}))
+    shutil.copy(folder / "sft" / "config.json", folder / "tokenizer" / "config.json")
 
 
 def make_data(folder: Path) -> None:
@@ -69,6 +70,8 @@ def converted(folder: Path, name: str, tp: int, pp: int, orm: bool) -> str:
             "--tokenizer-model", str(folder / "tokenizer" / "tokenizer.json"),
         ]  # fmt: skip
         subprocess.run([*command, *(["--orm"] if orm else [])], check=True, timeout=300)
+        for file in ("config.json", "generation_config.json"):  # their tool writes neither
+            (target / file).unlink(missing_ok=True)
     return str(target)
 
 

@@ -49,10 +49,16 @@ class Nodes:
     def __init__(self, address: str, log: Path) -> None:
         self._address, self._log = address, log
         self._started: list[subprocess.Popen[bytes]] = []
+        self._first = len(ray_nodes())
 
-    def add(self, wait_s: float = 0.0, **resources: int) -> None:
-        """Returns at once unless it is to wait: the node joins when it is up."""
-        count = len(ray_nodes())
+    def add(self, **resources: int) -> None:
+        """Returns at once: the node joins when it is up.
+
+        One after the other: Ray nodes that start on one host at once may choose the same port.
+        """
+        deadline = time.monotonic() + JOIN_S / 2
+        while len(ray_nodes()) < self._first + len(self._started) and time.monotonic() < deadline:
+            time.sleep(0.1)
         environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
         del environment["RAY_ADDRESS"]
         command = [
@@ -62,9 +68,6 @@ class Nodes:
         ]  # fmt: skip
         with open(self._log, "ab") as log:
             self._started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-        deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline and len(ray_nodes()) == count:
-            time.sleep(0.1)
 
     def end(self) -> None:
         for node in self._started:
@@ -82,8 +85,7 @@ def nodes(ray_runtime: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """Two nodes: two devices of model A, and one of model B."""
     found = Nodes(ray_runtime.cluster.address, tmp_path_factory.mktemp("nodes") / "ray.log")
     try:
-        # One after the other: Ray nodes that start on one host at once may choose the same port.
-        found.add(JOIN_S / 2, lab=2, **{"accelerator_type:A": 1})
+        found.add(lab=2, **{"accelerator_type:A": 1})
         found.add(lab=1, **{"accelerator_type:B": 1})
         yield found
     finally:

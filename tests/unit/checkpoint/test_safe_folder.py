@@ -169,6 +169,7 @@ NAME_OF_A_CALL = (  # the name would come out of a call of an allowed function
     b"\x80\x04" + text("_codecs") + text("encode") + b"\x93" + text("posix") + text("latin1")
     + b"\x86R" + text("system") + b"\x93."
 )  # fmt: skip
+SYSTEM = b"cos\nsystem\n(S'true'\ntR."
 HOSTILE = {
     "names from the memo": (MKDIR_BY_MEMO, r"posix\.system"),
     "getattr": (GETATTR, r"builtins\.getattr"),
@@ -186,6 +187,18 @@ HOSTILE = {
     "special attribute": (
         b"\x80\x04" + NAMESPACE + b")R}" + text("__class__") + b"\x88sb.",
         "argparse.Namespace with a state",
+    ),
+    "attributes by slots": (
+        b"\x80\x04" + NAMESPACE + b")RN}" + text("__class__") + b"\x88s\x86b.",
+        "argparse.Namespace with a state",
+    ),
+    "a file in memory, as an argument": (
+        b"\x80\x02c_io\nBytesIO\nC" + bytes([len(SYSTEM)]) + SYSTEM + b"\x85R.",
+        r"os\.system",
+    ),
+    "a state that hides the arguments": (
+        b"\x80\x02ctorch\ndevice\n" + text("cpu") + b"\x85R}" + text("arguments") + b"K\x01sb.",
+        "a state that hides what it is made of",
     ),
     "call of an object": (b"\x80\x04" + NAMESPACE + b")R)R.", "call of what argparse.Namespace"),
     "codec": (
@@ -304,6 +317,22 @@ def test_metadata_that_names_files_outside_is_refused(tmp_path: Path, name: str)
     places = {dcp.MetadataIndex("a"): _StorageInfo(name, 0, 4)}
     write_metadata(tmp_path, dcp.Metadata({}, storage_data=places))
     with pytest.raises(ValueError, match=r"\.metadata must name files of its own folder, not"):
+        check(tmp_path)
+
+
+def test_a_file_that_metadata_names_by_a_slot_is_scanned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What unpickles it sets slots after attributes."""
+    data = pickle.dumps(Runs(os.system, "true"))
+    (tmp_path / "good.distcp").write_bytes(pickle.dumps({}).ljust(len(data), b"."))
+    (tmp_path / "evil.distcp").write_bytes(data)
+    place = _StorageInfo("good.distcp", 0, len(data))
+    slots = {"relative_path": "evil.distcp"}
+    with monkeypatch.context() as patch:
+        patch.setattr(_StorageInfo, "__getstate__", lambda self: (vars(self), slots), raising=False)
+        write_metadata(tmp_path, dcp.Metadata({}, storage_data={dcp.MetadataIndex("a"): place}))
+    with pytest.raises(ValueError, match=r"posix\.system"):
         check(tmp_path)
 
 

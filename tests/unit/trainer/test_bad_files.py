@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from mindspeed_rlxf.cli.convert import main as convert_main
 from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.resolve import resolve
@@ -220,6 +221,29 @@ def more_layers(file: Path) -> None:
     config = file.with_name("config.json")
     tree = json.loads(config.read_text())
     config.write_text(json.dumps({**tree, "num_hidden_layers": 3}))
+
+
+def test_a_megatron_folder_of_another_tool_is_described_by_the_tokenizers(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such folders have no config.json; stop tokens come from where it is found too."""
+    shutil.copytree(good / "tokenizer", tmp_path / "tokenizer")
+    convert = [str(good / "lm"), str(tmp_path / "mg"), "--to", "mg"]
+    assert convert_main(convert) == 0
+    capsys.readouterr()
+    for file in ("config.json", "generation_config.json"):
+        (tmp_path / "mg" / file).unlink()
+    words = [f"{role}.load={tmp_path / 'mg'}" for role in ("actor_rollout", "ref", "critic")]
+    words.append(f"training.tokenizer_name_or_path={tmp_path / 'tokenizer'}")
+    found = problems(good, capsys, *words)
+    assert len(found) == 3 and all(
+        "config.json is neither in it nor in training" in f for f in found
+    )
+    shutil.copy(good / "lm" / "config.json", tmp_path / "tokenizer")
+    generation = tmp_path / "tokenizer" / "generation_config.json"
+    generation.write_text(json.dumps({"eos_token_id": [1, 7]}))
+    config = resolve(compose("good", words, str(good)), "good")
+    assert prepare(config).eos_token_ids == (1, 7)
 
 
 @pytest.mark.parametrize(

@@ -46,12 +46,33 @@ def test_late_ranks_and_the_driver_are_named_too(tmp_path: Path) -> None:
     late = json.loads((tmp_path / "failure.json").read_text())
     assert [late[k] for k in ("role", "phase", "rank", "host")] == ["critic", "values", 2, "b"]
     # who else waited differs from time to time, the cause does not
-    assert (late["missing"], late["cause"]) == ([2, 3], "did not arrive within 30 s")
+    assert (late["missing"], late["cause"]) == ([2, 3], "did not arrive in time")
     report(RunDirectory(tmp_path), OSError("no space left"), StopRequest(60.0))
     ours = json.loads((tmp_path / "failure.json").read_text())
     assert ours["message"] == ours["cause"] == "driver: OSError: no space left"
     assert (ours["role"], ours["iteration"]) == ("driver", 0)
     assert [file.name for file in tmp_path.iterdir()] == ["failure.json"]
+
+
+def test_a_failure_in_a_save_is_of_the_iteration_that_is_saved(tmp_path: Path) -> None:
+    """Two of these, with checkpoints in between, are not the same failure twice."""
+    stop = StopRequest(60.0)
+    for iteration in (1, 2):
+        stop.begin()
+        stop.ended(iteration)
+        report(RunDirectory(tmp_path), OSError("no space left"), stop)
+        assert json.loads((tmp_path / "failure.json").read_text())["iteration"] == iteration
+
+
+def test_a_report_that_cannot_be_written_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: object, **_keywords: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    report(RunDirectory(tmp_path), RAISED, StopRequest(60.0))
+    assert "failure.json cannot be written: [Errno 28] No space" in capsys.readouterr().err
 
 
 def test_a_rank_without_a_directory_of_its_own_writes_nothing(

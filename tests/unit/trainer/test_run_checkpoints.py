@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mindspeed_rlxf.checkpoint.host_part import HostView
 from mindspeed_rlxf.checkpoint.run_files import Entry, content_problem, entry_of
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
@@ -36,7 +38,7 @@ class Role:
     """Its state is a text, in a file."""
 
     def __init__(self, state: str) -> None:
-        self.state, self.loaded, self.blind = state, "", False
+        self.state, self.loaded = state, ""
 
     def begin_save(self, folder: Path) -> Answer:
         self.saving = folder, self.state
@@ -48,10 +50,10 @@ class Role:
         (folder / "state").write_text(state)
         return Answer([entry_of(folder, folder / "state")])
 
-    def blind_hosts(self, file: Path) -> Answer:
-        return Answer([] if file.exists() and not self.blind else ["host-b"])
+    def views(self, file: Path) -> Answer:
+        return Answer([HostView("host-a", "", file.exists())])
 
-    def damage(self, folder: Path, entries: list[Entry]) -> Answer:
+    def damage(self, folder: Path, entries: list[Entry], on_each_host: bool) -> Answer:
         problems = [content_problem(folder, entry) for entry in entries]
         return Answer([problem for problem in problems if problem])
 
@@ -179,19 +181,6 @@ def test_without_a_checkpoint_the_run_starts_again(make_tree: MakeTree, tmp_path
     assert case.said == ["no whole checkpoint to go on from: starts from iteration 0 again"]
 
 
-def test_hosts_without_the_run_directory_are_told_and_nothing_is_saved(
-    make_tree: MakeTree, tmp_path: Path
-) -> None:
-    case = Case(make_tree, tmp_path, save_interval=1)
-    assert case.checkpoints.restore(case.said.append) is None and case.checkpoints.is_due(1)
-    assert not list(case.directory.checkpoints.iterdir()), "nothing is left of the probe"
-    case.critic.blind = True
-    assert case.checkpoints.restore(case.said.append) is None
-    (said,) = case.said
-    assert said.startswith("warning: no checkpoint will be taken, host-b do not see")
-    assert not case.checkpoints.is_due(1)
-
-
 def test_other_prompts_are_refused(make_tree: MakeTree, tmp_path: Path) -> None:
     case = Case(make_tree, tmp_path)
     case.iterate(1)
@@ -232,6 +221,72 @@ def test_the_best_validated_one_is_kept_too(make_tree: MakeTree, tmp_path: Path)
         case.again()  # what is the best is read from the disk
         case.iterate(iteration, score)
     assert [c.iteration for c in case.checkpoints.store.newest_first()] == [6, 5, 2]
+
+
+def test_a_score_that_is_no_number_is_never_the_best(make_tree: MakeTree, tmp_path: Path) -> None:
+    case = Case(make_tree, tmp_path)
+    for iteration, score in enumerate([float("nan"), 0.7, float("nan"), 0.1, 0.2], start=1):
+        case.iterate(iteration, score)
+    assert [c.iteration for c in case.checkpoints.store.newest_first()] == [5, 4, 2]
+
+
+def test_lines_that_a_crash_took_send_the_run_to_the_checkpoint_before(
+    make_tree: MakeTree, tmp_path: Path
+) -> None:
+    case = Case(make_tree, tmp_path)
+    case.iterate(1)
+    case.iterate(2)
+    first = case.directory.metrics.read_text().splitlines(keepends=True)[0]
+    case.directory.metrics.write_text(first)
+    case.again()
+    state = case.checkpoints.restore(case.said.append)
+    assert state is not None and state["iteration"] == 1 and case.actor.loaded == "actor 1"
+    assert any(
+        "iter_0000002 is not gone on from" in line and "has 17 bytes of the 34" in line
+        for line in case.said
+    )
+
+
+def test_lines_that_no_checkpoint_can_do_without_end_the_start(
+    make_tree: MakeTree, tmp_path: Path
+) -> None:
+    case = Case(make_tree, tmp_path)
+    case.iterate(1)
+    case.directory.metrics.write_text("")
+    case.again()
+    with pytest.raises(UserError, match=r"no checkpoint of .* can be gone on from: .* has 0 bytes"):
+        case.checkpoints.restore(case.said.append)
+    assert case.checkpoints.store.path(1).exists() and not case.actor.loaded
+
+
+def test_what_is_written_of_metrics_is_on_the_disk_before_the_checkpoint_is(
+    make_tree: MakeTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(make_tree, tmp_path)
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def watch(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watch)
+    case.iterate(1)
+    manifest = next(i for i, name in enumerate(synced) if "manifest" in name)
+    assert "metrics.jsonl" in synced[:manifest]
+
+
+def test_a_start_makes_room_and_knows_what_it_goes_on_from(
+    make_tree: MakeTree, tmp_path: Path
+) -> None:
+    case = Case(make_tree, tmp_path)
+    case.iterate(1)
+    case.checkpoints.write(2, case.said.append)
+    assert case.checkpoints.store.hidden(2).exists()
+    case.again()
+    assert case.checkpoints.restore(case.said.append) is not None
+    assert not case.checkpoints.store.hidden(2).exists()
+    assert case.checkpoints.newest == 1
 
 
 def test_a_run_is_finished_when_its_weights_are_exported(

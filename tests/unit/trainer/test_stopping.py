@@ -117,6 +117,18 @@ def test_wall_time_ends_the_run_while_a_save_still_fits(clock: Clock) -> None:
     assert stop.is_due() and "training.max_wall_time=100 s leaves no time" in stop.reason
 
 
+def test_a_long_iteration_is_remembered_until_the_next_such_one(clock: Clock) -> None:
+    """As one in fifty that is validated too."""
+    for history, is_due in ((0, False), (51, True)):
+        stop = StopRequest(60.0, 1000.0, clock(), clock, history)
+        for iteration in range(1, 51):
+            stop.begin()
+            clock.now += 300 if iteration == 1 else 10
+            stop.ended(iteration)
+            stop.wrote(iteration, 1.0)
+        assert stop.is_due() is is_due
+
+
 def test_ranks_agree_on_what_the_first_says(clock: Clock) -> None:
     stop = after(clock, StopRequest(60.0, clock=clock), 1.0)
     stop.agree = lambda mine: True

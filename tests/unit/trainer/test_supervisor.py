@@ -224,6 +224,9 @@ def test_restarts_are_counted_from_the_newest_checkpoint() -> None:
         "training.max_restarts=2 are used up since the last checkpoint"
     )
     assert Restarts().after(Failure(1, "", ""), 0) == (False, "")
+    back = Restarts()  # the newest checkpoint was damaged: the one before is no progress
+    assert back.after(Failure(5, "5", "4"), 1)[0]
+    assert not back.after(Failure(3, "3", "2"), 1)[0]
     again = Restarts()
     again.after(Failure(3, "x", "2"), 9)
     assert again.after(Failure(4, "x", "2"), 9)[0]  # another iteration
