@@ -17,7 +17,7 @@ from mindspeed_rlxf.device import driver, npu, visible
 
 logger = logging.getLogger(__name__)
 
-IMPORT_S = 60.0  # torch and torch_npu, from a file system of the network
+IMPORT_S = 40.0  # torch and torch_npu, from a file system of the network
 ANSWER = "devices: "
 ASK = f"import torch, torch_npu; print({ANSWER!r} + str(torch_npu.npu.device_count()))"
 
