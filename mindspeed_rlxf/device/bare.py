@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.device import npu
 from mindspeed_rlxf.device.facade import FACTS, resolve_kind
+
+
+def load(kind: DeviceKind) -> None:
+    """Import the device's library; nothing is claimed. Raises ValueError where it is missing."""
+    if resolve_kind(kind) is DeviceKind.NPU:
+        npu.library()  # registers torch.npu
 
 
 def select(kind: DeviceKind, index: int = 0) -> torch.device:
@@ -17,8 +23,7 @@ def select(kind: DeviceKind, index: int = 0) -> torch.device:
     kind = resolve_kind(kind)
     if kind is DeviceKind.CPU:
         return torch.device("cpu")
-    if kind is DeviceKind.NPU:
-        importlib.import_module("torch_npu")  # registers torch.npu
+    load(kind)
     _library(kind).set_device(index)
     return torch.device(FACTS[kind].torch_type, index)
 

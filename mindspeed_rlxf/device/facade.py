@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import driver, npu, visible
+from mindspeed_rlxf.device import driver, npu, npu_count, visible
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,20 @@ def resolve_kind(kind: DeviceKind) -> DeviceKind:
 
 
 def device_count(kind: DeviceKind) -> int | None:
-    """Devices of this host that a process may use; None = as many as asked for (CPU)."""
+    """Devices of this host that a process may use; None = as many as asked for (CPU).
+
+    Imports no library of a device. Raises ValueError where NPUs cannot be counted.
+    """
+    kind = resolve_kind(kind)
+    return npu_count.offered() if kind is DeviceKind.NPU else seen_by_torch(kind)
+
+
+def seen_by_torch(kind: DeviceKind) -> int | None:
+    """The same as torch counts them; on NPU in a process of its own, which takes seconds."""
     kind = resolve_kind(kind)
     if kind is DeviceKind.CPU:
         return None
-    if kind is DeviceKind.CUDA:
-        return torch.cuda.device_count()
-    return int(npu.library().npu.device_count())
+    return npu_count.seen_by_torch() if kind is DeviceKind.NPU else torch.cuda.device_count()
 
 
 def backend(kind: DeviceKind) -> str:

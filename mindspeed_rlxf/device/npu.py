@@ -42,6 +42,10 @@ ARGUMENTS: Mapping[str, Any] = {
     "context_parallel_size": 1,
 }
 BUFFER_MIB = 200  # HCCL's default of HCCL_BUFFSIZE; a communicator has one to send, one to receive
+NOT_INSTALLED = (
+    "device.kind=npu needs torch_npu, which cannot be imported ({}); install it, or use "
+    "device.kind=cpu"
+)
 CONNECT_S = (120, 7200)  # what HCCL_CONNECT_TIMEOUT may be; the first is its default
 
 
@@ -56,8 +60,7 @@ def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
     early = sorted(name for name in sys.modules if name.split(".")[0] == "megatron")
     assert not early, f"{early[0]} was imported before MindSpeed's adaptor"
     check_cann(os.environ)
-    npu_versions.check_sources()
-    for warning in npu_versions.check_pairs(npu_versions.found()):
+    for warning in npu_versions.check():
         logger.warning("%s", warning)
     if deadline_s is not None:
         set_timeouts(os.environ, deadline_s)
@@ -92,10 +95,7 @@ def library() -> Any:
     try:
         return importlib.import_module("torch_npu")
     except ImportError as error:
-        raise ValueError(
-            "device.kind=npu needs torch_npu, which cannot be imported "
-            f"({error}); install it, or use device.kind=cpu"
-        ) from error
+        raise ValueError(NOT_INSTALLED.format(error)) from error
 
 
 def set_timeouts(environment: Any, deadline_s: float) -> None:

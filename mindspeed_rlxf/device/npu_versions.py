@@ -6,18 +6,13 @@ order in which they are imported matters (`device/npu.py`).
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from packaging.version import Version
 
+from mindspeed_rlxf import packages
 from mindspeed_rlxf.device import version_sets
-
-NUMBERS = ("MAJOR", "MINOR", "PATCH")
 
 
 @dataclass(frozen=True)
@@ -58,78 +53,59 @@ class Found:
 
 def found() -> Found:
     return Found(
-        _installed("torch"),
-        _installed("torch_npu"),
-        megatron_core_version(),
-        _installed("mindspeed"),
-        version_sets.cann_version(),
+        torch=packages.version("torch"),
+        torch_npu=packages.version("torch_npu"),
+        megatron_core=packages.version(packages.MEGATRON),
+        mindspeed=packages.version("mindspeed"),
+        cann=version_sets.cann_version(),
     )
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+@dataclass(frozen=True)
+class Problem:
+    """what: the rule and what is there instead; fatal: it cannot work, else nobody has tried it."""
+
+    what: str
+    remedy: str
+    fatal: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.remedy}"
 
 
-def folder_of(module: str) -> Path | None:
-    """Where a package would be imported from; imports its parents only, which here hold no code."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return None
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(places[0]) if places else None
+def check() -> list[str]:
+    """Warnings about this process's installation. Raises ValueError where it cannot work."""
+    problems = list(source_problems()) or list(pair_problems(found()))
+    fatal = [str(problem) for problem in problems if problem.fatal]
+    if fatal:
+        raise ValueError("; ".join(fatal))
+    return [str(problem) for problem in problems]
 
 
-def megatron_core_version() -> str | None:
-    """Of the sources on the path, not of a wheel that they hide."""
-    folder = folder_of("megatron.core")
-    file = folder / "package_info.py" if folder else None
-    if file is None or not file.is_file():
-        return None
-    values = {
-        target.id: node.value.value
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    if not values.keys() >= set(NUMBERS):
-        return None
-    return ".".join(str(values[name]) for name in NUMBERS)
-
-
-def check_sources() -> None:
-    """Raises ValueError where MindSpeed would miss a part of Megatron-LM, or find two of them."""
-    core, training = folder_of("megatron.core"), folder_of("megatron.training")
+def source_problems() -> Iterator[Problem]:
+    """Where MindSpeed is missing, would miss a part of Megatron-LM, or find two of them."""
+    core, training = (packages.folder_of(f"megatron.{part}") for part in ("core", "training"))
     tags = " or ".join(each.megatron_tag for each in SETS)
     if training is None:
-        raise ValueError(
+        yield Problem(
             "MindSpeed needs the package megatron.training, which the megatron-core wheel lacks"
-            f" (megatron.core: {core or 'not found'}); put a checkout of Megatron-LM, tag {tags}, "
-            "on PYTHONPATH of every node before `ray start`"
+            f" (megatron.core: {core or 'not found'})",
+            f"put a checkout of Megatron-LM, tag {tags}, on PYTHONPATH of every node before "
+            "`ray start`",
         )
-    if core is None or core.parent != training.parent:
-        raise ValueError(
+    elif core is None or core.parent != training.parent:
+        yield Problem(
             f"megatron.core ({core}) and megatron.training ({training}) must come from one "
-            "Megatron-LM checkout; put it first on PYTHONPATH, or uninstall the other"
+            "Megatron-LM checkout",
+            "put it first on PYTHONPATH, or uninstall the other",
         )
-    if folder_of("mindspeed") is None:
+    if packages.folder_of("mindspeed") is None:
         branches = " or ".join(each.mindspeed_branch for each in SETS)
-        raise ValueError(
-            f"device.kind=npu needs MindSpeed, which is not on the path; pip install -e a checkout "
-            f"of its branch {branches}, or put it on PYTHONPATH of every node"
+        yield Problem(
+            "device.kind=npu needs MindSpeed, which is not on the path",
+            f"pip install -e a checkout of its branch {branches}, or put it on PYTHONPATH of "
+            "every node",
         )
-
-
-def check_pairs(there: Found) -> list[str]:
-    """Warnings about pairs that are not known to work. Raises ValueError for pairs that cannot."""
-    problems, warnings = list(_broken(there)), list(_untried(there))
-    if problems:
-        raise ValueError("; ".join(problems))
-    return warnings
 
 
 def set_for(megatron_core: str) -> VersionSet | None:
@@ -138,40 +114,56 @@ def set_for(megatron_core: str) -> VersionSet | None:
     return next((s for s in SETS if Version(s.megatron_core).release[:2] == wanted), None)
 
 
-def _broken(there: Found) -> Iterator[str]:
+def pair_problems(there: Found) -> Iterator[Problem]:
+    """Versions that do not go together, and pairs that are not known to."""
+    yield from _torch(there)
+    yield from _megatron(there)
+    yield from _cann(there)
+
+
+def _torch(there: Found) -> Iterator[Problem]:
     if there.torch and there.torch_npu:
         torch, npu = Version(there.torch), Version(there.torch_npu)
         if torch.release != npu.release:
-            yield (
-                f"torch_npu {npu} must have the number of torch, which is {torch}; "
-                f"pip install torch_npu=={'.'.join(map(str, torch.release))}.*"
+            yield Problem(
+                f"torch_npu {npu} must have the number of torch, which is {torch}",
+                f"pip install torch_npu=={'.'.join(map(str, torch.release))}.*",
             )
-    if there.megatron_core and there.mindspeed:
-        core, mindspeed = Version(there.megatron_core), Version(there.mindspeed)
-        if core.release[:2] != mindspeed.release[:2]:
-            chosen = set_for(there.megatron_core)
-            remedy = (
-                f"check out MindSpeed {chosen.mindspeed_branch}"
-                if chosen
-                else f"use Megatron-LM {' or '.join(s.megatron_tag for s in SETS)}"
-            )
-            yield f"MindSpeed {mindspeed} must pair with Megatron-LM {core}; {remedy}"
 
 
-def _untried(there: Found) -> Iterator[str]:
+def _megatron(there: Found) -> Iterator[Problem]:
     chosen = set_for(there.megatron_core) if there.megatron_core else None
     if chosen is None:
-        known = ", ".join(s.megatron_tag for s in SETS)
-        yield f"Megatron-LM {there.megatron_core} is in no set of constraints/ (these hold {known})"
+        tags = " or ".join(each.megatron_tag for each in SETS)
+        what = f"Megatron-LM {there.megatron_core} is in no set of constraints/"
+        yield Problem(what, f"use Megatron-LM {tags}", fatal=False)
     elif there.torch and Version(there.torch).base_version not in chosen.torch:
-        yield f"torch {there.torch} is not one of {', '.join(chosen.torch)}, as in {chosen.name}"
+        what = f"torch {there.torch} is not that of {chosen.name}"
+        yield Problem(what, f"use torch {' or '.join(chosen.torch)}", fatal=False)
     if there.mindspeed is None:
-        yield "MindSpeed is on the path without being installed: its version is not known"
+        what = "MindSpeed is on the path without setup.py or metadata: its version is not known"
+        yield Problem(what, "pip install -e its checkout", fatal=False)
+    elif there.megatron_core:
+        core, mindspeed = Version(there.megatron_core), Version(there.mindspeed)
+        if core.release[:2] != mindspeed.release[:2]:
+            tags = " or ".join(s.megatron_tag for s in SETS)
+            yield Problem(
+                f"MindSpeed {mindspeed} must pair with Megatron-LM {core}",
+                f"check out MindSpeed {chosen.mindspeed_branch}"
+                if chosen
+                else f"use Megatron-LM {tags}",
+            )
+
+
+def _cann(there: Found) -> Iterator[Problem]:
     if there.torch_npu and there.cann:
         release = ".".join(there.cann.split(".")[:2])
         wanted = version_sets.TORCH_NPU_OF_CANN.get(release, ())
         if Version(there.torch_npu).public not in wanted:
-            yield (
+            known = ", ".join(version_sets.TORCH_NPU_OF_CANN)
+            yield Problem(
                 f"torch_npu {there.torch_npu} with CANN {there.cann} is no pair of torch_npu's own "
-                f"table, which for CANN {release} has {', '.join(wanted) or 'no line'}"
+                "table",
+                f"install torch_npu {' or '.join(wanted)}" if wanted else f"use CANN {known}",
+                fatal=False,
             )

@@ -5,6 +5,12 @@ from __future__ import annotations
 import os
 
 
+def listed(variable: str | None) -> list[str]:
+    """The devices that a variable shows to this process; empty = it hides none."""
+    value = os.environ.get(variable, "") if variable else ""
+    return [number.strip() for number in value.split(",") if number.strip()]
+
+
 def index_within(assigned: str, variable: str | None, seen: int) -> int:
     """The number within this process of the device that Ray assigned.
 
@@ -13,14 +19,13 @@ def index_within(assigned: str, variable: str | None, seen: int) -> int:
               RAY_EXPERIMENTAL_NOSET_... variable is set, leaves it as the node has it
     seen:     devices that the process sees
     """
-    value = os.environ.get(variable, "") if variable else ""
-    listed = [number.strip() for number in value.split(",") if number.strip()]
-    if listed and assigned not in listed:
+    numbers = listed(variable)
+    if numbers and assigned not in numbers:
         raise ValueError(
-            f"{variable}={value} must hold the device {assigned} that Ray assigned to this "
-            "process; set it before `ray start` and not afterwards, or unset it"
+            f"{variable}={','.join(numbers)} must hold the device {assigned} that Ray assigned to "
+            "this process; set it before `ray start` and not afterwards, or unset it"
         )
-    return checked(listed.index(assigned) if listed else int(assigned), variable, seen)
+    return checked(numbers.index(assigned) if numbers else int(assigned), variable, seen)
 
 
 def checked(index: int, variable: str | None, seen: int) -> int:

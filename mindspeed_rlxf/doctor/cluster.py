@@ -23,7 +23,7 @@ from mindspeed_rlxf.runtime.environment import forwarded_environment
 from mindspeed_rlxf.runtime.installed import build
 from mindspeed_rlxf.runtime.ray_cluster import open_cluster
 
-SURVEY_S = 90.0  # checks of a host take 30 at most, its first process some to start
+SURVEY_S = 90.0  # checks of a host take 65 at most, its first process some to start
 START_S = 60.0  # processes of the ranks, which import torch
 CLOCK_S, CLOCK_REPLY_S = 1.0, 3.0
 MOST_RANKS_ON_CPU = 8

@@ -18,7 +18,7 @@ def look(kind: DeviceKind) -> list[Finding]:
     """Raises nothing of its own: what torch cannot say is a finding."""
     try:
         kind = device.resolve_kind(kind)
-        counted = device.device_count(kind)
+        counted = device.seen_by_torch(kind)
     except Exception as problem:
         said = " ".join(str(problem).split())
         return [error("devices.torch", said, "mend the installation, or set device.kind=cpu")]

@@ -13,7 +13,7 @@ from mindspeed_rlxf.doctor.findings import Finding, Probe, error, ok, run_probes
 from mindspeed_rlxf.doctor.subject import Subject
 from mindspeed_rlxf.runtime.ray_cluster import object_store_bytes
 
-VERSIONS_S, DEVICES_S, DISK_S, FILES_S = 20.0, 30.0, 30.0, 20.0
+VERSIONS_S, DEVICES_S, DISK_S, FILES_S = 20.0, 65.0, 30.0, 20.0
 
 
 def probes(subject: Subject) -> list[Probe]:

@@ -8,9 +8,9 @@ from importlib.metadata import PackageNotFoundError, requires
 
 from packaging.requirements import Requirement
 
-from mindspeed_rlxf import device
+from mindspeed_rlxf import device, packages
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import version_sets
+from mindspeed_rlxf.device import npu_versions, version_sets
 from mindspeed_rlxf.doctor.findings import Finding, error, ok, warning
 from mindspeed_rlxf.doctor.host import python_finding
 
@@ -20,12 +20,9 @@ DISTRIBUTION = "mindspeed-rlxf"
 def look(kind: DeviceKind) -> list[Finding]:
     """Python, every package that matters, CANN, and the pairs among them."""
     kind = device.resolve_kind(kind)
-    versions, on_npu = version_sets.installed(), kind is DeviceKind.NPU
-    cann = version_sets.cann_version() if on_npu else None
+    versions = version_sets.installed()
     found = [python_finding(), *package_findings(versions, version_sets.REQUIRED[kind])]
-    if on_npu:
-        found += npu_findings(versions, cann)
-    return found
+    return found + (npu_findings() if kind is DeviceKind.NPU else [])
 
 
 def package_findings(
@@ -50,17 +47,32 @@ def package_findings(
     return found
 
 
-def npu_findings(versions: Mapping[str, str | None], cann: str | None) -> list[Finding]:
+def npu_findings() -> list[Finding]:
+    """What a worker would refuse, or warn of, when it starts: by the same rules."""
+    there = npu_versions.found()
+    found = [_cann(there.cann), *_sources()]
+    for problem in (*npu_versions.source_problems(), *npu_versions.pair_problems(there)):
+        say = error if problem.fatal else warning
+        found.append(say("versions.pairs", problem.what, problem.remedy))
+    return found
+
+
+def _cann(cann: str | None) -> Finding:
     if cann is None:
         remedy = "install CANN, and source its set_env.sh before `ray start` and the run"
-        found = [error("versions.cann", "no CANN found", remedy)]
-    elif not (os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")):
+        return error("versions.cann", "no CANN found", remedy)
+    if not (os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")):
         remedy = "source its set_env.sh before `ray start` and the run"
-        found = [warning("versions.cann", f"{cann}, its set_env.sh is not sourced", remedy)]
-    else:
-        found = [ok("versions.cann", cann)]
-    pairs = list(version_sets.mispairings(versions, cann))
-    return found + [error("versions.pairs", what, remedy) for what, remedy in pairs]
+        return warning("versions.cann", f"{cann}, its set_env.sh is not sourced", remedy)
+    return ok("versions.cann", cann)
+
+
+def _sources() -> list[Finding]:
+    """Where checkouts are imported from: what a version alone does not tell."""
+    modules = ("megatron.core", "megatron.training", "mindspeed")
+    folders = {module: packages.folder_of(module) for module in modules}
+    there = [f"{module} from {folder}" for module, folder in folders.items() if folder]
+    return [ok("versions.sources", ", ".join(there))] if there else []
 
 
 def _requirements() -> dict[str, Requirement]:

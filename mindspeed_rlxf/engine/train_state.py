@@ -3,6 +3,7 @@
     *.distcp, .metadata, common.pt, metadata.json   weights and Adam's slots, by megatron-core
     random/rank_00003.json                          random streams of a rank
     state.json                                      steps taken, layout
+    config.json, tokenizer.json, ...                what describes the model to who converts it
 
 Sharded tensors can be read in any layout, random streams only in that which wrote them. Learning
 rates and other settings of the optimizer are not here: the configuration has them.
@@ -79,7 +80,7 @@ class StateSaver:
         if rank == 0:
             write_text(folder / STATE, json.dumps(_numbers(engine), indent=1))
         self._folder = folder
-        self._writing = _WRITER.submit(_write_and_hash, self._save, folder, rank)
+        self._writing = _WRITER.submit(_write_and_hash, self._save, folder, rank, engine)
 
     def end(self) -> list[Entry]:
         """Wait for all files. Returns those of all ranks, hashed by who wrote them, with its host,
@@ -105,10 +106,14 @@ _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 """One for all roles of the process: Megatron's results come in the order of the saves."""
 
 
-def _write_and_hash(save: ShardedSave, folder: Path, rank: int) -> list[Entry]:
+def _write_and_hash(
+    save: ShardedSave, folder: Path, rank: int, engine: MegatronEngine
+) -> list[Entry]:
     """Without collectives: another thread is in these."""
     save.write()
     files = [*sorted(folder.glob(f"__{rank}_*.distcp")), _random_file(folder, rank)]
+    if rank == 0:
+        files += engine.describe(folder)
     return [entry_of(folder, file) for file in files]
 
 

@@ -10,13 +10,13 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
+from mindspeed_rlxf import packages
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.runtime.installed import build
 
-PACKAGES = ("torch", "transformers", "megatron-core")
+PACKAGES = ("torch", "transformers", packages.MEGATRON)
 DEVICE_PACKAGES = ("torch-npu", "mindspeed")  # a driver on a node without devices may lack them
 HASHED = (".json", ".jinja", ".txt", ".model")  # small: contents count; of others the size
 MAX_HASHED = 64 * 2**20
@@ -54,7 +54,7 @@ def report(
     return NodeReport(
         host=socket.gethostname(),
         build=build(),
-        packages={name: version(name) for name in (*PACKAGES, *DEVICE_PACKAGES)},
+        packages={name: packages.version(name) or "none" for name in (*PACKAGES, *DEVICE_PACKAGES)},
         files={folder: contents(folder) for folder in folders},
         sees_run=run_file is None or os.path.exists(run_file),
         devices=devices,
@@ -71,13 +71,6 @@ def _health(kind: DeviceKind) -> tuple[int | None, tuple[str, ...]]:
         return None, ()
     sick = [f"device {d.index}: {d.health}" for d in view.devices if d.health not in HEALTHY]
     return len(view.devices), tuple(sick)
-
-
-def version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def contents(folder: str) -> dict[str, str]:
@@ -109,15 +102,15 @@ def problems(driver: NodeReport, nodes: Sequence[NodeReport], keys: Mapping[str,
 
 
 def _installed(
-    expected: NodeReport, node: NodeReport, packages: Sequence[str], whose: str = "the driver"
+    expected: NodeReport, node: NodeReport, names: Sequence[str], whose: str = "the driver"
 ) -> list[str]:
     found = []
-    if packages is PACKAGES and node.build != expected.build:
+    if names is PACKAGES and node.build != expected.build:
         found.append(
             f"mindspeed_rlxf on {node.host} must be that of {whose} ({expected.build}), not "
             f"{node.build}; install the same there, and start Ray on that host again"
         )
-    for name in packages:
+    for name in names:
         ours, theirs = expected.packages[name], node.packages[name]
         if _public(ours) != _public(theirs):
             found.append(

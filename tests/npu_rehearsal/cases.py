@@ -18,6 +18,15 @@ class Case:
     generates: bool = False  # responses of its own, else fixed ones
 
 
+# What every rank of every case has to call: torch_npu's operators, and the functions of PATHS.
+OPERATORS = ("npu_fusion_attention", "npu_rms_norm", "npu_swiglu", "rotary", "optimizer")
+# MindSpeed's paths that end in no operator of torch_npu, each by (module, name) that it looks up at
+# every call: its rotary function computes in plain torch unless told to fuse, and its AdamW calls
+# torch's fused one. Megatron's own function and optimizer use neither.
+PATHS = {
+    "rotary": ("mindspeed.core.fusions.fused_rope", "_rotate_half"),
+    "optimizer": ("torch", "_fused_adamw_"),
+}
 CASES = {
     "tp1": Case(),
     "tp1 generates": Case(generates=True),

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.npu_rehearsal.cases import CASES, REQUIRED
+from tests.npu_rehearsal.cases import CASES, OPERATORS, REQUIRED
 from tests.npu_standin import FOLDER as STANDIN
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -119,6 +119,18 @@ def differences(ours: Path, theirs: Path, ranks: int) -> list[tuple[str, float]]
     return found
 
 
+def operators(out: Path, ranks: int) -> tuple[list[dict[str, int]], list[str]]:
+    """How often each rank called each operator, and which rank never called which of OPERATORS."""
+    counts = [json.loads((out / f"operators.{rank}.json").read_text()) for rank in range(ranks)]
+    uncalled = [
+        f"rank {rank} never called {name}: this path of MindSpeed was not rehearsed"
+        for rank, called in enumerate(counts)
+        for name in OPERATORS
+        if not called.get(name)
+    ]
+    return counts, uncalled
+
+
 def distance(one: list[float], other: list[float]) -> float:
     """Largest difference, relative to the largest number where that is above 1."""
     scale = max([1.0, *map(abs, one)])
@@ -149,7 +161,7 @@ def make_models(folder: Path, architecture: str, scratch: Path) -> None:
 
 
 def rehearse(name: str, scratch: Path) -> bool:
-    """Both paths of one case; True where they agree."""
+    """Both paths of one case; True where they agree, and every rank took those of MindSpeed."""
     architecture = CASES[name].architecture
     folder = scratch / architecture
     if not (folder / "reward").exists():
@@ -162,14 +174,16 @@ def rehearse(name: str, scratch: Path) -> bool:
         ]
         for each in runs:
             each.result()
-    operators = json.loads((outs[1] / "operators.0.json").read_text())
+    counts, uncalled = operators(outs[1], CASES[name].ranks)
     found = differences(outs[0], outs[1], CASES[name].ranks)
     over = [(what, by) for what, by in found if by > TOLERANCE]
     worst = max(by for _, by in found)
-    print(f"{name}: {len(found)} things, largest difference {worst:.1e}; operators {operators}")
+    print(f"{name}: {len(found)} things, largest difference {worst:.1e}; operators {counts}")
     for what, by in over[:5]:
         print(f"  {what}: {by:.1e} is over {TOLERANCE:.0e}")
-    return not over
+    for what in uncalled:
+        print(f"  {what}")
+    return not over and not uncalled
 
 
 def main(names: list[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import importlib
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.runtime.local import LocalRuntime, claim_device
-from tests.npu_rehearsal.cases import CASES
+from tests.npu_rehearsal.cases import CASES, PATHS
 
 TIMEOUT_S = 300.0
 calls: collections.Counter[str] = collections.Counter()
@@ -44,7 +45,7 @@ def main(kind: DeviceKind, folder: Path, out: Path, name: str) -> None:
 
 
 def count_operators() -> None:
-    """Of torch_npu: a rehearsal in which none is called rehearses nothing."""
+    """A rehearsal in which one is not called does not rehearse it; `run` looks at every rank's."""
     import torch_npu
 
     def counted(name: str, operator: Any) -> Any:
@@ -57,6 +58,9 @@ def count_operators() -> None:
     for name in torch_npu.__all__:
         if name.startswith("npu_"):
             setattr(torch_npu, name, counted(name, getattr(torch_npu, name)))
+    for path, (place, name) in PATHS.items():
+        module = importlib.import_module(place)
+        setattr(module, name, counted(path, getattr(module, name)))
 
 
 def record_log_probs() -> list[list[float]]:

@@ -16,7 +16,7 @@ from mindspeed_rlxf.config.sections import AlgorithmConfig
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 KNOWN = known_keys()
-FUNCTIONS = {"device.setup"}  # named in log.md
+FUNCTIONS = {"device.setup"}  # named in log.md and npu.md
 
 
 def code_words(document: Path) -> set[str]:

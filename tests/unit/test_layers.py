@@ -28,6 +28,7 @@ LAYERS = [
     {"reporting"},
     {"algorithms"},
     {"config", "device"},
+    {"packages"},
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 
@@ -37,6 +38,7 @@ SIDEWAYS = {
     ("mindspeed_rlxf.device.facade", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.device.bare", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.device.driver", "mindspeed_rlxf.config.enums"),
+    ("mindspeed_rlxf.device.npu_count", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.device.version_sets", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.config.host", "mindspeed_rlxf.device"),
 }

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_rlxf.device import npu, npu_versions, version_sets
+from mindspeed_rlxf import packages
+from mindspeed_rlxf.device import npu, version_sets
 
 ADAPTOR = """
 import sys
@@ -27,6 +29,7 @@ recorder.adaptor_imported(list(sys.argv))
 def repatch(arguments):
     recorder.repatched(arguments)
 """
+HIDDEN = ("megatron", "mindspeed", "torch_npu")
 VERSIONS = {"torch": "2.7.1+cpu", "torch_npu": "2.7.1.post2", "mindspeed": "0.12.1"}
 
 
@@ -62,6 +65,22 @@ class Npu:
         return int(chosen[0].split()[1])
 
 
+class TorchNpu(MetaPathFinder, Loader):
+    """Finds and loads torch_npu; HCCL's times and CANN have to be settled when it is imported."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name == "torch_npu" else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._recorder.torch_npu_imported()
+        module.npu = Npu(self._recorder)  # type: ignore[attr-defined]
+
+
 class Recorder(ModuleType):
     """calls: what happened, in order; arguments: what `repatch` got; argv: what could be parsed."""
 
@@ -78,6 +97,22 @@ class Recorder(ModuleType):
 
     def seen(self, word: str) -> bool:
         return any(call.split()[0] == word for call in self.calls)
+
+    def cann_checked(self) -> None:
+        if not self.seen("check_cann"):  # as often as one likes
+            self.calls.append("check_cann")
+
+    def timeouts_set(self) -> None:
+        if self.seen("torch_npu"):
+            raise OutOfOrder("HCCL's times after torch_npu, which may have read them")
+        self.once("set_timeouts")
+
+    def torch_npu_imported(self) -> None:
+        if not self.seen("check_cann"):
+            raise OutOfOrder("torch_npu before a look at CANN, without which it cannot be loaded")
+        if self.seen("adaptor"):
+            raise OutOfOrder("torch_npu after the adaptor")
+        self.once("torch_npu")
 
     def adaptor_imported(self, argv: list[str]) -> None:
         if not self.seen("set_device"):
@@ -114,13 +149,17 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int = 8) -> 
     """A machine with NPUs: stand-ins on the path, CANN's environment, nothing imported yet."""
     recorder = Recorder(devices)
     monkeypatch.setitem(sys.modules, recorder.__name__, recorder)
-    for name in ("megatron", "mindspeed", "mindspeed.megatron_adaptor"):
+    for name in ("megatron", "mindspeed", "mindspeed.megatron_adaptor", "torch_npu"):
         if name not in sys.modules:  # gone again afterwards
             monkeypatch.setitem(sys.modules, name, None)
-    for name in [n for n in sys.modules if n.split(".")[0] in ("megatron", "mindspeed")]:
+    for name in [n for n in sys.modules if n.split(".")[0] in HIDDEN]:
         monkeypatch.delitem(sys.modules, name)
-    torch_npu = SimpleNamespace(npu=Npu(recorder))
-    monkeypatch.setitem(sys.modules, "torch_npu", torch_npu)
+    monkeypatch.setattr(sys, "meta_path", [TorchNpu(recorder), *sys.meta_path])
+    for name, note in (
+        ("check_cann", recorder.cann_checked),
+        ("set_timeouts", recorder.timeouts_set),
+    ):
+        monkeypatch.setattr(npu, name, noted(getattr(npu, name), note))
     checkout(folder / "Megatron-LM", ["core", "training"], (0, 12, 1))
     adaptor = folder / "MindSpeed" / "mindspeed" / "megatron_adaptor.py"
     adaptor.parent.mkdir(parents=True)
@@ -131,11 +170,19 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int = 8) -> 
     for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", "HCCL_BUFFSIZE", npu.VISIBLE):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
-    monkeypatch.setattr(npu_versions, "version", version_of(VERSIONS))
+    monkeypatch.setattr(packages, "_installed", VERSIONS.get)
     monkeypatch.setattr(version_sets, "cann_version", lambda: "8.5.0")
     monkeypatch.setattr(dist, "all_reduce", dist.all_reduce)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     return recorder
+
+
+def noted(function: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        note()
+        return function(*args)
+
+    return call
 
 
 def install_cann(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -152,7 +199,7 @@ def checkout(folder: Path, parts: Sequence[str], numbers: tuple[int, int, int]) 
         (folder / "megatron" / part).mkdir(parents=True)
         (folder / "megatron" / part / "__init__.py").write_text("raise ImportError('too early')\n")
     if "core" in parts:
-        lines = [f"{n} = {v}\n" for n, v in zip(npu_versions.NUMBERS, numbers, strict=True)]
+        lines = [f"{n} = {v}\n" for n, v in zip(packages.NUMBERS, numbers, strict=True)]
         (folder / "megatron" / "core" / "package_info.py").write_text("".join(lines))
 
 
@@ -163,10 +210,11 @@ def look_in(monkeypatch: pytest.MonkeyPatch, folders: Sequence[Path]) -> None:
     monkeypatch.setattr(sys, "path", [*map(str, folders), *kept])
 
 
-def version_of(versions: dict[str, str]) -> Any:
-    def version(name: str) -> str:
-        if name not in versions:
-            raise PackageNotFoundError(name)
-        return versions[name]
-
-    return version
+def smi_table(count: int) -> str:
+    """What `npu-smi info` prints of so many healthy chips."""
+    rows = [
+        f"| {i}     910B2          | OK            | 94.3     45          0    / 0        |\n"
+        f"| 0                    | 0000:C{i}:00.0  | 0        0    / 0    3302 / 65536    |\n"
+        for i in range(count)
+    ]
+    return "| npu-smi 24.1.0                   Version: 24.1.0 |\n" + "+---+\n".join(rows)

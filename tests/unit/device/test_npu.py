@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -31,8 +32,10 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
 
 def test_device_then_adaptor_then_repatch(machine: Recorder) -> None:
     assert device.setup(NPU, assigned="3", deadline_s=1860) == ("npu", 3)
-    order = ["set_device 3", "set_compile_mode False", "adaptor", "repatch"]
-    assert machine.calls == order
+    assert machine.calls == [
+        "check_cann", "set_timeouts", "torch_npu", "set_device 3", "set_compile_mode False",
+        "adaptor", "repatch",
+    ]  # fmt: skip
 
 
 def test_a_second_setup_patches_nothing(machine: Recorder) -> None:
@@ -95,7 +98,12 @@ def test_a_failed_start_leaves_the_process_without_a_device(machine: Recorder) -
 
 
 def test_the_stand_ins_refuse_every_wrong_order(machine: Recorder) -> None:
-    torch_npu = sys.modules["torch_npu"]
+    with pytest.raises(OutOfOrder, match="torch_npu before a look at CANN"):
+        importlib.import_module("torch_npu")
+    npu.check_cann(os.environ)
+    torch_npu = npu.library()
+    with pytest.raises(OutOfOrder, match="HCCL's times after torch_npu"):
+        npu.set_timeouts({}, 30)
     with pytest.raises(OutOfOrder, match="before the device"):
         importlib.import_module("mindspeed.megatron_adaptor")
     with pytest.raises(OutOfOrder, match="claims device 0"):
@@ -227,8 +235,6 @@ def test_cann_is_asked_before_torch_npu_is_touched(
 
 
 def test_the_package_keeps_torch_from_loading_torch_npu_by_itself() -> None:
-    import os
-
     assert os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
 
 

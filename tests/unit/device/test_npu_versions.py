@@ -15,10 +15,14 @@ GOOD = Found("2.7.1+cpu", "2.7.1.post2", "0.12.1", "0.12.1", "8.5.0")
 CONSTRAINTS = Path(__file__).parents[3] / "constraints"
 
 
+def problems(there: Found, fatal: bool) -> list[str]:
+    return [str(each) for each in npu_versions.pair_problems(there) if each.fatal is fatal]
+
+
 def test_a_set_as_published_gives_no_warning() -> None:
-    assert npu_versions.check_pairs(GOOD) == []
+    assert list(npu_versions.pair_problems(GOOD)) == []
     newer = Found("2.9.0", "2.9.0.post2", "0.16.0", "0.16.0", "9.0.0")
-    assert npu_versions.check_pairs(newer) == []
+    assert list(npu_versions.pair_problems(newer)) == []
 
 
 @pytest.mark.parametrize(
@@ -39,21 +43,29 @@ def test_a_set_as_published_gives_no_warning() -> None:
     ],
 )
 def test_what_cannot_work_is_refused_with_its_remedy(there: Found, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        npu_versions.check_pairs(there)
+    (problem,) = problems(there, fatal=True)
+    assert re.search(message, problem)
 
 
 @pytest.mark.parametrize(
     ("there", "warning"),
     [
-        (Found("2.7.1", "2.7.1.post2", "0.12.1", "0.12.1", "9.0.0"), "no pair of torch_npu's own"),
-        (Found("2.6.0", "2.6.0.post5", "0.12.1", "0.12.1", "8.5.0"), r"torch 2\.6\.0 is not one"),
+        (
+            Found("2.7.1", "2.7.1.post2", "0.12.1", "0.12.1", "9.0.0"),
+            r"no pair of torch_npu's own table; install torch_npu 2\.7\.1\.post4 or",
+        ),
+        (Found("2.7.1", "2.7.1", "0.12.1", "0.12.1", "7.0.1"), r"table; use CANN 8\.5, 9\.0, 9\.1"),
+        (
+            Found("2.6.0", "2.6.0.post5", "0.12.1", "0.12.1", "8.5.0"),
+            r"torch 2\.6\.0 is not that of npu-core0\.12\.1; use torch 2\.7\.1",
+        ),
         (Found("2.7.1", "2.7.1.post2", "0.12.1", None, "8.5.0"), "its version is not known"),
         (Found("2.7.1", "2.7.1.post2", "0.14.0", None, "8.5.0"), "in no set of constraints"),
     ],
 )
 def test_what_nobody_tried_is_warned_about(there: Found, warning: str) -> None:
-    warnings = npu_versions.check_pairs(there)
+    assert problems(there, fatal=True) == []
+    warnings = problems(there, fatal=False)
     assert any(re.search(warning, text) for text in warnings), warnings
 
 
@@ -67,11 +79,11 @@ def test_every_set_has_its_constraints_with_its_megatron(each: npu_versions.Vers
 
 def test_the_wheel_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     npu_recorder.install(monkeypatch, tmp_path)
-    npu_versions.check_sources()
+    npu_versions.check()
     npu_recorder.checkout(tmp_path / "wheel", ["core"], (0, 16, 1))
     npu_recorder.look_in(monkeypatch, [tmp_path / "wheel", tmp_path / "MindSpeed"])
     with pytest.raises(ValueError, match=r"megatron\.training.*core_v0\.12\.1.*`ray start`"):
-        npu_versions.check_sources()
+        npu_versions.check()
 
 
 def test_halves_of_two_megatrons_are_refused(
@@ -82,7 +94,7 @@ def test_halves_of_two_megatrons_are_refused(
     folders = [tmp_path / name for name in ("wheel", "Megatron-LM", "MindSpeed")]
     npu_recorder.look_in(monkeypatch, folders)
     with pytest.raises(ValueError, match="must come from one Megatron-LM checkout"):
-        npu_versions.check_sources()
+        npu_versions.check()
 
 
 def test_a_missing_mindspeed_is_named_with_its_branch(
@@ -91,4 +103,4 @@ def test_a_missing_mindspeed_is_named_with_its_branch(
     npu_recorder.install(monkeypatch, tmp_path)
     npu_recorder.look_in(monkeypatch, [tmp_path / "Megatron-LM"])
     with pytest.raises(ValueError, match=r"needs MindSpeed.*26\.1\.0_core_r0\.12\.1"):
-        npu_versions.check_sources()
+        npu_versions.check()

@@ -105,16 +105,6 @@ def test_needed_packages_and_ranges_are_told() -> None:
     assert "ray<3,>=2.40" in found[1].remedy
 
 
-def test_torch_npu_pairs_with_its_torch_and_its_cann() -> None:
-    def wrong(torch: str, npu: str, cann: str) -> list[str]:
-        versions = {"torch": torch, "torch_npu": npu}
-        return [what for what, _ in version_sets.mispairings(versions, cann)]
-
-    assert wrong("2.7.1+cpu", "2.7.1.post2", "8.5.0") == []
-    assert wrong("2.6.0", "2.7.1.post2", "8.5.0") == ["torch 2.6.0 with torch_npu 2.7.1.post2"]
-    assert wrong("2.7.1", "2.7.1.post2", "9.0.0") == ["torch_npu 2.7.1.post2 with CANN 9.0.0"]
-
-
 def test_the_version_of_cann_is_read_from_what_set_env_names(tmp_path: Path) -> None:
     folder = tmp_path / "aarch64-linux"
     folder.mkdir()

@@ -1,0 +1,76 @@
+"""How many NPUs a process of this host may use, told without importing torch_npu in this process.
+
+Only workers import it (`device/npu.py`): it registers a device with torch for good, takes seconds,
+and claims memory at the first careless call, which in the driver nobody would give back.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.device import driver, npu, visible
+
+logger = logging.getLogger(__name__)
+
+IMPORT_S = 40.0  # torch and torch_npu, from a file system of the network
+ANSWER = "devices: "
+ASK = f"import torch, torch_npu; print({ANSWER!r} + str(torch_npu.npu.device_count()))"
+
+
+def offered() -> int:
+    """By the driver's tool, less what ASCEND_RT_VISIBLE_DEVICES hides.
+
+    Where the tool is missing, fails or lists none, torch_npu is asked in a process of its own.
+    Raises ValueError where CANN or torch_npu is missing, or neither of the two gives an answer.
+    """
+    check_installed()
+    view = driver.driver_view(DeviceKind.NPU)
+    assert view is not None, "an NPU has a driver"
+    if view.problem or not view.devices:
+        problem = view.problem or f"{view.tool} lists no device"
+        logger.info("%s: torch_npu counts the devices in a process of its own", problem)
+        return seen_by_torch(problem)
+    listed = visible.listed(npu.VISIBLE)
+    return min(len(listed), len(view.devices)) if listed else len(view.devices)
+
+
+def check_installed() -> None:
+    """Raises ValueError unless CANN is set up and torch_npu can be found."""
+    npu.check_cann(os.environ)
+    if importlib.util.find_spec("torch_npu") is None:
+        raise ValueError(npu.NOT_INSTALLED.format("it is not on the path"))
+
+
+def seen_by_torch(why: str = "") -> int:
+    """What torch_npu counts, in a process that ends with its answer and whatever it claimed.
+
+    why: the driver's tool was no help, for the message
+    Raises ValueError with the last line that the process wrote.
+    """
+    check_installed()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", ASK],
+            capture_output=True, text=True, timeout=IMPORT_S, errors="replace",
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ValueError(_uncounted(why, f"no answer within {IMPORT_S:g} s")) from None
+    answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
+    if done.returncode == 0 and answers:
+        return int(answers[-1].removeprefix(ANSWER))
+    said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
+    raise ValueError(_uncounted(why, f"ended with {done.returncode}, saying {said[-1][:300]}"))
+
+
+def _uncounted(why: str, what: str) -> str:
+    tool = f"{why}, and " if why else ""
+    return (
+        f"the NPUs of this host must be counted, which failed: {tool}torch_npu in a process of its "
+        f"own: {what}; put npu-smi on PATH, mount it and /dev/davinci* into the container, or mend "
+        "what torch_npu says"
+    )

@@ -1,0 +1,115 @@
+"""On NPU the driver counts, plans, checks and starts without importing torch_npu or MindSpeed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.device.npu_recorder import smi_table
+from tests.unit.trainer import test_bad_files
+
+good = test_bad_files.good  # a fixture: folder of everything that a run needs
+ROOT = Path(__file__).parents[3]
+# Tells who imported it, and cannot be imported: an `except ImportError` does not hide it.
+LIBRARY = """
+import os, traceback
+with open(os.environ["IMPORTED"], "a") as file:
+    file.write(f"{os.getpid()} {__name__}\\n" + "".join(traceback.format_stack()))
+raise ImportError(f"{__name__} does not belong here")
+"""
+CONFIG = """
+import os, sys
+from mindspeed_rlxf.cli.train import main
+line = ["-cd", sys.argv[1], "-cn", "good", "device.kind=npu"]
+assert main([*line, "resource_pool.ref=2"]) == 2
+print("driver", os.getpid())
+"""
+# All that the driver does, in one process, up to the first call of a Ray that runs.
+DRIVER = """
+from types import SimpleNamespace
+from mindspeed_rlxf.config.errors import UserError
+main([*line, "dry_run=true", f"training.output_dir={sys.argv[2]}/dry"])
+from mindspeed_rlxf.runtime import ray_pools, ray_runtime
+def no_cluster(*args):
+    return SimpleNamespace(own=True, address="", close=lambda: None)
+def reached(*args):
+    raise UserError("as far as the pools")
+ray_runtime.open_cluster, ray_pools.RayPools.create = no_cluster, reached
+assert main([*line, f"training.output_dir={sys.argv[2]}/run"]) == 2
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.doctor import devices, software
+from mindspeed_rlxf.runtime.node_report import report
+report([], None, DeviceKind.NPU)
+devices.look(DeviceKind.NPU)
+software.look(DeviceKind.NPU)
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> dict[str, str]:
+    """Environment of a host with four NPUs, whose libraries tell who imports them."""
+    for name in ("torch_npu", "mindspeed"):
+        (tmp_path / "path" / name).mkdir(parents=True)
+        (tmp_path / "path" / name / "__init__.py").write_text(LIBRARY)
+    # transformers asks for the version before it imports the library
+    about = tmp_path / "path" / "torch_npu-2.7.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.7.1\n")
+    smi = tmp_path / "bin" / "npu-smi"
+    smi.parent.mkdir()
+    smi.write_text(f"#!/bin/sh\ncat <<'TABLE'\n{smi_table(4)}TABLE\n")
+    smi.chmod(0o755)
+    library = tmp_path / "cann" / "lib64" / "libascendcl.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    hidden = {name: value for name, value in os.environ.items() if "VISIBLE_DEVICES" not in name}
+    return {
+        **hidden,
+        "PATH": f"{smi.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{tmp_path / 'path'}:{ROOT}",
+        "ASCEND_HOME_PATH": str(tmp_path / "cann"),
+        "LD_LIBRARY_PATH": str(library.parent),
+        "IMPORTED": str(tmp_path / "imported"),
+        "RAY_ADDRESS": "local",
+    }
+
+
+def importers(
+    machine: dict[str, str], folder: Path, work: Path, script: str
+) -> tuple[list[str], list[str], str]:
+    """What the driver imported of the two, what other processes did, and the driver's stderr."""
+    command = [sys.executable, "-c", script, str(folder), str(work)]
+    done = subprocess.run(command, env=machine, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    driver = done.stdout.split("driver ")[1].split()[0]
+    file = Path(machine["IMPORTED"])
+    lines = file.read_text().splitlines() if file.exists() else []
+    imported = [line.split() for line in lines if line[:1].isdigit()]
+    ours = ["\n".join(lines) for pid, _ in imported if pid == driver]
+    return ours, [name for pid, name in imported if pid != driver], done.stderr
+
+
+def test_resolving_a_configuration_imports_neither(
+    good: Path,
+    machine: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    driver, others, said = importers(machine, good, tmp_path, CONFIG)
+    assert "needs 5 npu devices and this host has 4" in said
+    assert (driver, others) == ([], [])
+
+
+@pytest.mark.long
+def test_planning_checking_starting_and_the_doctor_import_neither(
+    good: Path,
+    machine: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    driver, others, said = importers(machine, good, tmp_path, CONFIG + DRIVER)
+    assert "as far as the pools" in said
+    assert driver == []
+    assert others == ["torch_npu"]  # the doctor asks torch, in a process of its own
