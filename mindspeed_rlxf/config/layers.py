@@ -162,7 +162,7 @@ def _roles(draft: Draft, sections: Tree) -> None:
 def _for_no_role(draft: Draft, training: Tree, models: Mapping[str, Tree]) -> None:
     """Tells shared keys that only a role reads which this run has not, and models of no role."""
     sections = {role: draft.payload[role.value] or {} for role in Role}
-    roles = {role: section["model"] for role, section in sections.items() if "model" in section}
+    roles = {role: str(keys["model"]) for role, keys in sections.items() if "model" in keys}
     read = set().union(*map(role_keys, roles))
     used = {f"model.{name}": models[name] for name in roles.values() if name in models}
     for section, values in {**used, "training": training}.items():
