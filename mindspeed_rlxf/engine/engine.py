@@ -27,7 +27,7 @@ from torch import Tensor
 from mindspeed_rlxf import device
 from mindspeed_rlxf.checkpoint.folders import copy_side_files, described_by, open_weights
 from mindspeed_rlxf.checkpoint.host_part import HostView
-from mindspeed_rlxf.checkpoint.run_files import Entry
+from mindspeed_rlxf.checkpoint.run_files import Entry, Written
 from mindspeed_rlxf.checkpoint.weights import StageWeights
 from mindspeed_rlxf.config.enums import NanPolicy
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
@@ -312,7 +312,7 @@ class MegatronEngine:
         """Start to write what the role has to remember (see `StateSaver.begin`)."""
         self._saver.begin(folder)
 
-    def end_save(self) -> list[Entry]:
+    def end_save(self) -> Written:
         """Wait for it; the files of all ranks (see `StateSaver.end`)."""
         return self._saver.end()
 

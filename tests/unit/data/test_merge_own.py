@@ -170,7 +170,11 @@ def test_a_merged_set_is_kept_unless_told_and_until_the_new_one_is_whole(
     sets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = sets / "all"
-    merge(str(sets), KEYS, str(output))
+    write_pair(sets / "all_packed_labels_document", [[1]])  # a column that the new set lacks
+    with pytest.raises(UserError, match=r"must be new, all_packed_labels_document.idx exists"):
+        merge(str(sets), KEYS, str(output))
+    merge(str(sets), KEYS, str(output), overwrite=True)
+    assert not list(sets.glob("all_packed_labels*"))
     before = {file.name: file.read_bytes() for file in sets.glob("all_*")}
     with pytest.raises(UserError, match=r"must be new, all_packed_\w+.idx exists; take another"):
         merge(str(sets), KEYS, str(output))
