@@ -52,8 +52,13 @@ class Found:
 
 
 def found() -> Found:
-    names = ("torch", "torch_npu", packages.MEGATRON, "mindspeed")
-    return Found(*map(packages.version, names), version_sets.cann_version())
+    return Found(
+        torch=packages.version("torch"),
+        torch_npu=packages.version("torch_npu"),
+        megatron_core=packages.version(packages.MEGATRON),
+        mindspeed=packages.version("mindspeed"),
+        cann=version_sets.cann_version(),
+    )
 
 
 @dataclass(frozen=True)
