@@ -1,4 +1,5 @@
-"""The three PPO configurations of MindSpeed-LLM, typed from a table of their keys and values."""
+"""Configurations of MindSpeed-LLM, typed from a table of their keys and values: three of PPO, and
+one each of GRPO and online DPO."""
 
 from __future__ import annotations
 
@@ -131,11 +132,56 @@ def ppo_1b() -> Tree:
     return tree
 
 
+def without_critic() -> Tree:
+    """What the 1B configurations of GRPO and online DPO have in common."""
+    tree = ppo_1b()
+    del tree["critic"], tree["resource_pool"]["critic"]
+    actor = tree["actor_rollout_ref"]["actor_rollout"]
+    actor |= {"do_sample": True, "load": "./models/llama-3.2-1b-instruct-tp1-pp1"}
+    tree["actor_rollout_ref"]["ref"]["load"] = "./models/llama-3.2-1b-instruct-tp1-pp1"
+    tree["reward"]["load"] = "./models/llama-3.2-1b-rm-mcore-tp1-pp1"
+    return tree
+
+
+def grpo_1b() -> Tree:
+    """ray_grpo_full_llama32_1b_tp1pp1"""
+    tree = without_critic()
+    tree["training"] |= {"stage": "ray_grpo", "global_batch_size": 1, "seq_length": 309}
+    tree["training"] |= {"train_iters": 15, "sequence_parallel": False, "use_deter_comp": True}
+    actor, ref = tree["actor_rollout_ref"]["actor_rollout"], tree["actor_rollout_ref"]["ref"]
+    for role in (actor, ref, tree["reward"]):
+        role["micro_batch_size"] = 1
+    actor |= {"ppo_mini_batch_size": 1, "num_samples_per_step": 1, "n_samples_per_prompt": 2}
+    del tree["reward"]["sequence_parallel"]
+    tree["algorithm"]["adv_estimator"] = "group_norm"
+    return tree
+
+
+def online_dpo_1b() -> Tree:
+    """online_dpo_trainer_llama32_1b"""
+    tree = without_critic()
+    tree["training"] |= {"stage": "ray_online_dpo", "global_batch_size": 4}
+    actor, ref = tree["actor_rollout_ref"]["actor_rollout"], tree["actor_rollout_ref"]["ref"]
+    for role in (actor, ref, tree["reward"]):
+        role["micro_batch_size"] = 4
+    actor |= {"ppo_mini_batch_size": 4, "num_samples_per_step": 4, "shuffle": False}
+    actor |= {"no_shuffle": tree["training"].pop("no_shuffle"), "missing_eos_penalty": 1.0}
+    actor["inference_tensor_model_parallel_size"] = 1
+    del actor["shuffle_minibatch"]
+    tree["algorithm"]["missing_eos_penalty"] = 1.0
+    return tree
+
+
 PPO = {
     "ppo_trainer_llama32_1b": ppo_1b,
     "ppo_trainer_llama3_8b": ppo_8b,
     "ppo_trainer_llama2_7b": ppo_7b,
 }
+WITHOUT_CRITIC = {
+    "ray_grpo_full_llama32_1b_tp1pp1": grpo_1b,
+    "online_dpo_trainer_llama32_1b": online_dpo_1b,
+}
+EVERY = {**PPO, **WITHOUT_CRITIC}
 
 
 def models() -> Tree:
@@ -145,7 +191,7 @@ def models() -> Tree:
 
 def write(folder: Path) -> None:
     """The configurations as files, as `--config-dir` takes them."""
-    for name, make in PPO.items():
+    for name, make in EVERY.items():
         write_one(folder, name, make(), models())
 
 

@@ -288,8 +288,7 @@ def _finish(c: Conversion, staged: StagedFolder, parts: list[Part], sizes: dict[
         notes = {part.path: staged.note(_place(c, part)) for part in parts}
         dtype = c.dtype or c.weights.dtype("model.norm.weight")
         write_metadata(folder / ITERATION_FOLDER, notes, c.layout, c.architecture, c.head, dtype)
-    dtype_name = None if c.dtype is None else str(c.dtype).removeprefix("torch.")
-    copy_side_files(c.config, folder, c.head, dtype_name)
+    copy_side_files(c.config, folder, c.head, c.dtype)
     staged.publish()
 
 

@@ -8,6 +8,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mindspeed_rlxf.checkpoint import safe_folder
 from mindspeed_rlxf.checkpoint.hf_folder import INDEX, SINGLE, HfFolder
 from mindspeed_rlxf.checkpoint.layout import RANK_FOLDER, TRACKER
@@ -117,8 +119,13 @@ def is_scorer(config: dict[str, Any]) -> bool:
     return str(names[0]).endswith("ForSequenceClassification")
 
 
-def copy_side_files(source: Path, target: Path, head: Head, dtype: str | None = None) -> None:
-    """config.json, made to name the head (and the dtype, if given), and the tokenizer's files."""
+def copy_side_files(
+    source: Path, target: Path, head: Head, dtype: torch.dtype | None = None
+) -> list[Path]:
+    """config.json, made to name the head (and the dtype, if given), and the tokenizer's files.
+
+    Returns the files it wrote.
+    """
     config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
     if head is Head.SCORE:
         kind = (config.get("architectures") or ["LlamaForCausalLM"])[0].split("For")[0]
@@ -126,10 +133,12 @@ def copy_side_files(source: Path, target: Path, head: Head, dtype: str | None = 
         config["num_labels"], config["id2label"] = 1, {"0": "LABEL_0"}
         config["label2id"] = {"LABEL_0": 0}
     if dtype is not None:
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        config[key] = str(dtype).removeprefix("torch.")
     (target / CONFIG).write_text(
         json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
     )
-    for file in SIDE_FILES:
-        if (source / file).exists():
-            shutil.copyfile(source / file, target / file)
+    beside = [file for file in SIDE_FILES if (source / file).exists()]
+    for file in beside:
+        shutil.copyfile(source / file, target / file)
+    return [target / file for file in (CONFIG, *beside)]

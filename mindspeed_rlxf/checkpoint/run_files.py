@@ -5,12 +5,22 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 Entry = dict[str, Any]
 """A file in a manifest: `path` within the folder, `size` in bytes, `sha256`; `host` where only that
 one keeps it."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Files of a role, and how long the rank took that wrote longest, seconds."""
+
+    files: list[Entry]
+    seconds: float
+
 
 HOST = "host"
 READ_BYTES = 1 << 22

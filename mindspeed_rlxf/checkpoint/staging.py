@@ -2,6 +2,9 @@
 
 Parts are written to `NAME.partial` beside the folder. Its journal has a line for each finished part
 with size and checksum; a later run of the same plan verifies these parts and writes the others.
+
+The folder gets its name with its journal in it, which is removed last: a folder that has one is
+whole, and what a killed process left beside it is cleared by the next one.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from typing import IO, Any
 from mindspeed_rlxf.config.errors import UserError
 
 JOURNAL = "journal.jsonl"
+SCRATCH = "scratch"
+PLAN, PART, REPLACES = "plan", "part", "replaces"  # keys of the journal's lines
 READ_BYTES = 1 << 22
 
 
@@ -30,21 +35,63 @@ class StagedFolder:
         Errors: UserError when `target` is there (unless `replace`) or is being written by another.
         """
         self.target, self.replace = target, replace
-        self.folder = target.with_name(target.name + ".partial")
-        if target.exists() and not replace and not (target.is_dir() and not any(target.iterdir())):
-            raise UserError(f"{target} must not exist yet; give another folder, or --force")
-        self._make()
-        self._journal: IO[str] = self._lock()
+        self._before = target.with_name(target.name + ".replaced")
         self.kept: dict[str, dict[str, Any]] = {}
-        lines = _lines(self.folder / JOURNAL)
-        if lines and lines[0] == {"plan": plan}:
-            self.kept = {line["part"]: line for line in lines[1:]}
-        else:
+        self._replaces = False  # `_before` was the target
+        self._journal: IO[str]
+        if not self._take_named(plan):
+            self._take_partial(plan)
+
+    def _take_named(self, plan: dict[str, Any]) -> bool:
+        """Whether the target is whole by this plan, and its writer was killed before the end.
+
+        Of another plan, that end is made up for.
+        """
+        self.folder = self.target
+        if not _has_plan(self.target / JOURNAL):
+            return False
+        self._journal = self._lock()
+        if self._read_journal(plan):
+            return True
+        self._end()
+        return False
+
+    def _take_partial(self, plan: dict[str, Any]) -> None:
+        self.folder = self.target.with_name(self.target.name + ".partial")
+        self._check_target()
+        self._make()
+        self._journal = self._lock()
+        same = self._read_journal(plan)
+        if self._replaces and not _occupied(self.target) and _occupied(self._before):
+            os.replace(self._before, self.target)  # killed between the two renames of `publish`
+        try:
+            self._check_target()
+        except UserError:
+            self._journal.close()
+            raise
+        if not same:
             for path in self.folder.iterdir():
                 if path.name != JOURNAL:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    _remove(path)
             self._journal.truncate(0)
-            self._append({"plan": plan})
+            self._replaces = False
+            self._append({PLAN: plan})
+
+    def _check_target(self) -> None:
+        if not self.replace and _occupied(self.target):
+            raise UserError(f"{self.target} must not exist yet; give another folder, or --force")
+
+    def _read_journal(self, plan: dict[str, Any]) -> bool:
+        """Whether the journal is of this plan; its parts are kept then.
+
+        A last line that was cut off is removed: what is appended would not be read after it.
+        """
+        lines, length = _lines(self.folder / JOURNAL)
+        self._journal.truncate(length)
+        self._replaces = any(REPLACES in line for line in lines)
+        same = lines[:1] == [{PLAN: plan}]
+        self.kept = {line[PART]: line for line in lines if same and PART in line}
+        return same
 
     def _make(self) -> None:
         foreign = self.folder.exists() and not (self.folder / JOURNAL).exists()
@@ -58,14 +105,19 @@ class StagedFolder:
             ) from None
 
     def _lock(self) -> IO[str]:
-        journal = (self.folder / JOURNAL).open("a", encoding="utf-8")
+        path = self.folder / JOURNAL
+        busy = UserError(f"{self.target} is being written by another process; wait for it")
+        try:
+            journal = path.open("a", encoding="utf-8")
+        except FileNotFoundError:  # the folder got its name just now
+            raise busy from None
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(journal.fileno()), path.stat()):
+                raise FileNotFoundError("as above")
         except OSError:
             journal.close()
-            raise UserError(
-                f"{self.target} is being written by another process; wait for it"
-            ) from None
+            raise busy from None
         return journal
 
     def _append(self, line: dict[str, Any]) -> None:
@@ -90,29 +142,40 @@ class StagedFolder:
 
         The name is the part's only when it is whole.
         """
-        place, scratch = self.folder / part, self.folder / "scratch"
+        place, scratch = self.folder / part, self.folder / SCRATCH
         shutil.rmtree(scratch, ignore_errors=True)
         (scratch / part).parent.mkdir(parents=True)
         note = write(scratch)
         place.parent.mkdir(parents=True, exist_ok=True)
         os.replace(scratch / part, place)
         shutil.rmtree(scratch)
-        line = {"part": part, "size": place.stat().st_size, "crc32": checksum(place), "note": note}
+        line = {PART: part, "size": place.stat().st_size, "crc32": checksum(place), "note": note}
         self.kept[part] = line
         self._append(line)
 
     def publish(self) -> None:
-        """Give the folder its name; an older one of that name is removed after that."""
+        """Give the folder its name; an older one of that name is removed after that.
+
+        Killed at any point, the next run with this plan ends it: either folder is whole somewhere.
+        """
+        shutil.rmtree(self.folder / SCRATCH, ignore_errors=True)
+        if self.folder != self.target:
+            if _occupied(self.target):
+                _remove(self._before)  # of a run that was killed; its target is there
+                self._append({REPLACES: self._before.name})
+                self._replaces = True
+                os.replace(self.target, self._before)
+            os.replace(self.folder, self.target)
+            _sync(self.target.parent)
+        self._end()
+
+    def _end(self) -> None:
+        """What is left to do when the folder has its name."""
+        if self._replaces:
+            _remove(self._before)
+        (self.target / JOURNAL).unlink()
+        _sync(self.target)
         self._journal.close()
-        (self.folder / JOURNAL).unlink()
-        shutil.rmtree(self.folder / "scratch", ignore_errors=True)
-        before = self.target.with_name(self.target.name + ".replaced")
-        if self.target.exists():
-            os.replace(self.target, before)
-        os.replace(self.folder, self.target)
-        _sync(self.target.parent)
-        if before.exists():
-            shutil.rmtree(before) if before.is_dir() else before.unlink()
 
     def close(self) -> None:
         """Stop here; what is finished stays for the next run."""
@@ -128,15 +191,40 @@ def checksum(path: Path) -> int:
     return value
 
 
-def _lines(journal: Path) -> list[dict[str, Any]]:
-    """The journal's lines, without a last one that was cut off."""
-    lines = []
-    for text in journal.read_text(encoding="utf-8").splitlines():
+def _lines(journal: Path) -> tuple[list[dict[str, Any]], int]:
+    """The journal's lines, without a last one that was cut off, and their length in bytes."""
+    lines: list[dict[str, Any]] = []
+    length = 0
+    for text in journal.read_bytes().splitlines(keepends=True):
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except ValueError:
             break
-    return lines
+        if not isinstance(line, dict) or not text.endswith(b"\n"):
+            break
+        lines.append(line)
+        length += len(text)
+    return lines, length
+
+
+def _has_plan(journal: Path) -> bool:
+    """Whether it is ours: a folder that is replaced may hold another file of that name."""
+    return journal.is_file() and any(PLAN in line for line in _lines(journal)[0][:1])
+
+
+def _occupied(path: Path) -> bool:
+    """Whether something is there; an empty folder is nothing."""
+    if path.is_symlink() or not path.is_dir():
+        return os.path.lexists(path)
+    return any(path.iterdir())
+
+
+def _remove(path: Path) -> None:
+    """Whatever it is, if it is there; of a link the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync(folder: Path) -> None:

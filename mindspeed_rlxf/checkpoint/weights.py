@@ -98,13 +98,16 @@ class StageWeights:
                 offset += part.size
         return full
 
-    def export(self, target: Path, source: Path, writes: bool) -> None:
+    def export(
+        self, target: Path, source: Path, writes: bool, described: Path | None = None
+    ) -> None:
         """Write the folder `target`: each pipeline stage its own file, the first one the index.
 
         With experts on several ranks each of these writes a file: the first one of a stage its own
         experts and all else, the others their experts.
 
-        source: the folder the weights came from; gives config, tokenizer and the dtype per tensor.
+        source: the folder the weights came from; gives the dtype per tensor.
+        described: the folder of config.json and the tokenizer; None = `source`
         writes: True on the ranks that write (tp rank 0 of the first `ep` replicas).
         A collective over the tensor-, pipeline- and expert-parallel groups; only ranks that write
         hold their tensors on the host.
@@ -126,7 +129,7 @@ class StageWeights:
         sizes = {hf_name: t.numel() * t.element_size() for hf_name, t in tensors.items()}
         gathered = _gather(_gather([(name, sizes)], self.ep_group), self.pp_group)
         if writes and first and self.pp_group.rank() == 0:
-            self._write_side_files(target, source, gathered)
+            self._write_side_files(target, described or source, gathered)
 
     def _file_name(self) -> str:
         parts = self.pp_group.size() * self.ep_group.size()

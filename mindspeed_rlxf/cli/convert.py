@@ -17,10 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
 from tqdm import tqdm
 
 from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8
 from mindspeed_rlxf.cli.convert_flags import add_old_flags, notice, refusals
+from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.suggest import closest
 
@@ -171,9 +173,14 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
     if not source.is_dir():
         raise UserError(f"{source} is no folder; give the folder of the weights")
     try:
-        kind, _ = find_weights(source)
+        kind, place = find_weights(source)
     except ValueError as error:
         raise UserError(str(error)) from None
+    if roles := _roles_in(place):
+        raise UserError(
+            f"{place} is a checkpoint of a run, which holds {' and '.join(roles)}; give "
+            f"{' or '.join(str(place / role) for role in roles)}"
+        )
     is_hf = kind is Format.HF
     wanted = arguments.load_model_type
     if wanted is not None and (wanted == "hf") != is_hf:
@@ -195,11 +202,37 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
             )
     if config == source and not is_hf and not (source / "config.json").exists():
         raise UserError(
-            f"{source} has no config.json that describes the model; give the original "
-            "Hugging Face folder as --hf-config"
+            f"{source} has no config.json that describes the model; give {_original_of(source)}"
         )
     _check_target(source, target)
     return source, target, config
+
+
+def _roles_in(folder: Path) -> list[str]:
+    """The folders of weights in a checkpoint of a run; none in another folder."""
+    from mindspeed_rlxf.checkpoint.run_store import MANIFEST
+    from mindspeed_rlxf.config.schema import SAVED_AS
+
+    is_run = (folder / MANIFEST).is_file()
+    return [name for name in SAVED_AS.values() if is_run and (folder / name).is_dir()]
+
+
+def _original_of(source: Path) -> str:
+    """The flags that describe it: a checkpoint of a run says what the run has loaded."""
+    from mindspeed_rlxf.checkpoint.folders import described_by
+    from mindspeed_rlxf.config.schema import SAVED_AS
+    from mindspeed_rlxf.trainer.resume import CONFIG, TRAINER
+
+    folder = source.resolve()
+    section = next((role.value for role, name in SAVED_AS.items() if name == folder.name), "")
+    try:
+        text = (folder.parent / TRAINER / CONFIG).read_text(encoding="utf-8")
+        tree = yaml.safe_load(text)
+        load = described_by(tree[section]["load"], tree["training"]["tokenizer_name_or_path"])
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return "the original Hugging Face folder as --hf-config"
+    orm = " --orm" if section == Role.CRITIC.value else ""
+    return f"what describes it in its run: --hf-config {load}{orm}"
 
 
 def _choice_problems(arguments: argparse.Namespace) -> list[str]:

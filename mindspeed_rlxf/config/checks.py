@@ -11,7 +11,7 @@ from mindspeed_rlxf.config.batch_rules import (
     loss_by_micro_batch,
     token_budget,
 )
-from mindspeed_rlxf.config.enums import RewardKind, Role, RopeScaling
+from mindspeed_rlxf.config.enums import Role, RopeScaling
 from mindspeed_rlxf.config.expert_rules import expert_problems
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig, RunConfig
 from mindspeed_rlxf.config.split_rules import ROLLOUT_TP, TRAIN, check_split
@@ -68,7 +68,8 @@ def _weights(config: RunConfig, role: Role) -> Iterator[str]:
 
 
 def _is_rule(config: RunConfig, role: Role) -> bool:
-    return role is Role.REWARD and config.reward.kind is RewardKind.RULE
+    """Or a reward model whose architecture is missing, which has been said."""
+    return role is Role.REWARD and config.reward.architecture is None
 
 
 def _model(config: RunConfig, role: Role) -> Iterator[str]:

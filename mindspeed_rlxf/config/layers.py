@@ -36,7 +36,7 @@ from mindspeed_rlxf.config.keys import (
 )
 from mindspeed_rlxf.config.older_toolkit import tokenizer_vocabulary, translate
 from mindspeed_rlxf.config.schema import KlControlConfig, TrainingConfig
-from mindspeed_rlxf.config.suggest import closest
+from mindspeed_rlxf.config.suggest import closest, written
 
 AUTO = "auto"
 """`model: auto` takes the architecture from the folder that a role loads."""
@@ -137,8 +137,8 @@ def _roles(draft: Draft, sections: Tree) -> None:
         own = draft.known(role.value, sections[role.value], role_keys(role))
         if own.get("kind") == RewardKind.RULE.value:  # a rule has no model: the rest is not read
             draft.payload[role.value] = {key: own[key] for key in RULE_KEYS if key in own}
-            for key in sorted(own.keys() - {*RULE_KEYS}) if own.get("verifier") else ():
-                draft.note("the verifier needs no model", f"reward.{key}")
+            for key in sorted(own.keys() - {*RULE_KEYS}):
+                draft.note("no effect with reward.kind=rule", f"reward.{key}={written(own[key])}")
             continue
         chosen = own.get("model", training.get("model"))
         if chosen == AUTO:
@@ -156,6 +156,20 @@ def _roles(draft: Draft, sections: Tree) -> None:
             del draft.payload[role.value]["architecture"]
             if chosen != AUTO:
                 _report_missing_model(draft, role, chosen, models)
+    _for_no_role(draft, training, models)
+
+
+def _for_no_role(draft: Draft, training: Tree, models: Mapping[str, Tree]) -> None:
+    """Tells shared keys that only a role reads which this run has not, and models of no role."""
+    sections = {role: draft.payload[role.value] or {} for role in Role}
+    roles = {role: section["model"] for role, section in sections.items() if "model" in section}
+    read = set().union(*map(role_keys, roles))
+    used = {f"model.{name}": models[name] for name in roles.values() if name in models}
+    for section, values in {**used, "training": training}.items():
+        for key in sorted(values.keys() - read):
+            draft.note("no role of this run reads it", f"{section}.{key}={written(values[key])}")
+    for name in models.keys() - set(roles.values()):
+        draft.note("no role uses it", f"model.{name}")
 
 
 def _no_critic(draft: Draft, sections: Tree) -> None:

@@ -279,7 +279,6 @@ REFUSED_LIST = (
     ),
     Refusal(("tensorboard_dir", "wandb_project", "wandb_exp_name"),
             "metrics are written to metrics.jsonl", "read them from there"),
-    Refusal(("use_deter_comp",), "there is no such switch", "remove it"),
 )  # fmt: skip
 """In any of `model.<name>`, `training` and the roles."""
 

@@ -40,6 +40,7 @@ MOVED = {
     "group_query_attention": "model.<name>.num_query_groups",
     "seq_length": "training.seq_length",
     "inference_tensor_model_parallel_size": "rollout.tensor_model_parallel_size",
+    "use_deter_comp": "training.deterministic",
 }
 """Keys of `model.<name>`, `training` or the actor that live on as another key, or agree with it."""
 
@@ -54,6 +55,7 @@ def translate(draft: Draft, sections: Tree, nested: bool) -> None:
     _category(draft, sections)
     _algorithm(draft, sections)
     _rollout_layout(draft, sections)
+    _deterministic(draft, sections)
     _take_out(draft, sections)
     if nested or draft.notes:
         _what_differs(draft, sections)
@@ -262,6 +264,13 @@ def _group_norm(draft: Draft, algorithm: Tree) -> None:
 def _rollout_layout(draft: Draft, sections: Tree) -> None:
     if found := _strongest(draft, sections, "inference_tensor_model_parallel_size"):
         _move(draft, sections, *found, "rollout.tensor_model_parallel_size")
+
+
+def _deterministic(draft: Draft, sections: Tree) -> None:
+    """Their flag in `false` leaves the choice to the device, as an absent one does."""
+    found = _strongest(draft, sections, "use_deter_comp")
+    if found and found[1] not in (None, False):
+        _move(draft, sections, *found, "training.deterministic")
 
 
 def _take_out(draft: Draft, sections: Tree) -> None:

@@ -14,6 +14,7 @@ from mindspeed_rlxf.config.checks import check
 from mindspeed_rlxf.config.draft import Draft
 from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.host import check_host
+from mindspeed_rlxf.config.idle_keys import idle_keys
 from mindspeed_rlxf.config.layers import make_draft
 from mindspeed_rlxf.config.messages import explain
 from mindspeed_rlxf.config.notices import notices
@@ -40,7 +41,7 @@ def resolve(tree: Mapping[str, Any], name: str) -> RunConfig:
 
 
 def resolve_with_notes(tree: Mapping[str, Any], name: str) -> tuple[RunConfig, list[str]]:
-    """As `resolve`, with a line for keys of the older toolkit that mean little or else here."""
+    """As `resolve`, with a line for keys that mean little, nothing or something else here."""
     draft = make_draft(tree, name)
     config = _validate(draft)
     if config is not None and not any(k in path for path in draft.broken for k in LAYOUT_KEYS):
@@ -49,6 +50,8 @@ def resolve_with_notes(tree: Mapping[str, Any], name: str) -> tuple[RunConfig, l
     if draft.problems:
         raise ConfigError(list(dict.fromkeys(draft.problems)))
     assert config is not None, "no problems, hence a configuration"
+    for meaning, key in idle_keys(config, draft.origins):
+        draft.note(meaning, key)
     return config, [*draft.note_lines(), *notices(config)]
 
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.indexed import BrokenIndex, IndexedReader, IndexedWriter
-
-SIDECAR_ENDING = "_packed_meta.json"
+from mindspeed_rlxf.data.merge_own import in_the_way, merge_own, own_prefixes
 
 
 def merge(
@@ -19,8 +18,8 @@ def merge(
 ) -> dict[str, int]:
     """Writes `{output_prefix}_{key}.bin/.idx` of all pairs in `folder` whose name holds the key.
 
-    Pairs are taken in the order of their names. Returns output -> number of sequences.
-    Raises UserError; then nothing is written.
+    Pairs are taken in the order of their names. Of sets with a sidecar the merged one has one too.
+    Returns output -> number of sequences. Raises UserError; then nothing is written.
     """
     place, prefix = Path(folder), Path(output_prefix).absolute()
     if not place.is_dir():
@@ -34,18 +33,23 @@ def merge(
                 f"--output-prefix={output_prefix} must be new, {prefix.name}_{key}.idx exists; "
                 "take another prefix or give --overwrite"
             )
-    problems += _own_sets(place, groups)
+    own = own_prefixes(place, groups)
+    if own and not overwrite and not problems and (found := in_the_way(prefix)):
+        problems.append(
+            f"--output-prefix={output_prefix} must be new, {found[0]} exists; take another prefix "
+            "or give --overwrite"
+        )
     if problems:
         raise UserError(problems)
     sizes = {key: sum(len(reader) for _, reader in pairs) for key, pairs in groups.items()}
-    if len(set(sizes.values())) > 1:
-        found_sizes = ", ".join(f"{key} {size}" for key, size in sizes.items())
-        rule = "columns of one data set must have equally many sequences"
-        raise UserError(f"--merge-group-keys: {rule} ({found_sizes}); merge what belongs together")
     try:
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-        for key, pairs in groups.items():
-            _write(prefix.with_name(f"{prefix.name}_{key}"), pairs)
+        if own:
+            merge_own(own, groups, prefix)
+        else:
+            _check_lengths(groups)
+            prefix.parent.mkdir(parents=True, exist_ok=True)
+            for key, pairs in groups.items():
+                _write(prefix.with_name(f"{prefix.name}_{key}"), pairs)
     except OSError as error:
         raise UserError(
             f"--output-prefix={output_prefix} cannot be written: {error.strerror or error}; check "
@@ -84,18 +88,14 @@ def _pairs(
     return pairs, problems
 
 
-def _own_sets(folder: Path, groups: dict[str, list[tuple[Path, IndexedReader]]]) -> list[str]:
-    """Sets with a sidecar are not merged: the merged one would lack it, and need not be."""
-    names = {stem.name for pairs in groups.values() for stem, _ in pairs}
-    prefixes = [f.name[: -len(SIDECAR_ENDING)] for f in folder.glob(f"*{SIDECAR_ENDING}")]
-    own = sorted(p for p in prefixes if any(n.startswith(f"{p}_packed_") for n in names))
-    if not own:
-        return []
-    listed = ",".join(str(folder / prefix) for prefix in own)
-    return [
-        f"--merge-group-keys: {own[0]}{SIDECAR_ENDING} says how that set was made, which a merged "
-        f"one could not; train on all of them with data.data_path=[{listed}]"
-    ]
+def _check_lengths(groups: dict[str, list[tuple[Path, IndexedReader]]]) -> None:
+    """Raises UserError where rows of one column would stand beside those of another row."""
+    lengths = {key: [len(reader) for _, reader in pairs] for key, pairs in groups.items()}
+    first, *others = lengths.values()
+    if any(other != first for other in others):
+        found = ", ".join(f"{key} {'+'.join(map(str, n))}" for key, n in lengths.items())
+        rule = "columns of one data set must have equally many sequences"
+        raise UserError(f"--merge-group-keys: {rule} ({found}); merge what belongs together")
 
 
 def _write(output: Path, pairs: Sequence[tuple[Path, IndexedReader]]) -> None:

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ import numpy as np
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.handlers import Handler
-from mindspeed_rlxf.data.indexed import IndexedWriter
+from mindspeed_rlxf.data.indexed import IndexedReader, IndexedWriter
 from mindspeed_rlxf.data.row_encoder import EncodedChunk
 from mindspeed_rlxf.data.sidecar import (
     MASK,
@@ -111,6 +111,20 @@ class PromptSetWriter:
         for reject in chunk.rejected:
             self._rejected.write(json.dumps(asdict(reject), ensure_ascii=False) + "\n")
         self.num_rows += chunk.num_rows
+
+    def append(self, columns: Mapping[str, IndexedReader]) -> None:
+        """Add the rows of another data set; columns: all that it has, by their file names."""
+        for file, reader in columns.items():
+            if file not in self._writers:
+                self._writers[file] = IndexedWriter(self._folder / file, reader.dtype.type)
+            for place in range(len(reader)):
+                sequence = reader[place]
+                self._writers[file].add(sequence.tobytes(), [len(sequence)])
+
+    def append_rejected(self, file: Path) -> None:
+        """Add the lines of another data set's rejected rows."""
+        with file.open(encoding="utf-8", errors="backslashreplace") as lines:
+            shutil.copyfileobj(lines, self._rejected)
 
     def commit(self, sidecar: Sidecar, has_rejected: bool) -> None:
         """Puts the files in place of those of an older data set, the sidecar last."""

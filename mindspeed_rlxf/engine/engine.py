@@ -27,7 +27,7 @@ from torch import Tensor
 from mindspeed_rlxf import device
 from mindspeed_rlxf.checkpoint.folders import copy_side_files, described_by, open_weights
 from mindspeed_rlxf.checkpoint.host_part import HostView
-from mindspeed_rlxf.checkpoint.run_files import Entry
+from mindspeed_rlxf.checkpoint.run_files import Entry, Written
 from mindspeed_rlxf.checkpoint.weights import StageWeights
 from mindspeed_rlxf.config.enums import NanPolicy
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
@@ -287,7 +287,8 @@ class MegatronEngine:
         with self.groups.active():
             if hf_folder is not None:
                 writes = first_experts and self.groups.tp.rank() == 0
-                self.weights.export(hf_folder, self.source, writes)
+                assert self.role.load is not None, "it was loaded from there"
+                self.weights.export(hf_folder, Path(self.role.load), writes, self.source)
             dist.barrier()
             if megatron_folder is None:
                 return
@@ -299,14 +300,19 @@ class MegatronEngine:
             }
             save_sharded(shards, megatron_folder)
             if dist.get_rank() == 0:  # so that the folder can be converted, or trained from
-                copy_side_files(self.source, megatron_folder, self.head)
+                self.describe(megatron_folder)
             dist.barrier()
+
+    def describe(self, folder: Path) -> list[Path]:
+        """Write what a reader of this model's Megatron checkpoint needs: config.json, which names
+        the head and the dtype of training, and the tokenizer. Returns the files."""
+        return copy_side_files(self.source, folder, self.head, self.dtype)
 
     def begin_save(self, folder: Path) -> None:
         """Start to write what the role has to remember (see `StateSaver.begin`)."""
         self._saver.begin(folder)
 
-    def end_save(self) -> list[Entry]:
+    def end_save(self) -> Written:
         """Wait for it; the files of all ranks (see `StateSaver.end`)."""
         return self._saver.end()
 

@@ -3,6 +3,7 @@
     *.distcp, .metadata, common.pt, metadata.json   weights and Adam's slots, by megatron-core
     random/rank_00003.json                          random streams of a rank
     state.json                                      steps taken, layout
+    config.json, tokenizer.json, ...                what describes the model to who converts it
 
 Sharded tensors can be read in any layout, random streams only in that which wrote them. Learning
 rates and other settings of the optimizer are not here: the configuration has them.
@@ -33,6 +34,7 @@ from mindspeed_rlxf.checkpoint.host_part import HostView
 from mindspeed_rlxf.checkpoint.run_files import (
     HOST,
     Entry,
+    Written,
     content_problem,
     entry_of,
     sync_folder,
@@ -64,7 +66,7 @@ class StateSaver:
         self._engine = engine
         self._folder: Path | None = None
         self._save: ShardedSave | None = None
-        self._writing: Future[list[Entry]] | None = None
+        self._writing: Future[Written] | None = None
 
     def begin(self, folder: Path) -> None:
         """Copy the state to the host and start writing it."""
@@ -79,9 +81,9 @@ class StateSaver:
         if rank == 0:
             write_text(folder / STATE, json.dumps(_numbers(engine), indent=1))
         self._folder = folder
-        self._writing = _WRITER.submit(_write_and_hash, self._save, folder, rank)
+        self._writing = _WRITER.submit(_write_and_hash, self._save, folder, rank, engine)
 
-    def end(self) -> list[Entry]:
+    def end(self) -> Written:
         """Wait for all files. Returns those of all ranks, hashed by who wrote them, with its host,
         paths within the folder. Raises OSError on all ranks when one could not write."""
         writing, save, folder = self._writing, self._save, self._folder
@@ -93,23 +95,28 @@ class StateSaver:
         failed = _all([] if error is None else [f"rank {dist.get_rank()}: {error}"])
         if failed:
             raise OSError(f"{folder}: {'; '.join(failed)}")
-        entries = writing.result()
+        entries = list(writing.result().files)
         if dist.get_rank() == 0:
             entries += [entry_of(folder, folder / name) for name in OF_THE_FIRST]
             sync_folder(folder)
         host = host_part.view(sees=True).host
-        return _all([{**entry, HOST: host} for entry in entries])
+        seconds = max(_all([writing.result().seconds]))
+        return Written(_all([{**entry, HOST: host} for entry in entries]), seconds)
 
 
 _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 """One for all roles of the process: Megatron's results come in the order of the saves."""
 
 
-def _write_and_hash(save: ShardedSave, folder: Path, rank: int) -> list[Entry]:
+def _write_and_hash(save: ShardedSave, folder: Path, rank: int, engine: MegatronEngine) -> Written:
     """Without collectives: another thread is in these."""
+    started = time.monotonic()
     save.write()
     files = [*sorted(folder.glob(f"__{rank}_*.distcp")), _random_file(folder, rank)]
-    return [entry_of(folder, file) for file in files]
+    if rank == 0:
+        files += engine.describe(folder)
+    entries = [entry_of(folder, file) for file in files]
+    return Written(entries, time.monotonic() - started)
 
 
 def load_state(engine: MegatronEngine, folder: Path) -> bool:

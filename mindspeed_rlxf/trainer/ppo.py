@@ -137,7 +137,10 @@ class PpoTrainer:
             self.checkpoints.commit(self.iteration, self.state_dict(), score, note)
             if stops:
                 self.checkpoints.settle(note)
-            self.stop.wrote(self.checkpoints.newest, measured["timing/save"])
+            whole_s = (
+                measured["timing/save"] + self.checkpoints.write_s
+            )  # at an end all is waited for
+            self.stop.wrote(self.checkpoints.newest, whole_s)
         if stops:
             raise Stopped
 

@@ -11,7 +11,14 @@ from typing import Any
 
 import mindspeed_rlxf
 from mindspeed_rlxf.checkpoint import host_part
-from mindspeed_rlxf.checkpoint.run_files import Entry, entry_of, under, without_host, write_text
+from mindspeed_rlxf.checkpoint.run_files import (
+    Entry,
+    Written,
+    entry_of,
+    under,
+    without_host,
+    write_text,
+)
 from mindspeed_rlxf.checkpoint.run_store import Checkpoint, Manifest, RunStore
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
@@ -53,6 +60,7 @@ class RunCheckpoints:
         self._files: list[Entry] = []
         self._parts: HostParts | None = None  # None where all hosts see the driver's folder
         self._waiting: dict[str, Any] | None = None
+        self.write_s = 0.0  # the last time that ranks wrote beside an iteration, seconds
         self.newest = 0  # iteration of the newest complete checkpoint of this process; 0 = none
 
     def is_due(self, iteration: int, stops: bool = False) -> bool:
@@ -111,10 +119,13 @@ class RunCheckpoints:
     def _written(self) -> list[Entry]:
         """Files of all roles; waits for them."""
         calls = {role: group.end_save() for role, group in self.trained.items()}
+        found: dict[Role, Written] = {role: call.result()[0] for role, call in calls.items()}
+        if self.config.training.async_save:
+            self.write_s = max(written.seconds for written in found.values())
         return [
             without_host(entry) if self._parts is None else self._parts.kept_here(entry)
-            for role, call in calls.items()
-            for entry in under(SAVED_AS[role], call.result()[0])
+            for role, written in found.items()
+            for entry in under(SAVED_AS[role], written.files)
         ]
 
     def _publish(self, note: Note) -> None:

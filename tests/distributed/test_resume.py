@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from safetensors.torch import load_file
 
-from mindspeed_rlxf.checkpoint.run_store import RunStore
+from mindspeed_rlxf.checkpoint.run_store import Checkpoint, RunStore
+from mindspeed_rlxf.cli.convert import main as convert
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from tests.chaos.same_run import lines_of, state_of
@@ -104,6 +106,27 @@ def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(
     assert [line["first_sample_id"] for line in ledger] == list(range(0, 16 * iterations, 16))
     taken = [prompt for line in ledger for prompt in line["prompts"]]
     assert sorted(taken[:80]) == list(range(80)) and len(set(taken[80:])) == 16
+    for role in ("actor", "critic"):
+        assert_a_checkpoint_is_the_final_model(cut, iterations, role, tmp_path / role)
+
+
+def assert_a_checkpoint_is_the_final_model(
+    run: RunDirectory, iteration: int, role: str, target: Path
+) -> None:
+    """Converted without a flag for the architecture; what describes the model is in the manifest"""
+    checkpoint = run.checkpoints / f"iter_{iteration:07d}"
+    assert convert([str(checkpoint / role), str(target), "--to", "hf"]) == 0
+    final = run.path / "final" / f"{role}_hf"
+    assert sorted(f.name for f in target.iterdir()) == sorted(f.name for f in final.iterdir())
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (target, final))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype and ours[name].equal(tensor), name
+    config = json.loads((target / "config.json").read_text())
+    assert config == json.loads((final / "config.json").read_text())
+    listed = Checkpoint(checkpoint, iteration).read().part(role)
+    beside = {f.name for f in final.iterdir()} - {"model.safetensors"}
+    assert beside <= {entry["path"] for entry in listed}
 
 
 MODEL_PARALLEL = {"ranks": 4, "layout": {**TP2, **PP2}}

@@ -113,7 +113,11 @@ def ranks_of(
 
 
 def export(
-    monkeypatch: pytest.MonkeyPatch, ranks: list[list[StageWeights]], target: Path, source: Path
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: list[list[StageWeights]],
+    target: Path,
+    source: Path,
+    described: Path | None = None,
 ) -> None:
     """The last stage first, so that the first one knows what the others wrote."""
     files: list[Any] = [[]] * len(ranks)
@@ -128,7 +132,7 @@ def export(
     monkeypatch.setattr(weights.dist, "all_gather_object", all_gather_object)
     for row in reversed(ranks):
         for rank in reversed(row):
-            rank.export(target, source, writes=rank.tp_group.rank() == 0)
+            rank.export(target, source, rank.tp_group.rank() == 0, described)
 
 
 def read(folder: Path) -> dict[str, Tensor]:
@@ -192,6 +196,23 @@ def test_tied_output_layer_of_a_later_stage_is_the_embedding_and_is_written_once
     export(monkeypatch, ranks, tmp_path / "target", source)
     written = [k for f in (tmp_path / "target").glob("*.safetensors") for k in load_file(f)]
     assert sorted(written) == sorted(set(read(source)) - {"lm_head.weight"})
+
+
+def test_what_describes_the_weights_may_lie_in_a_folder_without_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path
+) -> None:
+    """As of a Megatron folder, which the tokenizer's config.json describes."""
+    ranks = ranks_of(monkeypatch, architecture(), LM, 1, 1)
+    ranks[0][0].load(HfFolder(source))
+    described, target = tmp_path / "tokenizer", tmp_path / "target"
+    described.mkdir()
+    (source / "config.json").rename(described / "config.json")
+    export(monkeypatch, ranks, target, source, described)
+    expected = read(source)
+    assert {n: t.dtype for n, t in read(target).items()} == {
+        n: t.dtype for n, t in expected.items()
+    }
+    assert (target / "config.json").exists()
 
 
 def test_a_language_model_has_no_score_head_and_that_is_said(

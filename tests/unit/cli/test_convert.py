@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cli.convert import main
+from mindspeed_rlxf.models.parameters import Head
 from tests.unit.checkpoint.folders_of import make_folder
 
 WRONG: dict[str, tuple[list[str], str]] = {
@@ -90,3 +91,42 @@ def test_a_megatron_folder_without_config_json_needs_one(
     assert "has no config.json that describes the model; give" in capsys.readouterr().err
     arguments = [str(tmp_path / "mg"), str(tmp_path / "back"), "--to", "hf"]
     assert main([*arguments, "--hf-config", str(model)]) == 0
+
+
+def test_a_checkpoint_without_config_json_names_what_described_the_model_in_its_run(
+    model: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """The critic has loaded a folder of Megatron's, which the tokenizer's config.json describes."""
+    make_folder(tmp_path / "scored", "llama", Head.SCORE)
+    (tmp_path / "mg" / "mp_rank_00").mkdir(parents=True)
+    iteration = tmp_path / "iter_0000003"
+    (iteration / "trainer").mkdir(parents=True)
+    (iteration / "trainer" / "config.yaml").write_text(
+        f"actor_rollout: {{load: {model}}}\ncritic: {{load: {tmp_path / 'mg'}}}\n"
+        f"training: {{tokenizer_name_or_path: {model}}}\n"
+    )
+    of_role = {"actor": (model, ""), "critic": (tmp_path / "scored", " --orm")}
+    for role, (source, orm) in of_role.items():
+        target = [str(tmp_path / role), "--to", "mg", "--format", "torch_dist"]
+        assert main([str(source), *target]) == 0
+        (tmp_path / role / "iter_0000001").rename(iteration / role)
+        arguments = [str(iteration / role), str(tmp_path / f"{role}_hf"), "--to", "hf"]
+        assert main(arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()[-1:]
+        flags = f"--hf-config {model}{orm}"
+        assert line.endswith(f"the model; give what describes it in its run: {flags}")
+        assert main([*arguments, *flags.split()]) == 0
+    (iteration / "trainer" / "config.yaml").write_text("actor_rollout: [")
+    assert main([str(iteration / "actor"), str(tmp_path / "x"), "--to", "hf"]) == 2
+    assert "give the original Hugging Face folder as --hf-config" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_a_run_is_converted_by_role(tmp_path: Path, capsys: Any) -> None:
+    iteration = tmp_path / "checkpoints" / "iter_0000003"
+    (iteration / "actor").mkdir(parents=True)
+    (iteration / "manifest.json").write_text("{}")
+    (iteration.parent / "latest_checkpointed_iteration.txt").write_text("3")
+    for source in (iteration, iteration.parent):
+        assert main([str(source), str(tmp_path / "x"), "--to", "hf"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith(f"which holds actor; give {iteration / 'actor'}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,11 @@ from mindspeed_rlxf.config.older_keys import NO_OP_LIST, NO_OPS, REFUSED, REFUSE
 from mindspeed_rlxf.config.older_toolkit import MOVED
 from mindspeed_rlxf.config.resolve import resolve, resolve_with_notes
 from mindspeed_rlxf.config.schema import RunConfig
-from tests.older_yaml import PPO, write
+from mindspeed_rlxf.planning.plan import plan
+from tests.older_yaml import PPO, WITHOUT_CRITIC, write
 
 Problems = Callable[..., list[str]]
 MakeTree = Callable[..., dict[str, Any]]
-
-SPLIT = {"num_gpus_for_train", "num_gpus_for_infer"}
-"""Rollout on devices of its own. While that is not there, the tests give training all devices."""
 
 
 def words(text: str) -> list[str]:
@@ -45,6 +44,7 @@ OF_TRAINING = words(
 stage global_batch_size seq_length tokenizer_type tokenizer_name_or_path train_iters save_interval
 distributed_backend no_shared_storage no_load_optim no_load_rng bf16 is_instruction_dataset
 variable_seq_lengths no_shuffle sequence_parallel dataset_additional_keys no_save_optim no_save_rng
+use_deter_comp
     """
 )
 OF_ACTOR = words(
@@ -115,7 +115,7 @@ def test_every_key_of_theirs_is_ours_or_moved_or_on_one_list(section: str) -> No
     unsorted = []
     for key in THEIRS[section]:
         homes = [key in ours(section), key in NO_OPS, key in REFUSED]
-        if sum(homes) != 1 and key not in SPLIT and not (sum(homes) == 0 and key in MOVED):
+        if sum(homes) != 1 and not (sum(homes) == 0 and key in MOVED):
             unsorted.append(key)
     assert unsorted == []
 
@@ -191,6 +191,8 @@ MOVES: list[tuple[dict[str, Any], Callable[[RunConfig], Any], Any]] = [
     ({"reward": {"verifier": True}, "algorithm.verifier_weight": [2.0]}, lambda c: c.verifiers,
      [(Verifier.ACC, 2.0)]),
     ({"reward": {"verifier": True}}, lambda c: c.reward.kind, RewardKind.RULE),
+    ({"training.use_deter_comp": True}, lambda c: c.training.deterministic, True),
+    ({"training.use_deter_comp": False}, lambda c: c.training.deterministic, None),
     ({"model.small.seq_length": 4096}, lambda c: c.training.seq_length, 24),
 ]  # fmt: skip
 
@@ -247,16 +249,16 @@ GRPO = {
     "actor_rollout.n_samples_per_prompt": 4, "algorithm.adv_estimator": "group_norm",
     "algorithm.kl_penalty": "kl",
 }  # fmt: skip
-WITHOUT_CRITIC = ("critic", "placement.critic")
+NO_CRITIC = ("critic", "placement.critic")
 
 
 def test_group_norm_is_grpo_whitened_with_their_kl(make_tree: MakeTree) -> None:
-    algorithm = resolve(make_tree(GRPO, WITHOUT_CRITIC), "test").algorithm
+    algorithm = resolve(make_tree(GRPO, NO_CRITIC), "test").algorithm
     assert algorithm.adv_estimator is AdvEstimator.GRPO
     assert algorithm.advantage_whiten is AdvantageWhiten.BATCH
     assert (algorithm.kl_in, algorithm.kl_penalty) == (KlIn.LOSS, KlPenalty.LOW_VAR_KL)
     plain = {**GRPO, "algorithm.advantage_whiten": False}
-    whiten = resolve(make_tree(plain, WITHOUT_CRITIC), "test").algorithm.advantage_whiten
+    whiten = resolve(make_tree(plain, NO_CRITIC), "test").algorithm.advantage_whiten
     assert whiten is AdvantageWhiten.NONE
 
 
@@ -267,12 +269,13 @@ def test_a_verifier_has_no_model_and_says_so(make_tree: MakeTree) -> None:
     config, notes = resolve_with_notes(tree, "test")
     assert config.pool_of(Role.REWARD) == "main" and config.reward.model is None
     assert notes == [
-        "reward.load, reward.model, reward.tensor_model_parallel_size: the verifier needs no model"
+        "reward.load='ckpt', reward.model='small', reward.tensor_model_parallel_size=2: no effect "
+        "with reward.kind=rule"
     ]
 
 
 def test_group_norm_with_a_discount_is_refused(problems: Problems) -> None:
-    found = problems({**GRPO, "algorithm.gamma": 0.9}, WITHOUT_CRITIC)
+    found = problems({**GRPO, "algorithm.gamma": 0.9}, NO_CRITIC)
     assert found == [
         "algorithm.gamma=0.9 must be 1 with algorithm.adv_estimator=group_norm, where a score "
         "counts for every token alike; use 1.0, or reinforce_plus_plus"
@@ -286,9 +289,9 @@ def test_their_default_of_a_key_that_a_stage_never_reads_stops_no_run(
         "training.stage": "ray_online_dpo", "actor_rollout.do_sample": True,
         "actor_rollout.micro_batch_size": 2, "actor_rollout.entropy_coeff": 0.001,
     }  # fmt: skip
-    _, notes = resolve_with_notes(make_tree(pairs, WITHOUT_CRITIC), "test")
+    _, notes = resolve_with_notes(make_tree(pairs, NO_CRITIC), "test")
     assert "entropy_coeff=0.001: the loss of a pair has no entropy term" in notes
-    (problem,) = problems({**pairs, "actor_rollout.entropy_coeff": 0.5}, WITHOUT_CRITIC)
+    (problem,) = problems({**pairs, "actor_rollout.entropy_coeff": 0.5}, NO_CRITIC)
     assert "entropy_coeff=0.5 has no effect" in problem
 
 
@@ -320,11 +323,6 @@ def test_what_contradicts_itself_is_named(
 
 def resolved(name: str, folder: Path) -> tuple[RunConfig, list[str]]:
     tree = compose(name, ["device.kind=cpu", "runtime.address=head:6379"], folder)
-    actor = tree["actor_rollout_ref"]["actor_rollout"]
-    if not SPLIT & known_keys()["actor_rollout"]:
-        given = [actor.pop(key) for key in ("num_gpus_for_train", "num_gpus_for_infer")]
-        assert sum(given) == sum(tree["resource_pool"]["actor_rollout"])
-        tree["resource_pool"]["actor_rollout"] = [given[0]]
     return resolve_with_notes(tree, name)
 
 
@@ -387,10 +385,83 @@ def test_their_ppo_configurations_ask_for_as_many_devices(
 ) -> None:
     write(in_their_folder / "theirs")
     config, _ = resolved(name, in_their_folder / "theirs")
-    planned = sum(sum(sizes) for sizes in config.resource_pool.values())
+    assert sum(sum(sizes) for sizes in config.resource_pool.values()) == devices
     actor = PPO[name]()["actor_rollout_ref"]["actor_rollout"]
-    missing = 0 if SPLIT & known_keys()["actor_rollout"] else actor["num_gpus_for_infer"]
-    assert planned + missing == devices
+    assert config.parts == (actor["num_gpus_for_train"], actor["num_gpus_for_infer"])
+
+
+@pytest.mark.parametrize(
+    ("name", "prompts", "samples", "mini_batch", "new_tokens"),
+    [
+        ("ray_grpo_full_llama32_1b_tp1pp1", 1, 2, 1, 53),
+        ("online_dpo_trainer_llama32_1b", 4, 8, 4, 256),
+    ],
+)
+def test_their_configurations_without_a_critic_plan(
+    in_their_folder: Path, name: str, prompts: int, samples: int, mini_batch: int, new_tokens: int
+) -> None:
+    write(in_their_folder / "theirs")
+    config, notes = resolved(name, in_their_folder / "theirs")
+    actor, algorithm = config.actor_rollout, config.algorithm
+    assert config.resource_pool == {"actor_rollout": [2], "ref": [1], "reward": [1]}
+    assert config.critic is None and config.parts == (1, 1)
+    assert (config.training.global_batch_size, config.samples_per_iteration) == (prompts, samples)
+    assert (actor.ppo_mini_batch_size, actor.max_new_tokens, actor.do_sample) == (
+        mini_batch, new_tokens, True,
+    )  # fmt: skip
+    assert algorithm.missing_eos_penalty == (1.0 if "dpo" in name else 0.0)
+    assert (config.data.shuffle, config.training.deterministic) == (
+        False, None if "dpo" in name else True,
+    )  # fmt: skip
+    if "grpo" in name:
+        assert algorithm.adv_estimator is AdvEstimator.GRPO
+        assert (algorithm.kl_in, algorithm.kl_penalty) == (KlIn.LOSS, KlPenalty.LOW_VAR_KL)
+        assert (algorithm.kl_ctrl.kl_coef, actor.entropy_coeff) == (0.05, 0.001)
+    shown = [" ".join(line.split()) for line in plan(config).text.splitlines()]
+    assert f"samples {samples}" in shown
+    assert any(
+        line.startswith("rollout llama32-1b actor_rollout 1 1 1 1 1 bf16 ") for line in shown
+    )
+    tp1 = "no effect with tensor_model_parallel_size=1"
+    told = [note for note in notes if ": no effect " in note]
+    assert told == [
+        "model.llama32-1b.init_method_std=0.01: no effect where all weights are loaded",
+        *([f"model.llama32-1b.sequence_parallel=true: {tp1}"] if "dpo" in name else []),
+    ]
+
+
+def leaves(tree: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each key that holds no section, and the section that holds it."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value)
+        else:
+            yield tree, key
+
+
+def altered(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, list):
+        return [*value, 1]
+    return f"{value}-x" if isinstance(value, str) else value + 1
+
+
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
+def test_no_key_of_a_whole_file_is_lost(in_their_folder: Path, name: str) -> None:
+    """Another value is another configuration, another line, or refused."""
+    write(in_their_folder / "theirs")
+    changes = ["device.kind=cpu", "runtime.address=head:6379"]
+    tree = compose(name, changes, in_their_folder / "theirs")
+    whole, lost = resolve_with_notes(tree, name), []
+    for section, key in leaves({k: v for k, v in tree.items() if k not in ("device", "runtime")}):
+        value = section[key]
+        section[key] = altered(value)
+        with contextlib.suppress(ConfigError):
+            if resolve_with_notes(tree, name) == whole:
+                lost.append(key)
+        section[key] = value
+    assert lost == [] and resolve_with_notes(tree, name) == whole
 
 
 THEIR_YAML = os.environ.get("RLXF_OLDER_CONFIGS")

@@ -267,3 +267,10 @@ def test_any_value_anywhere_is_accepted_or_explained(problems: Problems, garbage
     for path in sorted({*known, *models, *pools, *TOP_LEVEL}):
         found = problems({path: garbage})
         assert all(problem and "\n" not in problem for problem in found), (path, found)
+
+
+def test_a_reward_model_of_no_known_architecture_is_named(problems: Callable[..., Any]) -> None:
+    changes = {"reward.kind": "model", "reward.model": "smal", "placement.reward": "main"}
+    assert problems(changes) == [
+        "reward.model='smal': no such model; did you mean small? (models loaded: small)"
+    ]

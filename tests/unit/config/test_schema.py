@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,39 +96,3 @@ def test_user_error_keeps_its_problems_across_processes() -> None:
     error = pickle.loads(pickle.dumps(ConfigError(["one", "two"])))
     assert isinstance(error, UserError) and error.problems == ["one", "two"]
     assert str(error) == "one\ntwo"
-
-
-READ_THROUGH = {
-    "moe_ffn_hidden_size": "mlp_hidden_size",
-    "num_layers_per_virtual_pipeline_stage": "model_chunks",
-    "placement": "pool_of",
-    "num_gpus_for_train": "parts",
-    "num_gpus_for_infer": "parts",
-    "save_interval_s": "seconds_between_saves",
-    "tensor_parallel_spans_nodes": "pool_settings",  # of its rule alone: nothing else asks
-    "verifier": "verifiers",
-    "verifier_function": "verifiers",
-    "verifier_weight": "verifiers",
-    "devices_per_node": "resource_pool",  # whole hosts, while the configuration is made
-}
-"""Keys that nothing but the schema reads -> what it says of them, which others read."""
-
-
-def names_read() -> set[str]:
-    """Every attribute that the package reads outside config/, of whatever object."""
-    found = set()
-    package = Path(roles.__file__).parents[1]
-    for file in package.rglob("*.py"):
-        if file.is_relative_to(package / "config"):
-            continue  # a key that is checked, and then used by nobody, is forgotten too
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                found.add(node.attr)
-    return found
-
-
-@pytest.mark.parametrize("section", all_sections(), ids=lambda section: section.__name__)
-def test_no_key_is_accepted_and_then_forgotten(section: type[BaseModel]) -> None:
-    read = names_read()
-    through = {key for key, name in READ_THROUGH.items() if name in read}
-    assert set(section.model_fields) - read - through == set()

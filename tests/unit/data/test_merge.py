@@ -59,11 +59,12 @@ def test_columns_of_different_length_or_type_are_not_merged(tmp_path: Path) -> N
     assert "must be of one type, they are int32 and uint8" in problem
 
 
-def test_sets_that_say_how_they_were_made_are_trained_on_side_by_side(tmp_path: Path) -> None:
-    write_pair(tmp_path / "a_packed_input_ids_document", [[1]])
-    (tmp_path / "a_packed_meta.json").write_text("{}")
-    (problem,) = problems_of(tmp_path, "input_ids_document")
-    assert problem.endswith(f"with data.data_path=[{tmp_path / 'a'}]")
+def test_rows_that_do_not_stand_side_by_side_are_not_merged(tmp_path: Path) -> None:
+    for name, ids, masks in (("a", 1, 2), ("b", 2, 1)):
+        write_pair(tmp_path / f"{name}_ids", [[1]] * ids)
+        write_pair(tmp_path / f"{name}_mask", [[1]] * masks)
+    (problem,) = problems_of(tmp_path, "ids", "mask")
+    assert "equally many sequences (ids 1+2, mask 2+1)" in problem
 
 
 def test_an_older_merged_set_is_kept_unless_told(tmp_path: Path) -> None:

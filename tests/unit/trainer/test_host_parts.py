@@ -14,7 +14,7 @@ import pytest
 
 from mindspeed_rlxf.checkpoint import host_part
 from mindspeed_rlxf.checkpoint.host_part import FileChunk, HostView
-from mindspeed_rlxf.checkpoint.run_files import HOST, Entry, content_problem, entry_of
+from mindspeed_rlxf.checkpoint.run_files import HOST, Entry, Written, content_problem, entry_of
 from mindspeed_rlxf.config.enums import RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
@@ -106,7 +106,7 @@ class Role:
             file.parent.mkdir(exist_ok=True)
             file.write_text(f"{self.state} of rank {rank}")
             entries.append({**entry_of(file.parent, file), HOST: machine.name})
-        return Answer(entries)
+        return Answer(Written(entries, seconds=1.0))
 
     def damage(self, folder: Path, entries: list[Entry], on_each_host: bool) -> Answer:
         machines = self.machines if on_each_host else self.machines[:1]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mindspeed_rlxf.checkpoint.host_part import HostView
-from mindspeed_rlxf.checkpoint.run_files import Entry, content_problem, entry_of
+from mindspeed_rlxf.checkpoint.run_files import Entry, Written, content_problem, entry_of
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.data.prompts import Prompt
@@ -48,7 +48,7 @@ class Role:
         folder, state = self.saving
         folder.mkdir(parents=True)
         (folder / "state").write_text(state)
-        return Answer([entry_of(folder, folder / "state")])
+        return Answer(Written([entry_of(folder, folder / "state")], seconds=7.0))
 
     def views(self, file: Path) -> Answer:
         return Answer([HostView("host-a", "", file.exists())])
@@ -213,6 +213,7 @@ def test_an_asynchronous_save_gets_its_name_when_all_is_written(
     case.checkpoints.settle(case.said.append)
     assert [c.iteration for c in case.checkpoints.store.newest_first()] == [2, 1]
     case.checkpoints.settle(case.said.append)  # nothing is left to do
+    assert case.checkpoints.write_s == 7.0  # which a save at the end of a run takes longer
 
 
 def test_the_best_validated_one_is_kept_too(make_tree: MakeTree, tmp_path: Path) -> None:

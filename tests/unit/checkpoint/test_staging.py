@@ -1,0 +1,226 @@
+"""A folder gets its name at once, and a process that is killed on the way loses nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.checkpoint.staging import StagedFolder
+from mindspeed_rlxf.cli.convert import main
+from mindspeed_rlxf.config.errors import UserError
+from tests.unit.checkpoint.folders_of import assert_same, make_folder, read_folder
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+PLAN = {"of": "this test"}
+OLD = {"a.pt": "old a", "c/old.pt": "old c"}
+NEW = {"a.pt": "new a", "b/b.pt": "new b", "side.json": "{}"}
+PARTS = ("a.pt", "b/b.pt")
+STEPS = ("replace", "unlink", "rmdir", "fsync", "rename", "truncate")
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing in the package catches it."""
+
+
+@contextmanager
+def killed_after(last: int) -> Iterator[list[str]]:
+    """Ends after so many calls of the system that change names or reach the disk; 0 = not."""
+    made: list[str] = []
+
+    def counted(name: str) -> Any:
+        real = getattr(os, name)
+
+        def step(*arguments: Any, **keywords: Any) -> Any:
+            result = real(*arguments, **keywords)
+            made.append(name)
+            if len(made) == last:
+                raise Killed
+            return result
+
+        return step
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in STEPS:
+            patch.setattr(os, name, counted(name))
+        yield made
+
+
+def fill(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Of a finished folder."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in files}
+
+
+def staged(target: Path, replace: bool, rewritten: list[str] | None = None) -> StagedFolder:
+    """All parts written, those that are not there already; their names go to `rewritten`."""
+    folder = StagedFolder(target, PLAN, replace)
+    for part in PARTS:
+        if not folder.finished(part):
+            folder.write(part, partial(fill, files={part: NEW[part]}))
+            if rewritten is not None:
+                rewritten.append(part)
+    fill(folder.folder, {"side.json": NEW["side.json"]})
+    return folder
+
+
+def number_of_steps(tmp_path: Path, before: dict[str, str], stale: bool) -> int:
+    target = tmp_path / "counted" / "mg"
+    folder = prepared(target, before, stale)
+    with killed_after(0) as made:
+        folder.publish()
+    assert content(target) == NEW
+    return len(made)
+
+
+def prepared(target: Path, before: dict[str, str], stale: bool) -> StagedFolder:
+    fill(target, before)
+    if stale:
+        fill(target.with_name("mg.replaced"), {"deep/left.pt": "of a run before"})
+    return staged(target, replace=bool(before))
+
+
+@pytest.mark.parametrize(
+    ("before", "stale"),
+    [({}, False), (OLD, False), (OLD, True)],
+    ids=["nothing there", "replacing", "replacing, with a leftover"],
+)
+def test_a_folder_killed_while_it_gets_its_name_is_ended_by_the_same_command(
+    tmp_path: Path, before: dict[str, str], stale: bool
+) -> None:
+    """After every step that the system sees, in turn: no part is written again."""
+    steps = number_of_steps(tmp_path, before, stale)
+    assert steps >= (8 if before else 3)
+    for last in range(1, steps + 1):
+        target = tmp_path / str(last) / "mg"
+        folder = prepared(target, before, stale)
+        with pytest.raises(Killed), killed_after(last):
+            folder.publish()
+        folder.close()  # as the system does
+        rewritten: list[str] = []
+        if list(target.parent.rglob("journal.jsonl")):  # else all was done
+            staged(target, bool(before), rewritten).publish()
+        assert (rewritten, content(target)) == ([], NEW), last
+        assert [path.name for path in target.parent.iterdir()] == ["mg"], last
+
+
+def test_a_killed_replacement_leaves_the_old_folder_or_the_new_one(tmp_path: Path) -> None:
+    """Whoever does not say --force again, or wants other parts, finds one of them whole."""
+    for last in range(1, number_of_steps(tmp_path, OLD, False) + 1):
+        target = tmp_path / str(last) / "mg"
+        folder = prepared(target, OLD, False)
+        with pytest.raises(Killed), killed_after(last):
+            folder.publish()
+        folder.close()
+        with pytest.raises(UserError, match="must not exist yet"):
+            StagedFolder(target, {"of": "another"}, replace=False)
+        assert content(target) in (OLD, NEW), last
+        assert not target.with_name("mg.replaced").exists(), last
+
+
+def test_a_stale_replaced_folder_is_in_the_way_of_none(tmp_path: Path) -> None:
+    folder = prepared(tmp_path / "mg", OLD, stale=True)
+    folder.publish()
+    assert content(tmp_path / "mg") == NEW
+    assert [path.name for path in tmp_path.iterdir()] == ["mg"]
+
+
+def test_a_folder_of_that_name_that_nothing_was_moved_to_is_kept(tmp_path: Path) -> None:
+    """`mg.replaced` of the user's own, where no target is replaced."""
+    fill(tmp_path / "mg.replaced", {"mine": "x"})
+    staged(tmp_path / "mg", replace=False).publish()
+    assert content(tmp_path / "mg.replaced") == {"mine": "x"} and content(tmp_path / "mg") == NEW
+
+
+def test_a_link_is_replaced_and_what_it_leads_to_is_kept(tmp_path: Path) -> None:
+    fill(tmp_path / "elsewhere", OLD)
+    for name in ("elsewhere", "gone"):
+        (tmp_path / "mg").symlink_to(tmp_path / name)
+        with pytest.raises(UserError, match="must not exist yet"):
+            StagedFolder(tmp_path / "mg", PLAN, replace=False)
+        staged(tmp_path / "mg", replace=True).publish()
+        assert content(tmp_path / "mg") == NEW and not (tmp_path / "mg").is_symlink()
+        (tmp_path / "mg" / "side.json").unlink()
+        for part in PARTS:
+            (tmp_path / "mg" / part).unlink()
+        (tmp_path / "mg" / "b").rmdir()
+        (tmp_path / "mg").rmdir()
+    assert content(tmp_path / "elsewhere") == OLD
+
+
+def test_a_journal_of_somebody_else_is_content_like_any_other(tmp_path: Path) -> None:
+    for text in ("no json", "[1]\n", '{"plan"', '{"other": 1}\n'):
+        fill(tmp_path / "mg", {"journal.jsonl": text})
+        with pytest.raises(UserError, match="must not exist yet"):
+            StagedFolder(tmp_path / "mg", PLAN, replace=False)
+        assert content(tmp_path / "mg") == {"journal.jsonl": text}
+    staged(tmp_path / "mg", replace=True).publish()
+    assert content(tmp_path / "mg") == NEW
+
+
+def test_parts_noted_after_a_line_that_was_cut_off_are_found(tmp_path: Path) -> None:
+    target, journal = tmp_path / "mg", tmp_path / "mg.partial" / "journal.jsonl"
+    staged(target, replace=False).close()
+    whole = journal.read_bytes()
+    journal.write_bytes(whole[:-20])  # in the line of the second part
+    rewritten: list[str] = []
+    staged(target, False, rewritten).close()
+    assert rewritten == ["b/b.pt"] and journal.read_bytes() == whole
+    assert staged(target, False, rewritten).kept.keys() == set(PARTS) and len(rewritten) == 1
+
+
+def test_a_folder_that_is_being_published_is_not_taken_over(tmp_path: Path) -> None:
+    folder = staged(tmp_path / "mg", replace=False)
+    with pytest.raises(Killed), killed_after(1):  # it has its name; the writer is alive
+        folder.publish()
+    assert (tmp_path / "mg" / "journal.jsonl").exists()
+    with pytest.raises(UserError, match="is being written by another process"):
+        StagedFolder(tmp_path / "mg", PLAN, replace=False)
+    folder.close()
+
+
+KILLED_WHILE_PUBLISHING = """
+import os, signal, sys
+from mindspeed_rlxf.cli.convert import main
+replace, end = os.replace, sys.argv.pop()
+def killed(source, target):
+    replace(source, target)
+    if str(target).endswith(end):
+        os.kill(os.getpid(), signal.SIGKILL)
+os.replace = killed
+main(sys.argv[1:])
+"""
+
+
+def test_the_command_killed_between_two_names_ends_when_it_is_given_again(
+    tmp_path: Path, capsys: Any
+) -> None:
+    tensors = make_folder(tmp_path / "hf", "llama")
+    arguments = [str(tmp_path / "hf"), str(tmp_path / "mg"), "--to", "mg"]
+    assert main(arguments) == 0
+    arguments += ["--tp", "2", "--force"]
+    command = [sys.executable, "-c", KILLED_WHILE_PUBLISHING, *arguments, "mg.replaced"]
+    killed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, timeout=240)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["hf", "mg.partial", "mg.replaced"]
+    capsys.readouterr()
+    assert main(arguments) == 0
+    assert "from an earlier run and are verified" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mg"]
+    assert main([str(tmp_path / "mg"), str(tmp_path / "back"), "--to", "hf"]) == 0
+    assert_same(read_folder(tmp_path / "back"), tensors)

@@ -1,0 +1,371 @@
+"""What a configuration makes the package do: numbers and texts that keys have to change.
+
+Each function builds the part of the package that reads the keys, with stand-ins for what needs a
+device, and returns what came out. Nothing returns the configuration itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import numpy as np
+import torch
+
+from mindspeed_rlxf.algorithms.masked import alone
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.batch import LogProbs, Scores, Values
+from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts
+from mindspeed_rlxf.data.prompts import Prompt, load_prompts
+from mindspeed_rlxf.doctor import subject
+from mindspeed_rlxf.engine import engine, optimizer
+from mindspeed_rlxf.models.parameters import Head, stage_parameters
+from mindspeed_rlxf.models.rope import inverse_frequencies
+from mindspeed_rlxf.models.transformer import transformer_config
+from mindspeed_rlxf.planning import available
+from mindspeed_rlxf.planning.plan import plan
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.rewards.manager import RewardManager
+from mindspeed_rlxf.roles import actor, critic, preference
+from mindspeed_rlxf.roles.experience import ExperienceMaker
+from mindspeed_rlxf.roles.generation import Generation
+from mindspeed_rlxf.rollout.sampling import choose_tokens
+from mindspeed_rlxf.runtime import local, role_groups
+from mindspeed_rlxf.trainer import ppo, preflight, recorder, run
+from mindspeed_rlxf.trainer.stopping import Stopped
+from tests.unit.data.byte_tokenizer import byte_tokenizer
+from tests.unit.roles.test_experience import HAS_EOS, LENGTHS, rollouts_of
+
+Observer = Callable[[RunConfig], Any]
+NUM_PROMPTS = 200
+
+
+class Over(Exception):
+    """Enough was seen."""
+
+
+def noise(seed: int, *shape: int) -> torch.Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def planned(config: RunConfig) -> str:
+    """On a host whose memory and disk do not change meanwhile."""
+    sizes = dict.fromkeys(("free_disk", "host_memory"), lambda _: 2**40)
+    with patch.multiple(available, **sizes):
+        return plan(config).text
+
+
+def megatron(config: RunConfig) -> Any:
+    """Megatron's configuration of the actor, its weights and its rotary frequencies."""
+    architecture = config.actor_rollout.architecture
+    told = vars(transformer_config(architecture)).items()
+    numbers = {key: value for key, value in told if not callable(value)}
+    shapes = [repr(part) for part in stage_parameters(architecture, Head.LANGUAGE_MODEL, 0, 1)]
+    return repr(numbers), shapes, inverse_frequencies(architecture).tolist()
+
+
+def fresh_head(config: RunConfig) -> Any:
+    """The critic's score head where its folder has none."""
+    head = SimpleNamespace(weight=torch.zeros(1, 4))
+    stub: Any = SimpleNamespace(
+        weights=SimpleNamespace(load=lambda folder: ["score.weight"]),
+        chunks=[SimpleNamespace(score=head)],
+        role=config.value_model,
+        source="",
+    )
+    with patch.object(engine, "open_weights"):
+        engine.MegatronEngine._load(stub, config.training.seed)
+    return head.weight.tolist()
+
+
+def rates(config: RunConfig) -> list[Any]:
+    """Learning rate and weight decay of the actor, iteration after iteration."""
+    keys = config.actor_rollout.optimizer
+    stub: Any = SimpleNamespace(param_groups=[{"lr": -1.0, "weight_decay": -1.0}])
+    schedule = optimizer.build_scheduler(keys, stub, config.training.train_iters)
+    found = []
+    for _ in range(config.training.train_iters):
+        found.append(dict(stub.param_groups[0]))
+        schedule.step(1)
+    return found
+
+
+def adam(config: RunConfig) -> Any:
+    """What Megatron's optimizer of the actor is told."""
+    with patch.object(optimizer, "get_megatron_optimizer") as made:
+        optimizer.build_optimizer(config.actor_rollout.optimizer, [], torch.float32)
+    told = vars(made.call_args.args[0])
+    return {key: value for key, value in told.items() if not callable(value)}
+
+
+def experience(config: RunConfig) -> Any:
+    """Advantages and returns of four responses, two to each prompt; an error in words."""
+    maker, rollouts = ExperienceMaker(config, alone), rollouts_of(LENGTHS, HAS_EOS)
+    shape = rollouts.response_ids.shape
+    old, ref = (LogProbs(-noise(seed, *shape)) for seed in (1, 2))
+    scores = Scores(torch.tensor([1.0, 0.0, 0.25, 2.0]))
+    if config.training.max_skipped == 77:  # asks how a wrong score is taken
+        scores = Scores(torch.tensor([1.0, float("inf"), 0.25, 2.0]))
+    greedy = rollouts, Scores(torch.tensor([0.5, 0.25, 0.0, 1.0]))
+    try:
+        if config.critic:
+            values = Values(noise(3, shape[0], shape[1] + 1))
+            made = maker.with_values(rollouts, old, ref, values, scores, 0.1, 8)
+        else:
+            made = maker.without_critic(rollouts, old, ref, scores, *greedy, 0.1, 8)
+    except ValueError as error:
+        return str(error)
+    rows: Any = made.rows
+    return (
+        rows,
+        [t.tolist() for t in (rows.advantages, rows.returns, rows.ref_log_probs)],
+        str(made.report),
+    )
+
+
+def learnt(config: RunConfig) -> Any:
+    """The actor's loss on these four responses, its metrics, and what its engine is told."""
+    rows: Any = experience(config)[0]
+    flat = -noise(4, sum(LENGTHS))
+    batch = SimpleNamespace(rows=[0, 1, 2, 3], response_lengths=torch.tensor(LENGTHS))
+
+    def read(model: Any, batch: Any, hidden: Any, temperature: float) -> Any:
+        return flat / temperature, flat.square()
+
+    with contextlib.ExitStack() as stack:
+        made = stack.enter_context(patch.object(actor, "MegatronEngine"))
+        stack.enter_context(patch.object(actor, "HybridModel"))
+        for module in (actor, preference):
+            stack.enter_context(patch.object(module, "read_log_probs", read))
+        role = actor.ActorRole(config, [2])
+        role.engine.sum_over_replicas = alone  # type: ignore[method-assign]
+        role.engine.train_step = lambda batches, step: step(None, batch, None)  # type: ignore[assignment, method-assign, misc]
+        role.engine.end_iteration = lambda: 0.0  # type: ignore[method-assign]
+        report: Any = role.update_policy(rollouts_of(LENGTHS, HAS_EOS), rows, [[0, 1, 2, 3]], 0.1)
+    (output,) = report.report.steps
+    _, _, seed, _, iterations, skipped, deterministic = made.call_args.args
+    told = seed, iterations, skipped.policy, skipped.max_skipped, deterministic
+    return float(output.loss), output.weight, str(output.metrics), told
+
+
+def loss(config: RunConfig) -> Any:
+    """The actor's loss alone."""
+    return learnt(config)[0]
+
+
+def micro_batches(config: RunConfig) -> Any:
+    """Token ids that each role computes at once, of a short and a long response."""
+    rollouts, found = rollouts_of([1, 5], [True, True]), []
+    for role in config.roles:
+        stub: Any = SimpleNamespace(
+            groups=MagicMock(**{"tp.size.return_value": 1}),
+            config=SimpleNamespace(sequence_parallel=False),
+            role=config.role(role),
+            _group=lambda rollouts, rows: [rows],
+        )
+        with patch.object(engine.device, "current_device", lambda: torch.device("cpu")):
+            made = engine.MegatronEngine.micro_batches(stub, rollouts, [0, 1])
+        found.append([batch.token_ids.tolist() for batch in made])
+    return found
+
+
+def orders(config: RunConfig) -> Any:
+    """Order of the samples in the updates of actor and critic."""
+    found: Any = []
+    rows: Any = MagicMock(num_rows=config.samples_per_iteration)
+    with patch.object(role_groups, "rank_steps", side_effect=lambda o, *_: found.append(o) or []):
+        for group in (role_groups.ActorGroup, role_groups.CriticGroup):
+            stub: Any = MagicMock(run=config, seed=1, is_split=False)
+            is_actor = group is role_groups.ActorGroup
+            stub.config = config.actor_rollout if is_actor else config.value_model
+            update: Any = group.update_policy if is_actor else group.update_critic  # type: ignore[attr-defined]
+            update(stub, rows, rows, 1, *([0.1] if is_actor else []))
+    return [[list(order) for order in each] for each in found]
+
+
+def log_probs(config: RunConfig) -> Any:
+    """The mean gap of generation and training, or the error that names the worst token."""
+    rollouts = rollouts_of(LENGTHS, HAS_EOS)
+    given = LogProbs(-noise(5, *rollouts.response_ids.shape))
+    with contextlib.ExitStack() as stack:
+        for name in ("MegatronEngine", "HybridModel"):
+            stack.enter_context(patch.object(actor, name))
+        stack.enter_context(patch.object(actor, "response_log_probs", lambda *_: given))
+        try:
+            return str(actor.ActorRole(config, [2]).log_probs(rollouts).report)
+        except ValueError as error:
+            return str(error)
+
+
+def valued(config: RunConfig) -> Any:
+    """The critic's loss."""
+    rows: Any = experience(config)[0]
+    batch: Any = SimpleNamespace(rows=[0, 1, 2, 3])
+    values = rows.values[rows.value_mask] + 1.0
+    with patch.object(critic, "MegatronEngine"), patch.object(critic, "_read_values") as read:
+        read.return_value = values
+        model: Any = None
+        output = critic.CriticRole(config).value_loss_step(rows, model, batch, model)
+    return float(output.loss), output.weight
+
+
+def sampled(config: RunConfig) -> list[int]:
+    """The second token of 500 responses."""
+    settings = Generation(config, [2]).sampling
+    logits, uniforms = noise(6, 500, 32) * 4, noise(7, 500).double()
+    return choose_tokens(logits, uniforms, torch.ones(500).long(), settings)[0].tolist()
+
+
+def loop(config: RunConfig) -> Any:
+    """The trainer with stand-ins for all that it drives."""
+    roles = SimpleNamespace(actor=MagicMock(), ref=MagicMock(), critic=None, reward=MagicMock())
+    prepared = SimpleNamespace(
+        train_prompts=[prompt(i) for i in range(NUM_PROMPTS)],
+        val_prompts=[],
+        fixed_responses=None,
+        validate_by_rule=True,
+    )
+    rest: Any = [roles, MagicMock(), MagicMock(), MagicMock()]
+    return run.make_trainer(config, prepared, *rest)  # type: ignore[arg-type]
+
+
+def prompt(index: int) -> Prompt:
+    return Prompt(index, "", np.array([1]), "", "a")
+
+
+def driven(config: RunConfig) -> Any:
+    """Order of the prompts, KL coefficient after an iteration, and the loop's choices."""
+    trainer = loop(config)
+    trainer.kl.update(3.0, 100)
+    responses = SimpleNamespace(responses=[3, 6])
+    slots = trainer._slot_limit(SimpleNamespace(responses=lambda: responses))
+    return trainer.prompts.sampler.next_batch(), trainer.kl.value, trainer._recompute, slots
+
+
+def validated(config: RunConfig) -> list[Any]:
+    """Iterations at which the validation prompts are answered."""
+    trainer = loop(config)
+    trainer.validator = MagicMock(validate=MagicMock(return_value={}))
+    trainer.collector = MagicMock(collect=MagicMock(side_effect=Over))
+    with contextlib.suppress(Over):
+        trainer.fit()
+    trainer.stop.is_due.return_value = trainer.stop.agree.return_value = False
+    with patch.object(ppo, "names"):
+        for trainer.iteration in range(1, config.training.train_iters + 1):
+            with contextlib.suppress(Stopped):
+                trainer._finish({}, MagicMock(), 1.0)
+    return [call.args for call in trainer.validator.validate.call_args_list]
+
+
+def supervised(config: RunConfig) -> Any:
+    """What the supervisor is told of restarts, and the request to stop of its limits."""
+    with patch.object(run.supervisor, "tell") as tell:
+        run._tell(config, MagicMock(path="here"), joined=True)
+    unfinished = patch.object(run, "is_finished", lambda *_: False)
+    stops = patch.object(run, "StopRequest", side_effect=Over)
+    with unfinished, stops as stop, contextlib.suppress(Over):
+        run.run(config, MagicMock())
+    return tell.call_args, stop.call_args.args[:2]
+
+
+def apart(config: RunConfig) -> str | None:
+    """What becomes of a host that does not see the run directory."""
+    stub: Any = SimpleNamespace(config=config, directory=SimpleNamespace(path="here"))
+    try:
+        run.RunCheckpoints._check_apart(stub, ["b"])
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def recorded(config: RunConfig) -> Any:
+    """Samples kept of 100, size of their file, metrics on the console."""
+    made = recorder.Recorder(config, RunDirectory(Path("nowhere")), None, writes=False)
+    file = made._samples._lines._file
+    return made._samples.num_kept(100), vars(file), made._progress._names
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return byte_tokenizer()
+
+
+def read_prompts(config: RunConfig) -> Any:
+    """The prompts of a file with two columns for each thing; the second row is long."""
+    rows = [
+        {"prompt": "one", "question": "two", "ground_truth": "1", "answer": "2",
+         "data_source": "a", "source": "b"},
+        {"prompt": "much longer", "question": "2", "ground_truth": "1", "answer": "2",
+         "source": "b"},
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "rows.jsonl")
+        file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        try:
+            found = load_prompts(
+                [str(file)], tokenizer(), config.data, config.actor_rollout.max_prompt_length
+            )
+        except UserError as error:
+            return str(error).replace(folder, "")
+    return [(p.text, p.token_ids.tolist(), p.ground_truth, p.data_source) for p in found]
+
+
+def prepared(config: RunConfig) -> Any:
+    """Validation prompts, stop tokens and given responses that a run starts with."""
+    given = IndexedPrompts([prompt(i) for i in range(NUM_PROMPTS)])
+    names = (
+        "RunDirectory", "save_problems", "weight_problems", "load_tokenizer", "check_vocabulary",
+        "eos_token_ids", "describe_stop_tokens", "load_fixed_responses", "_reward_problems",
+        "_notices",
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        mocks = {n: stack.enter_context(patch.object(preflight, n)) for n in names}
+        stack.enter_context(patch.object(preflight, "_prompts", lambda *_: given))
+        mocks["RunDirectory"].check.return_value = []
+        for name in ("save_problems", "weight_problems", "check_vocabulary", "_reward_problems"):
+            mocks[name].return_value = []
+        mocks["eos_token_ids"].return_value = (2,)
+        found = preflight.prepare(config)
+    responses = mocks["load_fixed_responses"].call_args
+    return len(found.val_prompts), mocks["eos_token_ids"].call_args.args[2], responses is not None
+
+
+def scored(config: RunConfig) -> Any:
+    """Scores of answers by rule, or what is wrong with the rules."""
+    try:
+        manager = RewardManager(dict(config.reward.rules), config.verifiers)
+        texts, truths = ["#### 4", r"\boxed{4}"], ["4", "4"]
+        return [result.score for result in manager.score(texts, truths, ["mine"] * 2)]
+    except UserError as error:
+        return str(error)
+
+
+def started(config: RunConfig) -> Any:
+    """How the processes of torchrun start, and the resource that the doctor looks for."""
+    with patch.object(local, "LocalWorld") as world:
+        local.LocalRuntime.from_config(config, None)
+    kind = DeviceKind.AUTO
+    return world.call_args.args, subject.subject_of(config, kind, False).resource
+
+
+def joined(config: RunConfig) -> Any:
+    """What Ray's runtime makes of a cluster that it joins: deadlines, threads, checks."""
+    from mindspeed_rlxf.runtime import ray_nodes, ray_runtime
+
+    cluster = SimpleNamespace(own=False, address="head:1")
+    opens = patch.object(ray_runtime, "open_cluster", return_value=cluster)
+    with opens as opened, patch.object(ray_nodes, "NodeCheck") as check:
+        made = ray_runtime.RayRuntime.from_config(config, Path("logs"), Path("file"))
+    pools: Any = made.pools
+    waits = pools.deadlines.longest_s, pools.start_timeout_s, pools.claim._wait_s
+    environment = sorted(pools._environment.items())
+    return opened.call_args, check.call_args.args[2:], waits, pools._threads, environment

@@ -1,0 +1,392 @@
+"""Every key of the schema changes the plan, a number, or which configurations are accepted.
+
+A key without a case here is a failure. So is a case whose key changes nothing that is seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.schema import (
+    AlgorithmConfig,
+    ArchitectureConfig,
+    KlControlConfig,
+    OptimizerConfig,
+    PoolSettings,
+    RoleConfig,
+    TrainingConfig,
+)
+from tests.unit.config import observers as see
+from tests.unit.config.conftest import TREE
+
+MakeTree = Callable[..., dict[str, Any]]
+Changes = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[3]
+CHECKPOINTS, STORE = "trainer/test_run_checkpoints.py", "checkpoint/test_run_store.py"
+RUN_DIR, COLLECTOR = "reporting/test_run_dir.py", "trainer/test_collector.py"
+ROLES = ("actor_rollout", "ref", "critic", "reward")
+
+ACTOR, CRITIC = "actor_rollout.", "critic."
+SAMPLE = {f"{ACTOR}do_sample": True}
+GROUPS = {"training.stage": "ray_grpo", **SAMPLE, f"{ACTOR}n_samples_per_prompt": 2}
+PAIRS = {**GROUPS, "training.stage": "ray_online_dpo", f"{ACTOR}micro_batch_size": 2}
+VERIFIER = {"reward": {"verifier": True}}
+JOINED = {"runtime.address": "head:6379"}
+ADAPTIVE = {"algorithm.kl_ctrl.type": "adaptive"}
+ANY_ROWS = {"data.default_data_source": "z", "data.overlong_prompts": "drop"}
+OVERLONG = {"algorithm.overlong_buffer_len": 12}
+EXPERTS = {"model.small.num_experts": 4}
+LLAMA3 = {
+    "model.small.rope_scaling_type": "llama3", "model.small.rope_scaling_factor": 4.0,
+    "model.small.original_max_position_embeddings": 64,
+}  # fmt: skip
+DECAY = {f"{ACTOR}lr_decay_style": "linear"}
+WRONG_SCORE = {"training.max_skipped": 77}
+REWARD_MODEL = {"reward.kind": "model", "placement.reward": "main"}
+SPLIT = {
+    "resource_pool.other": 8, "placement.ref": "other", "placement.critic": "other",
+    "placement.reward": "other", f"{ACTOR}num_gpus_for_train": 4, f"{ACTOR}num_gpus_for_infer": 4,
+}  # fmt: skip
+TWO_NODES = {"resource_pool.main": [4, 4]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """value: of the key, set over `base`; see: what has to change with it.
+
+    also: keys that change with it, as a rule demands
+    """
+
+    value: Any
+    see: see.Observer = see.planned
+    base: Changes = field(default_factory=dict)
+    also: Changes = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Refuses(Case):
+    """The key moves the line between what is accepted and what is refused."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A test that is there shows it: one of whole objects, which a case here would only repeat."""
+
+    file: str
+    test: str
+
+
+TRAINING: dict[str, Any] = {
+    "stage": Case("ray_online_dpo", see.experience, {**GROUPS, f"{ACTOR}micro_batch_size": 2}),
+    "train_iters": Case(5),
+    "global_batch_size": Case(192),
+    "seq_length": Case(32),
+    "tokenizer_name_or_path": Case("elsewhere"),
+    "seed": Case(7, see.driven),
+    "max_restarts": Case(9, see.supervised),
+    "node_wait_s": Case(9.0, see.supervised),
+    "allow_shrink": Case(True, see.supervised),
+    "stop_grace_s": Case(9.0, see.supervised),
+    "max_wall_time": Case("01:00:00", see.supervised),
+    "output_dir": Case("elsewhere"),
+    "run_name": Case("another"),
+    "save_interval": Case(2),
+    "save_interval_s": Case(60.0),
+    "async_save": Shown(CHECKPOINTS, "test_an_asynchronous_save_gets_its_name_when_all_is_written"),
+    "no_shared_storage": Case(True, see.apart),
+    "keep_last": Case(5),
+    "keep_every": Shown(STORE, "test_what_is_kept_is_read_from_the_disk"),
+    "resume": Shown(RUN_DIR, "test_resume_never_refuses_a_used_folder"),
+    "new_run": Shown(RUN_DIR, "test_new_run_takes_the_next_free_name"),
+    "nan_policy": Case("skip", see.experience, WRONG_SCORE),
+    "max_skipped": Case(3, see.learnt, {"training.nan_policy": "skip"}),
+    "deterministic": Case(True, see.learnt),
+}  # fmt: skip
+ALGORITHM: dict[str, Any] = {
+    "adv_estimator": Case("rloo", see.experience, GROUPS),
+    "gamma": Case(0.5, see.experience),
+    "lam": Case(0.5, see.experience),
+    "kl_penalty": Case("mse", see.experience),
+    "kl_in": Case("loss", see.loss),
+    "reward_scale": Case(3.0, see.experience),
+    "reward_clip": Case(0.5, see.experience),
+    "whiten_rewards": Case(True, see.experience),
+    "verifier_function": Case(["step"], see.scored, VERIFIER),
+    "verifier_weight": Case([3.0], see.scored, VERIFIER),
+    "missing_eos_penalty": Case(1.0, see.experience),
+    "overlong_buffer_len": Case(12, see.experience),
+    "overlong_penalty_factor": Case(2.0, see.experience, OVERLONG),
+    "filter_groups": Shown(COLLECTOR, "test_prompts_with_equal_scores_are_drawn_anew"),
+    "max_num_gen_batches": Shown(COLLECTOR, "test_after_the_last_batch_alike_groups_fill_the_rest"),
+    "score_position": Case("eos", see.experience),
+    "score_slot_limit": Case("batch_width", see.driven),
+    "advantage_whiten": Case("none", see.loss),
+    "loss_normalizer": Case("sequence_means", see.loss),
+    "old_log_probs": Case("rollout", see.driven),
+    "rollout_is_threshold": Case(1.5, see.loss),
+    "max_log_prob_gap": Case(0.01, see.log_probs),
+}  # fmt: skip
+KL_CTRL: dict[str, Any] = {
+    "type": Case("adaptive", see.driven),
+    "kl_coef": Case(0.5, see.driven),
+    "target_kl": Case(3.1, see.driven, ADAPTIVE),
+    "horizon": Case(50, see.driven, ADAPTIVE),
+}
+OPTIMIZER: dict[str, Any] = {
+    "lr": Case(1e-3, see.rates),
+    "min_lr": Case(1e-6, see.rates, DECAY),
+    "lr_decay_style": Case("cosine", see.rates),
+    "lr_warmup_fraction": Case(0.5, see.rates),
+    "weight_decay": Case(0.1, see.rates),
+    "adam_beta1": Case(0.5, see.adam),
+    "adam_beta2": Case(0.5, see.adam),
+    "adam_eps": Case(1e-3, see.adam),
+    "clip_grad": Case(0.5, see.adam),
+    "use_distributed_optimizer": Case(True, see.adam),
+}
+ARCHITECTURE: dict[str, Any] = {
+    "num_layers": Case(8, see.megatron),
+    "hidden_size": Case(128, see.megatron),
+    "ffn_hidden_size": Case(128, see.megatron),
+    "num_attention_heads": Case(4, see.megatron),
+    "num_query_groups": Case(2, see.megatron),
+    "kv_channels": Case(16, see.megatron),
+    "vocab_size": Case(4096),
+    "max_position_embeddings": Refuses(8),
+    "rotary_base": Case(5e5, see.megatron),
+    "rope_scaling_type": Case("linear", see.megatron, {"model.small.rope_scaling_factor": 2.0}),
+    "rope_scaling_factor": Case(8.0, see.megatron, LLAMA3),
+    "low_freq_factor": Case(3.0, see.megatron, LLAMA3),
+    "high_freq_factor": Case(9.0, see.megatron, LLAMA3),
+    "original_max_position_embeddings": Case(32, see.megatron, LLAMA3),
+    "add_qkv_bias": Case(True, see.megatron),
+    "qk_layernorm": Case(True, see.megatron),
+    "norm_epsilon": Case(1e-2, see.megatron),
+    "untie_embeddings_and_output_weights": Case(True, see.megatron),
+    "init_method_std": Case(0.5, see.fresh_head),
+    "num_experts": Case(4, see.megatron),
+    "moe_router_topk": Case(3, see.megatron, EXPERTS),
+    "moe_ffn_hidden_size": Case(32, see.megatron, EXPERTS),
+    "moe_router_pre_softmax": Case(True, see.megatron, EXPERTS),
+    "moe_router_load_balancing_type": Case("none", see.megatron, EXPERTS),
+    "moe_aux_loss_coeff": Case(0.5, see.megatron, EXPERTS),
+}
+EVERY_ROLE: dict[str, Any] = {
+    "model": Case("tiny", base={"model.tiny": {**TREE["model"]["small"], "num_layers": 2}}),
+    "load": Case("elsewhere"),
+    "tensor_model_parallel_size": Case(2),
+    "pipeline_model_parallel_size": Case(2),
+    "num_layers_per_virtual_pipeline_stage": Case(
+        1, base={"training.pipeline_model_parallel_size": 2}
+    ),
+    "expert_model_parallel_size": Case(2, base=EXPERTS),
+    "sequence_parallel": Case(
+        True,
+        base={
+            "training.tensor_model_parallel_size": 2,
+            "training.micro_batch_size": 12,
+            "actor_rollout.ppo_mini_batch_size": 48,
+            "critic.critic_mini_batch_size": 48,
+        },
+    ),
+    "micro_batch_size": Case(2),
+    "max_tokens_per_micro_batch": Case(64),
+    "bf16": Case(True),
+    "packed_sequences": Case(False, see.micro_batches),
+}  # fmt: skip
+ACTOR_KEYS: dict[str, Any] = {
+    "save": Case("elsewhere"),
+    "do_sample": Case(True, see.sampled),
+    "temperature": Case(0.5, see.loss, SAMPLE),
+    "top_k": Case(2, see.sampled, SAMPLE),
+    "top_p": Case(0.2, see.sampled, SAMPLE),
+    "min_new_tokens": Case(4, see.sampled, SAMPLE),
+    "max_prompt_length": Case(4),
+    "max_new_tokens": Case(10),
+    "num_gpus_for_train": Case(2, base=SPLIT, also={f"{ACTOR}num_gpus_for_infer": 6}),
+    "num_gpus_for_infer": Case(2, base=SPLIT, also={f"{ACTOR}num_gpus_for_train": 6}),
+    "stop_token_ids": Case([5], see.prepared),
+    "num_samples_per_step": Case(3),
+    "fixed_responses": Case("given.jsonl", see.prepared),
+    "n_samples_per_prompt": Case(2, base=SAMPLE),
+    "ppo_mini_batch_size": Case(24),
+    "ppo_epochs": Case(2),
+    "policy_loss": Case("gspo", see.loss, {"algorithm.loss_normalizer": "minibatch_tokens"}),
+    "clip_ratio": Case(0.01, see.loss),
+    "clip_ratio_low": Case(0.01, see.loss),
+    "clip_ratio_high": Case(0.01, see.loss),
+    "clip_ratio_c": Case(1.01, see.loss),
+    "entropy_coeff": Case(0.5, see.loss),
+    "dpo_beta": Case(0.5, see.loss, PAIRS),
+    "dpo_loss_type": Case("ipo", see.loss, PAIRS),
+    "shuffle_minibatch": Case(True, see.orders),
+}  # fmt: skip
+CRITIC_KEYS: dict[str, Any] = {
+    "save": Case("elsewhere"),
+    "critic_mini_batch_size": Case(24),
+    "critic_update_epochs": Case(2),
+    "cliprange_value": Case(0.1, see.valued),
+    "vf_coef": Case(0.5, see.valued),
+    "shuffle_minibatch": Case(True, see.orders),
+}  # fmt: skip
+REWARD_KEYS: dict[str, Any] = {
+    "kind": Case("model", base={"placement.reward": "main"}),
+    "rules": Case({"mine": "gsm8k"}, see.scored),
+    "verifier": Case(True),
+}
+DATA: dict[str, Any] = {
+    "train_files": Case("other.jsonl"),
+    "val_files": Case("val.jsonl"),
+    "data_path": Case("prefix", base={"data.train_files": [], "data.data_path": "other"}),
+    "val_data_path": Case("prefix"),
+    "prompt_key": Case("question", see.read_prompts, ANY_ROWS),
+    "ground_truth_key": Case("answer", see.read_prompts, ANY_ROWS),
+    "data_source_key": Case("source", see.read_prompts, ANY_ROWS),
+    "default_data_source": Case("y", see.read_prompts, {"data.overlong_prompts": "keep_tail"}),
+    "overlong_prompts": Case("keep_head", see.read_prompts, ANY_ROWS),
+    "shuffle": Case(False, see.driven),
+}
+VALIDATION: dict[str, Any] = {
+    "interval": Case(2, see.validated, {"data.val_files": "val.jsonl"}),
+    "before": Case(False, see.validated),
+    "after": Case(False, see.validated),
+    "max_samples": Case(3, see.prepared),
+}
+LOGGING: dict[str, Any] = {
+    "samples": Case(5, see.recorded),
+    "samples_file_mb": Case(7, see.recorded),
+    "console_metrics": Case(["critic/kl"], see.recorded),
+}
+DEVICE: dict[str, Any] = {
+    "kind": Case("cuda", base=JOINED),
+    "resource_name": Case("mine", see.started),
+    "devices_per_node": Case(4, base=JOINED),
+    "memory_gib": Case(7.0),
+    "cpu_threads": Case(3, see.started),
+}
+POOL_SETTINGS: dict[str, Any] = {
+    "wait_s": Case(7.0, see.joined),
+    "env": Case({"A": "b"}),
+    "bad_nodes": Case("leave_out", see.joined),
+    "tensor_parallel_spans_nodes": Refuses(
+        True, base={**TWO_NODES, "training.tensor_model_parallel_size": 8}
+    ),
+}
+RUNTIME: dict[str, Any] = {
+    "kind": Case("local", base={"resource_pool.main": 1}),
+    "address": Case("head:6379"),
+    "timeout_s": Case(7.0, see.joined),
+    "start_timeout_s": Case(7.0, see.joined),
+}
+ROLLOUT = {"tensor_model_parallel_size": Case(2, base=SPLIT)}
+ONE_VALUE = {"tokenizer_type"}
+"""Reviewed: keys of which one value alone is accepted, which asks for what happens anyway."""
+
+TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
+    "training": (TrainingConfig, TRAINING),
+    "algorithm": (AlgorithmConfig, ALGORITHM),
+    "algorithm.kl_ctrl": (KlControlConfig, KL_CTRL),
+    "rollout": (PLAIN_SECTIONS["rollout"], ROLLOUT),
+    "data": (PLAIN_SECTIONS["data"], DATA),
+    "validation": (PLAIN_SECTIONS["validation"], VALIDATION),
+    "logging": (PLAIN_SECTIONS["logging"], LOGGING),
+    "device": (PLAIN_SECTIONS["device"], DEVICE),
+    "runtime": (PLAIN_SECTIONS["runtime"], RUNTIME),
+    "resource_pool": (PoolSettings, POOL_SETTINGS),
+    "model.small": (ArchitectureConfig, ARCHITECTURE),
+    **{
+        role.value: (schema, {"actor_rollout": ACTOR_KEYS, "critic": CRITIC_KEYS,
+                              "reward": REWARD_KEYS, "ref": {}}[role.value])
+        for role, schema in ROLE_SECTIONS.items()
+    },
+}  # fmt: skip
+NOT_LEAVES = {"kl_ctrl", "optimizer", "architecture"}
+
+
+def cases() -> Iterator[Any]:
+    for section, (_, table) in TABLE.items():
+        own = EVERY_ROLE | (OPTIMIZER if section == "actor_rollout" else {})
+        for key, case in {**table, **(own if section in ROLES else {})}.items():
+            yield pytest.param(section, key, case, id=f"{section}.{key}")
+
+
+@pytest.mark.parametrize("section", TABLE)
+def test_every_key_of_the_schema_has_a_case(section: str) -> None:
+    schema, table = TABLE[section]
+    inherited = set(RoleConfig.model_fields) if section in ROLES else set()
+    assert set(table) == set(schema.model_fields) - inherited - NOT_LEAVES - ONE_VALUE
+    if section in ROLES:
+        assert set(EVERY_ROLE) == set(RoleConfig.model_fields) - NOT_LEAVES
+        assert set(OPTIMIZER) == set(OptimizerConfig.model_fields)
+
+
+@pytest.mark.parametrize(("section", "key", "case"), cases())
+def test_a_key_changes_what_it_says(
+    make_tree: MakeTree, section: str, key: str, case: Case | Shown
+) -> None:
+    if isinstance(case, Shown):
+        text = (ROOT / "tests" / "unit" / case.file).read_text(encoding="utf-8")
+        assert f"def {case.test}(" in text and key in text
+        return
+    base = dict(case.base)
+    if section == "reward" and key in EVERY_ROLE:
+        base = {**REWARD_MODEL, **base}
+    drop = () if base.get("training.stage") is None else ("critic", "placement.critic")
+    before = seen(make_tree, base, drop, case)
+    changed = {**base, **case.also, f"{section}.{key}": case.value}
+    after = seen(make_tree, changed, drop, case)
+    assert str(before) != str(after)
+
+
+def seen(make_tree: MakeTree, changes: Changes, drop: tuple[str, ...], case: Case) -> Any:
+    """What the observer sees; an error where there is nothing to see."""
+    tree = json.dumps(make_tree(changes, drop))
+    try:
+        return _seen(tree, case.see)
+    except ConfigError as error:
+        if isinstance(case, Refuses):
+            return error
+        raise
+
+
+@functools.cache
+def _seen(tree: str, observe: see.Observer) -> Any:
+    return observe(resolve(json.loads(tree), "test"))
+
+
+OBSERVERS = sorted({p.values[2].see for p in cases() if isinstance(p.values[2], Case)}, key=str)
+
+
+@pytest.mark.parametrize("observe", OBSERVERS, ids=lambda observe: observe.__name__)
+def test_what_is_seen_repeats(make_tree: MakeTree, observe: see.Observer) -> None:
+    """Else any key would seem to change it."""
+    config = resolve(make_tree(), "test")
+    assert str(observe(config)) == str(observe(config))
+
+
+def test_pools_and_placement_are_in_the_plan(make_tree: MakeTree) -> None:
+    plans = [
+        see.planned(resolve(make_tree(changes), "test"))
+        for changes in (
+            {},
+            {"resource_pool.main": 4},
+            {"resource_pool": {"main": 8, "other": 4}, "placement.ref": "other"},
+        )
+    ]
+    assert len(set(plans)) == 3
+
+
+def test_a_key_of_one_value_has_no_other() -> None:
+    for key in ONE_VALUE:
+        assert len(get_args(TrainingConfig.model_fields[key].annotation)) == 1

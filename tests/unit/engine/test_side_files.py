@@ -1,0 +1,48 @@
+"""A role's folder in a checkpoint says what model it holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_rlxf.engine import train_state
+from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.models.parameters import Head
+from tests.unit.checkpoint.folders_of import make_folder
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Any:
+    """A critic in fp32 whose `load` is a language model in bf16."""
+    make_folder(tmp_path / "load", "llama")
+    fields = SimpleNamespace(source=tmp_path / "load", head=Head.SCORE, dtype=torch.float32)
+    fields.describe = lambda folder: MegatronEngine.describe(fields, folder)  # type: ignore[arg-type]
+    return fields
+
+
+def test_the_head_and_the_dtype_of_training_are_described(engine: Any, tmp_path: Path) -> None:
+    files = engine.describe(tmp_path)
+    assert files == [tmp_path / "config.json", tmp_path / "tokenizer.json"]
+    config = json.loads(files[0].read_text(encoding="utf-8"))
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+    assert config["torch_dtype"] == "float32" and config["num_labels"] == 1
+
+
+def test_the_first_rank_lists_what_describes_the_model(engine: Any, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        file = train_state._random_file(tmp_path, rank)
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("{}")
+    save: Any = SimpleNamespace(write=lambda: None)
+    first, second = (train_state._write_and_hash(save, tmp_path, n, engine) for n in (0, 1))
+    names = ["random/rank_00000.json", "config.json", "tokenizer.json"]
+    assert [entry["path"] for entry in first] == names
+    content = (tmp_path / "config.json").read_bytes()
+    assert first[1]["sha256"] == hashlib.sha256(content).hexdigest()
+    assert [entry["path"] for entry in second] == ["random/rank_00001.json"]
