@@ -195,4 +195,6 @@ def test_a_proxy_that_takes_our_own_addresses_is_told_without_its_password() -> 
 
 def test_no_check_needs_more_than_its_deadline() -> None:
     subject = Subject(DeviceKind.CPU, os.getcwd())
-    assert all(probe.deadline_s <= 30 for probe in local.probes(subject))
+    deadlines = {probe.name: probe.deadline_s for probe in local.probes(subject)}
+    assert deadlines.pop("devices") <= 65  # torch_npu alone may take 40 s to load
+    assert max(deadlines.values()) <= 30
