@@ -24,6 +24,7 @@ from mindspeed_rlxf.config.enums import NanPolicy, Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
+from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine.engine import LossOutput, Mean, MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
@@ -65,13 +66,15 @@ class Learner:
         assert engine.optimizer is not None and engine.scheduler is not None
         with engine.groups.active():
             model = engine.chunks[0].sharded_state_dict()
-            how = {"distrib_optim_sharding_type": "fully_reshardable"}
+            how = {"metadata": {"distrib_optim_sharding_type": "fully_reshardable"}}
+            if megatron_versions.before_0_13():
+                how = {}  # such a type is the only one
             random = [{"torch": torch.get_rng_state()}]
             rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
             state = {
                 "args": Namespace(dtype=torch.bfloat16, model_type=ModelType.encoder_or_decoder),
                 "model": model,
-                "optimizer": engine.optimizer.sharded_state_dict(model, metadata=how),
+                "optimizer": engine.optimizer.sharded_state_dict(model, **how),
                 "opt_param_scheduler": engine.scheduler.state_dict(),
                 "rng_state": ShardedObject("rng_state", random, (size,), (rank,)),
             }
