@@ -114,5 +114,13 @@ def _make_groups(tp: int, pp: int, ep: int) -> dict[str, Any]:
         distributed_timeout_minutes=worlds.timeout_minutes(),
     )
     made = _globals()
-    worlds.set_timeout(g for g in made.get("_global_process_group_list") or [] if g is not None)
+    worlds.set_timeout(process_groups(made))
     return made
+
+
+def process_groups(state: dict[str, Any]) -> Iterator[dist.ProcessGroup]:
+    """Of this rank, some of them more than once; 0.12 has no list of all."""
+    for value in state.values():
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, dist.ProcessGroup):
+                yield item

@@ -17,10 +17,9 @@ class GroupsProbe:
 
     def timeouts(self) -> RoleOutput:
         """Seconds, of every group that Megatron made."""
-        from mindspeed_rlxf.engine.parallel import ParallelGroups
+        from mindspeed_rlxf.engine.parallel import ParallelGroups, process_groups
 
-        groups = ParallelGroups(2, 1, 5)
-        found = [g for g in groups._state["_global_process_group_list"] if g is not None]
+        found = process_groups(ParallelGroups(2, 1, 5)._state)
         backends = [group._get_backend(torch.device("cpu")) for group in found]
         return RoleOutput(report=[b.options._timeout.total_seconds() for b in backends])
 
@@ -60,5 +59,6 @@ def test_roles_of_one_layout_share_groups_and_keep_their_own_state(warm_runtime:
     assert not same_stream
     assert sizes == [[2, 1, 1], [2, 1, 1], [1, 2, 1]]
     # The deadline of a call, 300 s, is the longest of the session; 60 s more in whole minutes.
-    assert set(probe.call(GroupsProbe.timeouts).result()[0]) == {360.0}
+    timeouts = probe.call(GroupsProbe.timeouts).result()[0]
+    assert len(timeouts) > 10 and set(timeouts) == {360.0}
     assert probe.call(GroupsProbe.virtual_pipeline).result()[0] == [2, None, None, 1]

@@ -40,7 +40,7 @@ def test_the_first_rank_lists_what_describes_the_model(engine: Any, tmp_path: Pa
         file.parent.mkdir(exist_ok=True)
         file.write_text("{}")
     save: Any = SimpleNamespace(write=lambda: None)
-    first, second = (train_state._write_and_hash(save, tmp_path, n, engine) for n in (0, 1))
+    first, second = (train_state._write_and_hash(save, tmp_path, n, engine).files for n in (0, 1))
     names = ["random/rank_00000.json", "config.json", "tokenizer.json"]
     assert [entry["path"] for entry in first] == names
     content = (tmp_path / "config.json").read_bytes()
