@@ -8,6 +8,7 @@ inside a world only, so this one is made by the function that `init_process_grou
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from itertools import accumulate
@@ -18,6 +19,38 @@ from torch.distributed import distributed_c10d
 
 _whole_pool: dist.ProcessGroup | None = None
 _timeout = timedelta(minutes=30)  # torch's own, until a world is joined
+
+
+def open_store(
+    ip: str, world_size: int | None = None, timeout: timedelta = timedelta(minutes=5)
+) -> tuple[dist.TCPStore, int]:
+    """A rendezvous store on a free port of `ip`, and that port; waits for nobody.
+
+    The port is taken before the store is made: nobody else can get it in between.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+    listener.bind((ip, 0))
+    listener.listen(world_size or 1024)
+    port = int(listener.getsockname()[1])
+
+    def make(**how: Any) -> dist.TCPStore:
+        return dist.TCPStore(
+            ip,
+            port,
+            world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.fileno(),
+            **how,
+        )
+
+    try:
+        store = make()
+    except NotImplementedError:  # with libuv, torch 2.7 takes no socket that is open
+        store = make(use_libuv=False)
+    listener.detach()
+    return store, port
 
 
 def part_rank(rank: int, parts: Sequence[int]) -> tuple[int, int]:

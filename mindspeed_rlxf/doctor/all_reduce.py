@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 import time
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import bare
+from mindspeed_rlxf.device import bare, worlds
 from mindspeed_rlxf.doctor.hunt import Outcome
 
 NUMBERS = 2**20  # fp32, 4 MiB
@@ -43,13 +42,8 @@ def warm_up() -> int:
 def open_store(ip: str) -> int:
     """The group's leader opens its store on a free port."""
     _stores.clear()
-    listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
-    listener.bind((ip, 0))
-    listener.listen(1024)
-    port = int(listener.getsockname()[1])
-    _stores[port] = dist.TCPStore(
-        ip, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    store, port = worlds.open_store(ip)
+    _stores[port] = store
     return port
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,19 +54,8 @@ class WorkerProcess:
 
     def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
         """Rank 0 opens the rendezvous store of its pool on `ip`; returns the port."""
-        listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
-        listener.bind((ip, 0))
-        listener.listen(world_size)
-        port = int(listener.getsockname()[1])
-        self._store = dist.TCPStore(
-            ip,
-            port,
-            world_size,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        timeout = timedelta(seconds=timeout_s)
+        self._store, port = worlds.open_store(ip, world_size, timeout)
         return port
 
     def start(self, setup: ProcessSetup, ip: str, port: int, assigned: str | None = None) -> None:
