@@ -66,9 +66,9 @@ class Learner:
         assert engine.optimizer is not None and engine.scheduler is not None
         with engine.groups.active():
             model = engine.chunks[0].sharded_state_dict()
-            how = {"metadata": {"distrib_optim_sharding_type": "fully_reshardable"}}
+            how: dict[str, Any] = {"metadata": {"distrib_optim_sharding_type": "fully_reshardable"}}
             if megatron_versions.before_0_13():
-                how = {}  # such a type is the only one
+                how = {"sharding_type": "dp_zero_gather_scatter"}  # the other one needs numpy 1
             random = [{"torch": torch.get_rng_state()}]
             rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
             state = {
