@@ -96,14 +96,14 @@ class MegatronEngine:
 
         skipped: what to do about steps with a wrong number; absent = raise
         deterministic: see `device.set_deterministic`, which holds for the process
-        tokenizer: its folder, where exports find the files that `load` lacks; None = `load` has all
+        tokenizer: its folder, where exports find the files that `load` lacks; None = exports nothing
         """
         assert role.architecture is not None and role.load is not None, "checked beforehand"
         megatron_versions.mend()
         device.set_deterministic(deterministic)
         device.seed_all(seed + dist.get_rank())  # Python's and numpy's would be the system's
         self.role, self.head = role, head
-        self.source = described_by(role.load, tokenizer or role.load)
+        self.source = described_by(role.load, tokenizer) if tokenizer else Path(role.load)
         self.skipped = skipped or SkippedSteps(NanPolicy.RAISE, 0, role.model)
         self._mini_batch = 0  # steps of this iteration
         self.groups = ParallelGroups(
