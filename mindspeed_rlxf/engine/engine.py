@@ -96,7 +96,7 @@ class MegatronEngine:
 
         skipped: what to do about steps with a wrong number; absent = raise
         deterministic: see `device.set_deterministic`, which holds for the process
-        tokenizer: its folder, where exports find the files that `load` lacks; None = exports nothing
+        tokenizer: its folder, where exports find what `load` lacks; None = it exports nothing
         """
         assert role.architecture is not None and role.load is not None, "checked beforehand"
         megatron_versions.mend()
