@@ -313,7 +313,10 @@ class DistFile:
             for name, size, offsets, planned in self.chunks(shard):
                 start = file.tell()
                 buffer = io.BytesIO() if planned.num_bytes < 1 << 20 else None
-                torch.save(planned.make(), buffer or file)
+                tensor = planned.make()
+                torch.save(tensor, buffer or file)
+                # Older versions of torch keep what they saved until the garbage collector comes.
+                tensor.untyped_storage().resize_(0)
                 if buffer is not None:  # many small writes take long
                     file.write(buffer.getbuffer())
                 wrote(planned.num_bytes)
