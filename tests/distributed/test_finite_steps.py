@@ -80,7 +80,10 @@ class Learner:
             }
             folder.mkdir(exist_ok=True)
             torch.distributed.barrier()
-            dist_checkpointing.save(state, str(folder))
+            # Not its plain save: in 0.12 that one forks, and here nothing may (`InProcess`).
+            request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
+            assert request is not None
+            request.execute_sync()
         return RoleOutput()
 
 
