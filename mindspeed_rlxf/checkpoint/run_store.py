@@ -30,6 +30,7 @@ MANIFEST = "manifest.json"
 POINTER = "latest_checkpointed_iteration.txt"
 EXPORTED = "exported_iteration.txt"
 NAME = re.compile(r"iter_(\d{7,})")
+UNUSED = ".unused"  # behind the name of a checkpoint that was set aside
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class RunStore:
 
     def set_aside(self, checkpoint: Checkpoint) -> Path:
         """A checkpoint that is not gone on from keeps its files under another name."""
-        aside = checkpoint.path.with_name(f"{checkpoint.path.name}.unused")
+        aside = checkpoint.path.with_name(f"{checkpoint.path.name}{UNUSED}")
         if aside.exists():
             shutil.rmtree(aside)
         os.replace(checkpoint.path, aside)
@@ -172,6 +173,7 @@ class RunStore:
                 continue
             self._remove(checkpoint)
             removed.append(n)
+        self._forget_unused()
         return removed
 
     def keep(self, iterations: Iterable[int]) -> None:
@@ -180,6 +182,15 @@ class RunStore:
         for checkpoint in self.newest_first():
             if checkpoint.iteration not in kept:
                 self._remove(checkpoint)
+        self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        """Remove what was set aside, once the two newest checkpoints are of later iterations."""
+        oldest = min((c.iteration for c in self.newest_first()[:2]), default=0)
+        for folder in self.folder.glob(f"*{UNUSED}"):
+            match = NAME.fullmatch(folder.name.removesuffix(UNUSED))
+            if match and int(match[1]) < oldest:
+                shutil.rmtree(folder)
 
     def _remove(self, checkpoint: Checkpoint) -> None:
         """It loses its name first: a folder cut short never has one."""

@@ -20,6 +20,7 @@ from mindspeed_rlxf.checkpoint.torch_file import MappedFile
 from mindspeed_rlxf.checkpoint.zip_pickles import ZIP
 
 METADATA, CHUNKS = ".metadata", ".distcp"
+ZARR = (".zarray", ".zgroup", "zarr.json")  # its codecs may unpickle; the reader is not ours
 PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
 MAX_PROBLEMS = 8
 
@@ -56,6 +57,11 @@ def _problems(folder: Path) -> Iterator[str]:
                 yield _leading_out(path)
             elif path.is_dir() or name.endswith(CHUNKS):
                 continue  # what `.metadata` does not name is not read
+            elif name in ZARR:
+                yield (
+                    f"{path} must not be there: checkpoints in Zarr format are not read; save it "
+                    "with --ckpt-format torch_dist"
+                )
             elif name == METADATA:
                 yield from _of_metadata(path)
             elif (name.endswith(PICKLES) or _looks_like_pickles(path)) and (

@@ -25,6 +25,16 @@ def take(folder: Path) -> None:
     file = folder / LOCK
     if file in _held:
         return
+    while not _still_there(file, stream := _locked(folder, file)):
+        stream.close()  # who had the lock removed the file after this process had opened it
+    stream.seek(0)
+    stream.truncate()
+    stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n")
+    stream.flush()
+    _held[file] = stream
+
+
+def _locked(folder: Path, file: Path) -> IO[str]:
     stream = open(file, "a+", encoding="utf-8")  # noqa: SIM115
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -36,11 +46,15 @@ def take(folder: Path) -> None:
         if _is_alive(*holder):
             stream.close()
             raise UserError(_refusal(folder, *holder)) from None
-    stream.seek(0)
-    stream.truncate()
-    stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n")
-    stream.flush()
-    _held[file] = stream
+    return stream
+
+
+def _still_there(file: Path, stream: IO[str]) -> bool:
+    """Whether the name still leads to the opened file."""
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(stream.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def release(folder: Path) -> None:

@@ -37,6 +37,7 @@ QUIET = {
 OBJECT_STORE_LIMIT = 2 * 2**30  # bytes; what does not fit is spilled to disk
 LOOPBACK = "127.0.0.1"
 KNOCK_S = 10.0
+GUARD_S = 30.0  # for the orphan guard to end by itself
 
 
 @dataclass
@@ -63,7 +64,11 @@ class RayCluster:
         psutil.wait_procs(left, timeout=5)
         if self.guard is not None and self.guard.stdin is not None:
             self.guard.stdin.close()
-            self.guard.wait()
+            try:
+                self.guard.wait(timeout=GUARD_S)
+            except subprocess.TimeoutExpired:  # everything it looks after has ended already
+                self.guard.kill()
+                self.guard.wait()
         if self.temp_dir is not None:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
 

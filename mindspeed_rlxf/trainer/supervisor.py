@@ -152,15 +152,19 @@ class Supervisor:
             **os.environ,
             CHILD_OF: f"{os.getpid()}:{self._started}:{file}",
         }
-        self._child = subprocess.Popen([*self._command, *changes], env=environment)
+        return self._ended(subprocess.Popen([*self._command, *changes], env=environment))
+
+    def _ended(self, child: subprocess.Popen[bytes], limit_s: float = float("inf")) -> int:
+        """The status of a process that is stopped with this one; killed at the limit."""
+        self._child, started = child, time.monotonic()
         if self._stop is not None:  # came in between
-            self._hand_on(self._child, self._stop)
+            self._hand_on(child, self._stop)
         while True:
             try:
-                return self._child.wait(timeout=1.0)
+                return child.wait(timeout=1.0)
             except subprocess.TimeoutExpired:
-                if time.monotonic() > self._kill_at:
-                    self._child.kill()
+                if time.monotonic() > min(self._kill_at, started + limit_s):
+                    child.kill()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Hand it on; a terminal, and some schedulers, have signalled the child too: it knows."""
@@ -210,6 +214,8 @@ class Supervisor:
             return None
         others = [c for c in changes if not c.startswith("resource_pool.")]
         for pools in smaller_pools(self._facts["pools"], self._facts["free"]):
+            if self._stop is not None:
+                return None
             wanted = [f"resource_pool.{name}={shape}" for name, shape in pools.items()]
             print(f"fewer devices: is {' '.join(wanted)} legal?", file=sys.stderr, flush=True)
             if self._is_legal([*others, *wanted]):
@@ -220,12 +226,9 @@ class Supervisor:
         return None
 
     def _is_legal(self, changes: Sequence[str]) -> bool:
-        command = [*self._command, *changes, "dry_run=true"]
-        try:
-            done = subprocess.run(command, capture_output=True, timeout=LEGAL_S)
-        except subprocess.TimeoutExpired:
-            return False
-        return done.returncode == EXIT_DONE
+        command, nowhere = [*self._command, *changes, "dry_run=true"], subprocess.DEVNULL
+        child = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
+        return self._ended(child, LEGAL_S) == EXIT_DONE
 
 
 def under_way(metrics: Path) -> int:

@@ -168,6 +168,12 @@ def test_an_older_folder_of_the_same_number_is_set_aside(tmp_path: Path) -> None
     aside = tmp_path / "iter_0000003.unused"
     assert (aside / "actor" / "w.distcp").read_text() == "before"
     assert [each.iteration for each in store.newest_first()] == [3]
+    for iteration, left in ((4, True), (5, False)):
+        assert aside.exists()
+        save(store, iteration)
+        store.prune(2, 3)
+        assert aside.exists() is left, "until the two newest are later; iteration 3 is kept"
+    assert [each.iteration for each in store.newest_first()] == [5, 4, 3]
 
 
 WRITERS = [

@@ -362,6 +362,16 @@ def test_links_inside_pass_and_links_out_are_refused(tmp_path: Path) -> None:
         check(folder)
 
 
+@pytest.mark.parametrize("name", [".zarray", "zarr.json"])
+def test_zarr_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    """Its arrays may name a codec that unpickles, and megatron-core 0.12 reads them."""
+    array = tmp_path / "decoder.weight"
+    array.mkdir()
+    (array / name).write_text('{"filters": [{"id": "pickle"}], "dtype": "|O"}')
+    with pytest.raises(ValueError, match=r"decoder\.weight.*Zarr format are not read"):
+        check(tmp_path)
+
+
 def test_no_folder_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a folder; give the folder of a checkpoint"):
         check(tmp_path / "gone")

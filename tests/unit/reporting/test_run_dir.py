@@ -12,6 +12,7 @@ import pytest
 
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.reporting import run_lock
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 
 
@@ -149,6 +150,26 @@ def test_a_second_live_run_is_refused_and_a_killed_one_is_not(make_config):
     assert (folder / "run.lock").exists()  # nobody was left to remove it
     assert RunDirectory.check(config) == []
     RunDirectory.create(config).unlock()
+
+
+def test_a_lock_on_a_file_that_its_holder_removed_is_none(tmp_path, monkeypatch):
+    """The one before removes the file after this process opened it, and before it locks it."""
+    lock, plain, opened = tmp_path / run_lock.LOCK, run_lock.fcntl.lockf, []
+
+    def removed_meanwhile(stream, how):
+        opened.append(os.fstat(stream.fileno()).st_ino)
+        if len(opened) == 1:
+            lock.rename(tmp_path / "removed")
+        return plain(stream, how)
+
+    monkeypatch.setattr(run_lock.fcntl, "lockf", removed_meanwhile)
+    run_lock.take(tmp_path)
+    try:
+        assert len(opened) == 2 and lock.stat().st_ino == opened[1]
+        assert str(os.getpid()) in lock.read_text()
+    finally:
+        run_lock.release(tmp_path)
+    assert not lock.exists()
 
 
 def test_a_folder_with_other_things_is_taken(make_config):

@@ -27,6 +27,9 @@ assert supervise() is None
 folder = Path(sys.argv[1])
 with open(folder / "attempts.jsonl", "a") as file:
     file.write(json.dumps(sys.argv[2:]) + "\\n")
+if "dry_run=true" in sys.argv and (folder / "slow").exists():
+    (folder / "ready").write_text("")
+    time.sleep(60)
 if "dry_run=true" in sys.argv:
     sys.exit(0 if "resource_pool.main=[4]" in sys.argv else 2)
 number = sum("dry_run" not in line for line in open(folder / "attempts.jsonl")) - 1
@@ -156,17 +159,35 @@ def test_a_signal_is_handed_on_and_nothing_is_restarted(
     tmp_path: Path, code: int, expected: int
 ) -> None:
     run = make(tmp_path, {"facts": FACTS, "wait": True, "exit": code})
+    assert signalled(run, tmp_path) == expected
+    assert (tmp_path / "signal").read_text() == str(int(signal.SIGTERM))
+
+
+def signalled(run: Supervisor, folder: Path) -> int:
+    """Its status when SIGTERM comes as soon as the stand-in is ready."""
 
     def signal_when_ready() -> None:
-        while not (tmp_path / "ready").exists():
+        while not (folder / "ready").exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=signal_when_ready)
     thread.start()
-    assert run.run() == expected
+    code = run.run()
     thread.join()
-    assert (tmp_path / "signal").read_text() == str(int(signal.SIGTERM))
+    return code
+
+
+def test_a_signal_ends_the_search_for_a_smaller_size(tmp_path: Path) -> None:
+    pools = {"main": {"processes": [4, 4], "step": 2}}
+    facts = {**FACTS, "joined": True, "node_wait_s": 7.0, "allow_shrink": True, "pools": pools}
+    (tmp_path / "slow").touch()
+    lost = failed(4, "died", facts=facts)
+    run = make(tmp_path, lost, {"exit": 75, "facts": {**facts, "free": [4, 3]}})
+    started = time.monotonic()
+    assert signalled(run, tmp_path) == 75
+    assert time.monotonic() - started < 30  # of the 60 that it sleeps, twice
+    assert len(attempts(tmp_path)) == 3
 
 
 def test_the_training_process_dies_with_its_supervisor(tmp_path: Path) -> None:
