@@ -388,7 +388,8 @@ def write_metadata(
             places[index] = _StorageInfo(file, entry["start"], entry["length"])
     _extra_states(folder, architecture, head, described, places)
     with (folder / METADATA).open("wb") as file_:
-        pickle.dump(dcp.Metadata(described, storage_data=places), file_)
+        # Older versions of torch look into planner_data without asking whether it is there.
+        pickle.dump(dcp.Metadata(described, planner_data={}, storage_data=places), file_)
     common = {
         "args": checkpoint_arguments(architecture, layout, dtype),
         "checkpoint_version": 3.0,

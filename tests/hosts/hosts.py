@@ -7,6 +7,7 @@ process of a host ends when its standard input closes: nothing is left when a te
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -109,16 +110,25 @@ class Host:
         assert code == 0, f"{' '.join(command)} on {self.name} ended with {code}:\n{text}"
         return text
 
-    def start_ray(self, output: Path, devices: int, head: Host | None = None) -> None:
-        """`ray start` as users write it; head: to join, None = this is the head."""
+    def start_ray(
+        self, output: Path, devices: int, head: Host | None = None, model: str | None = None
+    ) -> None:
+        """`ray start` as users write it.
+
+        head: to join, None = this is the head; model: of the devices, as Ray itself names it
+        """
         where = [f"--address={head.ip}:6344"] if head else ["--head", "--port", "6344"]
-        resources = f'{{"rlxf_cpu": {devices}}}' if devices else "{}"
+        found = {"rlxf_cpu": devices} if devices else {}
+        resources = json.dumps(found | ({f"accelerator_type:{model}": 1} if model else {}))
         own = ["--include-dashboard=false"] if head is None else []
         self.run(
             ["ray", "start", *where, *own, "--num-cpus=1", f"--resources={resources}",
              "--object-store-memory=100000000", "--disable-usage-stats"],
             output,
         )  # fmt: skip
+
+    def stop_ray(self, output: Path) -> None:
+        self.run(["ray", "stop", "--force"], output)
 
     def end(self) -> None:
         """Ends every process: the kernel kills a pid namespace with its first process."""

@@ -134,6 +134,7 @@ def test_hosts_with_run_directories_of_their_own_go_on_as_the_same_run(lab: Lab)
         "training.output_dir": str(folder),
         "training.no_shared_storage": "true",
         "training.train_iters": "3",
+        "actor_rollout.use_distributed_optimizer": "true",  # else one replica has all there is
     }
     stopped = lab.train("apart", **changes, **{"training.max_wall_time": "1"})
     assert lab.head.start(stopped, log).wait(timeout=RUN_S) == 75, log.read_text()
@@ -160,3 +161,82 @@ def test_hosts_with_run_directories_of_their_own_go_on_as_the_same_run(lab: Lab)
     assert len(found) == len(wanted) == 3
     for one, other in zip(found, wanted, strict=True):
         assert without_times(one) == without_times(other)
+
+
+def test_a_worker_of_another_host_dies_and_its_log_is_here(lab: Lab) -> None:
+    log, folder = lab.log("killed"), lab.head.data / "killed"
+    changes = {
+        "training.output_dir": str(folder),
+        "training.no_shared_storage": "true",
+        "training.train_iters": "1000",
+        "training.max_restarts": "0",
+    }
+    run = lab.head.start(lab.train("killed", **changes), log)
+    wait_for("iteration: 2 /", log, run, RUN_S)
+    lab.worker.run(["pkill", "-KILL", "-f", "RayWorker"], lab.log("pkill"))
+    assert run.wait(timeout=120) == 1, log.read_text()
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith("failed: ")]
+    assert "rank 1" in line and "on node2" in line and "the process died" in line
+    found = json.loads((lab.head.own / "killed" / "failure.json").read_text())
+    assert (found["host"], found["rank"]) == ("node2", 1)
+    logs = sorted((lab.head.own / "killed" / "logs").rglob("rank_00001.log"))
+    assert any("fetched from node2" in each.read_text() for each in logs)
+
+
+def test_a_run_goes_on_without_a_host_that_was_lost(lab: Lab) -> None:
+    """It waits for another one, then takes half of the processes. The last test with both hosts."""
+    log = lab.log("lost")
+    changes = {
+        "training.train_iters": "60",
+        "training.save_interval": "1",
+        "training.node_wait_s": "5",
+        "training.allow_shrink": "true",
+        "placement.critic": "main",
+        "resource_pool": "{main: [1, 1], wait_s: 120}",
+    }
+    run = lab.head.start(lab.train("lost", **changes), log)
+    wait_for("iteration: 2 /", log, run, RUN_S)
+    lab.worker.run(["pkill", "-KILL", "raylet"], lab.log("pkill"))
+    assert run.wait(timeout=RUN_S) == 0, log.read_text()
+    text = log.read_text()
+    for said in ("failed: ", "restart: ", "waiting for devices"):
+        assert said in text, text
+    assert "goes on with resource_pool.main=[1]" in text
+    lines = [json.loads(line) for line in (lab.shared / "lost" / "metrics.jsonl").open()]
+    assert [line["iteration"] for line in lines] == list(range(1, 61)), "each once"
+
+
+def test_devices_of_two_models_are_not_mixed_in_one_pool(lab: Lab) -> None:
+    for host in (lab.worker, lab.head):
+        host.stop_ray(lab.log("ray"))
+    lab.head.start_ray(lab.log("ray"), devices=1, model="910B")
+    lab.worker.start_ray(lab.log("ray"), devices=1, head=lab.head, model="910C")
+    log = lab.log("models")
+    changes = {"placement.critic": "main", "resource_pool": "{main: [1, 1], wait_s: 5}"}
+    code = lab.head.start(lab.train("models", **changes), log).wait(timeout=RUN_S)
+    text = log.read_text()
+    assert code == 2, text
+    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert "resource_pool.main=[1, 1] must be on devices of one model" in line
+    assert "910B" in line and "910C" in line
+
+
+def test_two_runs_beside_each_other_under_a_head_without_devices(lab: Lab) -> None:
+    lab.worker.stop_ray(lab.log("ray"))
+    lab.head.stop_ray(lab.log("ray"))
+    lab.head.start_ray(lab.log("ray"), devices=0)
+    lab.worker.start_ray(lab.log("ray"), devices=2, head=lab.head)
+    changes = {"placement.critic": "main", "resource_pool": "{main: [1], wait_s: 60}"}
+    first, second = lab.log("first"), lab.log("second")
+    one = lab.head.start(lab.train("first", **changes, **{"training.train_iters": "9000"}), first)
+    wait_for("iteration: 1 /", first, one, RUN_S)
+    other = lab.head.start(lab.train("second", **changes), second)
+    assert other.wait(timeout=RUN_S) == 0, second.read_text()
+    assert one.poll() is None, first.read_text()
+    folder = f"output_dir={lab.shared / 'first'}"
+    lab.head.run(["pkill", "-TERM", "--oldest", "-f", folder], lab.log("pkill"))
+    assert one.wait(timeout=120) == 75, first.read_text()
+    for log, free in ((first, 2), (second, 1)):
+        text = log.read_text()
+        assert f"node2 (10.77.0.2): {free} of 2 free" in text
+        assert "pool main: rank 0 on node2 (10.77.0.2)" in text
