@@ -236,7 +236,5 @@ def test_two_runs_beside_each_other_under_a_head_without_devices(lab: Lab) -> No
     folder = f"output_dir={lab.shared / 'first'}"
     lab.head.run(["pkill", "-TERM", "--oldest", "-f", folder], lab.log("pkill"))
     assert one.wait(timeout=120) == 75, first.read_text()
-    for log, free in ((first, 2), (second, 1)):
-        text = log.read_text()
-        assert f"node2 (10.77.0.2): {free} of 2 free" in text
-        assert "pool main: rank 0 on node2 (10.77.0.2)" in text
+    for log in (first, second):
+        assert "pool main: rank 0 on node2 (10.77.0.2)" in log.read_text()
