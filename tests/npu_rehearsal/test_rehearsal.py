@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.npu_rehearsal import run
+from tests.npu_rehearsal import ray_run, run
 from tests.npu_rehearsal.cases import REQUIRED
 
 pytestmark = [
@@ -20,3 +20,8 @@ pytestmark = [
 @pytest.mark.parametrize("name", REQUIRED)
 def test_five_iterations_equal_those_on_cpu(tmp_path: Path, name: str) -> None:
     assert run.rehearse(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ray_run.CASES)
+def test_the_command_on_a_cluster_with_npus_equals_that_on_cpu(name: str) -> None:
+    assert ray_run.main([name]) == 0

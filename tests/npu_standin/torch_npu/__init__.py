@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import _C, compiled, npu, profiler
+from . import _C, compiled, npu, profiler, told
 from .attention import npu_fusion_attention, npu_fusion_attention_grad
 from .operators import (
     npu_apply_adam_w,
@@ -48,3 +48,8 @@ torch.utils.rename_privateuse1_backend("npu")
 torch._register_device_module("npu", npu)
 torch.Tensor.npu = lambda self, *args, **kwargs: self
 compiled.apply()
+if told.FOLDER:
+    for name in __all__:
+        if name.startswith("npu_"):
+            globals()[name] = told.telling(name, globals()[name])
+    torch._fused_adamw_ = told.telling("optimizer", torch._fused_adamw_)

@@ -1,15 +1,27 @@
-"""`torch_npu.npu`, also `torch.npu`: one device, which is the CPU."""
+"""`torch_npu.npu`, also `torch.npu`: every device is the CPU.
+
+`RLXF_STANDIN_DEVICES` says how many the host has (1), ASCEND_RT_VISIBLE_DEVICES which are seen.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-Event, device_count = torch.cpu.Event, lambda: 1
+from . import told
+
+Event = torch.cpu.Event
 _initialized = False
+_device = 0
+
+
+def device_count() -> int:
+    visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    return len(visible.split(",")) if visible else int(os.environ.get("RLXF_STANDIN_DEVICES", 1))
 
 
 class Stream(torch.cpu.Stream):
@@ -53,12 +65,15 @@ def _lazy_call(call: Callable[[], Any], **kwargs: Any) -> None:
 
 
 def current_device() -> int:
-    return 0
+    return _device
 
 
 def set_device(index: Any) -> None:
-    number = getattr(index, "index", index)
-    assert number in (0, None), f"the stand-in has one device, not {index}"
+    global _device
+    number = getattr(index, "index", index) or 0
+    assert number < device_count(), f"the stand-in shows {device_count()} devices, not {index}"
+    _device = number
+    told.tell(f"device {number} of {os.environ.get('ASCEND_RT_VISIBLE_DEVICES', 'all')}")
 
 
 def set_compile_mode(jit_compile: bool = False) -> None:
