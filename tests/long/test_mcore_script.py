@@ -72,7 +72,7 @@ def test_two_nodes_train_as_one_and_both_end(tmp_path: Path, script: Path) -> No
         code = head.wait(timeout=500)
         text = (tmp_path / "head").read_text()
         assert code == 0, text + (tmp_path / "worker").read_text()
-        assert "pool main: rank 0 on" in text and num_lines(tmp_path) == 2
+        assert "pool main: ranks 0-1 on" in text and num_lines(tmp_path) == 2
         assert worker.wait(timeout=ENDS_S) == 0
     finally:
         for process in (head, worker):
