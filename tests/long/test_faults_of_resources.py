@@ -1,0 +1,136 @@
+"""Faults from outside the training loop: a reward function, memory, a disk, a role that stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.chaos.tiny_run import ROOT
+from tests.long.conftest import Run
+
+pytestmark = pytest.mark.long
+NO_RESTART = "training.max_restarts=0"
+# Python runs it when it starts; it changes the rule in Ray's workers alone.
+RULE = """
+import sys
+if any("default_worker" in word for word in sys.orig_argv):
+    from mindspeed_rlxf.rewards import rules
+    calls = 0
+    def rule(response, truth):
+        global calls
+        calls += 1
+        if calls > 20:
+            {act}
+        return rules.exact_match(response, truth)
+    for source in rules.BUILTIN_RULES:
+        rules.BUILTIN_RULES[source] = rule
+"""
+RAISE = 'raise ZeroDivisionError("of this reward")'
+GIB = 1 << 30
+TAKE = f"import time; taken = bytearray(4 * {GIB}); time.sleep(60)"
+
+
+def with_rule(folder: Path, act: str) -> dict[str, str]:
+    """Environment in which the rule does something at its 21st call in a process."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(RULE.format(act=act))
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
+def test_an_exception_of_a_reward_function_is_its_message(start: Any, tmp_path: Path) -> None:
+    run = start(NO_RESTART, **with_rule(tmp_path / "path", RAISE))
+    code, text, _ = run.end()
+    assert code == 1, text
+    (line,) = [line for line in text.splitlines() if line.startswith("failed: ")]
+    assert "reward rank " in line and "ZeroDivisionError: of this reward" in line
+    assert (run.failure()["role"], run.failure()["iteration"]) == ("reward", 6)
+    log = (run.folder / "logs" / "main" / "rank_00000.log").read_text()
+    assert "Traceback" in log and "Traceback" not in text
+
+
+def test_a_worker_that_takes_too_much_memory_is_named_with_the_cause(
+    start: Any, tmp_path: Path
+) -> None:
+    """Ray ends a worker when the host's memory is nearly used up: here, 2.5 GiB from now."""
+    memory = psutil.virtual_memory()
+    share = (memory.total - memory.available + 2.5 * GIB) / memory.total
+    assert share < 0.8, "this test needs 4 GiB of memory"
+    limits = {"RAY_memory_usage_threshold": f"{share:.3f}", "RAY_memory_monitor_refresh_ms": "100"}
+    run = start(NO_RESTART, **with_rule(tmp_path / "path", TAKE), **limits)
+    code, text, _ = run.end()
+    assert code == 1, text
+    (line,) = [line for line in text.splitlines() if line.startswith("failed: ")]
+    assert "killed by Ray because its host ran out of memory" in line
+    assert run.failure()["iteration"] == 6
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with 64 MiB."""
+    if os.getuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_full_disk_is_said_and_the_run_goes_on_when_there_is_room(
+    start: Any, small_disk: Path
+) -> None:
+    folder, ballast = small_disk / "run", small_disk / "ballast"
+    save = "training.save_interval=2"
+    run = start(NO_RESTART, save, folder=folder, until="checkpoint of iteration 2:")
+    with pytest.raises(OSError), ballast.open("wb") as file:
+        while True:
+            file.write(bytes(1 << 16))
+    code, text, _ = run.end()
+    assert code == 1, text
+    (line,) = [line for line in text.splitlines() if line.startswith("failed: ")]
+    assert "No space left on device" in line
+    pointer = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    saved = int(pointer.read_text())
+    assert saved >= 2
+    ballast.unlink()
+    again = start(NO_RESTART, save, folder=folder, until=f"checkpoint of iteration {saved + 2}:")
+    again.process.send_signal(signal.SIGTERM)
+    code, text, _ = again.end()
+    assert code == 75, text
+    assert f"checkpoints/iter_{saved:07d}" in text and "damaged" not in text
+
+
+ROLES = ("actor_rollout", "ref", "critic", "reward")
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_that_stops_is_named_within_its_deadline(start: Any, role: str) -> None:
+    placement = [f"placement.{each}={each}" for each in ROLES]
+    pools = [f"+resource_pool.{each}=1" for each in ROLES]
+    run = start(NO_RESTART, "~resource_pool.main", *placement, *pools)
+    log = run.folder / "logs" / role / "rank_00000.log"
+    process_with(run, log).send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    code, text, _ = run.end()
+    assert code == 1 and time.monotonic() - stopped < 90, text
+    (line,) = [line for line in text.splitlines() if line.startswith("failed: ")]
+    assert role in line and "did not arrive within 30 s" in line and "is stopped" in line
+    assert (run.failure()["role"], run.failure()["rank"]) == (role, 0)
+
+
+def process_with(run: Run, log: Path) -> psutil.Process:
+    """The worker whose output goes to that file."""
+    (found,) = [p for p in run.named("RayWorker") if writes(p, log)]
+    return found
+
+
+def writes(process: psutil.Process, log: Path) -> bool:
+    return os.path.samefile(f"/proc/{process.pid}/fd/1", log)
