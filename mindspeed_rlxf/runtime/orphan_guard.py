@@ -1,8 +1,11 @@
-"""Ends what a killed driver leaves behind: `python -S orphan_guard.py TEMP_DIR PID ...`.
+"""Ends what a killed driver leaves behind: `python -S orphan_guard.py TEMP_DIR`.
 
 Standard input is a pipe from the driver: it closes when the driver ends, whatever ended it. Ray's
-own processes notice too, but two of its agents take a minute over it. Those that started after the
-guard are known by the name of the cluster's own TEMP_DIR in their command line or environment.
+own processes notice too, but its agents, and workers that were just starting, take a minute over
+it. The driver starts the guard before Ray, and writes a line with the pids of Ray's processes once
+they are there. The others are known by the name of the cluster's own TEMP_DIR: in their command
+line, their environment, or a file that they have open (a worker writes its title over the first
+two).
 """
 
 import contextlib
@@ -13,6 +16,7 @@ import sys
 import time
 
 GRACE_S = 5.0  # for the workers, which end by themselves
+QUIET_S = 0.5  # without a process of the cluster, until there is none on its way either
 
 
 def start_time(pid: int) -> str:
@@ -24,20 +28,23 @@ def start_time(pid: int) -> str:
         return ""
 
 
-def main(temp_dir: str, pids: list[int]) -> None:
+def main(temp_dir: str) -> None:
+    spared = {os.getpid(), os.getppid()}  # the driver lives when it closes the pipe itself
+    pids = [int(word) for word in sys.stdin.buffer.readline().split()]
     born = {pid: start_time(pid) for pid in pids}
     sys.stdin.buffer.read()
     for pid, moment in born.items():
         if moment and start_time(pid) == moment:
             end(pid)
-    deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline:
-        later = processes_of(temp_dir)
+    last = time.monotonic()  # that one was seen
+    deadline = last + GRACE_S
+    while time.monotonic() < min(deadline, last + QUIET_S):
+        later = processes_of(temp_dir, spared)
         for pid in later:
             end(pid)
         shutil.rmtree(temp_dir, ignore_errors=True)
-        if not later and not os.path.isdir(temp_dir):
-            return
+        if later or os.path.isdir(temp_dir):
+            last = time.monotonic()
         time.sleep(0.2)
 
 
@@ -46,11 +53,13 @@ def end(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def processes_of(temp_dir: str) -> list[int]:
-    """Every process but this one that names the folder; mkdtemp made it, so no other run does."""
-    word, mine = os.fsencode(temp_dir), os.getpid()
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [pid for pid in pids if pid != mine and mentions(pid, word)]
+def processes_of(temp_dir: str, spared: set[int]) -> list[int]:
+    """Every other process that names the folder; mkdtemp made it, so no other run does."""
+    word, pids = (
+        os.fsencode(temp_dir),
+        [int(name) for name in os.listdir("/proc") if name.isdigit()],
+    )
+    return [pid for pid in pids if pid not in spared and mentions(pid, word)]
 
 
 def mentions(pid: int, word: bytes) -> bool:
@@ -61,8 +70,17 @@ def mentions(pid: int, word: bytes) -> bool:
                     return True
         except OSError:  # ended meanwhile, or another user's
             continue
-    return False
+    return any(word in target for target in open_files(pid))
+
+
+def open_files(pid: int) -> list[bytes]:
+    folder, found = f"/proc/{pid}/fd", []
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                found.append(os.fsencode(os.readlink(f"{folder}/{name}")))
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], [int(pid) for pid in sys.argv[2:]])
+    main(sys.argv[1])

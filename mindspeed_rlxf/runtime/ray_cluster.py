@@ -62,13 +62,8 @@ class RayCluster:
         for process in left:
             process.kill()
         psutil.wait_procs(left, timeout=5)
-        if self.guard is not None and self.guard.stdin is not None:
-            self.guard.stdin.close()
-            try:
-                self.guard.wait(timeout=GUARD_S)
-            except subprocess.TimeoutExpired:  # everything it looks after has ended already
-                self.guard.kill()
-                self.guard.wait()
+        if self.guard is not None:
+            _end_guard(self.guard)
         if self.temp_dir is not None:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
 
@@ -129,6 +124,7 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
 
     _keep_quiet()
     temp_dir = Path(tempfile.mkdtemp(prefix="rlxf-ray-", dir=_short_temp_root()))
+    guard = _start_guard(temp_dir)
     try:
         with _own_sigterm():
             context = ray.init(
@@ -141,9 +137,10 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
                 object_store_memory=object_store_bytes(),
                 _temp_dir=str(temp_dir),
             )
-        guard = _start_guard(temp_dir)
+        _tell_guard(guard)
     except BaseException:
         ray.shutdown()
+        _end_guard(guard)
         shutil.rmtree(temp_dir, ignore_errors=True)
         raise
     address = context.address_info["address"]
@@ -160,14 +157,31 @@ def _keep_quiet() -> None:
 def _start_guard(temp_dir: Path) -> subprocess.Popen[bytes]:
     """A small process that sees this one end, however it ends, and clears up after it."""
     script = Path(__file__).with_name("orphan_guard.py")
-    pids = [str(process.pid) for process in psutil.Process().children(recursive=True)]
     return subprocess.Popen(
-        [sys.executable, "-S", str(script), str(temp_dir), *pids],
+        [sys.executable, "-S", str(script), str(temp_dir)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+def _tell_guard(guard: subprocess.Popen[bytes]) -> None:
+    """Which processes are Ray's."""
+    pids = [process.pid for process in psutil.Process().children(recursive=True)]
+    assert guard.stdin is not None
+    guard.stdin.write(f"{' '.join(str(pid) for pid in pids if pid != guard.pid)}\n".encode())
+    guard.stdin.flush()
+
+
+def _end_guard(guard: subprocess.Popen[bytes]) -> None:
+    assert guard.stdin is not None
+    guard.stdin.close()
+    try:
+        guard.wait(timeout=GUARD_S)
+    except subprocess.TimeoutExpired:  # everything it looks after has ended already
+        guard.kill()
+        guard.wait()
 
 
 def _short_temp_root() -> str:
