@@ -11,6 +11,7 @@ over the limit.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import signal
 import subprocess
@@ -73,6 +74,8 @@ def main() -> int:
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--numbers", type=Path, help="what was measured, as JSON")
     arguments = parser.parse_args()
+    if arguments.picture and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--picture needs matplotlib; install it or leave the picture out")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_models(folder, SHAPE)
@@ -175,13 +178,13 @@ def watch(command: list[str], run: Path, limit_s: float) -> dict[str, Trace]:
     return traces
 
 
-def measure(driver: int, iteration: int, names: dict[int, str], traces: dict[str, Trace]) -> None:
+def measure(root: int, iteration: int, names: dict[int, str], traces: dict[str, Trace]) -> None:
     """One number for each process of the run."""
-    root = psutil.Process(driver)
-    for process in [root, *root.children(recursive=True)]:
+    first = psutil.Process(root)
+    for process in [first, *first.children(recursive=True)]:
         try:
             if process.pid not in names:
-                names[process.pid] = name_of(process, driver, names.values())
+                names[process.pid] = name_of(process, root, names.values())
             memory = process.memory_info()
         except psutil.NoSuchProcess:
             continue
@@ -192,15 +195,18 @@ def measure(driver: int, iteration: int, names: dict[int, str], traces: dict[str
             traces.setdefault("object store", Trace()).add(iteration, memory.shared / 1024)
 
 
-def name_of(process: psutil.Process, driver: int, taken: Sequence[str] | Any) -> str:
+def name_of(process: psutil.Process, root: int, taken: Sequence[str] | Any) -> str:
     """Empty for processes that are none of ours and none of the object store."""
     command = process.cmdline()
     title = " ".join(command)
-    if process.pid == driver:
-        return "driver"
+    if "ray_gpt.py" in title:  # twice where one supervises
+        supervises = process.pid == root and any(
+            "ray_gpt.py" in " ".join(child.cmdline()) for child in process.children()
+        )
+        return "supervisor" if supervises else "driver"
     if command and Path(command[0]).name == "raylet":
         return "object store and raylet"
-    if title.startswith("ray::") and "IDLE" not in title:
+    if title.startswith("ray::RayWorker"):
         return f"worker {sum(name.startswith('worker') for name in taken)}"
     return ""
 
