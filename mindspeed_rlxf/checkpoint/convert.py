@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from mindspeed_rlxf.checkpoint.folders import (
@@ -117,6 +118,9 @@ def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]
             )
         fields = {k: v for k, v in hf_architecture(config).items() if v is not None}
         return ArchitectureConfig(**fields), config
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise UserError(f"{folder}/config.json describes no model: {wrong}; mend it") from None
     except ValueError as error:
         raise UserError(str(error)) from None
 

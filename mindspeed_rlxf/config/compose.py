@@ -47,6 +47,7 @@ def compose(
     """
     directories = _directories(config_dir)
     _check_name(config_name, directories)
+    directories = _holder_first(config_name, directories)
     search = ",".join(f"'file://{directory}'" for directory in directories[1:])
     edits = [_add_if_new(override, directories) for override in overrides]
     try:
@@ -88,6 +89,23 @@ def _directories(config_dir: str | Path | None) -> list[Path]:
     if not chosen.is_dir():
         raise ConfigError(f"--config-dir {config_dir} must be a folder; give one that exists")
     return [chosen, builtin] if builtin.is_dir() else [chosen]
+
+
+def _holder_first(config_name: str, directories: list[Path]) -> list[Path]:
+    """Hydra takes the named config from the first folder only, and parts of configs from there
+    before others: a part of that name in the chosen folder would be passed over.
+    """
+    file = config_name if config_name.endswith(".yaml") else f"{config_name}.yaml"
+    if (directories[0] / file).is_file():
+        return directories
+    chosen, builtin = directories
+    for part in sorted(chosen.glob("*/*.yaml")):
+        if (builtin / part.relative_to(chosen)).is_file():
+            raise ConfigError(
+                f"--config-dir {chosen}: {part.relative_to(chosen)} stands for the built-in one "
+                f"only beside a config of that folder; copy {builtin / file} there too"
+            )
+    return [builtin, chosen]
 
 
 def _check_name(config_name: str, directories: Sequence[Path]) -> None:

@@ -104,7 +104,8 @@ def _unfold(draft: Draft, sections: Tree) -> None:
         nested = draft.mapping(f"{NESTED_ROLES}.{role}", values)
         for key, value in nested.items():
             path = f"{NESTED_ROLES}.{role}.{key}"
-            if sections[role].setdefault(key, value) != value:
+            there = sections[role].setdefault(key, value)
+            if there is not value and there != value:  # a nan equals nothing
                 draft.reject(path, f"{path} and {role}.{key} are the same key; keep one")
             draft.spelled[f"{role}.{key}"] = path
 

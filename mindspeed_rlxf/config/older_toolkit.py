@@ -35,6 +35,7 @@ MOVED = {
     "missing_eos_penalty": "algorithm.missing_eos_penalty",
     "seed": "training.seed",
     "dataset_additional_keys": "data.ground_truth_key",
+    "dataset_with_labels": "data.ground_truth_key",
     "dataset_category": "reward.verifier",
     "padded_vocab_size": "model.<name>.vocab_size",
     "group_query_attention": "model.<name>.num_query_groups",
@@ -54,6 +55,7 @@ def translate(draft: Draft, sections: Tree, nested: bool) -> None:
     _data(draft, sections)
     _category(draft, sections)
     _algorithm(draft, sections)
+    _value_clip(draft, sections)
     _rollout_layout(draft, sections)
     _deterministic(draft, sections)
     _take_out(draft, sections)
@@ -153,6 +155,13 @@ def _data(draft: Draft, sections: Tree) -> None:
             _move(draft, sections, path, not value, "data.shuffle")
         else:
             draft.reject(path, f"{path}={written(value)} must be true or false; use true")
+    if found := _strongest(draft, sections, "dataset_with_labels"):
+        path, value = found
+        if not isinstance(value, bool):
+            draft.reject(path, f"{path}={written(value)} must be true or false; use true")
+        elif value:
+            set_default(data, "ground_truth_key", "labels")
+            draft.note("data.ground_truth_key=labels", f"{path}=true")
     if found := _strongest(draft, sections, "dataset_additional_keys"):
         path, value = found
         names = value.replace(",", " ").split() if isinstance(value, str) else value
@@ -165,6 +174,15 @@ def _data(draft: Draft, sections: Tree) -> None:
                 "all columns of a data set are in reach; rules compare with data.ground_truth_key",
                 f"dataset_additional_keys={' '.join(names)}",
             )
+
+
+def _value_clip(draft: Draft, sections: Tree) -> None:
+    """A clip of nothing: what theirs takes for none would hold the values where they are."""
+    critic = sections.get(Role.CRITIC.value) or {}
+    value = critic.get("cliprange_value")
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
+        critic["cliprange_value"] = None
+        draft.note("values are not clipped (null)", f"critic.cliprange_value={written(value)}")
 
 
 def _prefixes(draft: Draft, path: str, value: Any) -> Any:

@@ -27,6 +27,7 @@ from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.sizes import HEADS
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.rewards.manager import RewardManager
+from mindspeed_rlxf.trainer.resume import beyond
 from mindspeed_rlxf.trainer.weight_saver import save_problems
 
 T = TypeVar("T")
@@ -54,7 +55,9 @@ def prepare(config: RunConfig) -> Prepared:
     problems: list[str] = []
     prepared = Prepared()
     problems += RunDirectory.check(config)
-    if not RunDirectory.choose(config).is_used:  # else they are those of this very run
+    directory = RunDirectory.choose(config)
+    problems += beyond(config, directory)
+    if not directory.is_used:  # else they are those of this very run
         problems += save_problems(config)
     for role in config.roles:
         problems += weight_problems(config, role)

@@ -71,24 +71,35 @@ def best_iterations(store: RunStore) -> list[int]:
     return [min(n for n, score in scores.items() if score == best)] if scores else []
 
 
+def reached(config: RunConfig, directory: RunDirectory) -> int:
+    """Iteration of the newest whole checkpoint that the command would go on from; 0 = none."""
+    if not directory.is_used or config.training.new_run:
+        return 0
+    whole, _ = whole_checkpoints(config, RunStore(directory.checkpoints))
+    return whole[0][0].iteration if whole else 0
+
+
+def beyond(config: RunConfig, directory: RunDirectory) -> list[str]:
+    """The problem of a run that has gone further than `train_iters`."""
+    done, wanted = reached(config, directory), config.training.train_iters
+    if done <= wanted:
+        return []
+    return [
+        f"training.train_iters={wanted} must be at least the {done} iterations that the run "
+        f"in {directory.path} has done; use {done} or more, or training.new_run=true"
+    ]
+
+
 def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
     """`train_iters` was reached, and the weights were exported after that.
 
     Raises UserError where the run has gone further than `train_iters`.
     """
-    if not directory.is_used or config.training.new_run:
-        return False
-    store = RunStore(directory.checkpoints)
-    whole, _ = whole_checkpoints(config, store)
-    if not whole:
-        return False
-    reached, wanted = whole[0][0].iteration, config.training.train_iters
-    if reached > wanted:
-        raise UserError(
-            f"training.train_iters={wanted} must be at least the {reached} iterations that the run "
-            f"in {directory.path} has done; use {reached} or more, or training.new_run=true"
-        )
-    return reached == wanted and store.exported() == wanted
+    if problems := beyond(config, directory):
+        raise UserError(problems)
+    wanted = config.training.train_iters
+    exported = RunStore(directory.checkpoints).exported()
+    return reached(config, directory) == wanted == exported
 
 
 def digest(prompts: Sequence[Prompt], eos_token_ids: Sequence[int]) -> str:

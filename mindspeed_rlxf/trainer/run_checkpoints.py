@@ -158,28 +158,28 @@ class RunCheckpoints:
         """Give the roles the state of the newest whole checkpoint; None where there is none.
 
         Returns the driver's state. Files of lines are cut to where they stood. Raises UserError
-        where the prompts are others.
+        where the prompts are others, and where there are checkpoints and none of them is whole.
         """
         self._parts = self._look_at_hosts(note)
         if self.writes:
             self.store.clear_unfinished()
         whole, problems = resume.whole_checkpoints(self.config, self.store)
-        for problem in problems:
-            note(f"warning: {problem}; the one before is taken")
         for checkpoint, manifest in whole:
             if found := self._damage(checkpoint, manifest):
-                note(f"warning: {checkpoint.path} is damaged: {found}; the one before is taken")
+                problems.append(f"{checkpoint.path} is damaged: {found}")
                 continue
             state = resume.read_state(checkpoint)
             if lacking := resume.lacking(self.directory, state["positions"]):
-                if checkpoint == whole[-1][0]:
-                    raise UserError(
-                        f"no checkpoint of {self.directory.path} can be gone on from: {lacking}; "
-                        "put the file back with its parts, or set training.new_run=true"
-                    )
-                note(f"warning: {checkpoint.path} is not gone on from: {lacking}")
+                problems.append(f"{checkpoint.path} is not gone on from: {lacking}")
                 continue
+            for problem in problems:
+                note(f"warning: {problem}; an older one is taken")
             return self._load(checkpoint, state, note)
+        if problems:  # to start again would remove what there is
+            raise UserError(
+                f"no checkpoint of {self.directory.path} can be gone on from: "
+                f"{'; '.join(problems)}; put the files back, or set training.new_run=true"
+            )
         if self.writes:
             self._start_again(note)
         return None
@@ -262,7 +262,7 @@ class RunCheckpoints:
 
     def _start_again(self, note: Note) -> None:
         if any(resume.positions(self.directory).values()):
-            note("no whole checkpoint to go on from: starts from iteration 0 again")
+            note("no checkpoint yet to go on from: starts from iteration 0 again")
         resume.cut_files(self.directory, {})
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,10 @@ def train(scratch: Path, name: str, kind: str) -> Path:
         if kind == "npu":
             environment |= stand_ins(scratch)
             address = ends.enter_context(cluster(scratch, environment))
+            # Its kernels are imported by workers alone; torch would take them for its own here.
+            paths = environment["PYTHONPATH"].split(os.pathsep)
+            kept = [path for path in paths if path != str(run.STANDIN / "kernels")]
+            environment["PYTHONPATH"] = os.pathsep.join(kept)
         with log.open("wb") as file:
             done = subprocess.run(
                 [*command, f"runtime.address={address}"], cwd=run.REPOSITORY, env=environment,

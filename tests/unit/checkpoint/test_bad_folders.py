@@ -195,3 +195,13 @@ def test_a_folder_that_could_run_code_is_refused_before_it_is_read(
     torch.save({"args": print}, file)
     said = refused(folder, capsys)
     assert f"{file} must hold nothing but the data" in said and "__builtin__.print" in said
+
+
+def test_a_field_of_config_json_that_makes_no_sense_is_named(tmp_path: Path, capsys: Any) -> None:
+    make_folder(tmp_path / "hf", "llama")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(file.read_text().replace('"vocab_size": ', '"vocab_size": "x", "was": '))
+    assert main([str(tmp_path / "hf"), str(tmp_path / "mg"), "--to", "mg"]) == 2
+    said = capsys.readouterr().err
+    assert f"{file} describes no model: vocab_size: Input should be" in said
+    assert "pydantic" not in said

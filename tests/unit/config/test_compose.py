@@ -48,6 +48,15 @@ def test_plain_overrides_reach_keys_that_the_file_does_not_mention(folder: Path)
     assert tree["resource_pool"] == {"main": [4, 4]}
 
 
+def test_a_built_in_config_is_found_beside_a_folder(folder: Path) -> None:
+    tree = compose("ppo_trainer_tiny", ["model=[tiny,mine-1b]"], folder)
+    assert tree["training"] == compose("ppo_trainer_tiny")["training"]
+    assert tree["model"]["mine-1b"] == {"num_layers": 3}
+    (folder / "model" / "tiny.yaml").write_text("tiny:\n  num_layers: 1\n")
+    problem = error(folder, "ppo_trainer_tiny")
+    assert "model/tiny.yaml stands for the built-in one only beside a config" in problem
+
+
 def test_model_list_can_be_chosen_on_the_command_line(folder: Path) -> None:
     assert list(compose("run", ["model=[tiny]"], folder)["model"]) == ["tiny"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,11 @@ def test_one_key_in_both_nestings_is_an_error(problems: Problems) -> None:
         "actor_rollout_ref.actor_rollout.lr and actor_rollout.lr are the same key; keep one"
     ]
     assert problems({"actor_rollout_ref.actor_rollout.lr": 1e-4}) == []
+
+
+def test_a_nan_in_the_older_nesting_is_not_taken_for_two_keys(problems: Problems) -> None:
+    (problem,) = problems({"actor_rollout_ref.actor_rollout.temperature": math.nan})
+    assert "same key" not in problem and problem.startswith("actor_rollout_ref.actor_rollout.temp")
 
 
 def test_errors_name_the_key_as_it_was_nested(problems: Problems) -> None:

@@ -18,7 +18,7 @@ from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
-from mindspeed_rlxf.trainer.resume import cut_files, digest, is_finished
+from mindspeed_rlxf.trainer.resume import beyond, cut_files, digest, is_finished
 from mindspeed_rlxf.trainer.run_checkpoints import RunCheckpoints
 from tests.unit.config.conftest import make_tree, no_cluster
 
@@ -173,12 +173,30 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(
     assert case.lines == [1, 2]
 
 
+def test_where_all_are_damaged_the_run_is_left_as_it_is(
+    make_tree: MakeTree, tmp_path: Path
+) -> None:
+    """To start again would cut its records, and prune what it saves before what is damaged."""
+    case = Case(make_tree, tmp_path)
+    case.iterate(1)
+    case.iterate(2)
+    (case.directory.checkpoints / "iter_0000001" / "actor" / "state").unlink()
+    (case.directory.checkpoints / "iter_0000002" / "critic" / "state").write_bytes(b"")
+    case.again()
+    with pytest.raises(UserError) as refused:
+        case.checkpoints.restore(case.said.append)
+    for said in ("iter_0000002 is damaged", "iter_0000001 is damaged", "training.new_run=true"):
+        assert said in str(refused.value)
+    assert case.lines == [1, 2] and not case.actor.loaded
+    assert [c.iteration for c in case.checkpoints.store.newest_first()] == [2, 1]
+
+
 def test_without_a_checkpoint_the_run_starts_again(make_tree: MakeTree, tmp_path: Path) -> None:
     case = Case(make_tree, tmp_path)
     case.directory.metrics.write_text('{"iteration": 1}\n')
     assert case.checkpoints.restore(case.said.append) is None
     assert case.directory.metrics.read_text() == ""
-    assert case.said == ["no whole checkpoint to go on from: starts from iteration 0 again"]
+    assert case.said == ["no checkpoint yet to go on from: starts from iteration 0 again"]
 
 
 def test_other_prompts_are_refused(make_tree: MakeTree, tmp_path: Path) -> None:
@@ -305,6 +323,8 @@ def test_a_run_is_finished_when_its_weights_are_exported(
     shorter = Case(make_tree, tmp_path, train_iters=1)
     with pytest.raises(UserError, match="must be at least the 2 iterations that the run"):
         is_finished(shorter.config, shorter.directory)
+    assert beyond(longer.config, longer.directory) == []
+    assert len(beyond(shorter.config, shorter.directory)) == 1  # which a dry run tells too
 
 
 def test_lines_that_are_gone_are_told(make_tree: MakeTree, tmp_path: Path) -> None:
