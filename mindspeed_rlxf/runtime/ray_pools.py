@@ -24,7 +24,7 @@ from mindspeed_rlxf.runtime.ray_nodes import NodeCheck
 from mindspeed_rlxf.runtime.ray_pool import RayPool, RayWorker, RayWorkers
 from mindspeed_rlxf.runtime.ray_wait import Origin, RayHandle, gather
 from mindspeed_rlxf.runtime.ray_witness import ask
-from mindspeed_rlxf.runtime.witness import Sighting, examined, explained, keep_logs
+from mindspeed_rlxf.runtime.witness import Producer, Sighting, examined, explained, keep_logs
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,8 @@ class RayPools:
     def explain(
         self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
     ) -> RuntimeTimeout:
-        producers = [(h.origin.pool, h.origin.rank, repr(h)) for h in inputs]
+        made = [(handle.origin, repr(handle)) for handle in inputs]
+        producers = [Producer(o.pool, o.rank, o.host, f"{o.role}.{o.phase}", r) for o, r in made]
         return explained(error, pool.name, producers, self._look_anyhow(stacks=True))
 
     def _look_anyhow(self, stacks: bool) -> dict[tuple[str, int], Sighting]:

@@ -119,30 +119,54 @@ def doing(stack: str) -> tuple[str, bool]:
     return f"is in {Path(file).stem}.{name}{inside}", False
 
 
+@dataclass(frozen=True)
+class Producer:
+    """A rank whose rows are waited for. call: that makes them, `role.phase`; rows: their name"""
+
+    pool: str
+    rank: int
+    host: str
+    call: str
+    rows: str
+
+
 def explained(
     error: RuntimeTimeout,
     pool: str,
-    producers: Sequence[tuple[str, int, str]],
+    producers: Sequence[Producer],
     told: Mapping[tuple[str, int], Sighting],
 ) -> RuntimeTimeout:
     """The error with what its ranks did; those that waited for others are no longer its ranks.
 
-    pool:      of the error's ranks
-    producers: (pool, rank, what of it) that these ranks wait for
-    told:      by (pool, rank)
+    Where all of them waited for rows, it becomes the error of who has not made the rows.
+
+    pool: of the error's ranks; told: by (pool, rank)
     """
     waiting = [rank for rank in error.missing if (t := told.get((pool, rank))) and t.waits]
     late = [rank for rank in error.missing if rank not in waiting] or error.missing
     hosts = [host for rank, host in zip(error.missing, error.hosts, strict=False) if rank in late]
     parts = _states({rank: told.get((pool, rank)) for rank in error.missing})
     if producers:
-        parts.append("waiting for " + ", ".join(what for _, _, what in producers))
-        for name, rank, _ in producers:
-            if name != pool:
-                parts += [f"{name} {said}" for said in _states({rank: told.get((name, rank))})]
+        parts.append("waiting for " + ", ".join(each.rows for each in producers))
+        for each in producers:
+            if each.pool != pool:
+                state = _states({each.rank: told.get((each.pool, each.rank))})
+                parts += [f"{each.pool} {said}" for said in state]
     if any(told.values()):
         parts.append("the logs of all ranks have their stacks")
-    return RuntimeTimeout(error.what, error.seconds, late, "; ".join(parts), hosts)
+    what = error.what
+    if len(waiting) == len(error.missing) and (makers := _late_makers(producers, told)):
+        parts[0] = f"{what}: {parts[0]}"
+        what, late, hosts = makers[0].call, [m.rank for m in makers], [m.host for m in makers]
+    return RuntimeTimeout(what, error.seconds, late, "; ".join(parts), hosts)
+
+
+def _late_makers(
+    producers: Sequence[Producer], told: Mapping[tuple[str, int], Sighting]
+) -> list[Producer]:
+    """Those that wait for nobody themselves; of the first call, where there are several."""
+    late = [p for p in producers if not ((t := told.get((p.pool, p.rank))) and t.waits)]
+    return list({p.rank: p for p in late if p.call == late[0].call}.values())
 
 
 def examined(error: WorkerError, oom_kills: int) -> WorkerError:

@@ -19,6 +19,7 @@ from mindspeed_rlxf.runtime.witness import (
     GONE,
     SILENT,
     STOPPED,
+    Producer,
     Sighting,
     Subject,
     Watched,
@@ -144,8 +145,16 @@ def test_ranks_that_wait_for_others_are_not_the_ones_that_did_not_arrive() -> No
 def test_who_has_not_made_the_rows_is_told() -> None:
     seen = told(("waits for rows", True)) | {("judge", 1): Sighting(1, STOPPED, False, "")}
     error = RuntimeTimeout("critic.values", 30, [0])
-    found = explained(error, "main", [("judge", 1, "rows of reward.score from rank 1")], seen)
-    assert "waiting for rows of reward.score from rank 1; judge rank 1 is stopped" in str(found)
+    maker = Producer("judge", 1, "b", "reward.score", "rows of reward.score from rank 1")
+    found = explained(error, "main", [maker], seen)
+    assert str(found) == (
+        "reward.score: rank 1 did not arrive within 30 s; critic.values: rank 0 waits for rows; "
+        f"waiting for rows of reward.score from rank 1; judge rank 1 {STOPPED}; the logs of all "
+        "ranks have their stacks"
+    )
+    assert (found.role, found.rank, found.host) == ("reward", 1, "b")
+    busy = seen | {("judge", 1): Sighting(1, "waits for others in all_reduce", True, "")}
+    assert explained(error, "main", [maker], busy).role == "critic"  # the judge waits for others
 
 
 def test_logs_of_other_hosts_are_copied_and_our_own_are_left_alone(tmp_path: Path) -> None:
