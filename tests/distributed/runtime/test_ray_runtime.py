@@ -106,7 +106,9 @@ def test_a_hang_ends_and_names_the_ranks_that_did_not_arrive(
     rows = producer.call(StandIn.make_late, Sharded([Numbers(torch.arange(2))]), 20.0).rows()
     with pytest.raises(RuntimeTimeout) as hang:
         consumer.call(StandIn.read, rows).result()
-    hang.match(r"^actor_rollout\.make_late: rank 0 did not arrive within 1 s; critic\.read: each of ")
+    hang.match(
+        r"^actor_rollout\.make_late: rank 0 did not arrive within 1 s; critic\.read: each of "
+    )
     hang.match(r"waiting for rows of actor_rollout.make_late from rank 0; pool_0 rank 0 is in ")
     assert (hang.value.role, hang.value.missing) == ("actor_rollout", [0])
 
