@@ -285,9 +285,9 @@ def test_a_hostile_file_of_another_host_is_never_opened(cluster: Cluster) -> Non
     cluster.save(2)
     hostile = cluster.c.at(cluster.directory.checkpoints) / "iter_0000002/critic/common.pt"
     hostile.write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    assert cluster.start() is None
+    with pytest.raises(UserError, match=r"can be gone on from: .*common\.pt.*\(on "):
+        cluster.start()
     assert cluster.critic.loaded == [""]
-    assert any("(on " in line and "common.pt" in line for line in cluster.said)
 
 
 def test_hosts_that_share_a_folder_with_each_other_have_one_server(
@@ -320,7 +320,8 @@ def test_with_shared_storage_the_key_changes_nothing(make_tree: MakeTree, tmp_pa
     manifest = json.loads((cluster.checkpoints.store.path(2) / "manifest.json").read_text())
     assert not any(HOST in entry for entry in manifest["files"])
     shutil.rmtree(cluster.checkpoints.store.path(2) / "critic")
-    assert cluster.start() is None and "is missing" in cluster.said[1]
+    with pytest.raises(UserError, match="can be gone on from: .* is missing"):
+        cluster.start()
 
 
 def test_torchrun_is_refused(make_tree: MakeTree, tmp_path: Path) -> None:
