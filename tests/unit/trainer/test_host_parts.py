@@ -320,7 +320,7 @@ def test_with_shared_storage_the_key_changes_nothing(make_tree: MakeTree, tmp_pa
     manifest = json.loads((cluster.checkpoints.store.path(2) / "manifest.json").read_text())
     assert not any(HOST in entry for entry in manifest["files"])
     shutil.rmtree(cluster.checkpoints.store.path(2) / "critic")
-    with pytest.raises(UserError, match="can be gone on from: .* is missing"):
+    with pytest.raises(UserError, match=r"can be gone on from: .* is missing"):
         cluster.start()
 
 
