@@ -34,7 +34,7 @@ from mindspeed_rlxf.checkpoint.legacy import (
 from mindspeed_rlxf.checkpoint.reader import IGNORED, MegatronWeights, refuse
 from mindspeed_rlxf.checkpoint.safetensors_writer import DTYPES, write_safetensors
 from mindspeed_rlxf.checkpoint.staging import StagedFolder
-from mindspeed_rlxf.checkpoint.torch_dist import dist_files, write_metadata
+from mindspeed_rlxf.checkpoint.torch_dist_writer import dist_files, write_metadata
 from mindspeed_rlxf.checkpoint.torch_file_writer import PlannedTensor
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.hf_config import hf_architecture, read_hf_config, unsupported

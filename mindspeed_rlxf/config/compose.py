@@ -91,11 +91,15 @@ def _directories(config_dir: str | Path | None) -> list[Path]:
     return [chosen, builtin] if builtin.is_dir() else [chosen]
 
 
+def _file_of(config_name: str) -> str:
+    return config_name if config_name.endswith(".yaml") else f"{config_name}.yaml"
+
+
 def _holder_first(config_name: str, directories: list[Path]) -> list[Path]:
     """Hydra takes the named config from the first folder only, and parts of configs from there
     before others: a part of that name in the chosen folder would be passed over.
     """
-    file = config_name if config_name.endswith(".yaml") else f"{config_name}.yaml"
+    file = _file_of(config_name)
     if (directories[0] / file).is_file():
         return directories
     chosen, builtin = directories
@@ -109,8 +113,7 @@ def _holder_first(config_name: str, directories: list[Path]) -> list[Path]:
 
 
 def _check_name(config_name: str, directories: Sequence[Path]) -> None:
-    file = config_name if config_name.endswith(".yaml") else f"{config_name}.yaml"
-    if any((directory / file).is_file() for directory in directories):
+    if any((directory / _file_of(config_name)).is_file() for directory in directories):
         return
     names = config_names(directories)
     guess = closest(config_name, names)

@@ -55,10 +55,8 @@ def end(pid: int) -> None:
 
 def processes_of(temp_dir: str, spared: set[int]) -> list[int]:
     """Every other process that names the folder; mkdtemp made it, so no other run does."""
-    word, pids = (
-        os.fsencode(temp_dir),
-        [int(name) for name in os.listdir("/proc") if name.isdigit()],
-    )
+    word = os.fsencode(temp_dir)
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return [pid for pid in pids if pid not in spared and mentions(pid, word)]
 
 

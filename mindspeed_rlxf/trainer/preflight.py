@@ -27,7 +27,7 @@ from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.sizes import HEADS
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.rewards.manager import RewardManager
-from mindspeed_rlxf.trainer.resume import beyond
+from mindspeed_rlxf.trainer.resume import beyond, reached
 from mindspeed_rlxf.trainer.weight_saver import save_problems
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def prepare(config: RunConfig) -> Prepared:
     prepared = Prepared()
     problems += RunDirectory.check(config)
     directory = RunDirectory.choose(config)
-    problems += beyond(config, directory)
+    problems += beyond(config, reached(config, directory))
     if not directory.is_used:  # else they are those of this very run
         problems += save_problems(config)
     for role in config.roles:

@@ -79,14 +79,14 @@ def reached(config: RunConfig, directory: RunDirectory) -> int:
     return whole[0][0].iteration if whole else 0
 
 
-def beyond(config: RunConfig, directory: RunDirectory) -> list[str]:
-    """The problem of a run that has gone further than `train_iters`."""
-    done, wanted = reached(config, directory), config.training.train_iters
+def beyond(config: RunConfig, done: int) -> list[str]:
+    """The problem of a run that has gone further than `train_iters`. done: see `reached`"""
+    wanted = config.training.train_iters
     if done <= wanted:
         return []
     return [
-        f"training.train_iters={wanted} must be at least the {done} iterations that the run "
-        f"in {directory.path} has done; use {done} or more, or training.new_run=true"
+        f"training.train_iters={wanted} must be at least the {done} iterations that the run in "
+        f"{RunDirectory.choose(config).path} has done; use {done} or more, or training.new_run=true"
     ]
 
 
@@ -95,11 +95,10 @@ def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
 
     Raises UserError where the run has gone further than `train_iters`.
     """
-    if problems := beyond(config, directory):
+    done = reached(config, directory)
+    if problems := beyond(config, done):
         raise UserError(problems)
-    wanted = config.training.train_iters
-    exported = RunStore(directory.checkpoints).exported()
-    return reached(config, directory) == wanted == exported
+    return done == config.training.train_iters == RunStore(directory.checkpoints).exported()
 
 
 def digest(prompts: Sequence[Prompt], eos_token_ids: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
-from mindspeed_rlxf.trainer.resume import beyond, cut_files, digest, is_finished
+from mindspeed_rlxf.trainer.resume import beyond, cut_files, digest, is_finished, reached
 from mindspeed_rlxf.trainer.run_checkpoints import RunCheckpoints
 from tests.unit.config.conftest import make_tree, no_cluster
 
@@ -323,8 +323,10 @@ def test_a_run_is_finished_when_its_weights_are_exported(
     shorter = Case(make_tree, tmp_path, train_iters=1)
     with pytest.raises(UserError, match="must be at least the 2 iterations that the run"):
         is_finished(shorter.config, shorter.directory)
-    assert beyond(longer.config, longer.directory) == []
-    assert len(beyond(shorter.config, shorter.directory)) == 1  # which a dry run tells too
+    assert reached(shorter.config, shorter.directory) == 2
+    again = Case(make_tree, tmp_path, train_iters=1, new_run=True)
+    assert reached(again.config, again.directory) == 0
+    assert [len(beyond(case.config, n)) for n in (1, 2, 3)] == [0, 0, 1]  # a dry run tells it too
 
 
 def test_lines_that_are_gone_are_told(make_tree: MakeTree, tmp_path: Path) -> None:
