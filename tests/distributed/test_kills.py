@@ -27,7 +27,7 @@ def forked(module: str, folder: Path, *arguments: str) -> str:
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=3000,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -45,10 +45,11 @@ def test_five_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
 def test_whichever_step_of_a_save_fails_a_whole_checkpoint_is_found_and_gone_on_from(
     tmp_path: Path,
 ) -> None:
-    """Every second open, write, sync, rename and archive: ours, torch's and megatron-core's."""
-    said = forked("failing_saves", tmp_path, "2")
+    """Every open, write, sync, rename and archive in turn: ours, torch's and megatron-core's."""
+    said = forked("failing_saves", tmp_path, "1")
+    steps = int(said.split()[0])
     failed = [line for line in said.splitlines() if "ended with 1, newest" in line]
-    assert len(failed) > 40, said
+    assert len(failed) == steps > 80, said
     for word in ("fsync __0_0.distcp", "torch.save common.pt", "of __0_0.distcp", "replace "):
         assert any(word in line for line in failed), word
     runs = [RunDirectory(tmp_path / name) for name in ("whole", "failed")]
