@@ -35,6 +35,7 @@ from mindspeed_rlxf.checkpoint.reader import IGNORED, MegatronWeights, refuse
 from mindspeed_rlxf.checkpoint.safetensors_writer import DTYPES, write_safetensors
 from mindspeed_rlxf.checkpoint.staging import StagedFolder
 from mindspeed_rlxf.checkpoint.torch_dist_writer import dist_files, write_metadata
+from mindspeed_rlxf.checkpoint.torch_file import ChangedBytes
 from mindspeed_rlxf.checkpoint.torch_file_writer import PlannedTensor
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.hf_config import hf_architecture, read_hf_config, unsupported
@@ -158,7 +159,8 @@ def _extra(weights: HfFolder | MegatronWeights, expected: dict[str, Any]) -> lis
 def convert(conversion: Conversion, progress: Progress) -> int:
     """Write the target; returns the bytes of the parts that an earlier run had finished.
 
-    Errors: UserError when the target is there or the disk is too small.
+    Errors: UserError when the target is there, the disk is too small, or bytes of the source were
+    changed; DiskFull.
     """
     c = conversion
     shard = _maker(c)
@@ -182,6 +184,8 @@ def convert(conversion: Conversion, progress: Progress) -> int:
                 write = partial(_write, part, _place(c, part), shard, wrote)
                 staged.write(_place(c, part), write)
         _finish(c, staged, parts, sizes)
+    except ChangedBytes as error:
+        raise UserError(str(error)) from None
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

@@ -7,8 +7,10 @@ run (`inert_pickle`), and of the tensors only the bytes that are asked for are r
 
 from __future__ import annotations
 
+import io
 import mmap
 import zipfile
+import zlib
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -20,9 +22,14 @@ from torch import Tensor
 from mindspeed_rlxf.checkpoint.inert_pickle import Inert, InertUnpickler, read_pickle
 
 LOCAL_HEADER = 30  # bytes before the name and the extra field of a zip record
+NO_SUM = 0  # torch.serialization.set_crc32_options(False) writes it in place of a CRC-32
 
 Range = tuple[int, int]
 """[start, stop) of one axis."""
+
+
+class ChangedBytes(ValueError):
+    """A tensor's bytes are not those that were written; seen only when it is read."""
 
 
 class MappedFile:
@@ -40,6 +47,7 @@ class MappedFile:
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read ({error}); copy it again") from None
         self.size = len(self._map)
+        self._checked: set[int] = set()  # records whose sum was right, by their start
 
     def window(self, offset: int, length: int) -> Window:
         """A part of the file, to be read like a file. Errors: ValueError beyond its end."""
@@ -59,6 +67,29 @@ class MappedFile:
         if length == 0:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=length, offset=offset)
+
+    def check(self, record: Record) -> None:
+        """Errors: ChangedBytes. Looks once."""
+        if record.start in self._checked:
+            return
+        with memoryview(self._map)[record.start : record.start + record.length] as data:
+            found = zlib.crc32(data)
+        if record.crc not in (found, NO_SUM):
+            raise ChangedBytes(
+                f"{self.path}: the bytes of {record.name} are not those that were written (CRC-32 "
+                f"{found:08x}, not {record.crc:08x}); copy it again"
+            )
+        self._checked.add(record.start)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A file in an uncompressed zip archive. start, length: of its data, bytes in the whole file"""
+
+    name: str
+    start: int
+    length: int
+    crc: int
 
 
 class Window:
@@ -104,6 +135,7 @@ class StoredTensor:
     """
 
     file: MappedFile
+    record: Record
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -116,7 +148,11 @@ class StoredTensor:
         return replace(self, offset=offset, shape=self.shape[1:], stride=self.stride[1:])
 
     def read(self, *ranges: Range) -> Tensor:
-        """A copy of the named ranges of each axis; one or two axes."""
+        """A copy of the named ranges of each axis; one or two axes.
+
+        Errors: ChangedBytes.
+        """
+        self.file.check(self.record)
         item = self.dtype.itemsize
         if self.stride != contiguous_stride(self.shape):
             return self._whole()[tuple(slice(*r) for r in ranges)].clone()
@@ -193,8 +229,8 @@ def read_window(window: Window) -> Any:
 class _Reader(InertUnpickler):
     """Unpickles `data.pkl`; tensors become places in the file."""
 
-    window: Window
-    records: dict[str, zipfile.ZipInfo]
+    file: MappedFile
+    records: dict[str, Record]  # by the key of a tensor's data
 
     @classmethod
     def of(cls, window: Window, archive: zipfile.ZipFile) -> Any:
@@ -202,17 +238,18 @@ class _Reader(InertUnpickler):
         pickled = next((name for name in names if name.endswith("/data.pkl")), None)
         if pickled is None:
             raise ValueError(f"{window.file.path} is no file of torch.save: it has no data.pkl")
-        prefix = pickled.removesuffix("data.pkl") + "data/"
-        records = {n.removeprefix(prefix): i for n, i in names.items() if n.startswith(prefix)}
         order = next((name for name in names if name.endswith("/byteorder")), None)
-        if order is not None and archive.read(order) != b"little":
+        if order is not None and _content(window, names[order]) != b"little":
             raise ValueError(f"{window.file.path} is big-endian; save it on the machine you use")
-        bound = type("BoundReader", (cls,), {"window": window, "records": records})
-        with archive.open(pickled) as data:
-            try:
-                return read_pickle(data, bound)
-            except ValueError as error:
-                raise ValueError(f"{window.file.path}: {error}; copy it again") from None
+        prefix = pickled.removesuffix("data.pkl") + "data/"
+        data = {n.removeprefix(prefix): i for n, i in names.items() if n.startswith(prefix)}
+        content = io.BytesIO(_content(window, names[pickled]))
+        try:
+            records = {key: _record(window, info) for key, info in data.items()}
+            bound = type("BoundReader", (cls,), {"file": window.file, "records": records})
+            return read_pickle(content, bound)
+        except ValueError as error:
+            raise ValueError(f"{window.file.path}: {error}; copy it again") from None
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in STORAGES:
@@ -236,20 +273,26 @@ class _Reader(InertUnpickler):
         record, item = self.records.get(storage.key), storage.dtype.itemsize
         used = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 if all(shape) else 0
         bad = min((offset, *shape, *stride)) < 0 or offset + used > storage.elements
-        if record is None or bad or record.file_size < storage.elements * item:
+        if record is None or bad or record.length < storage.elements * item:
             raise ValueError(f"a tensor of shape {list(shape)} lies outside its data")
-        if record.compress_type != zipfile.ZIP_STORED:
-            raise ValueError("its tensors are compressed")
-        return StoredTensor(
-            self.window.file, self._start(record) + offset * item, storage.dtype, shape, stride
-        )
+        at = record.start + offset * item
+        return StoredTensor(self.file, record, at, storage.dtype, shape, stride)
 
-    def _start(self, record: zipfile.ZipInfo) -> int:
-        """Of a record's data in the file; its local header has an extra field of its own length."""
-        at = self.window.start + record.header_offset
-        header = self.window.file.read(at, LOCAL_HEADER)
-        lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        return at + LOCAL_HEADER + lengths
+
+def _record(window: Window, info: zipfile.ZipInfo) -> Record:
+    """Where its data lies: its local header has an extra field of its own length."""
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{info.filename} is compressed, which torch.save does not do")
+    at = window.start + info.header_offset
+    header = window.file.read(at, LOCAL_HEADER)
+    lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return Record(info.filename, at + LOCAL_HEADER + lengths, info.file_size, info.CRC)
+
+
+def _content(window: Window, info: zipfile.ZipInfo) -> bytes:
+    record = _record(window, info)
+    window.file.check(record)
+    return window.file.read(record.start, record.length)
 
 
 def _first(tensor: Any, *_: Any) -> Any:

@@ -185,6 +185,22 @@ def test_a_sharded_checkpoint_of_another_model(sharded: Path, capsys: Any) -> No
 
 
 @pytest.mark.parametrize(
+    ("kind", "name"), [("legacy", "mp_rank_00/model_optim_rng.pt"), ("sharded", "__0_0.distcp")]
+)
+def test_a_changed_byte_of_a_tensor_is_named(
+    request: pytest.FixtureRequest, tmp_path: Path, capsys: Any, kind: str, name: str
+) -> None:
+    file = request.getfixturevalue(kind) / "iter_0000001" / name
+    row = read_folder(tmp_path / "hf")["lm_head.weight"][0].view(torch.uint8).numpy().tobytes()
+    data = bytearray(file.read_bytes())
+    assert data.count(row) == 1
+    data[data.index(row) + 5] ^= 1
+    file.write_bytes(data)
+    said = refused(tmp_path / "mg", capsys)
+    assert f"error: {file}: the bytes of " in said and "not those that were written" in said
+
+
+@pytest.mark.parametrize(
     ("kind", "name"), [("legacy", "mp_rank_01/model_optim_rng.pt"), ("sharded", "common.pt")]
 )
 def test_a_folder_that_could_run_code_is_refused_before_it_is_read(

@@ -101,6 +101,33 @@ def test_a_truncated_file_is_named(tmp_path: Path, cut: int) -> None:
         read_torch_file(tmp_path / "x.pt")
 
 
+def flip(file: Path, tensor: torch.Tensor) -> None:
+    """One bit of the file's only copy of the tensor's bytes."""
+    data, part = bytearray(file.read_bytes()), tensor.view(torch.uint8).numpy().tobytes()
+    assert data.count(part) == 1
+    data[data.index(part) + len(part) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_changed_bytes_of_a_tensor_are_seen_when_it_is_read(tmp_path: Path) -> None:
+    torch.save(TENSORS, tmp_path / "x.pt")
+    flip(tmp_path / "x.pt", TENSORS["rows"])
+    got = read_torch_file(tmp_path / "x.pt")
+    assert torch.equal(got["vector"].read((0, 3)), TENSORS["vector"])
+    with pytest.raises(ValueError, match=r"x\.pt: the bytes of .*data/0 are not those .* copy it"):
+        got["rows"].read((0, 1), (0, 1))
+
+
+def test_a_file_without_sums_is_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(TENSORS, tmp_path / "x.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    got = read_torch_file(tmp_path / "x.pt")
+    assert torch.equal(got["rows"].read((0, 5), (0, 7)), TENSORS["rows"])
+
+
 def test_a_missing_and_an_empty_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="gone is missing; copy the whole folder again"):
         read_torch_file(tmp_path / "gone")
