@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,7 @@ def test_whichever_step_of_a_save_fails_a_whole_checkpoint_is_found_and_gone_on_
 ) -> None:
     """Every open, write, sync, rename and archive in turn: ours, torch's and megatron-core's."""
     said = forked("failing_saves", tmp_path, "1")
-    steps = int(said.split()[0])
+    (steps,) = map(int, re.findall(r"^(\d+) steps$", said, re.MULTILINE))
     failed = [line for line in said.splitlines() if "ended with 1, newest" in line]
     assert len(failed) == steps > 80, said
     for word in ("fsync __0_0.distcp", "torch.save common.pt", "of __0_0.distcp", "replace "):
