@@ -1,4 +1,4 @@
-"""A disk that fails once: at the nth step that puts a file below a folder."""
+"""A disk that fails once: at a named step of those that put files below a folder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import contextlib
 import errno
 import io
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,17 +16,35 @@ from unittest import mock
 
 import torch
 
-SOME_WRITES = {4**n for n in range(10)}  # of a file: torch's archives have hundreds
+WRITE = re.compile(r"^write (\d+) of (.*)$")
+
+
+def worth_failing(steps: list[str]) -> list[str]:
+    """All steps, of a file's writes the 1st, 2nd, 4th, 8th, ... and the last: archives have
+    hundreds of them."""
+    writes = [match.groups() for match in map(WRITE.match, steps) if match]
+    last = {file: max(int(n) for n, f in writes if f == file) for _, file in writes}
+
+    def wanted(step: str) -> bool:
+        match = WRITE.match(step)
+        if match is None:
+            return True
+        number = int(match.group(1))
+        return number.bit_count() == 1 or number == last[match.group(2)]
+
+    return [step for step in steps if wanted(step)]
 
 
 class FailingFiles:
-    """Counts opens, some of the writes, syncs, renames, new folders and archives of torch.
+    """Notes opens, writes, syncs, renames, new folders and archives of torch.
 
-    failing: the step, from 1, that fails with ENOSPC; 0 = none, to learn how many there are
+    failing: the step that fails with ENOSPC, "" = none, to learn which there are. Steps have the
+    same names in every save of every process, whatever the order in which threads take them.
     """
 
-    def __init__(self, folder: Path, failing: int) -> None:
+    def __init__(self, folder: Path, failing: str) -> None:
         self._folder, self._failing = str(folder.resolve()), failing
+        self._seen: Counter[str] = Counter()
         self.steps: list[str] = []
 
     @contextlib.contextmanager
@@ -44,10 +64,16 @@ class FailingFiles:
             yield
 
     def step(self, what: str, path: Any) -> None:
-        if not os.path.abspath(os.fspath(path)).startswith(self._folder):
+        path = os.path.abspath(os.fspath(path))
+        if not path.startswith(self._folder):
             return
-        self.steps.append(f"{what} {Path(path).name}")
-        if len(self.steps) == self._failing:
+        place = os.path.relpath(path, self._folder).replace(f".{os.getpid()}", ".PID")
+        name = f"{what} {re.sub('iter_[0-9]+', 'iter', place)}"
+        self._seen[name] += 1
+        if self._seen[name] > 1:
+            name = f"{name} (time {self._seen[name]})"
+        self.steps.append(name)
+        if name == self._failing:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     def _open(self, _name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,8 +118,7 @@ class Stream:
 
     def write(self, data: Any) -> Any:
         self._writes += 1
-        if self._writes in SOME_WRITES:
-            self._files.step(f"write {self._writes} of", self._path)
+        self._files.step(f"write {self._writes} of", self._path)
         return self._stream.write(data)
 
     def __getattr__(self, name: str) -> Any:

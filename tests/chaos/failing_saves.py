@@ -1,7 +1,7 @@
 """A save of a run fails at each of its steps in turn; then the run goes on to its end.
 
-FOLDER OUTPUT STRIDE: every STRIDE-th step. As `tests.chaos.forked`, each start is a fork of this
-process. OUTPUT gets `whole`, and `failed` with all failures. Prints a line for each failure.
+FOLDER OUTPUT: as `tests.chaos.forked`, each start is a fork of this process. OUTPUT gets `whole`,
+and `failed` with all failures. Prints a line for each failure.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from mindspeed_rlxf.checkpoint.run_files import content_problem
 from mindspeed_rlxf.checkpoint.run_store import RunStore
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.trainer.run_checkpoints import RunCheckpoints
-from tests.chaos.failing_files import FailingFiles
+from tests.chaos.failing_files import FailingFiles, worth_failing
 from tests.chaos.forked import Forked
 
 COUNTED = "steps of a save"
 
 
-def with_failing_save(checkpoints: Path, failing: int) -> None:
+def with_failing_save(checkpoints: Path, failing: str) -> None:
     """From now on in this process: the first save that begins has a disk that fails."""
     files = FailingFiles(checkpoints, failing)
     write, publish = RunCheckpoints.write, RunCheckpoints._publish
@@ -54,19 +54,20 @@ def newest_whole(checkpoints: Path) -> int:
     return 0
 
 
-def main(models: Path, output: Path, stride: int) -> None:
+def main(models: Path, output: Path) -> None:
     whole, failed = output / "whole", RunDirectory(output / "failed")
-    count = partial(with_failing_save, RunDirectory(whole).checkpoints, 0)
+    count = partial(with_failing_save, RunDirectory(whole).checkpoints, "")
     assert Forked(models, whole, False, count).wait() == 0
     steps = (whole / COUNTED).read_text().splitlines()
-    print(f"{len(steps)} steps", flush=True)
+    chosen = worth_failing(steps)
+    print(f"{len(chosen)} of {len(steps)} steps", flush=True)
     done = 0
     # From the last, after which there is a checkpoint that the others may damage.
-    for failing in range(len(steps), 0, -stride):
+    for number, failing in reversed(list(enumerate(chosen, 1))):
         first = partial(with_failing_save, failed.checkpoints, failing)
         status = Forked(models, failed.path, False, first).wait()
         newest = newest_whole(failed.checkpoints)
-        print(f"{failing} {steps[failing - 1]}: ended with {status}, newest {newest}", flush=True)
+        print(f"{number} {failing}: ended with {status}, newest {newest}", flush=True)
         assert status == 1, "the run is to say that it could not save"
         assert newest >= max(done, 1), "a checkpoint that was there is gone"
         done = newest
@@ -74,4 +75,4 @@ def main(models: Path, output: Path, stride: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
