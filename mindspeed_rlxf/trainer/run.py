@@ -85,8 +85,9 @@ def _run_on_ray(
     from mindspeed_rlxf.runtime.ray_runtime import RayRuntime
 
     directory = _start(RunDirectory.create(config), prepared, started)
+    _tell(config, directory)
     runtime = RayRuntime.from_config(config, directory.logs, directory.config)
-    _tell(config, directory, joined=not runtime.cluster.own)
+    supervisor.tell(joined=not runtime.cluster.own)
     try:
         train(config, prepared, directory, runtime, stop=stop)
     except WorkerError as error:
@@ -96,8 +97,8 @@ def _run_on_ray(
     _say_done(config, directory)
 
 
-def _tell(config: RunConfig, directory: RunDirectory, joined: bool) -> None:
-    """The supervisor what it needs for a restart."""
+def _tell(config: RunConfig, directory: RunDirectory) -> None:
+    """The supervisor what it needs for a restart; before the cluster, which may fail to start."""
     training = config.training
     steps = {
         name: math.lcm(*(layout.world_size // layout.dp for layout in layouts))
@@ -106,7 +107,6 @@ def _tell(config: RunConfig, directory: RunDirectory, joined: bool) -> None:
     }
     supervisor.tell(
         directory=str(directory.path),
-        joined=joined,
         max_restarts=training.max_restarts,
         node_wait_s=training.node_wait_s,
         allow_shrink=training.allow_shrink,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,21 @@ def test_a_fault_of_a_worker_is_one_message(
         assert "is stopped" in line
         logs = sorted((run.folder / "logs" / "main").iterdir())
         assert any("(most recent call first)" in log.read_text() for log in logs)
+
+
+@pytest.mark.long
+def test_a_driver_killed_while_its_cluster_starts_is_started_again(start: Any) -> None:
+    run = start("training.train_iters=2", until="run directory:")
+    (driver,) = [p for p in run.tree if p.ppid() == run.process.pid]
+    deadline = time.monotonic() + 60
+    while not run.named("gcs_server"):
+        assert driver.is_running() and time.monotonic() < deadline
+        time.sleep(0.01)
+    driver.kill()
+    code, text, _ = run.end()
+    assert code == 0 and "restart: " in text, text
+    lines = (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [1, 2]
 
 
 @pytest.mark.long
