@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.quoting import quoted
 from mindspeed_rlxf.config.suggest import closest
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -132,7 +133,7 @@ def _add_if_new(override: str, directories: Sequence[Path]) -> str:
     if override.startswith(("+", "~")) or "=" not in override or is_group:
         return override
     if not value.isascii() and value[0] not in "[{'\"":  # hydra's grammar is ASCII outside quotes
-        value = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        value = quoted(value)
     return f"++{name}={value}"
 
 

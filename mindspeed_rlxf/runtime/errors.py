@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mindspeed_rlxf.config.errors import UserError
+
 DIED = "the process died"  # how the cause begins where a worker raised nothing
 
 
@@ -77,6 +79,14 @@ class DevicesMissing(RuntimeError):
 
     def __init__(self, message: str, free: Sequence[int] = ()) -> None:
         super().__init__(message)
+        self.free = list(free)
+
+
+class TooFewDevices(UserError):
+    """An own cluster, to which nobody adds any, has too few devices. free: as `DevicesMissing`"""
+
+    def __init__(self, problems: Sequence[str], free: Sequence[int] = ()) -> None:
+        super().__init__(problems)
         self.free = list(free)
 
 

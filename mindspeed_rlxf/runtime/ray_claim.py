@@ -11,8 +11,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group
 
-from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.runtime.errors import DevicesMissing
+from mindspeed_rlxf.runtime.errors import DevicesMissing, TooFewDevices
 from mindspeed_rlxf.runtime.nodes import MODEL_PREFIX, Node, lacking, missing, model_for, taken
 from mindspeed_rlxf.runtime.ray_nodes import NodeCheck, nodes_with
 
@@ -47,8 +46,8 @@ class DeviceClaim:
     def reserve(self, shapes: Shapes) -> dict[str, Any]:
         """A placement group per pool, with a bundle for each entry of its shape.
 
-        Raises DevicesMissing (joined cluster) or UserError (own) at the deadline; UserError when
-        a node differs from the driver's, or a pool would mix device models.
+        Raises DevicesMissing (joined cluster) or TooFewDevices (own) at the deadline; UserError
+        when a node differs from the driver's, or a pool would mix device models.
         """
         limit = OWN_WAIT_S if self._wait_s is None else self._wait_s
         deadline = time.monotonic() + limit
@@ -105,13 +104,12 @@ class DeviceClaim:
         found = [missing(n, shapes[n], self._resource, self._address, nodes) for n in told]
         if not is_last:
             logger.warning("waiting for devices: %s", "; ".join(found))
-        elif self._wait_s is None:
-            raise UserError(found)
-        else:
-            raise DevicesMissing(
-                f"waited {self._wait_s:g} s (resource_pool.wait_s) for devices: {'; '.join(found)}",
-                free=[node.free for node in nodes],
-            )
+            return
+        free = [node.free for node in nodes]
+        if self._wait_s is None:
+            raise TooFewDevices(found, free)
+        waited = f"waited {self._wait_s:g} s (resource_pool.wait_s) for devices: "
+        raise DevicesMissing(waited + "; ".join(found), free)
 
 
 def _late(groups: Mapping[str, Any], wait_s: float) -> list[str]:

@@ -12,7 +12,7 @@ from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.sampler import PromptSampler
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
-from mindspeed_rlxf.runtime.errors import DevicesMissing, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.errors import DevicesMissing, RuntimeTimeout, TooFewDevices, WorkerError
 from mindspeed_rlxf.runtime.protocol import Runtime
 from mindspeed_rlxf.runtime.role_groups import RoleGroups
 from mindspeed_rlxf.trainer import failure, supervisor
@@ -55,8 +55,10 @@ def run(config: RunConfig, prepared: Prepared) -> int:
                 _run_locally(config, prepared, started, stop)
             else:
                 _run_on_ray(config, prepared, started, stop)
-    except UserError:
+    except UserError as error:
         _release(started)
+        if isinstance(error, TooFewDevices):
+            supervisor.tell(free=error.free)
         raise
     except (KeyboardInterrupt, Stopped):
         print(f"stopped: {stop.reason or 'SIGINT'}; {stop.lost}", file=sys.stderr, flush=True)

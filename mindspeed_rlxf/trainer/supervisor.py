@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from mindspeed_rlxf.config.quoting import quoted
 from mindspeed_rlxf.trainer.restarts import Failure, Restarts, smaller_pools
 
 EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED = 0, 1, 2, 75
@@ -107,18 +108,22 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _attempts(self, file: Path) -> int:
-        self._file, restarts, changes = file, Restarts(), list[str]()
+        self._file, restarts = file, Restarts()
+        changes, pools = list[str](), list[str]()  # pools: of a smaller size
         while True:
             _write(file, {})
             began = time.time()
             code = self._attempt(changes, file)
-            self._facts |= _read(file)
+            told = _read(file)
+            self._facts |= told
             if self._stop is not None and code not in (EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE):
                 return EXIT_STOPPED
-            if code == EXIT_STOPPED and restarts.used:
-                changes = self._smaller(changes) or []
-                if changes:
-                    continue
+            if "free" in told and restarts.used:
+                pools = self._smaller(told["free"])
+                if not pools:
+                    return EXIT_STOPPED
+                changes = self._changes() + pools
+                continue
             if code in (EXIT_DONE, EXIT_STOPPED):
                 return code
             if code == EXIT_MISTAKE:  # of a restart: the failure before it is what counts
@@ -135,12 +140,13 @@ class Supervisor:
             time.sleep(PAUSE_S)
             if self._stop is not None:
                 return EXIT_STOPPED
-            changes = changes or self._changes()
+            changes = self._changes() + pools
 
     def _changes(self) -> list[str]:
-        """Of the command when it is given again: the same directory, and nodes in place of lost
-        ones."""
-        changes = ["training.new_run=false", f"training.output_dir={self._facts['directory']}"]
+        """Of the command when it is given again: the same directory, whatever characters are in
+        its name, gone on from whatever was asked for; nodes in place of lost ones."""
+        changes = ["training.new_run=false", "training.resume=auto"]
+        changes.append(f"training.output_dir={quoted(self._facts['directory'])}")
         if self._facts.get("joined"):
             wait_s = self._facts["node_wait_s"]
             changes += [f"++resource_pool.wait_s={wait_s}", "++resource_pool.bad_nodes=leave_out"]
@@ -207,23 +213,23 @@ class Supervisor:
         cause = " ".join(str(found.get(key, "")) for key in ("role", "phase", "cause"))
         return Failure(found.get("iteration"), cause, saved)
 
-    def _smaller(self, changes: Sequence[str]) -> list[str] | None:
-        """The changes with fewer processes, where devices are missing and a smaller size is
-        legal."""
-        if not self._facts.get("allow_shrink") or "free" not in self._facts:
-            return None
-        others = [c for c in changes if not c.startswith("resource_pool.")]
-        for pools in smaller_pools(self._facts["pools"], self._facts["free"]):
+    def _smaller(self, free: Sequence[int]) -> list[str]:
+        """Changes to fewer processes, where that is wanted and a smaller size is legal; else none.
+
+        free: devices of each node
+        """
+        if not self._facts.get("allow_shrink"):
+            return []
+        for pools in smaller_pools(self._facts["pools"], free):
             if self._stop is not None:
-                return None
+                return []
             wanted = [f"resource_pool.{name}={shape}" for name, shape in pools.items()]
             print(f"fewer devices: is {' '.join(wanted)} legal?", file=sys.stderr, flush=True)
-            if self._is_legal([*others, *wanted]):
+            if self._is_legal(self._changes() + wanted):
                 print(f"goes on with {' '.join(wanted)}", file=sys.stderr, flush=True)
-                del self._facts["free"]
-                return [*others, *wanted]
+                return wanted
         print("no smaller data-parallel size is legal", file=sys.stderr, flush=True)
-        return None
+        return []
 
     def _is_legal(self, changes: Sequence[str]) -> bool:
         command, nowhere = [*self._command, *changes, "dry_run=true"], subprocess.DEVNULL

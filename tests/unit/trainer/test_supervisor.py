@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.trainer import supervisor
 from mindspeed_rlxf.trainer.restarts import Failure, Restarts, smaller_pools
 from mindspeed_rlxf.trainer.supervisor import CHILD_OF, Supervisor, ended, supervise
@@ -71,6 +72,11 @@ def attempts(folder: Path) -> list[list[str]]:
     return [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
 
 
+def again(folder: Path) -> list[str]:
+    """What a restart adds to the command."""
+    return ["training.new_run=false", "training.resume=auto", f"training.output_dir='{folder}'"]
+
+
 def failed(iteration: int, cause: str, **more: Any) -> dict[str, Any]:
     failure = {"iteration": iteration, "cause": cause}
     return {"exit": 1, "facts": FACTS, "failure": failure, **more}
@@ -86,8 +92,7 @@ def test_a_failure_is_followed_by_the_same_command_in_the_same_directory(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert make(tmp_path, failed(4, "x", saved="3"), {"exit": 0}).run() == 0
-    changes = ["training.new_run=false", f"training.output_dir={tmp_path}"]
-    assert attempts(tmp_path) == [[], changes]
+    assert attempts(tmp_path) == [[], again(tmp_path)]
     assert "restart: 1 of 3 (training.max_restarts), from the checkpoint of iteration 3" in (
         capfd.readouterr().err
     )
@@ -136,16 +141,55 @@ def test_lost_nodes_are_waited_for_and_then_the_run_shrinks_where_that_is_allowe
     lost = failed(4, "died", facts=facts)
     lacking = {"exit": 75, "facts": {**facts, "free": [4, 3]}}
     assert make(tmp_path, lost, lacking, {"exit": 0}).run() == 0
-    again = ["training.new_run=false", f"training.output_dir={tmp_path}"]
     waits = ["++resource_pool.wait_s=7.0", "++resource_pool.bad_nodes=leave_out"]
     six, four = "resource_pool.main=[4, 2]", "resource_pool.main=[4]"
     assert attempts(tmp_path) == [
         [],
-        again + waits,
-        [*again, *waits, six, "dry_run=true"],
-        [*again, *waits, four, "dry_run=true"],
-        [*again, *waits, four],
+        again(tmp_path) + waits,
+        [*again(tmp_path), *waits, six, "dry_run=true"],
+        [*again(tmp_path), *waits, four, "dry_run=true"],
+        [*again(tmp_path), *waits, four],
     ]
+
+
+def test_a_host_that_lost_a_device_goes_on_with_fewer_too(tmp_path: Path) -> None:
+    """A cluster of our own has nobody to wait for: its start is refused, with what is free."""
+    facts = {**FACTS, "allow_shrink": True, "pools": {"main": {"processes": [8], "step": 2}}}
+    lost, refused = failed(4, "died", facts=facts), {"exit": 2, "facts": {**facts, "free": [5]}}
+    assert make(tmp_path, lost, refused, {"exit": 0}).run() == 0
+    assert attempts(tmp_path)[-1] == [*again(tmp_path), "resource_pool.main=[4]"]
+
+
+def test_a_host_that_lost_a_device_ends_with_75_without_leave_to_shrink(tmp_path: Path) -> None:
+    refused = {"exit": 2, "facts": {**FACTS, "free": [5]}}
+    assert make(tmp_path, failed(4, "died"), refused).run() == 75
+
+
+def test_a_later_failure_keeps_the_smaller_size_and_waits_by_what_is_known_then(
+    tmp_path: Path,
+) -> None:
+    facts = {**FACTS, "allow_shrink": True, "pools": {"main": {"processes": [8], "step": 4}}}
+    joined = {"joined": True, "node_wait_s": 7.0}
+    plan = [
+        failed(4, "died", facts=facts),
+        {"exit": 75, "facts": {**facts, **joined, "free": [5]}},
+        failed(6, "died", facts={**facts, **joined}),
+        {"exit": 0},
+    ]
+    assert make(tmp_path, *plan).run() == 0
+    waits = ["++resource_pool.wait_s=7.0", "++resource_pool.bad_nodes=leave_out"]
+    assert attempts(tmp_path)[-1] == [*again(tmp_path), *waits, "resource_pool.main=[4]"]
+
+
+@pytest.mark.parametrize(
+    "name", ["lr=1e-5", "a,b (v2) [x]", "it's", "50%\\x", "\\'", "x\\\\", "Übung 学"]
+)
+def test_a_restart_finds_a_directory_whatever_its_name_is(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    assert make(folder, failed(4, "x", saved="3"), {"exit": 0}).run() == 0
+    tree = compose("ppo_trainer_tiny", ["training.output_dir=x", *attempts(folder)[1]])
+    assert tree["training"]["output_dir"] == str(folder)
 
 
 def test_without_leave_to_shrink_lost_nodes_end_with_75(tmp_path: Path) -> None:
