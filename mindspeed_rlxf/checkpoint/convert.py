@@ -16,14 +16,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from mindspeed_rlxf.checkpoint.folders import (
-    Format,
-    copy_side_files,
-    find_weights,
-    is_scorer,
-    open_weights,
-)
-from mindspeed_rlxf.checkpoint.hf_folder import INDEX, SINGLE, HfFolder, shape_problems
+from mindspeed_rlxf.checkpoint.folders import copy_side_files, is_scorer, open_weights
+from mindspeed_rlxf.checkpoint.formats import INDEX, SINGLE, Format, find_weights
+from mindspeed_rlxf.checkpoint.hf_folder import HfFolder, shape_problems
 from mindspeed_rlxf.checkpoint.layout import ITERATION, TRACKER, MegatronLayout
 from mindspeed_rlxf.checkpoint.legacy import (
     MakeShard,

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mindspeed_rlxf.checkpoint import safe_folder
-from mindspeed_rlxf.checkpoint.hf_folder import INDEX, SINGLE, HfFolder
-from mindspeed_rlxf.checkpoint.layout import RANK_FOLDER, TRACKER
+from mindspeed_rlxf.checkpoint.formats import Format, find_weights
+from mindspeed_rlxf.checkpoint.hf_folder import HfFolder
 from mindspeed_rlxf.checkpoint.legacy import read_legacy
 from mindspeed_rlxf.checkpoint.reader import MegatronWeights
-from mindspeed_rlxf.checkpoint.torch_dist import METADATA, read_torch_dist
+from mindspeed_rlxf.checkpoint.torch_dist import read_torch_dist
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head
 
@@ -33,30 +32,6 @@ SIDE_FILES = (
 )
 
 
-class Format(str, Enum):
-    """How weights lie in a folder; the values of --ckpt-format, and `hf`."""
-
-    HF = "hf"
-    LEGACY = "torch"
-    TORCH_DIST = "torch_dist"
-
-
-def find_weights(folder: Path) -> tuple[Format, Path]:
-    """The format of a folder, and where in it the weights lie.
-
-    Errors: ValueError when a Megatron folder is ambiguous. A folder without anything known counts
-    as Hugging Face, whose reader says what is missing.
-    """
-    if (folder / INDEX).exists() or (folder / SINGLE).exists() or not folder.is_dir():
-        return Format.HF, folder
-    if (folder / METADATA).exists():
-        return Format.TORCH_DIST, folder
-    if any(RANK_FOLDER.fullmatch(path.name) for path in folder.iterdir()):
-        return Format.LEGACY, folder
-    iteration = _iteration(folder)
-    return (Format.HF, folder) if iteration is None else find_weights(iteration)
-
-
 def described_by(weights: str | Path, tokenizer: str | Path) -> Path:
     """The folder whose config.json and generation_config.json describe the weights.
 
@@ -72,27 +47,6 @@ def described_by(weights: str | Path, tokenizer: str | Path) -> Path:
         f"{CONFIG} is neither in it nor in training.tokenizer_name_or_path={tokenizer}; copy that "
         "of the Hugging Face model into either"
     )
-
-
-def _iteration(folder: Path) -> Path | None:
-    """The checkpoint that the tracker names, else the only one."""
-    tracker = folder / TRACKER
-    if tracker.exists():
-        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        name = text if text == "release" else f"iter_{text:0>7}"
-        if not (text == "release" or text.isdecimal()) or not (folder / name).is_dir():
-            raise ValueError(
-                f"{tracker} names {text[:40]!r}, and {folder / name[:60]} is not there; "
-                "give the folder of an iteration, or copy it again"
-            )
-        return folder / name
-    found = sorted(path for path in folder.glob("iter_*") if path.is_dir())
-    if len(found) > 1:
-        raise ValueError(
-            f"{folder} holds {', '.join(path.name for path in found[:5])} and no {TRACKER}; "
-            "give the folder of one of them"
-        )
-    return found[0] if found else None
 
 
 def open_weights(

@@ -9,12 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mindspeed_rlxf.checkpoint.formats import INDEX, SINGLE
 from mindspeed_rlxf.checkpoint.inside import inside
 from mindspeed_rlxf.checkpoint.reader import WeightReader
 from mindspeed_rlxf.models.parameters import Slice
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 class HfFolder:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_rlxf.checkpoint.formats import METADATA
 from mindspeed_rlxf.checkpoint.inert_pickle import read_pickle
 from mindspeed_rlxf.checkpoint.inside import inside
 from mindspeed_rlxf.checkpoint.layout import MegatronLayout
@@ -38,7 +39,6 @@ from mindspeed_rlxf.models.parameters import (
     shard_slices,
 )
 
-METADATA = ".metadata"
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 

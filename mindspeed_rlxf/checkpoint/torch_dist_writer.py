@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from mindspeed_rlxf.checkpoint.formats import METADATA
 from mindspeed_rlxf.checkpoint.layout import ITERATION, MegatronLayout
 from mindspeed_rlxf.checkpoint.legacy import (
     RM_HEAD_BIAS,
@@ -25,7 +26,7 @@ from mindspeed_rlxf.checkpoint.legacy import (
     zero_bias,
 )
 from mindspeed_rlxf.checkpoint.reader import spellings
-from mindspeed_rlxf.checkpoint.torch_dist import LAYER, METADATA, global_name
+from mindspeed_rlxf.checkpoint.torch_dist import LAYER, global_name
 from mindspeed_rlxf.checkpoint.torch_file_writer import PlannedTensor
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import (

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mindspeed_rlxf.checkpoint.folders import copy_side_files, open_weights
-from mindspeed_rlxf.checkpoint.hf_folder import INDEX, SINGLE
+from mindspeed_rlxf.checkpoint.formats import INDEX, SINGLE
 from mindspeed_rlxf.checkpoint.reader import WeightReader
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import (

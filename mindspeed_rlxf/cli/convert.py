@@ -131,7 +131,7 @@ def plan(arguments: argparse.Namespace) -> Conversion:
         open_source,
         read_architecture,
     )
-    from mindspeed_rlxf.checkpoint.folders import Format
+    from mindspeed_rlxf.checkpoint.formats import Format
 
     source, target, config = _folders(arguments)
     to = Format.HF if arguments.to == "hf" else Format(arguments.format or "torch")
@@ -158,7 +158,7 @@ def plan(arguments: argparse.Namespace) -> Conversion:
 
 def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
     """Source, target, and where config.json is."""
-    from mindspeed_rlxf.checkpoint.folders import Format, find_weights
+    from mindspeed_rlxf.checkpoint.formats import Format, find_weights
 
     problems = _choice_problems(arguments)
     for role, flag in (("source", "load_dir"), ("target", "save_dir")):

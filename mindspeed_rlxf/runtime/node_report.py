@@ -13,12 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rlxf import packages
+from mindspeed_rlxf.checkpoint.formats import Format, find_weights
+from mindspeed_rlxf.checkpoint.layout import RANK_FILE
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.runtime.installed import build
 
 PACKAGES = ("torch", "transformers", packages.MEGATRON)
 DEVICE_PACKAGES = ("torch-npu", "mindspeed")  # a driver on a node without devices may lack them
 HASHED = (".json", ".jinja", ".txt", ".model")  # small: contents count; of others the size
+OF_HF, OF_MEGATRON = (".safetensors",), (".distcp", ".metadata", ".pt")
+WEIGHTS = "weights"  # the entry that says in which format and where
 MAX_HASHED = 64 * 2**20
 HEALTHY = ("OK", "")  # words of the tools
 MAX_PROBLEMS = 3  # of one folder on one node
@@ -26,7 +30,9 @@ MAX_PROBLEMS = 3  # of one folder on one node
 
 @dataclass(frozen=True)
 class NodeReport:
-    """files: folder -> name -> what its contents are known by; sees_run: the run directory too.
+    """files: folder -> name -> what its contents are known by, None = there is no folder
+
+    sees_run: the run directory too
 
     devices: that the driver's tool lists, None = not asked, or there is no tool
     sick:    devices that it calls unhealthy, each with its word
@@ -35,7 +41,7 @@ class NodeReport:
     host: str
     build: str
     packages: dict[str, str]
-    files: dict[str, dict[str, str]]
+    files: dict[str, dict[str, str] | None]
     sees_run: bool
     devices: int | None = None
     sick: tuple[str, ...] = ()
@@ -73,18 +79,39 @@ def _health(kind: DeviceKind) -> tuple[int | None, tuple[str, ...]]:
     return len(view.devices), tuple(sick)
 
 
-def contents(folder: str) -> dict[str, str]:
-    """Name of each model or tokenizer file -> hash or size; empty where there is no folder."""
-    found = {}
-    for file in sorted(Path(folder).glob("*")):
+def contents(folder: str) -> dict[str, str] | None:
+    """Name of each model or tokenizer file -> hash or size; None where there is no folder.
+
+    Files of Megatron's weights count where they lie, below an iteration and the ranks.
+    """
+    root = Path(folder)
+    if not os.path.isdir(root):
+        return None
+    found, place, sized = {}, root, OF_HF
+    try:
+        kind, place = find_weights(root)
+        found[WEIGHTS] = f"{kind.value} in {place.relative_to(root)}"
+        sized = OF_HF if kind is Format.HF else OF_MEGATRON
+    except (ValueError, OSError) as error:  # other folders than the driver's, or no right to look
+        found[WEIGHTS] = str(error).partition(";")[0]
+    for file in sorted({*root.glob("*"), *place.glob("*"), *place.glob(f"mp_rank_*/{RANK_FILE}")}):
+        known_by = _known_by(file, sized)
+        if known_by is not None:
+            found[str(file.relative_to(root))] = known_by
+    return found
+
+
+def _known_by(file: Path, sized: tuple[str, ...]) -> str | None:
+    """Hash of a small file, size of one that ends in `sized`; None for others."""
+    try:
         if not file.is_file():
-            continue
+            return None
         size = file.stat().st_size
         if file.suffix in HASHED and size <= MAX_HASHED:
-            found[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-        elif file.suffix == ".safetensors":
-            found[file.name] = f"{size} bytes"
-    return found
+            return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    except OSError as error:
+        return str(error.strerror)
+    return f"{size} bytes" if file.name.endswith(sized) else None
 
 
 def problems(driver: NodeReport, nodes: Sequence[NodeReport], keys: Mapping[str, str]) -> list[str]:
@@ -97,7 +124,8 @@ def problems(driver: NodeReport, nodes: Sequence[NodeReport], keys: Mapping[str,
         found += _installed(driver, node, PACKAGES)
         found += _installed(nodes[0], node, DEVICE_PACKAGES, nodes[0].host)
         for folder, expected in driver.files.items():
-            found += _folder(f"{keys[folder]}={folder}", node, expected, node.files[folder])
+            if expected is not None:  # a name of the hub; weights are looked at before
+                found += _folder(f"{keys[folder]}={folder}", node, expected, node.files[folder])
     return list(dict.fromkeys(found))
 
 
@@ -126,10 +154,10 @@ def _public(version: str) -> str:
 
 
 def _folder(
-    title: str, node: NodeReport, expected: Mapping[str, str], found: Mapping[str, str]
+    title: str, node: NodeReport, expected: Mapping[str, str], found: Mapping[str, str] | None
 ) -> list[str]:
     remedy = f"copy the folder to {node.host}, or use one that every node shares"
-    if not found and expected:
+    if found is None:
         return [f"{title} must be on every node; {node.host} has no such folder; {remedy}"]
     differing = [
         f"{name} ({found.get(name, 'missing')} there, {value} here)"

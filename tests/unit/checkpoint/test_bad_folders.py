@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_rlxf.checkpoint.folders import Format, find_weights, open_weights
+from mindspeed_rlxf.checkpoint.folders import open_weights
+from mindspeed_rlxf.checkpoint.formats import Format, find_weights
 from mindspeed_rlxf.cli.convert import main
 from mindspeed_rlxf.models.parameters import Head, Slice
 from tests.unit.checkpoint.folders_of import architecture_of, assert_same, make_folder, read_folder
