@@ -38,17 +38,22 @@ SETS = (
         ("2.7.1", "2.9.0"), ("3.10", "3.11"),
     ),
 )  # fmt: skip
+CORE, MINDSPEED = "megatron.core", "mindspeed"
 
 
 @dataclass(frozen=True)
 class Found:
-    """What this process would import; None = not found, or without a version."""
+    """What this process would import; None = not found, or without a version.
+
+    missing: modules of Megatron and MindSpeed that are not on the path, of which no pair is judged
+    """
 
     torch: str | None
     torch_npu: str | None
     megatron_core: str | None
     mindspeed: str | None
     cann: str | None
+    missing: tuple[str, ...] = ()
 
 
 def found() -> Found:
@@ -58,6 +63,7 @@ def found() -> Found:
         megatron_core=packages.version(packages.MEGATRON),
         mindspeed=packages.version("mindspeed"),
         cann=version_sets.cann_version(),
+        missing=tuple(name for name in (CORE, MINDSPEED) if packages.folder_of(name) is None),
     )
 
 
@@ -133,6 +139,8 @@ def _torch(there: Found) -> Iterator[Problem]:
 
 def _megatron(there: Found) -> Iterator[Problem]:
     chosen = set_for(there.megatron_core) if there.megatron_core else None
+    if CORE in there.missing:  # its own problem
+        return
     if chosen is None:
         tags = " or ".join(each.megatron_tag for each in SETS)
         what = f"Megatron-LM {there.megatron_core} is in no set of constraints/"
@@ -140,6 +148,8 @@ def _megatron(there: Found) -> Iterator[Problem]:
     elif there.torch and Version(there.torch).base_version not in chosen.torch:
         what = f"torch {there.torch} is not that of {chosen.name}"
         yield Problem(what, f"use torch {' or '.join(chosen.torch)}", fatal=False)
+    if MINDSPEED in there.missing:
+        return
     if there.mindspeed is None:
         what = "MindSpeed is on the path without setup.py or metadata: its version is not known"
         yield Problem(what, "pip install -e its checkout", fatal=False)

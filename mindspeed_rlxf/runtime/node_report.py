@@ -21,7 +21,8 @@ from mindspeed_rlxf.runtime.installed import build
 PACKAGES = ("torch", "transformers", packages.MEGATRON)
 DEVICE_PACKAGES = ("torch-npu", "mindspeed")  # a driver on a node without devices may lack them
 HASHED = (".json", ".jinja", ".txt", ".model")  # small: contents count; of others the size
-OF_HF, OF_MEGATRON = (".safetensors",), (".distcp", ".metadata", ".pt")
+OF_HF: tuple[str, ...] = (".safetensors",)
+OF_MEGATRON = (".distcp", ".metadata", ".pt")
 WEIGHTS = "weights"  # the entry that says in which format and where
 MAX_HASHED = 64 * 2**20
 HEALTHY = ("OK", "")  # words of the tools

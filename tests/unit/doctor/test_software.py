@@ -64,6 +64,23 @@ def test_a_missing_checkout_is_an_error(host: Path, monkeypatch: pytest.MonkeyPa
     assert "needs MindSpeed" in value and "26.1.0_core_r0.12.1" in remedy
 
 
+@pytest.mark.parametrize(
+    ("there", "what"),
+    [
+        ("Megatron-LM", "device.kind=npu needs MindSpeed, which is not on the path"),
+        ("MindSpeed", "(megatron.core: not found)"),
+    ],
+)
+def test_of_a_package_that_is_missing_only_that_is_told(
+    host: Path, monkeypatch: pytest.MonkeyPatch, there: str, what: str
+) -> None:
+    installed = {"torch": "2.7.1+cpu", "torch_npu": "2.7.1.post2"}
+    monkeypatch.setattr(packages, "_installed", installed.get)
+    npu_recorder.look_in(monkeypatch, [host / there])
+    ((status, value, _),) = told("versions.pairs")
+    assert status == "error" and what in value
+
+
 def test_nodes_with_different_checkouts_are_named(host: Path) -> None:
     before, ours = cluster.versions(), report([], None)
     check_out(host, (0, 12, 2))
