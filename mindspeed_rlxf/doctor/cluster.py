@@ -74,12 +74,10 @@ def _look(subject: Subject, end: float) -> list[Finding]:
         replies = ray_survey.gather([each.call(facts, subject) for each in surveyors], limit)
         found, answered, by_host = _sort(nodes, replies)
         found += drift(by_host)
-        offsets = {
-            each.node.name: ray_survey.clock_offset(each, CLOCK_REPLY_S)
-            for each in surveyors
-            if each.node in answered
-        }
-        found += clock_findings(offsets)
+        there = [each for each in surveyors if each.node in answered]
+        offsets = ray_survey.clock_offsets(there, min(CLOCK_REPLY_S, end - time.monotonic()))
+        names = [each.node.name for each in there]
+        found += clock_findings(dict(zip(names, offsets, strict=True)))
         found += _resource_findings(subject, answered)
     finally:
         for each in surveyors:
@@ -147,7 +145,7 @@ def clock_findings(offsets: Mapping[str, float | None]) -> list[Finding]:
             value = f"{abs(offset):.1f} s {'ahead' if offset > 0 else 'behind'}"
             remedy = "set all clocks by the same server (chrony, ntp)"
             found.append(warning("cluster.clock", value, remedy).on(host))
-    return found or [ok("cluster.clock", f"within {CLOCK_S:g} s on {len(offsets)} hosts")]
+    return merged(found) or [ok("cluster.clock", f"within {CLOCK_S:g} s on {len(offsets)} hosts")]
 
 
 def _resource_findings(subject: Subject, nodes: Sequence[Any]) -> list[Finding]:

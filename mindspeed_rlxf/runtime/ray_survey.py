@@ -124,11 +124,32 @@ def cause(failure: Any) -> str:
     return " ".join(text.split())
 
 
-def clock_offset(process: Process, timeout_s: float) -> float | None:
-    """Seconds that the node's clock is ahead, within half a round trip; None = no reply."""
-    before = time.time()
-    (there,) = gather([process.call(time.time)], timeout_s)
-    after = time.time()
+def clock_offsets(processes: Sequence[Process], timeout_s: float) -> list[float | None]:
+    """Seconds that each node's clock is ahead, within its round trip; None = no reply.
+
+    All are asked at the same time. A reply counts when it comes: waiting for a host that is silent
+    would hide what the others are off by.
+    """
+    end = time.monotonic() + timeout_s
+    asked = {}
+    for number, process in enumerate(processes):
+        before = time.time()
+        ref, origin = process.call(time.time)
+        asked[ref] = number, before, origin
+    found: list[float | None] = [None] * len(asked)
+    waiting = list(asked)
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(end - time.monotonic(), 0.0))
+        after = time.time()
+        for ref in ready:
+            number, before, origin = asked[ref]
+            found[number] = _offset(before, _value(ref, origin), after)
+        if not ready:
+            break
+    return found
+
+
+def _offset(before: float, there: Any, after: float) -> float | None:
     if is_failure(there):
         return None
     late = max(before - there, there - after, 0.0)
