@@ -62,7 +62,7 @@ class HfFolder:
 
     def _file_of_each_tensor(self) -> dict[str, Path]:
         if not self.folder.is_dir():
-            raise ValueError(f"{self.folder} is not a folder; give a Hugging Face model folder")
+            raise ValueError(f"{self.folder} is not a folder; give the folder of a model")
         index = self.folder / INDEX
         if index.exists():
             weight_map = _weight_map(index)

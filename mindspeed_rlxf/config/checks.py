@@ -64,7 +64,7 @@ def _replicas(config: RunConfig, role: Role) -> str | None:
 
 def _weights(config: RunConfig, role: Role) -> Iterator[str]:
     if not _is_rule(config, role) and config.role(role).load is None:
-        yield f"{role.value}.load is required; give the Hugging Face folder of its weights"
+        yield f"{role.value}.load is required; give the folder of its weights"
 
 
 def _is_rule(config: RunConfig, role: Role) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -25,6 +26,7 @@ class Draft:
     origins: dict[tuple[str, str], str] = field(default_factory=dict)  # (role, key) -> YAML key
     spelled: dict[str, str] = field(default_factory=dict)  # usual key -> as the YAML nests it
     problems: list[str] = field(default_factory=list)
+    moved: dict[str, str] = field(default_factory=dict)  # key -> older one that the YAML has
     broken: set[str] = field(default_factory=set)  # YAML keys that later rules must not judge
     notes: dict[str, list[str]] = field(default_factory=dict)  # what it means -> of which keys
 
@@ -37,6 +39,12 @@ class Draft:
         keys = self.notes.setdefault(meaning, [])
         if key not in keys:
             keys.append(key)
+
+    def as_written(self, problem: str) -> str:
+        """A rule's sentence with the keys that the user wrote in place of what they became."""
+        for key, path in self.moved.items():
+            problem = re.sub(rf"\b{re.escape(key)}\b", path, problem)
+        return problem
 
     def note_lines(self) -> list[str]:
         return [f"{', '.join(keys)}: {meaning}" for meaning, keys in self.notes.items()]

@@ -21,18 +21,23 @@ HEAD_DIM = {"qwen3": 128}
 """head_dim of a config.json without one, where it is not hidden_size / heads."""
 
 
-def read_hf_config(folder: Path) -> dict[str, Any]:
+OF_MODEL = "the folder of a Hugging Face model"
+OF_WEIGHTS = f"{OF_MODEL}, or of Megatron's weights and a config.json"
+
+
+def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
     """The parsed config.json of a Hugging Face folder.
 
+    wanted: what the user should have given, for the messages
     Errors: ValueError when it is missing or is not JSON.
     """
     path = folder / "config.json"
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; give the folder of a Hugging Face model")
+        raise ValueError(f"{folder} is not a folder; give {wanted}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing; give the folder of a Hugging Face model") from None
+        raise ValueError(f"{path} is missing; give {wanted}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); give a folder") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

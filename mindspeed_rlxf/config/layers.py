@@ -20,7 +20,12 @@ from mindspeed_rlxf.config.derived import (
 )
 from mindspeed_rlxf.config.draft import Draft, Tree, set_default
 from mindspeed_rlxf.config.enums import RewardKind, Role
-from mindspeed_rlxf.config.hf_config import hf_architecture, read_hf_config, unsupported
+from mindspeed_rlxf.config.hf_config import (
+    OF_WEIGHTS,
+    hf_architecture,
+    read_hf_config,
+    unsupported,
+)
 from mindspeed_rlxf.config.keys import (
     ARCHITECTURE_KEYS,
     NESTED_ROLES,
@@ -146,7 +151,7 @@ def _roles(draft: Draft, sections: Tree) -> None:
             architecture = _from_folder(draft, role, own.get("load", training.get("load")))
         else:
             architecture = models.get(str(chosen))
-            if architecture is not None:
+            if architecture is not None and "vocab_size" not in own:
                 tokenizer_vocabulary(draft, sections, str(chosen), architecture)
         layers = {f"model.{chosen}": architecture or {}, "training": training}
         merged = _merge(draft, role, {**layers, role.value: own})
@@ -189,8 +194,8 @@ def _from_folder(draft: Draft, role: Role, load: Any) -> Tree | None:
     path = f"{role.value}.load"
     try:
         if not isinstance(load, str):
-            raise ValueError("must name a Hugging Face folder with model=auto; set it")
-        config = read_hf_config(Path(load).expanduser())
+            raise ValueError("must name a folder with config.json with model=auto; set it")
+        config = read_hf_config(Path(load).expanduser(), OF_WEIGHTS)
         if found := unsupported(config):
             raise ValueError(
                 f"config.json asks for what no model here has (field: possible, config.json): "

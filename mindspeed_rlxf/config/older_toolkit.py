@@ -6,7 +6,6 @@ asks for something that is not here is a problem; `older_keys` has the lists.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from mindspeed_rlxf.config.enums import (
     Role,
     Stage,
 )
+from mindspeed_rlxf.config.hf_config import read_hf_config
 from mindspeed_rlxf.config.older_keys import NO_OPS, REFUSED
 from mindspeed_rlxf.config.suggest import written
 
@@ -68,14 +68,19 @@ def tokenizer_vocabulary(draft: Draft, sections: Tree, model: str, architecture:
     folder = sections["training"].get("tokenizer_name_or_path")
     if "vocab_size" in architecture or not isinstance(folder, str):
         return
-    file = Path(folder).expanduser() / "config.json"
+    key, place = f"model.{model}.vocab_size", Path(folder).expanduser()
     try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
-        return  # the key is required then
-    if type(found) is int:
-        architecture["vocab_size"] = found
-        draft.note(f"taken from {file}", f"model.{model}.vocab_size={found}")
+        found = read_hf_config(place).get("vocab_size")
+        if type(found) is not int:
+            raise ValueError(f"its config.json has vocab_size={written(found)}; correct it")
+    except ValueError as error:
+        tokenizer = f"training.tokenizer_name_or_path={folder}"
+        draft.reject(
+            key, f"{key} is required, and {tokenizer} does not tell it: {error}, or add the key"
+        )
+        return
+    architecture["vocab_size"] = found
+    draft.note(f"taken from {place / 'config.json'}", f"{key}={found}")
 
 
 def _vocabulary(draft: Draft, path: str, values: Tree) -> None:
@@ -280,8 +285,10 @@ def _group_norm(draft: Draft, algorithm: Tree) -> None:
 
 
 def _rollout_layout(draft: Draft, sections: Tree) -> None:
-    if found := _strongest(draft, sections, "inference_tensor_model_parallel_size"):
-        _move(draft, sections, *found, "rollout.tensor_model_parallel_size")
+    key = "inference_tensor_model_parallel_size"
+    if found := _strongest(draft, sections, key):
+        _move(draft, sections, *found, MOVED[key])
+        draft.moved[MOVED[key]] = found[0]
 
 
 def _deterministic(draft: Draft, sections: Tree) -> None:

@@ -46,7 +46,8 @@ def resolve_with_notes(tree: Mapping[str, Any], name: str) -> tuple[RunConfig, l
     config = _validate(draft)
     if config is not None and not any(k in path for path in draft.broken for k in LAYOUT_KEYS):
         found = [*check(config), *check_host(config)]
-        draft.problems += [text for text in found if not _mentions(text, draft.broken)]
+        good = [text for text in found if not _mentions(text, draft.broken)]
+        draft.problems += map(draft.as_written, good)
     if draft.problems:
         raise ConfigError(list(dict.fromkeys(draft.problems)))
     assert config is not None, "no problems, hence a configuration"

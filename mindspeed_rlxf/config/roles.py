@@ -93,7 +93,9 @@ class RoleConfig(Section):
 
     model: str = key(..., "name of the architecture in the model section")
     architecture: ArchitectureConfig = key(..., "architecture, the role's own keys laid over it")
-    load: str | None = key(None, "Hugging Face folder the weights start from", "free")
+    load: str | None = key(
+        None, "folder the weights start from, Hugging Face's or Megatron's", "free"
+    )
     tensor_model_parallel_size: int = key(1, "ranks that share a layer", "reshard", ge=1)
     pipeline_model_parallel_size: int = key(1, "ranks that share the layers", "reshard", ge=1)
     num_layers_per_virtual_pipeline_stage: int | None = key(
@@ -179,7 +181,7 @@ class ActorConfig(RoleConfig):
 class RefConfig(RoleConfig):
     """The frozen policy that the KL penalty is measured against."""
 
-    load: str | None = key(None, "Hugging Face folder of the frozen weights")
+    load: str | None = key(None, "folder of the frozen weights, Hugging Face's or Megatron's")
 
 
 class CriticConfig(RoleConfig):
@@ -199,7 +201,7 @@ class CriticConfig(RoleConfig):
 class RewardConfig(RoleConfig):
     """What scores responses; a rule needs no model and computes on the CPU."""
 
-    load: str | None = key(None, "Hugging Face folder of the reward model")
+    load: str | None = key(None, "folder of the reward model, Hugging Face's or Megatron's")
     kind: Annotated[RewardKind, Word] = key(RewardKind.MODEL, "reward model or rules")
     model: str | None = key(None, "name of the architecture; none for a rule")  # type: ignore[assignment]
     architecture: ArchitectureConfig | None = key(None, "none for a rule")  # type: ignore[assignment]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.layout import part_of
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.suggest import multiples_around, use
+from mindspeed_rlxf.config.suggest import around, divisors, multiples_around, use
 
 TRAIN, INFER = "actor_rollout.num_gpus_for_train", "actor_rollout.num_gpus_for_infer"
 ROLLOUT_TP = "rollout.tensor_model_parallel_size"
@@ -75,10 +75,7 @@ def _replicas(config: RunConfig, train: int, infer: int) -> Iterator[str]:
     """Generation has whole tensor-parallel groups, each on one node."""
     tp, pool = config.rollout_tp, config.pool_of(Role.ACTOR_ROLLOUT)
     if infer % tp:
-        yield (
-            f"{INFER}={infer} must be a multiple of the rollout's tensor-parallel size {tp} "
-            f"({ROLLOUT_TP}, absent = that of training); {use(multiples_around(infer, tp))}"
-        )
+        yield _uneven(config, infer, tp)
         return
     for processes in part_of(config.resource_pool.get(pool, []), train, infer):
         if processes % tp:
@@ -87,3 +84,14 @@ def _replicas(config: RunConfig, train: int, infer: int) -> Iterator[str]:
                 f"rollout's tensor-parallel size {tp}, which may not span nodes; "
                 f"{use(multiples_around(processes, tp))} on each node"
             )
+
+
+def _uneven(config: RunConfig, infer: int, tp: int) -> str:
+    """Names the size where the user gave one for the rollout, else the devices."""
+    if config.rollout.tensor_model_parallel_size is None:
+        return (
+            f"{INFER}={infer} must be a multiple of actor_rollout.tensor_model_parallel_size={tp}, "
+            f"which the rollout has too; {use(multiples_around(infer, tp))}, or give {ROLLOUT_TP}"
+        )
+    sizes = use(around(tp, divisors(infer)))
+    return f"{ROLLOUT_TP}={tp} must divide {INFER}={infer}; {sizes}"

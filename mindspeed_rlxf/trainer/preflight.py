@@ -12,7 +12,7 @@ from mindspeed_rlxf.checkpoint.hf_folder import shape_problems
 from mindspeed_rlxf.checkpoint.reader import WeightReader
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.config.hf_config import disagreements, read_hf_config
+from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, disagreements, read_hf_config
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
@@ -175,7 +175,9 @@ def weight_problems(config: RunConfig, role: Role) -> list[str]:
         return []
     key = f"{role.value}.load"
     if section.load is None:
-        return [f"{key} must name a Hugging Face model folder; set {key}=FOLDER"]
+        return [
+            f"{key} must name a folder of weights, Hugging Face's or Megatron's; set {key}=FOLDER"
+        ]
     try:
         tokenizer = config.training.tokenizer_name_or_path
         return [f"{key}={section.load}: {p}" for p in _folder_problems(section, role, tokenizer)]
@@ -186,7 +188,7 @@ def weight_problems(config: RunConfig, role: Role) -> list[str]:
 def _folder_problems(section: RoleConfig, role: Role, tokenizer: str) -> list[str]:
     assert section.load is not None and section.architecture is not None
     head = HEADS[role]
-    hf_config = read_hf_config(described_by(section.load, tokenizer))
+    hf_config = read_hf_config(described_by(section.load, tokenizer), OF_WEIGHTS)
     differing = disagreements(section.architecture, hf_config, scored=head is Head.SCORE)
     if differing:
         return [

@@ -59,7 +59,7 @@ def test_only_the_bytes_of_the_slices_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nowhere is not a folder; give a Hugging Face"):
+    with pytest.raises(ValueError, match="nowhere is not a folder; give the folder of a model"):
         HfFolder(tmp_path / "nowhere")
 
 

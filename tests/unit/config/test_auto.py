@@ -77,8 +77,12 @@ def test_what_no_model_here_has_is_named(
 @pytest.mark.parametrize(
     ("load", "end"),
     [
-        ("nowhere", "nowhere is not a folder; give the folder of a Hugging Face model"),
-        (None, "must name a Hugging Face folder with model=auto; set it"),
+        (
+            "nowhere",
+            "nowhere is not a folder; give the folder of a Hugging Face model, or of Megatron's "
+            "weights and a config.json",
+        ),
+        (None, "must name a folder with config.json with model=auto; set it"),
     ],
 )
 def test_a_folder_that_is_not_there_is_one_problem(

@@ -132,7 +132,7 @@ def test_the_valid_tree_has_no_problem(problems: Problems) -> None:
         ),
         (
             {"reward": {"kind": "model", "load": None}, "placement.reward": "main"},
-            "reward.load is required; give the Hugging Face folder of its weights",
+            "reward.load is required; give the folder of its weights",
         ),
     ],
 )

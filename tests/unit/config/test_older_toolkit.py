@@ -314,7 +314,8 @@ def test_their_default_of_a_key_that_a_stage_never_reads_stops_no_run(
         ({"actor_rollout.dataset_category": 1},
          "actor_rollout.dataset_category=1: one reward scores every prompt here; use 0 "),
         ({"actor_rollout.inference_tensor_model_parallel_size": 2},
-         "rollout.tensor_model_parallel_size=2 must be actor_rollout.tensor_model_parallel_size=1"),
+         "actor_rollout.inference_tensor_model_parallel_size=2 must be "
+         "actor_rollout.tensor_model_parallel_size=1"),
         ({"algorithm.verifier_function": ["accc"], "reward": {"verifier": True}},
          "algorithm.verifier_function.0='accc' must be one of acc, base_acc, format"),
     ],
@@ -489,3 +490,36 @@ def test_their_real_files_resolve(in_their_folder: Path) -> None:
     assert {name: len(found) for name, found in failed.items()} in (
         {}, {"grpo_trainer_qwen25_7b_all": 2},
     ), failed  # fmt: skip
+
+
+def test_a_tokenizer_that_cannot_tell_the_vocabulary_is_named(in_their_folder: Path) -> None:
+    write(in_their_folder / "theirs")
+    place = in_their_folder / "models" / "llama-2-7b"
+
+    def told() -> list[str]:
+        with pytest.raises(ConfigError) as refused:
+            resolved("ppo_trainer_llama2_7b", in_their_folder / "theirs")
+        return refused.value.problems
+
+    start = (
+        "model.llama2-7b.vocab_size is required, and "
+        "training.tokenizer_name_or_path=./models/llama-2-7b/ does not tell it: "
+    )
+    (place / "config.json").write_text("{}")
+    end = "its config.json has vocab_size=null; correct it, or add the key"
+    assert told() == [start + end]
+    (place / "config.json").unlink()
+    remedy = "give the folder of a Hugging Face model, or add the key"
+    assert told() == [f"{start}models/llama-2-7b/config.json is missing; {remedy}"]
+    place.rmdir()
+    assert told() == [f"{start}models/llama-2-7b is not a folder; {remedy}"]
+
+
+def test_a_role_with_a_vocabulary_of_its_own_needs_none_of_the_tokenizer(
+    make_tree: Callable[..., Any],
+) -> None:
+    tree = make_tree(drop=("model.small.vocab_size",))
+    for role in ("actor_rollout", "ref", "critic"):
+        tree.setdefault(role, {})["vocab_size"] = 48
+    config = resolve_with_notes(tree, "t")[0]
+    assert config.actor_rollout.architecture.vocab_size == 48

@@ -98,12 +98,36 @@ def test_the_rollout_has_a_tensor_parallel_size_of_its_own(
         assert resolve(make_tree(SPLIT | {key: 4}), "t").rollout_layout == ParallelLayout(4, 4)
     assert problems(SPLIT | {"rollout.tensor_model_parallel_size": 3}) == [
         # 8 heads, 4 groups, 96 wide: 1, 2 or 4
-        "actor_rollout.num_gpus_for_infer=4 must be a multiple of the rollout's tensor-parallel "
-        "size 3 (rollout.tensor_model_parallel_size, absent = that of training); use 3 or 6",
+        "rollout.tensor_model_parallel_size=3 must divide actor_rollout.num_gpus_for_infer=4; use "
+        "2 or 4",
         "rollout.tensor_model_parallel_size=3 must divide model.small.num_attention_heads=8; use "
         "2 or 4",
         "rollout.tensor_model_parallel_size=3 must divide model.small.num_query_groups=4; use "
         "2 or 4",
+    ]
+
+
+def test_the_older_key_of_it_is_named_as_it_was_written(problems: Problems) -> None:
+    key = "actor_rollout.inference_tensor_model_parallel_size"
+    assert problems(SPLIT | {key: 77}) == [
+        f"{key}=77 must divide actor_rollout.num_gpus_for_infer=4; use 4",
+        f"{key}=77 must divide model.small.num_attention_heads=8; use 4",
+        f"{key}=77 must divide model.small.num_query_groups=4; use 4",
+        f"{key}=77 must divide model.small.ffn_hidden_size=96; use 4",
+    ]
+    (problem,) = problems({key: 2})
+    assert problem.startswith(f"{key}=2 must be actor_rollout.tensor_model_parallel_size=1 where")
+    assert problem.endswith("actor_rollout.num_gpus_for_train and actor_rollout.num_gpus_for_infer")
+
+
+def test_a_size_that_the_rollout_takes_from_training_is_named_as_that(problems: Problems) -> None:
+    changes = {"actor_rollout.tensor_model_parallel_size": 2}
+    parts = {"actor_rollout.num_gpus_for_train": 6, "actor_rollout.num_gpus_for_infer": 1}
+    found = problems(SPLIT | changes | parts | {"resource_pool.actor": 7})
+    assert found == [
+        "actor_rollout.num_gpus_for_infer=1 must be a multiple of "
+        "actor_rollout.tensor_model_parallel_size=2, which the rollout has too; use 2, or give "
+        "rollout.tensor_model_parallel_size"
     ]
 
 
