@@ -193,7 +193,7 @@ def test_a_folder_that_is_being_published_is_not_taken_over(tmp_path: Path) -> N
     folder.close()
 
 
-KILLED_WHILE_PUBLISHING = """
+KILLED_AT_A_NAME = """
 import os, signal, sys
 from mindspeed_rlxf.cli.convert import main
 replace, end = os.replace, sys.argv.pop()
@@ -213,7 +213,7 @@ def test_the_command_killed_between_two_names_ends_when_it_is_given_again(
     arguments = [str(tmp_path / "hf"), str(tmp_path / "mg"), "--to", "mg"]
     assert main(arguments) == 0
     arguments += ["--tp", "2", "--force"]
-    command = [sys.executable, "-c", KILLED_WHILE_PUBLISHING, *arguments, "mg.replaced"]
+    command = [sys.executable, "-c", KILLED_AT_A_NAME, *arguments, "mg.replaced"]
     killed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, timeout=240)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     left = sorted(path.name for path in tmp_path.iterdir())
@@ -221,6 +221,29 @@ def test_the_command_killed_between_two_names_ends_when_it_is_given_again(
     capsys.readouterr()
     assert main(arguments) == 0
     assert "from an earlier run and are verified" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mg"]
+    assert main([str(tmp_path / "mg"), str(tmp_path / "back"), "--to", "hf"]) == 0
+    assert_same(read_folder(tmp_path / "back"), tensors)
+
+
+def test_the_command_killed_between_two_files_keeps_the_first(tmp_path: Path, capsys: Any) -> None:
+    tensors = make_folder(tmp_path / "hf", "llama")
+    arguments = [str(tmp_path / "hf"), str(tmp_path / "mg"), "--to", "mg", "--tp", "2"]
+    second = "mp_rank_01/model_optim_rng.pt"
+    command = [sys.executable, "-c", KILLED_AT_A_NAME, *arguments, second]
+    killed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, timeout=240)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mg.partial"]
+    # The first stands in the journal. The second has its name, and nobody has vouched for it.
+    (first,) = (tmp_path / "mg.partial").rglob("mp_rank_00/*.pt")
+    was, size = first.stat().st_ino, first.stat().st_size
+    (cut,) = (tmp_path / "mg.partial").rglob(second)
+    cut.write_bytes(cut.read_bytes()[:-1])
+    assert main(arguments) == 0
+    said = capsys.readouterr()
+    assert "from an earlier run and are verified" in said.out
+    (kept,) = (tmp_path / "mg").rglob("mp_rank_00/*.pt")
+    assert (kept.stat().st_ino, kept.stat().st_size) == (was, size)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mg"]
     assert main([str(tmp_path / "mg"), str(tmp_path / "back"), "--to", "hf"]) == 0
     assert_same(read_folder(tmp_path / "back"), tensors)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.cli import convert
 from mindspeed_rlxf.cli.convert import main
 from mindspeed_rlxf.models.parameters import Head
-from tests.unit.checkpoint.folders_of import make_folder
+from tests.unit.checkpoint.folders_of import make_folder, read_folder
 
 WRONG: dict[str, tuple[list[str], str]] = {
     "a misspelt flag": (
@@ -130,3 +132,36 @@ def test_a_checkpoint_of_a_run_is_converted_by_role(tmp_path: Path, capsys: Any)
         assert main([str(source), str(tmp_path / "x"), "--to", "hf"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.endswith(f"which holds actor; give {iteration / 'actor'}")
+
+
+def test_progress_is_a_line_for_each_twentieth(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
+    monkeypatch.setattr(convert, "time", clock)
+    with convert._progress() as progress:
+        for done in range(201):
+            clock.now = 100.0 + done / 2
+            progress(done * 10**9, 200 * 10**9)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 20
+    assert said[0] == "10.00 of 200.00 GB in 5.0 s"
+    assert said[-1] == "200.00 of 200.00 GB in 100.0 s"
+    with convert._progress() as progress:  # one file may be more than a twentieth
+        for done in (0, 3, 14, 14, 20):
+            progress(done * 10**9, 20 * 10**9)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in said] == ["3.00", "14.00", "20.00"]
+
+
+def test_the_last_line_of_progress_tells_all_that_was_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(convert, "GB", 1)
+    assert main([str(model), str(tmp_path / "mg"), "--to", "mg"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    first, last = (lines[i].split() for i in (0, -1))
+    assert last[0] == last[2] == first[2] and float(first[0]) < float(last[0])
+    # Every tensor once: 37 rows are not padded on one rank.
+    read = sum(tensor.nbytes for tensor in read_folder(model).values())
+    assert float(last[0]) == read
