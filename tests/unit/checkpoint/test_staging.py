@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.checkpoint.staging import StagedFolder
+from mindspeed_rlxf.cli import convert
 from mindspeed_rlxf.cli.convert import main
 from mindspeed_rlxf.config.errors import UserError
 from tests.unit.checkpoint.folders_of import assert_same, make_folder, read_folder
@@ -226,7 +227,10 @@ def test_the_command_killed_between_two_names_ends_when_it_is_given_again(
     assert_same(read_folder(tmp_path / "back"), tensors)
 
 
-def test_the_command_killed_between_two_files_keeps_the_first(tmp_path: Path, capsys: Any) -> None:
+def test_the_command_killed_between_two_files_keeps_the_first(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "GB", 1)
     tensors = make_folder(tmp_path / "hf", "llama")
     arguments = [str(tmp_path / "hf"), str(tmp_path / "mg"), "--to", "mg", "--tp", "2"]
     second = "mp_rank_01/model_optim_rng.pt"
@@ -242,6 +246,8 @@ def test_the_command_killed_between_two_files_keeps_the_first(tmp_path: Path, ca
     assert main(arguments) == 0
     said = capsys.readouterr()
     assert "from an earlier run and are verified" in said.out
+    done, _, total = said.err.split()[:3]  # two ranks of one size, the first is there
+    assert float(total) == 2 * float(done) > 0
     (kept,) = (tmp_path / "mg").rglob("mp_rank_00/*.pt")
     assert (kept.stat().st_ino, kept.stat().st_size) == (was, size)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mg"]
