@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rlxf.checkpoint import run_store
-from mindspeed_rlxf.checkpoint.run_files import content_problem, entry_of, leaves_folder, under
+from mindspeed_rlxf.checkpoint.run_files import (
+    content_problem,
+    entry_of,
+    leaves_folder,
+    under,
+    write_text,
+)
 from mindspeed_rlxf.checkpoint.run_store import (
     MANIFEST,
     POINTER,
@@ -174,6 +180,54 @@ def test_an_older_folder_of_the_same_number_is_set_aside(tmp_path: Path) -> None
         store.prune(2, 3)
         assert aside.exists() is left, "until the two newest are later; iteration 3 is kept"
     assert [each.iteration for each in store.newest_first()] == [5, 4, 3]
+
+
+class Synced:
+    """What was on the disk when a folder got its name: contents when last synced, by inode."""
+
+    def __init__(self, final: Path) -> None:
+        self.final, self.now, self.then = final, dict[int, object](), dict[int, object]()
+
+    def fsync(self, descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        self.now[path.stat().st_ino] = content(path)
+
+    def replaces(self, original: Callable[..., None]) -> Callable[..., None]:
+        def replace(source: Path, target: Path) -> None:
+            original(source, target)
+            if target == self.final:
+                self.then = dict(self.now)
+
+        return replace
+
+
+def content(path: Path) -> object:
+    return sorted(os.listdir(path)) if path.is_dir() else path.read_bytes()
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a host that loses power may have the name and not the files."""
+    store = RunStore(tmp_path)
+    synced = Synced(store.path(4))
+    monkeypatch.setattr(os, "replace", synced.replaces(os.replace))
+    monkeypatch.setattr(os, "fsync", synced.fsync)
+    hidden = store.begin(4)
+    (hidden / "actor" / "random").mkdir(parents=True)
+    (hidden / "actor" / "w.distcp").write_text("weights")  # by a library, which does not sync it
+    entries = under("actor", [entry_of(hidden / "actor", hidden / "actor" / "w.distcp")])
+    for name in ("actor/random/rank_00000.json", "trainer/state.json"):
+        write_text(hidden / name, "{}")
+    final = store.commit(Manifest(4, entries, {}))
+    lacking = [
+        path.relative_to(final).as_posix()
+        for path in (final, *final.rglob("*"))
+        if synced.then.get(path.stat().st_ino) != content(path)
+    ]
+    assert len(list(final.rglob("*"))) == 7 and lacking == []
+    for path in (tmp_path, tmp_path / POINTER):  # and after that its name, and the pointer
+        assert synced.now[path.stat().st_ino] == content(path)
 
 
 WRITERS = [
