@@ -183,22 +183,20 @@ def test_an_older_folder_of_the_same_number_is_set_aside(tmp_path: Path) -> None
 
 
 class Synced:
-    """What was on the disk when a folder got its name: contents when last synced, by inode."""
+    """What was on the disk: contents when last synced, by inode, and as they were when a name was
+    given."""
 
-    def __init__(self, final: Path) -> None:
-        self.final, self.now, self.then = final, dict[int, object](), dict[int, object]()
+    def __init__(self) -> None:
+        self.now, self.at = dict[int, object](), dict[Path, dict[int, object]]()
+        self._replace = os.replace
 
     def fsync(self, descriptor: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         self.now[path.stat().st_ino] = content(path)
 
-    def replaces(self, original: Callable[..., None]) -> Callable[..., None]:
-        def replace(source: Path, target: Path) -> None:
-            original(source, target)
-            if target == self.final:
-                self.then = dict(self.now)
-
-        return replace
+    def replace(self, source: Path, target: Path) -> None:
+        self._replace(source, target)
+        self.at[target] = dict(self.now)
 
 
 def content(path: Path) -> object:
@@ -209,9 +207,8 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a host that loses power may have the name and not the files."""
-    store = RunStore(tmp_path)
-    synced = Synced(store.path(4))
-    monkeypatch.setattr(os, "replace", synced.replaces(os.replace))
+    store, synced = RunStore(tmp_path), Synced()
+    monkeypatch.setattr(os, "replace", synced.replace)
     monkeypatch.setattr(os, "fsync", synced.fsync)
     hidden = store.begin(4)
     (hidden / "actor" / "random").mkdir(parents=True)
@@ -223,10 +220,12 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     lacking = [
         path.relative_to(final).as_posix()
         for path in (final, *final.rglob("*"))
-        if synced.then.get(path.stat().st_ino) != content(path)
+        if synced.at[final].get(path.stat().st_ino) != content(path)
     ]
     assert len(list(final.rglob("*"))) == 7 and lacking == []
-    for path in (tmp_path, tmp_path / POINTER):  # and after that its name, and the pointer
+    pointer = tmp_path / POINTER  # which gets its name when the checkpoint's is on the disk
+    assert final.name in str(synced.at[pointer][tmp_path.stat().st_ino])
+    for path in (tmp_path, pointer):
         assert synced.now[path.stat().st_ino] == content(path)
 
 
