@@ -11,16 +11,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mindspeed_rlxf.checkpoint.run_store import Checkpoint, RunStore
 from mindspeed_rlxf.cli.convert import main as convert
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.trainer.ppo import PpoTrainer
+from mindspeed_rlxf.trainer.weight_saver import WeightSaver
 from tests.chaos.same_run import lines_of, state_of
 from tests.distributed.conftest import REPOSITORY
 from tests.distributed.llamas import make_llama
-from tests.distributed.resume_run import start
+from tests.distributed.resume_run import Killed, start
 from tests.distributed.test_layout_invariance import ARCHITECTURES, EP2, ITERATIONS, PP2, TP2, VP2
 from tests.trl.record import make_tokenizer
 
@@ -140,6 +146,7 @@ CHAINS = {
         {**SLICES, "ranks": 4},
         {"ranks": 2},
     ],
+    "tp2 pp2, dp4, one process, tp2 pp2": [MODEL_PARALLEL, {"ranks": 4}, {}, MODEL_PARALLEL],
 }
 
 
@@ -167,6 +174,56 @@ def test_a_run_goes_on_in_other_layouts(run: Run, tmp_path: Path, chain: str) ->
         assert ours["metrics"]["critic/kl"] == pytest.approx(kl, abs=1e-6), ours["iteration"]
     taken = [prompt for line in lines_of(cut.consumed) for prompt in line["prompts"]]
     assert len(set(taken)) == len(taken) == 16 * 4
+
+
+SLICES_OF_FOUR = {**SLICES, "ranks": 4}
+
+
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_weights_and_moments_come_out_of_every_layout_as_they_went_in(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool
+) -> None:
+    """One iteration, then each layout loads it, exports its weights and saves again."""
+    out, kept = tmp_path / "run", {"keep_last": 9, "fixed": True}
+
+    def laid_out(keys: dict[str, Any]) -> dict[str, Any]:
+        return {**keys, **kept, "layout": {**keys.get("layout", {}), "bf16": bf16}}
+
+    directory = run(out, killed_in=2, **laid_out(MODEL_PARALLEL))
+    learnt = {role: tensors_of(directory, 1, role) for role in ("actor", "critic")}
+    monkeypatch.setattr(PpoTrainer, "fit", saved_again)
+    for number, layout in enumerate((SLICES_OF_FOUR, {}, {"ranks": 2}, MODEL_PARALLEL), start=2):
+        directory = run(out, killed_in=1, **laid_out(layout))
+        for role, tensors in learnt.items():
+            found = tensors_of(directory, number, role)
+            assert found.keys() == tensors.keys()
+            assert [name for name, tensor in tensors.items() if not tensor.equal(found[name])] == []
+            if not bf16:  # whose exports have the dtype of the model that was loaded
+                converted = tmp_path / f"{role}_{number}"
+                assert_a_checkpoint_is_the_final_model(directory, 1, role, converted)
+
+
+def saved_again(trainer: PpoTrainer) -> None:
+    """In the place of training."""
+    trainer.iteration += 1
+    checkpoints = trainer.checkpoints
+    checkpoints.write(trainer.iteration, print)
+    checkpoints.commit(trainer.iteration, trainer.state_dict(), None, print)
+    WeightSaver(trainer.config, checkpoints.trained, checkpoints.directory, True).export()
+    raise Killed
+
+
+def tensors_of(run: RunDirectory, iteration: int, role: str) -> dict[str, Tensor]:
+    """Whole weights and slots of the optimizer, read by torch."""
+    folder = run.checkpoints / f"iter_{iteration:07d}" / role
+    listed = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.full(about.size, torch.nan, dtype=about.properties.dtype)
+        for name, about in listed.items()
+        if isinstance(about, TensorStorageMetadata)
+    }
+    load(tensors, checkpoint_id=folder)
+    return tensors
 
 
 SHARED_EXPERTS = {"ranks": 2, "layout": EP2, "sections": SHARDED_SLOTS}

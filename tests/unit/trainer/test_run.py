@@ -53,9 +53,7 @@ class Command:
             raise self.lacking
         return SimpleNamespace(cluster=SimpleNamespace(own=True), shutdown=lambda: None)
 
-    def train(
-        self, config: Any, _prepared: Any, directory: RunDirectory, *_: Any, **__: Any
-    ) -> None:
+    def train(self, config: Any, _: Any, directory: RunDirectory, *__: Any, **___: Any) -> None:
         roles: Any = SimpleNamespace(actor=Role("actor"), critic=Role("critic"))
         checkpoints = RunCheckpoints(config, roles, directory, "prompts")
         checkpoints.restore(print)
@@ -92,7 +90,8 @@ def test_a_finished_run_that_is_given_again_is_done_already(
     files = sorted(command.folder.rglob("*"))
     assert command.give() == 0
     assert capsys.readouterr().out == (
-        f"done already: {command.folder} has its 1 iterations; raise training.train_iters to go on\n"
+        f"done already: {command.folder} has its 1 iterations; "
+        "raise training.train_iters to go on\n"
     )
     assert command.trained == [1] and sorted(command.folder.rglob("*")) == files
     assert command.told() == {}, "there is nothing to start again"
