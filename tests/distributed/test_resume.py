@@ -282,7 +282,7 @@ def test_slots_in_slices_go_on_bitwise_in_bf16(run: Run, tmp_path: Path) -> None
     assert lines_of(cut.metrics) == lines_of(whole.metrics)
 
 
-def test_another_run_is_refused_and_a_finished_one_is_not_run_again(
+def test_another_run_is_refused_and_a_finished_one_is_marked(
     run: Run, tmp_path: Path
 ) -> None:
     directory = run(tmp_path / "run", train_iters=1)
