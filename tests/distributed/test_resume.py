@@ -282,9 +282,7 @@ def test_slots_in_slices_go_on_bitwise_in_bf16(run: Run, tmp_path: Path) -> None
     assert lines_of(cut.metrics) == lines_of(whole.metrics)
 
 
-def test_another_run_is_refused_and_a_finished_one_is_marked(
-    run: Run, tmp_path: Path
-) -> None:
+def test_another_run_is_refused_and_a_finished_one_is_marked(run: Run, tmp_path: Path) -> None:
     directory = run(tmp_path / "run", train_iters=1)
     with pytest.raises(UserError, match=r"training\.seed: 1234 -> 5"):
         run(tmp_path / "run", train_iters=1, seed=5)
