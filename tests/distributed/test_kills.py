@@ -17,6 +17,15 @@ from tests.distributed.conftest import REPOSITORY
 from tests.distributed.test_resume import make_models
 
 KILLS = 5
+OF_ROLES = [".metadata", "common.pt", "metadata.json", "config.json", "state.json", "__0_0.distcp"]
+SYNCED = [  # files when they are whole, folders when all names are in them
+    *(f".iter/{role}/{file}" for role in ("actor", "critic") for file in OF_ROLES),
+    *(f".iter/{role}/random/rank_00000.json" for role in ("actor", "critic")),
+    *(f".iter/{role}/random (time 2)" for role in ("actor", "critic")),
+    *(f".iter/{folder} (time 3)" for folder in ("actor", "critic", "trainer")),
+    *(f".iter/trainer/{file}" for file in ("state.json", "config.yaml")),
+    *(".iter/.manifest.json.PID", ".iter", ".", ".latest_checkpointed_iteration.txt.PID"),
+]
 
 
 def forked(module: str, folder: Path, *arguments: str) -> str:
@@ -54,5 +63,7 @@ def test_whichever_step_of_a_save_fails_a_whole_checkpoint_is_found_and_gone_on_
     assert len(failed) == steps > 120, said
     for word in ("fsync .iter/actor/", "torch.save .iter/", "of .iter/critic/__0_0.", "replace "):
         assert any(word in line for line in failed), word
+    for name in SYNCED:
+        assert any(f" fsync {name}: ended" in line for line in failed), name
     runs = [RunDirectory(tmp_path / name) for name in ("whole", "failed")]
     assert differences(*runs, ITERATIONS) == []

@@ -11,17 +11,31 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mindspeed_rlxf.checkpoint.run_store import Checkpoint, RunStore
 from mindspeed_rlxf.cli.convert import main as convert
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.trainer.ppo import PpoTrainer
+from mindspeed_rlxf.trainer.weight_saver import WeightSaver
 from tests.chaos.same_run import lines_of, state_of
 from tests.distributed.conftest import REPOSITORY
-from tests.distributed.llamas import make_llama
-from tests.distributed.resume_run import start
-from tests.distributed.test_layout_invariance import ARCHITECTURES, EP2, ITERATIONS, PP2, TP2, VP2
+from tests.distributed.llamas import VOCAB, make_llama
+from tests.distributed.resume_run import Killed, start
+from tests.distributed.test_layout_invariance import (
+    ARCHITECTURES,
+    EP2,
+    ITERATIONS,
+    PP2,
+    TP2,
+    VP2,
+    load_folder,
+)
 from tests.trl.record import make_tokenizer
 
 T = TypeVar("T")
@@ -140,6 +154,7 @@ CHAINS = {
         {**SLICES, "ranks": 4},
         {"ranks": 2},
     ],
+    "tp2 pp2, dp4, one process, tp2 pp2": [MODEL_PARALLEL, {"ranks": 4}, {}, MODEL_PARALLEL],
 }
 
 
@@ -167,6 +182,75 @@ def test_a_run_goes_on_in_other_layouts(run: Run, tmp_path: Path, chain: str) ->
         assert ours["metrics"]["critic/kl"] == pytest.approx(kl, abs=1e-6), ours["iteration"]
     taken = [prompt for line in lines_of(cut.consumed) for prompt in line["prompts"]]
     assert len(set(taken)) == len(taken) == 16 * 4
+
+
+OTHERS = [{**SLICES, "ranks": 4}, {}, {"ranks": 2}, MODEL_PARALLEL]
+
+
+@pytest.mark.parametrize(
+    ("bf16", "others"),
+    [
+        (False, OTHERS[:1]),
+        pytest.param(False, OTHERS, marks=pytest.mark.long),
+        pytest.param(True, OTHERS, marks=pytest.mark.long),
+    ],
+    ids=["fp32, one", "fp32", "bf16"],
+)
+def test_weights_and_moments_come_out_of_other_layouts_as_they_went_in(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bf16: bool,
+    others: list[dict[str, Any]],
+) -> None:
+    """One iteration, then each layout loads it, exports its weights and saves again: bit by bit."""
+    out, kept = tmp_path / "run", {"keep_last": 9, "fixed": True}
+
+    def laid_out(keys: dict[str, Any]) -> dict[str, Any]:
+        return {**keys, **kept, "layout": {**keys.get("layout", {}), "bf16": bf16}}
+
+    directory = run(out, killed_in=2, **laid_out(MODEL_PARALLEL))
+    learnt = {role: tensors_of(directory, 1, role) for role in ("actor", "critic")}
+    monkeypatch.setattr(PpoTrainer, "fit", saved_again)
+    for number, layout in enumerate(others, start=2):
+        directory = run(out, killed_in=1, **laid_out(layout))
+        for role, tensors in learnt.items():
+            found = tensors_of(directory, number, role)
+            assert found.keys() == tensors.keys() and any("exp_avg_sq" in name for name in found)
+            assert [name for name in tensors if not found[name].equal(tensors[name])] == []
+            target = tmp_path / f"{role}_{number}"
+            source = directory.checkpoints / "iter_0000001" / role
+            assert convert([str(source), str(target), "--to", "hf"]) == 0
+            converted, exported = map(load_folder, (target, out / "final" / f"{role}_hf"))
+            assert converted.keys() == exported.keys()
+            assert [name for name in converted if not converted[name].equal(exported[name])] == []
+
+
+def saved_again(trainer: PpoTrainer) -> None:
+    """In the place of training."""
+    trainer.iteration += 1
+    checkpoints = trainer.checkpoints
+    checkpoints.write(trainer.iteration, print)
+    checkpoints.commit(trainer.iteration, trainer.state_dict(), None, print)
+    WeightSaver(trainer.config, checkpoints.trained, checkpoints.directory, True).export()
+    raise Killed
+
+
+def tensors_of(run: RunDirectory, iteration: int, role: str) -> dict[str, Tensor]:
+    """Whole weights and slots of the optimizer, read by torch; without rows that pad a vocabulary
+    for tensor-parallel ranks."""
+    folder = run.checkpoints / f"iter_{iteration:07d}" / role
+    listed = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.full(about.size, torch.nan, dtype=about.properties.dtype)
+        for name, about in listed.items()
+        if isinstance(about, TensorStorageMetadata)
+    }
+    load(tensors, checkpoint_id=folder)
+    return {
+        name: tensor[:VOCAB] if "embedding" in name or "output_layer" in name else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 SHARED_EXPERTS = {"ranks": 2, "layout": EP2, "sections": SHARDED_SLOTS}
@@ -209,9 +293,7 @@ def test_slots_in_slices_go_on_bitwise_in_bf16(run: Run, tmp_path: Path) -> None
     assert lines_of(cut.metrics) == lines_of(whole.metrics)
 
 
-def test_another_run_is_refused_and_a_finished_one_is_not_run_again(
-    run: Run, tmp_path: Path
-) -> None:
+def test_another_run_is_refused_and_a_finished_one_is_marked(run: Run, tmp_path: Path) -> None:
     directory = run(tmp_path / "run", train_iters=1)
     with pytest.raises(UserError, match=r"training\.seed: 1234 -> 5"):
         run(tmp_path / "run", train_iters=1, seed=5)

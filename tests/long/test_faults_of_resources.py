@@ -126,6 +126,21 @@ def test_a_role_that_stops_is_named_within_its_deadline(start: Any, role: str) -
     assert (run.failure()["role"], run.failure()["rank"]) == (role, 0)
 
 
+def test_a_rank_that_only_generates_and_stops_is_named(start: Any) -> None:
+    """Of a pool that is split: one rank trains, one generates."""
+    split = ["actor_rollout.num_gpus_for_train=1", "actor_rollout.num_gpus_for_infer=1"]
+    pools = ["placement.actor_rollout=actor", "+resource_pool.actor=2", "resource_pool.main=1"]
+    run = start(NO_RESTART, *split, *pools)
+    process_with(run, run.folder / "logs" / "actor" / "rank_00001.log").send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    code, text, _ = run.end()
+    assert code == 1 and time.monotonic() - stopped < 90, text
+    (line,) = [line for line in text.splitlines() if line.startswith("failed: ")]
+    assert "did not arrive within 30 s" in line and "is stopped" in line
+    assert (run.failure()["role"], run.failure()["rank"]) == ("actor_rollout", 1)
+    assert run.failure()["phase"] in ("generate", "receive_weights")
+
+
 def process_with(run: Run, log: Path) -> psutil.Process:
     """The worker whose output goes to that file."""
     (found,) = [p for p in run.named("RayWorker") if writes(p, log)]

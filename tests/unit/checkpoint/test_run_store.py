@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.checkpoint import run_store
-from mindspeed_rlxf.checkpoint.run_files import content_problem, entry_of, leaves_folder, under
+from mindspeed_rlxf.checkpoint.run_files import (
+    content_problem,
+    entry_of,
+    leaves_folder,
+    under,
+    write_text,
+)
 from mindspeed_rlxf.checkpoint.run_store import (
     MANIFEST,
     POINTER,
@@ -198,6 +204,53 @@ def test_an_older_folder_of_the_same_number_is_set_aside(tmp_path: Path) -> None
         store.prune(2, 3)
         assert aside.exists() is left, "until the two newest are later; iteration 3 is kept"
     assert [each.iteration for each in store.newest_first()] == [5, 4, 3]
+
+
+class Synced:
+    """What was on the disk: contents when last synced, by inode, and as they were when a name was
+    given."""
+
+    def __init__(self) -> None:
+        self.now, self.at = dict[int, object](), dict[Path, dict[int, object]]()
+        self._replace = os.replace
+
+    def fsync(self, descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        self.now[path.stat().st_ino] = content(path)
+
+    def replace(self, source: Path, target: Path) -> None:
+        self._replace(source, target)
+        self.at[target] = dict(self.now)
+
+
+def content(path: Path) -> object:
+    return sorted(os.listdir(path)) if path.is_dir() else path.read_bytes()
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a host that loses power may have the name and not the files."""
+    store, synced = RunStore(tmp_path), Synced()
+    monkeypatch.setattr(os, "replace", synced.replace)
+    monkeypatch.setattr(os, "fsync", synced.fsync)
+    hidden = store.begin(4)
+    (hidden / "actor" / "random").mkdir(parents=True)
+    (hidden / "actor" / "w.distcp").write_text("weights")  # by a library, which does not sync it
+    entries = under("actor", [entry_of(hidden / "actor", hidden / "actor" / "w.distcp")])
+    for name in ("actor/random/rank_00000.json", "trainer/state.json"):
+        write_text(hidden / name, "{}")
+    final = store.commit(Manifest(4, entries, {}))
+    lacking = [
+        path.relative_to(final).as_posix()
+        for path in (final, *final.rglob("*"))
+        if synced.at[final].get(path.stat().st_ino) != content(path)
+    ]
+    assert len(list(final.rglob("*"))) == 7 and lacking == []
+    pointer = tmp_path / POINTER  # which gets its name when the checkpoint's is on the disk
+    assert final.name in str(synced.at[pointer][tmp_path.stat().st_ino])
+    for path in (tmp_path, pointer):
+        assert synced.now[path.stat().st_ino] == content(path)
 
 
 WRITERS = [

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.runtime.deadlines import Deadlines, collective_timeout_s
+from mindspeed_rlxf.runtime.deadlines import ON_STORAGE, Deadlines, collective_timeout_s
 from mindspeed_rlxf.runtime.protocol import Request
 
 
@@ -41,11 +41,24 @@ def test_the_median_is_of_the_last_calls() -> None:
     assert deadlines.of(call("values")) == 150.0
 
 
-@pytest.mark.parametrize("method", ["build", "export"])
+OF_FILES = [
+    "build", "export", "begin_save", "end_save", "load_state", "damage", "begin_part",
+    "commit_part", "keep_parts", "unsafe_part", "read_file", "write_file",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", OF_FILES)
 def test_what_waits_for_storage_always_has_the_longest(method: str) -> None:
     deadlines = Deadlines(longest_s=600.0)
     deadlines.ended(call(method), 1.0)
     assert deadlines.of(call(method)) == 600.0
+
+
+def test_what_waits_for_storage_are_methods_of_roles() -> None:
+    from mindspeed_rlxf.roles.saved import SavedRole
+
+    assert sorted(ON_STORAGE) == sorted(OF_FILES)
+    assert [name for name in OF_FILES if not hasattr(SavedRole, name)] == ["build"]
 
 
 def test_other_roles_methods_and_sizes_are_other_phases() -> None:

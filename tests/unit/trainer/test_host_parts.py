@@ -213,7 +213,9 @@ def test_a_kill_before_the_driver_names_it_goes_back_to_the_one_before(
         patch.setattr(type(cluster.checkpoints.store), "point_to", killed_on(cluster.driver))
         patch.setattr(type(cluster.checkpoints.store), "commit", commit_apart(cluster))
         cluster.save(4)
-    assert any("iter_0000004" in name for name in cluster.files(cluster.b))
+    for machine in (cluster.b, cluster.c):  # named there, not only written
+        assert "iter_0000004/manifest.json" in cluster.files(machine)
+    assert "iter_0000004/manifest.json" not in cluster.files(cluster.driver)
     state = cluster.start()
     assert state is not None and state["iteration"] == 2
     assert cluster.critic.loaded == ["critic 2 of rank 0 | critic 2 of rank 1"] * 2

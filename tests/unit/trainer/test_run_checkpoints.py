@@ -14,6 +14,7 @@ import pytest
 
 from mindspeed_rlxf.checkpoint.host_part import HostView
 from mindspeed_rlxf.checkpoint.run_files import Entry, Written, content_problem, entry_of
+from mindspeed_rlxf.checkpoint.run_store import MANIFEST, Manifest
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.data.prompts import Prompt
@@ -39,6 +40,7 @@ class Role:
 
     def __init__(self, state: str) -> None:
         self.state, self.loaded = state, ""
+        self.others: dict[str, bytes] = {}  # files that it writes beside
 
     def begin_save(self, folder: Path) -> Answer:
         self.saving = folder, self.state
@@ -47,8 +49,10 @@ class Role:
     def end_save(self) -> Answer:
         folder, state = self.saving
         folder.mkdir(parents=True)
-        (folder / "state").write_text(state)
-        return Answer(Written([entry_of(folder, folder / "state")], seconds=7.0))
+        for name, data in {"state": state.encode(), **self.others}.items():
+            (folder / name).write_bytes(data)
+        entries = [entry_of(folder, folder / name) for name in ("state", *self.others)]
+        return Answer(Written(entries, seconds=7.0))
 
     def views(self, file: Path) -> Answer:
         return Answer([HostView("host-a", "", file.exists())])
@@ -171,6 +175,42 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(
     assert pointer.read_text() == "1\n"
     case.iterate(2)  # is made anew
     assert case.lines == [1, 2]
+
+
+def test_a_hostile_file_is_refused_though_its_hash_is_right(
+    make_tree: MakeTree, tmp_path: Path
+) -> None:
+    """The manifest tells what was written, not who wrote it."""
+    case = Case(make_tree, tmp_path)
+    case.iterate(1)
+    case.actor.others = {"common.pt": b"cos\nsystem\n(S'true'\ntR."}
+    case.iterate(2)
+    case.again()
+    case.said.clear()
+    state = case.checkpoints.restore(case.said.append)
+    assert state is not None and state["iteration"] == 1
+    assert (case.actor.loaded, case.critic.loaded) == ("actor 1", "critic 1")
+    assert "iter_0000002 is damaged: " in case.said[0]
+    assert "actor/common.pt must hold nothing but the data of a checkpoint" in case.said[0]
+
+
+@pytest.mark.parametrize("part", ["actor", "critic", "trainer"])
+def test_one_that_lacks_a_part_of_the_run_is_not_gone_on_from(
+    make_tree: MakeTree, tmp_path: Path, part: str
+) -> None:
+    """Whole by its manifest, which has no file of that part."""
+    case = Case(make_tree, tmp_path)
+    case.iterate(1)
+    case.iterate(2)
+    newest = case.checkpoints.store.newest_first()[0]
+    written = newest.read()
+    files = [entry for entry in written.files if not entry["path"].startswith(f"{part}/")]
+    (newest.path / MANIFEST).write_text(Manifest(2, files, written.about).to_json())
+    case.again()
+    case.said.clear()
+    state = case.checkpoints.restore(case.said.append)
+    assert state is not None and state["iteration"] == 1 and case.actor.loaded == "actor 1"
+    assert f"iter_0000002 is damaged: no files of {part}; an older one" in case.said[0]
 
 
 def test_where_all_are_damaged_the_run_is_left_as_it_is(

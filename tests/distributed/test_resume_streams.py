@@ -1,0 +1,109 @@
+"""What a resumed rank goes on with beside tensors: random streams, a count of wrong steps."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+
+from mindspeed_rlxf.config.enums import NanPolicy, Role
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.data.batch import RoleOutput
+from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.engine.finite import SkippedSteps, Step
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.roles.saved import SavedRole
+from mindspeed_rlxf.runtime.errors import WorkerError
+from mindspeed_rlxf.runtime.group import RoleGroup
+from tests.distributed.llamas import TIED, make_llama
+
+MAX_SKIPPED = 2
+
+
+class Drawer(SavedRole):
+    """Draws from every stream of its process, and can be told of a wrong step."""
+
+    def __init__(self, folder: Path) -> None:
+        role = RoleConfig(model="t", architecture=TIED, load=str(folder))
+        skipped = SkippedSteps(NanPolicy.SKIP, MAX_SKIPPED, "actor")
+        optimizer = OptimizerConfig(lr=0.01)
+        self.engine = MegatronEngine(role, Head.LANGUAGE_MODEL, 1, optimizer, 9, skipped)
+
+    def draw(self, times: int) -> RoleOutput:
+        """Report: the last number of each stream; rank r draws r times more."""
+        found: dict[str, Any] = {}
+        for _ in range(times + dist.get_rank()):
+            found = {
+                "torch": torch.rand(()).item(),
+                "numpy": np.random.standard_normal(),  # made in pairs: one waits in the state
+                "python": random.gauss(),  # likewise
+                **self._of_megatron(),
+            }
+        return RoleOutput(report=found)
+
+    def _of_megatron(self) -> dict[str, float]:
+        with self.engine.groups.active():
+            tracker, found = tensor_parallel.get_cuda_rng_tracker(), {}
+            for name in tracker.get_states():
+                with tracker.fork(name):
+                    found[name] = torch.rand(()).item()
+        return found
+
+    def wrong_steps(self, count: int) -> RoleOutput:
+        for _ in range(count):
+            self.engine.skipped.judge(Step(math.nan, ("loss",)), 1, 1)
+        return RoleOutput()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_llama(folder, TIED)
+    return folder
+
+
+def built(runtime: Any, model: Path) -> RoleGroup:
+    """Two replicas in new roles."""
+    pool = runtime.create_pools({"main": [2]})["main"]
+    group = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(2, 1, 1), pool)
+    group.build(Drawer, model).result()
+    return group
+
+
+def save(group: RoleGroup, folder: Path) -> None:
+    group.call(Drawer.begin_save, folder).result()
+    group.call(Drawer.end_save).result()
+
+
+def test_every_rank_goes_on_with_its_own_random_streams(
+    warm_runtime: Any, tmp_path: Path, model: Path
+) -> None:
+    group = built(warm_runtime, model)
+    group.call(Drawer.draw, 3).result()
+    save(group, tmp_path / "state")
+    following = group.call(Drawer.draw, 1).result()
+    group.call(Drawer.draw, 5).result()
+    assert group.call(Drawer.load_state, tmp_path / "state").result() == [True, True]
+    assert group.call(Drawer.draw, 1).result() == following
+    first, second = following
+    assert len(first) == 6 and not set(first.values()) & set(second.values())
+
+
+def test_wrong_steps_before_a_resume_count_in_those_in_a_row(
+    warm_runtime: Any, tmp_path: Path, model: Path
+) -> None:
+    group = built(warm_runtime, model)
+    group.call(Drawer.wrong_steps, MAX_SKIPPED).result()
+    save(group, tmp_path / "state")
+    resumed = built(warm_runtime, model)
+    resumed.call(Drawer.load_state, tmp_path / "state").result()
+    with pytest.raises(WorkerError, match=r"of the 2 steps before, over training\.max_skipped=2"):
+        resumed.call(Drawer.wrong_steps, 1).result()

@@ -1,0 +1,137 @@
+"""A command from its configuration to its exit code; no cluster, and a training that is a save."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.runtime.errors import DevicesMissing, TooFewDevices
+from mindspeed_rlxf.trainer import run as run_module
+from mindspeed_rlxf.trainer.preflight import Prepared
+from mindspeed_rlxf.trainer.run import run
+from mindspeed_rlxf.trainer.run_checkpoints import RunCheckpoints
+from mindspeed_rlxf.trainer.supervisor import CHILD_OF
+from tests.unit.config.conftest import make_tree, no_cluster
+from tests.unit.trainer.test_run_checkpoints import Role
+
+__all__ = ["make_tree", "no_cluster"]
+FREE = [4, 3]
+
+
+class Command:
+    """Gives the command of one run directory; `lacking` is what opening the cluster raises."""
+
+    def __init__(self, make_tree: Callable[..., dict[str, Any]], root: Path) -> None:
+        self.make_tree, self.folder, self.facts = make_tree, root / "run", root / "facts.json"
+        self.lacking: Exception | None = None
+        self.trained: list[int] = []
+
+    def give(self, **training: Any) -> int:
+        keys = {"output_dir": str(self.folder), "train_iters": 1, **training}
+        tree = self.make_tree({f"training.{name}": value for name, value in keys.items()})
+        self.facts.write_text("{}")
+        return run(resolve(tree, "test"), Prepared())
+
+    def told(self) -> dict[str, Any]:
+        """What the supervisor knows of the last start."""
+        found: dict[str, Any] = json.loads(self.facts.read_text())
+        return found
+
+    def from_config(self, *_: object) -> Any:
+        if self.lacking:
+            raise self.lacking
+        return SimpleNamespace(cluster=SimpleNamespace(own=True), shutdown=lambda: None)
+
+    def train(self, config: Any, _: Any, directory: RunDirectory, *__: Any, **___: Any) -> None:
+        roles: Any = SimpleNamespace(actor=Role("actor"), critic=Role("critic"))
+        checkpoints = RunCheckpoints(config, roles, directory, "prompts")
+        checkpoints.restore(print)
+        last = config.training.train_iters
+        checkpoints.write(last, print)
+        checkpoints.commit(last, {"iteration": last}, None, print)
+        checkpoints.store.set_exported(last)
+        self.trained.append(last)
+
+
+@pytest.fixture
+def command(
+    make_tree: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Command]:
+    found = Command(make_tree, tmp_path)
+    ray = SimpleNamespace(RayRuntime=SimpleNamespace(from_config=found.from_config))
+    monkeypatch.setitem(sys.modules, "mindspeed_rlxf.runtime.ray_runtime", ray)  # type: ignore[arg-type]
+    monkeypatch.setattr(run_module, "train", found.train)
+    monkeypatch.setenv(CHILD_OF, f"{os.getppid()}:0.0:{found.facts}")
+    loggers = [logging.getLogger(f"mindspeed_rlxf{name}") for name in ("", ".runtime")]
+    before = [list(logger.handlers) for logger in loggers]
+    yield found
+    for logger, handlers in zip(loggers, before, strict=True):
+        for handler in [each for each in logger.handlers if each not in handlers]:
+            logger.removeHandler(handler)
+            handler.close()
+
+
+def test_a_finished_run_that_is_given_again_is_done_already(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.give() == 0
+    assert f"done: 1 iterations, {command.folder}" in capsys.readouterr().out
+    files = sorted(command.folder.rglob("*"))
+    assert command.give() == 0
+    assert capsys.readouterr().out == (
+        f"done already: {command.folder} has its 1 iterations; "
+        "raise training.train_iters to go on\n"
+    )
+    assert command.trained == [1] and sorted(command.folder.rglob("*")) == files
+    assert command.told() == {}, "there is nothing to start again"
+
+
+def test_a_finished_run_with_more_iterations_goes_on_and_notes_what_changed(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.give() == 0
+    assert "note: " not in capsys.readouterr().out
+    assert command.give(train_iters=3, keep_last=5) == 0
+    said = capsys.readouterr().out.splitlines()
+    changed = "note: changed since the last start: training."
+    assert {f"{changed}train_iters: 1 -> 3", f"{changed}keep_last: 2 -> 5"} == {
+        line for line in said if line.startswith("note: ")
+    }
+    assert any(line.startswith(f"resumed from {command.folder}") for line in said)
+    assert command.trained == [1, 3] and (command.folder / "config.1.yaml").exists()
+
+
+def test_devices_that_are_missing_later_are_told_and_end_with_75(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.lacking = DevicesMissing("8 devices are needed", FREE)
+    assert command.give() == 75
+    assert capsys.readouterr().err == "stopped: 8 devices are needed\n"
+    assert command.told()["free"] == FREE
+    assert not RunDirectory(command.folder).is_used, "the same command may take it again"
+
+
+def test_too_few_devices_of_an_own_cluster_are_told_and_are_a_mistake(command: Command) -> None:
+    command.lacking = TooFewDevices(["8 devices are needed"], FREE)
+    with pytest.raises(UserError, match="8 devices are needed"):
+        command.give()
+    assert command.told()["free"] == FREE
+    assert not RunDirectory(command.folder).is_used
+
+
+def test_another_mistake_says_nothing_of_devices(command: Command) -> None:
+    command.lacking = UserError("of another kind")
+    with pytest.raises(UserError, match="of another kind"):
+        command.give()
+    assert "free" not in command.told() and command.told()["directory"] == str(command.folder)
