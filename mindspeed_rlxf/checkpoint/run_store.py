@@ -97,11 +97,14 @@ class Manifest:
             )
         if stated != _digest(tree):
             raise ValueError(f"{name} is not what was written (sha256)")
-        outside = [entry["path"] for entry in tree["files"] if leaves_folder(entry["path"])]
+        files = tree.get("files")
+        if type(tree.get("iteration")) is not int or not _are_entries(files):
+            raise ValueError(f"{name} is not what was written (its list of files)")
+        outside = [entry["path"] for entry in files if leaves_folder(entry["path"])]
         if outside:
             raise ValueError(f"{name} names {outside[0]!r}, outside its folder")
         about = {k: v for k, v in tree.items() if k not in ("format_version", "iteration", "files")}
-        return cls(int(tree["iteration"]), tree["files"], about)
+        return cls(tree["iteration"], files, about)
 
 
 class RunStore:
@@ -134,7 +137,7 @@ class RunStore:
     def clear_unfinished(self) -> None:
         """Remove what has no name; on a full disk it holds what the next start needs."""
         for leftover in self.folder.glob(".*"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            _discard(leftover)
 
     def commit(self, manifest: Manifest) -> Path:
         """The hidden folder becomes the checkpoint, then the pointer names it."""
@@ -156,7 +159,7 @@ class RunStore:
         """A checkpoint that is not gone on from keeps its files under another name."""
         aside = checkpoint.path.with_name(f"{checkpoint.path.name}{UNUSED}")
         if aside.exists():
-            shutil.rmtree(aside)
+            _discard(aside)
         os.replace(checkpoint.path, aside)
         return aside
 
@@ -190,14 +193,14 @@ class RunStore:
         for folder in self.folder.glob(f"*{UNUSED}"):
             match = NAME.fullmatch(folder.name.removesuffix(UNUSED))
             if match and int(match[1]) < oldest:
-                shutil.rmtree(folder)
+                _discard(folder)
 
     def _remove(self, checkpoint: Checkpoint) -> None:
         """It loses its name first: a folder cut short never has one."""
         going = self.hidden(checkpoint.iteration)
         going = going.with_name(f"{going.name}.removed")
         os.replace(checkpoint.path, going)
-        shutil.rmtree(going)
+        _discard(going)
 
     def exported(self) -> int | None:
         """The iteration whose weights stand in the export folders; None = none yet."""
@@ -213,6 +216,14 @@ class RunStore:
         (self.folder / EXPORTED).unlink(missing_ok=True)
 
 
+def _discard(path: Path) -> None:
+    """Remove a folder or a file; of a link to where somebody moved it, the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def _read_manifest(file: Path) -> Manifest:
     try:
         text = file.read_text(encoding="utf-8")
@@ -221,6 +232,15 @@ def _read_manifest(file: Path) -> Manifest:
     except ValueError:  # not even text
         raise ValueError(f"{file.name} is not what was written") from None
     return Manifest.from_json(text, file.name)
+
+
+def _are_entries(files: Any) -> bool:
+    return isinstance(files, list) and all(
+        isinstance(entry, dict)
+        and type(entry.get("size")) is int
+        and {"path", "sha256"} <= entry.keys()
+        for entry in files
+    )
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.checkpoint.run_files import content_problem
@@ -117,7 +118,7 @@ def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
     Raises UserError where there is less than that.
     """
     for file in line_files(directory):
-        if not file.exists():
+        if not file.exists():  # see `lacking` and `gone`
             continue
         try:
             file.cut(positions.get(file.path.name, 0))
@@ -126,12 +127,28 @@ def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
 
 
 def lacking(directory: RunDirectory, positions: dict[str, int]) -> str:
-    """What the files of lines have no longer of a checkpoint's positions; empty = they have all."""
+    """What the files of lines have no longer of a checkpoint's positions; empty = they have all.
+
+    Samples that are gone altogether were cleared away by somebody: see `gone`.
+    """
     for file in line_files(directory):
-        wanted = positions.get(file.path.name, 0)
-        if file.exists() and (there := file.position()) < wanted:
+        wanted, cleared = positions.get(file.path.name, 0), file.path in _samples(directory)
+        if not (cleared and not file.exists()) and (there := file.position()) < wanted:
             return f"{file.path} has {there} bytes of the {wanted} that it had then"
     return ""
+
+
+def gone(directory: RunDirectory, positions: dict[str, int]) -> list[str]:
+    """Files of samples that a checkpoint's positions tell of and that are not there."""
+    return [
+        str(path)
+        for path in _samples(directory)
+        if positions.get(path.name, 0) and not LineFile(path).exists()
+    ]
+
+
+def _samples(directory: RunDirectory) -> tuple[Path, ...]:
+    return directory.samples, directory.val_samples
 
 
 def positions(directory: RunDirectory) -> dict[str, int]:
@@ -144,5 +161,5 @@ def positions(directory: RunDirectory) -> dict[str, int]:
 
 def line_files(directory: RunDirectory) -> list[LineFile]:
     """Files that grow by lines as the run goes on."""
-    paths = directory.metrics, directory.samples, directory.val_samples, directory.consumed
+    paths = directory.metrics, *_samples(directory), directory.consumed
     return [LineFile(path) for path in paths]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import sys
@@ -72,7 +73,8 @@ def run(config: RunConfig, prepared: Prepared) -> int:
         if not isinstance(error, (WorkerError, RuntimeTimeout)):
             logger.exception("the driver failed")
         for directory in started:  # a full disk has no room for the report otherwise
-            RunStore(directory.checkpoints).clear_unfinished()
+            with contextlib.suppress(OSError):
+                RunStore(directory.checkpoints).clear_unfinished()
         failure.report(started[0] if started else None, error, stop)
         return EXIT_FAILED
     finally:

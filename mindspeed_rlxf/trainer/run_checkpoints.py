@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import platform
+import secrets
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import mindspeed_rlxf
 from mindspeed_rlxf.checkpoint import host_part
 from mindspeed_rlxf.checkpoint.run_files import (
+    HOST,
     Entry,
     Written,
     entry_of,
+    size_problem,
     under,
     without_host,
     write_text,
@@ -146,6 +150,7 @@ class RunCheckpoints:
         manifest = Manifest(iteration, files, _about(self.config))
         if self._parts:
             self._parts.commit(manifest, texts)
+        _check_whole(hidden, manifest)
         final = self.store.commit(manifest)
         training = self.config.training
         best = resume.best_iterations(self.store)
@@ -174,6 +179,8 @@ class RunCheckpoints:
                 continue
             for problem in problems:
                 note(f"warning: {problem}; an older one is taken")
+            for path in resume.gone(self.directory, state["positions"]):
+                note(f"warning: {path} is gone; it starts with the next iteration")
             return self._load(checkpoint, state, note)
         if problems:  # to start again would remove what there is
             raise UserError(
@@ -189,7 +196,10 @@ class RunCheckpoints:
 
         Raises UserError where one does not, and the configuration says that all do.
         """
-        probe = self.store.folder / PROBE  # made by the run before too: hosts differ, not runs
+        # A folder that was copied has the probe of another run. The ranks of torchrun look for the
+        # same name each for itself.
+        alone = self.config.runtime.kind is RuntimeKind.LOCAL
+        probe = self.store.folder / (PROBE if alone else f"{PROBE}_{secrets.token_hex(8)}")
         if self.writes:
             write_text(probe, "")
         groups = {SAVED_AS[role]: group for role, group in self.trained.items()}
@@ -272,6 +282,16 @@ def trained_roles(roles: RoleGroups) -> dict[Role, ActorGroup | CriticGroup]:
     if roles.critic is not None:
         trained[Role.CRITIC] = roles.critic
     return trained
+
+
+def _check_whole(hidden: Path, manifest: Manifest) -> None:
+    """Raises RuntimeError where a file is not there that a rank says it has written."""
+    found = [size_problem(hidden, entry) for entry in manifest.files if HOST not in entry]
+    if problems := [problem for problem in found if problem is not None]:
+        raise RuntimeError(
+            f"the checkpoint of iteration {manifest.iteration} is not whole: "
+            f"{'; '.join(problems[:3])}; is {hidden.parent} the same folder on every host?"
+        )
 
 
 def _about(config: RunConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +96,29 @@ def test_damage_is_named(damage: Callable[[Path], None], said: str, tmp_path: Pa
     damage(folder)
     with pytest.raises(ValueError, match=said):
         Checkpoint(folder, 1).read()
+
+
+@pytest.mark.parametrize("files", [None, {}, ["x"], [{"size": 1}], [{"path": "a", "size": "1"}]])
+def test_a_list_of_files_of_another_shape_is_damage(files: Any, tmp_path: Path) -> None:
+    """Whatever wrote it, its sum is right."""
+    store = RunStore(tmp_path)
+    store.begin(1)
+    folder = store.commit(Manifest(1, files, {}))
+    with pytest.raises(ValueError, match=r"is not what was written \(its list of files\)"):
+        Checkpoint(folder, 1).read()
+
+
+def test_of_a_checkpoint_that_was_moved_and_linked_the_link_is_removed(tmp_path: Path) -> None:
+    store, elsewhere = RunStore(tmp_path / "run"), tmp_path / "larger disk"
+    for iteration in (1, 2):
+        save(store, iteration)
+    store.path(1).rename(elsewhere)
+    store.path(1).symlink_to(elsewhere)
+    (store.folder / ".iter_0000003").symlink_to(elsewhere)
+    assert store.prune(1, 0) == [1]
+    store.clear_unfinished()
+    assert sorted(path.name for path in store.folder.glob("*iter*")) == ["iter_0000002", POINTER]
+    assert (elsewhere / MANIFEST).exists(), "what somebody keeps is theirs to remove"
 
 
 def test_a_flipped_bit_is_found_where_the_file_is_read(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mindspeed_rlxf.trainer.supervisor import SHUTDOWN_S
+
 FOLDER = Path(__file__).parents[3] / "examples" / "launch"
 # In place of the interpreter: `$LAB` collects what was called and who is there.
 PYTHON = """#!/usr/bin/env bash
@@ -228,7 +230,11 @@ def test_the_ray_job_of_kuberay_is_whole() -> None:
     assert group["rayStartParams"]["resources"] == f'"{{\\"NPU\\": {per_node}}}"'
     assert "resource_pool.wait_s" in spec["entrypoint"]
     assert spec["shutdownAfterJobFinishes"] is True and spec["backoffLimit"] >= 1
-    for template in (cluster["headGroupSpec"]["template"], group["template"]):
+    head = cluster["headGroupSpec"]["template"]
+    variables = {each["name"]: each["value"] for each in head["spec"]["containers"][0]["env"]}
+    stop_s = int(variables["RAY_JOB_STOP_WAIT_TIME_S"])  # Ray kills the command after that
+    assert 60 + SHUTDOWN_S < stop_s < head["spec"]["terminationGracePeriodSeconds"]
+    for template in (head, group["template"]):
         pod = template["spec"]
         assert pod["terminationGracePeriodSeconds"] > 60  # training.stop_grace_s
         mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}

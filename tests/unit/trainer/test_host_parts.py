@@ -19,7 +19,7 @@ from mindspeed_rlxf.config.enums import RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
-from mindspeed_rlxf.trainer.run_checkpoints import RunCheckpoints
+from mindspeed_rlxf.trainer.run_checkpoints import PROBE, RunCheckpoints
 from tests.unit.config.conftest import make_tree, no_cluster
 
 __all__ = ["make_tree", "no_cluster"]
@@ -310,6 +310,21 @@ def test_without_the_key_the_hosts_are_named(make_tree: MakeTree, tmp_path: Path
     with pytest.raises(UserError, match="storage that all hosts share, b, c do not see it; use"):
         cluster.start()
     assert not list(cluster.directory.checkpoints.iterdir()), "nothing is left of the probe"
+
+
+def test_a_folder_with_the_probe_of_another_start_is_not_taken_for_the_drivers(
+    make_tree: MakeTree, tmp_path: Path
+) -> None:
+    """Of a copy of the run, or of a driver that was killed while it looked."""
+    cluster = Cluster(make_tree, tmp_path)
+    for machine in (cluster.driver, cluster.b, cluster.c):
+        stale = machine.at(cluster.directory.checkpoints / PROBE)
+        stale.parent.mkdir(parents=True, exist_ok=True)
+        stale.touch()
+    cluster.start()
+    assert any(
+        "keep their parts of checkpoints on their own disks" in line for line in cluster.said
+    )
 
 
 def test_with_shared_storage_the_key_changes_nothing(make_tree: MakeTree, tmp_path: Path) -> None:

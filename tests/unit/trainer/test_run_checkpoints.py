@@ -336,6 +336,49 @@ def test_lines_that_are_gone_are_told(make_tree: MakeTree, tmp_path: Path) -> No
         cut_files(case.directory, {"metrics.jsonl": 9})
 
 
+def test_a_record_that_is_gone_is_no_run_to_go_on_with(make_tree: MakeTree, tmp_path: Path) -> None:
+    case = Case(make_tree, tmp_path)
+    case.iterate(1)
+    case.directory.metrics.unlink()
+    case.again()
+    with pytest.raises(UserError, match=r"metrics\.jsonl has 0 bytes of the 17 that it had then"):
+        case.checkpoints.restore(case.said.append)
+
+
+def test_samples_that_were_cleared_away_are_told_and_begin_anew(
+    make_tree: MakeTree, tmp_path: Path
+) -> None:
+    case = Case(make_tree, tmp_path)
+    case.directory.samples.write_text("{}\n")
+    case.iterate(1)
+    case.directory.samples.unlink()
+    case.again()
+    assert case.checkpoints.restore(case.said.append) is not None
+    assert f"warning: {case.directory.samples} is gone; it starts with the next iteration" in (
+        case.said
+    )
+
+
+def test_a_checkpoint_gets_no_name_without_a_file_that_a_rank_says_it_has(
+    make_tree: MakeTree, tmp_path: Path
+) -> None:
+    case = Case(make_tree, tmp_path)
+    case.iterate(1)
+    end_save = case.critic.end_save
+
+    def lost() -> Answer:
+        answer = end_save()
+        (case.checkpoints.store.hidden(2) / "critic" / "state").unlink()
+        return answer
+
+    case.critic.end_save = lost  # type: ignore[method-assign]
+    with pytest.raises(
+        RuntimeError, match="iteration 2 is not whole: critic/state is missing; is "
+    ):
+        case.iterate(2)
+    assert [each.iteration for each in case.checkpoints.store.newest_first()] == [1]
+
+
 def test_the_digest_is_of_what_is_learnt_from() -> None:
     def prompt(tokens: list[int], truth: str = "1") -> Prompt:
         return Prompt(0, "", np.array(tokens), truth, "test")
