@@ -53,6 +53,11 @@ class RunDirectory:
         return self.path / "consumed.jsonl"
 
     @property
+    def timeline(self) -> Path:
+        """Folder of what every rank did when."""
+        return self.path / "timeline"
+
+    @property
     def failure(self) -> Path:
         return self.path / "failure.json"
 

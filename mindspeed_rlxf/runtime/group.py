@@ -29,9 +29,20 @@ class Sharded:
 class Pending:
     """A call under way. Nothing waits until a result is asked for."""
 
-    def __init__(self, call: Call, leaders: list[int], num_rows: list[int | None]) -> None:
-        """num_rows: of each leader's output, None where only the worker knows."""
+    def __init__(
+        self,
+        call: Call,
+        leaders: list[int],
+        num_rows: list[int | None],
+        pool: str = "",
+        what: str = "",
+    ) -> None:
+        """num_rows: of each leader's output, None where only the worker knows
+
+        pool, what: names of where it runs and of the method, `critic.update_critic`
+        """
         self._call, self._leaders, self._num_rows = call, leaders, num_rows
+        self.pool, self.what = pool, what
         self._replies: list[Reply] | None = None
 
     def rows(self) -> RowsRef:
@@ -52,6 +63,10 @@ class Pending:
     def seconds(self) -> float:
         """Longest time that a rank spent in the method; waits for it to end."""
         return max(reply.seconds for reply in self._all_replies())
+
+    def replies(self) -> list[Reply]:
+        """Of all ranks; waits for them."""
+        return self._all_replies()
 
     def _leader_replies(self) -> list[Reply]:
         replies = self._all_replies()
@@ -108,7 +123,8 @@ class RoleGroup:
         factory: Callable[..., Any] | None,
     ) -> Pending:
         requests, num_rows = self._requests(method, args, rows_per_input, factory)
-        return Pending(self.pool.submit(requests), self.layout.leaders(), num_rows)
+        call, what = self.pool.submit(requests), f"{self.role.value}.{method}"
+        return Pending(call, self.layout.leaders(), num_rows, self.pool.name, what)
 
     def _requests(
         self,

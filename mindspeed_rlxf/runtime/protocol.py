@@ -46,6 +46,8 @@ class Reply:
     report: Any  # None where the rank is no leader
     num_rows: int | None
     seconds: float  # in the method, without waiting for its inputs
+    rank: int = 0  # in the pool
+    started: float = 0.0  # the method, seconds of the epoch by the clock of the rank's host
 
 
 class Call(Protocol):

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 import traceback
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,11 +46,12 @@ class RoleHost:
         """
         try:
             args = resolve_refs(request.args, self._fetch)
-            started = time.perf_counter()
+            began, started = time.time(), time.perf_counter()
             output = self._invoke(request, args)
             device.synchronize()
             seconds = time.perf_counter() - started
-            return self._checked(request, output, seconds)
+            rows, reply = self._checked(request, output, seconds)
+            return rows, replace(reply, rank=self._rank, started=began)
         except WorkerError:
             raise
         except Exception as error:

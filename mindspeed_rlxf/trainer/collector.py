@@ -92,6 +92,9 @@ class Collected:
         generation = sum(batch.generated.seconds for batch in self._everything())
         return generation, sum(batch.scored.seconds for batch in self._everything())
 
+    def calls(self) -> list[Pending]:
+        return [call for batch in self._everything() for call in (batch.generated, batch.scored)]
+
     def sync_s(self) -> float:
         """How long generation waited for weights."""
         calls = [batch.generated for batch in self._everything()]

@@ -92,7 +92,8 @@ class PpoTrainer:
             }
             measured["timing/gen"], measured["timing/reward"] = collected.seconds()
             measured.update({f"timing/{k}": p.seconds for k, p in phases.items() if p})
-            self._finish(measured, collected, time.monotonic() - started)
+            calls = [*collected.calls(), *(p for p in phases.values() if p)]
+            self._finish(measured, collected, calls, time.monotonic() - started)
         self.checkpoints.settle(self.recorder.note)
 
     def _make_experience(
@@ -109,8 +110,15 @@ class PpoTrainer:
         greedy = collected.greedy, collected.greedy_scores
         return self.actor.make_experience(rollouts, *log_probs, scores, *greedy, *penalty)
 
-    def _finish(self, measured: dict[str, float], collected: Collected, all_s: float) -> None:
-        """Write the iteration down; validate where it is due."""
+    def _finish(
+        self,
+        measured: dict[str, float],
+        collected: Collected,
+        calls: list[Pending],
+        all_s: float,
+    ) -> None:
+        """Write the iteration down; validate and save where it is due."""
+        driver = {"iteration": (time.time() - all_s, all_s)}
         reports = collected.generate_reports()
         measured["timing/sync"] = collected.sync_s()
         measured["timing/all"] = all_s
@@ -123,15 +131,20 @@ class PpoTrainer:
         validation = self.config.validation
         due = validation.interval and self.iteration % validation.interval == 0
         if due or (last and validation.after):
+            began = time.time()
             measured.update(self.validator.validate(self.iteration))
+            driver["validation"] = began, time.time() - began
         self.stop.ended(self.iteration)
         stops, note = not last and self.stop.is_due(), self.recorder.note
         saves = self.stop.agree(self.checkpoints.is_due(self.iteration, stops))
         self.checkpoints.settle(note)
         if saves:
+            began = time.time()
             measured["timing/save"] = self.checkpoints.write(self.iteration, note)
+            driver["save"] = began, measured["timing/save"]
         self.recorder.consumed(self.iteration, self.prompts.taken())
         self.recorder.iteration(self.iteration, measured, all_s)
+        self.recorder.timeline(self.iteration, calls, driver)
         if saves:
             score = names.validation_score(measured)
             self.checkpoints.commit(self.iteration, self.state_dict(), score, note)

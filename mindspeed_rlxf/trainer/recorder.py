@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting.console import Progress
 from mindspeed_rlxf.reporting.metrics import LedgerWriter, MetricsWriter, Sample, SampleWriter
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.reporting.timeline import Span, Timeline
 from mindspeed_rlxf.roles.reports import ScoreReport
+from mindspeed_rlxf.runtime.group import Pending
 from mindspeed_rlxf.runtime.refs import RowsRef
 from mindspeed_rlxf.runtime.role_groups import ActorGroup
 from mindspeed_rlxf.trainer.prompt_source import Taken
@@ -35,6 +37,7 @@ class Recorder:
         self._ledger = LedgerWriter(directory.consumed if writes else nowhere)
         self._samples = SampleWriter(directory.samples if writes else nowhere, *limit)
         self._val_samples = SampleWriter(directory.val_samples if writes else nowhere, *limit)
+        self._timeline = Timeline(directory.timeline) if writes else None
         self._progress = Progress(
             config.training.train_iters,
             config.logging.console_metrics,
@@ -81,6 +84,22 @@ class Recorder:
         self._ledger.write(
             iteration, taken.first_sample_id, taken.samples_per_prompt, taken.prompts
         )
+
+    def timeline(
+        self, iteration: int, calls: Iterable[Pending], driver: Mapping[str, tuple[float, float]]
+    ) -> None:
+        """calls: of the iteration; waits for them
+        driver: what it did itself -> start (seconds of the epoch), seconds
+        """
+        if self._timeline is None:
+            return
+        own = [Span(name, "driver", 0, *when) for name, when in driver.items()]
+        others = [
+            Span(call.what, call.pool, reply.rank, reply.started, reply.seconds)
+            for call in calls
+            for reply in call.replies()
+        ]
+        self._timeline.write(iteration, own + others)
 
     def note(self, text: str) -> None:
         """A console line of its own."""

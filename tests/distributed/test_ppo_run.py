@@ -105,8 +105,30 @@ def test_kl_to_the_reference_starts_at_zero_and_saves_are_kept(
     for role in ("actor", "critic"):
         assert any((saved / "iter_0000002" / role).glob("*.distcp"))
     assert [("timing/save" in metrics) for metrics in first] == [False, True, True]
+    assert_timeline_is_that_of(first, RunDirectory(tmp_path / "run"))
     assert abs(first[0]["critic/kl"]) <= 1e-5
     assert first[0]["rollout/log_prob_gap_max"] < 1e-4
+
+
+def assert_timeline_is_that_of(metrics: list[dict[str, float]], run: RunDirectory) -> None:
+    """One rank does everything: what it did, in this order, within what the driver calls an
+    iteration."""
+    (file,) = run.timeline.iterdir()
+    events = [event for event in json.loads(file.read_text()) if event["ph"] == "X"]
+    for iteration, numbers in enumerate(metrics, 1):
+        own = {e["name"]: e for e in events if e["args"]["iteration"] == iteration}
+        whole = own.pop("iteration")
+        assert whole["dur"] == pytest.approx(1e6 * numbers["timing/all"], abs=1)
+        assert ("save" in own) == ("timing/save" in numbers)
+        own = {name: e for name, e in own.items() if "." in name}  # of a role
+        done = [name for name, e in sorted(own.items(), key=lambda item: item[1]["ts"])]
+        assert (done[0], done[-1]) == ("actor_rollout.generate", "actor_rollout.update_policy")
+        assert {"reward.score", "ref.log_probs", "critic.update_critic"} < set(done), done
+        gen = own["actor_rollout.generate"]
+        assert gen["dur"] == pytest.approx(1e6 * numbers["timing/gen"], abs=1)
+        for event in own.values():
+            assert whole["ts"] - 2 <= event["ts"]  # rounded, and by another clock than its length
+            assert event["ts"] + event["dur"] <= whole["ts"] + whole["dur"] + 50_000
 
 
 @pytest.mark.long

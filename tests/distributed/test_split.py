@@ -107,6 +107,17 @@ def test_samples_and_metrics_are_those_of_ranks_that_do_both(
     assert len({tuple(ids) for _, _, ids in samples}) > len(samples) // 2
     compare(one, other, models[name])
     assert all(line["timing/sync"] > 0 for line in other.metrics)
+    train, infer = case[0]
+    assert ranks_in_timeline(tmp_path / "split", "actor_rollout.update_policy") == {*range(train)}
+    assert ranks_in_timeline(tmp_path / "split", "actor_rollout.generate") == {
+        *range(train, train + infer)
+    }
+
+
+def ranks_in_timeline(run: Path, what: str) -> set[int]:
+    """Of the actor's pool."""
+    (file,) = RunDirectory(run).timeline.iterdir()
+    return {event["tid"] for event in json.loads(file.read_text()) if event["name"] == what}
 
 
 class TinyBuckets(ActorRole):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import time
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from typing import Any
@@ -62,9 +63,11 @@ def test_references_are_resolved_before_the_method_runs() -> None:
 
 
 def test_a_rank_that_does_not_lead_sends_neither_rows_nor_report() -> None:
+    before = time.time()
     rows, reply = run("double", Numbers(torch.arange(3)), leads=False)
     assert rows is None
-    assert reply == Reply(None, None, reply.seconds)
+    assert reply == Reply(None, None, reply.seconds, rank=3, started=reply.started)
+    assert before <= reply.started <= time.time()
 
 
 def test_a_failure_says_role_rank_host_phase_and_cause() -> None:

@@ -1,0 +1,102 @@
+"""What every rank did when, as files for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+    timeline/iterations_0000001.json      iterations 1 to 100, timeline/iterations_0000101.json, ...
+
+Google's Trace Event Format: an array of events, times in microseconds of the epoch. A pool of
+devices is a process of the picture, a rank a thread of it. The times of a rank are those of its
+host's clock: hosts whose clocks differ are shifted against each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+ITERATIONS = 100  # of a file
+KEPT = 5  # files
+MOST_RANKS = 64  # of a pool are drawn: those that come first
+LONGER_THAN_AN_EVENT = 4096  # bytes
+HEAD, BETWEEN, TAIL = b"[\n", b",\n", b"\n]\n"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One thing that was done. started: seconds of the epoch; rank: in the pool"""
+
+    name: str
+    pool: str
+    rank: int
+    started: float
+    seconds: float
+
+
+class Timeline:
+    """Appends iterations to the files of a folder; every one of them is whole JSON after each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._numbers: dict[str, int] = {}  # of pools, in the order of their first span
+        self._named: set[tuple[Path, str, int]] = set()  # what the file has names for
+
+    def write(self, iteration: int, spans: Iterable[Span]) -> None:
+        """iteration: from 1. Errors: OSError."""
+        first = (iteration - 1) // ITERATIONS * ITERATIONS + 1
+        file = self._folder / f"iterations_{first:07d}.json"
+        if not file.exists():
+            self._folder.mkdir(exist_ok=True)
+            for old in sorted(self._folder.glob("iterations_*.json"))[: -(KEPT - 1)]:
+                old.unlink()
+        events = [
+            event
+            for span in spans
+            if span.rank < MOST_RANKS
+            for event in (*self._names(file, span), self._event(span, iteration))
+        ]
+        _append(file, events)
+
+    def _event(self, span: Span, iteration: int) -> dict[str, Any]:
+        return {
+            "name": span.name,
+            "cat": span.name.partition(".")[0],
+            "ph": "X",
+            "ts": round(span.started * 1e6),
+            "dur": round(span.seconds * 1e6),
+            "pid": self._numbers[span.pool],
+            "tid": span.rank,
+            "args": {"iteration": iteration},
+        }
+
+    def _names(self, file: Path, span: Span) -> Iterable[dict[str, Any]]:
+        """Of the pool and of the rank, when the file has neither."""
+        place = {"pid": self._numbers.setdefault(span.pool, len(self._numbers)), "tid": span.rank}
+        named = {"process_name": (span.pool, -1), "thread_name": (f"rank {span.rank}", span.rank)}
+        for kind, (text, rank) in named.items():
+            if (file, span.pool, rank) not in self._named:
+                self._named.add((file, span.pool, rank))
+                yield {"name": kind, "ph": "M", **place, "args": {"name": text}}
+
+
+def _append(file: Path, events: Iterable[Mapping[str, Any]]) -> None:
+    new = BETWEEN.join(json.dumps(event, ensure_ascii=False).encode() for event in events)
+    if not new:
+        return
+    with open(file, "r+b" if file.exists() else "w+b") as stream:
+        kept = stream.seek(_end(stream))
+        stream.truncate()
+        stream.write((BETWEEN if kept else HEAD) + new + TAIL)
+        stream.flush()
+
+
+def _end(stream: IO[bytes]) -> int:
+    """Where the last whole event ends: a process that was killed may have left a part of one."""
+    start = max(stream.seek(0, os.SEEK_END) - LONGER_THAN_AN_EVENT, 0)
+    stream.seek(start)
+    data = stream.read()
+    if data.endswith(TAIL):
+        return start + len(data) - len(TAIL)
+    between = data.rfind(BETWEEN)
+    return 0 if between < 0 else start + between

@@ -1,0 +1,78 @@
+"""The timeline is whole JSON after each iteration, goes on after a kill, and does not grow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.reporting.timeline import Span, Timeline
+
+
+def spans(iteration: int) -> list[Span]:
+    at = 1000.0 + iteration
+    return [
+        Span("iteration", "driver", 0, at, 0.75),
+        *(Span("actor.update", "main", rank, at + 0.25, 0.5) for rank in range(2)),
+    ]
+
+
+def events(file: Path, kind: str = "X") -> list[dict[str, Any]]:
+    return [event for event in json.loads(file.read_text()) if event["ph"] == kind]
+
+
+def test_a_rank_is_a_thread_of_its_pool_and_times_are_microseconds(tmp_path: Path) -> None:
+    Timeline(tmp_path / "timeline").write(7, spans(7))
+    (file,) = (tmp_path / "timeline").iterdir()
+    assert file.name == "iterations_0000001.json"
+    names = {(e["pid"], e["tid"], e["name"]): e["args"]["name"] for e in events(file, "M")}
+    assert names == {
+        (0, 0, "process_name"): "driver", (0, 0, "thread_name"): "rank 0",
+        (1, 0, "process_name"): "main", (1, 0, "thread_name"): "rank 0",
+        (1, 1, "thread_name"): "rank 1",
+    }  # fmt: skip
+    whole, first, second = events(file)
+    assert (whole["ts"], whole["dur"]) == (1_007_000_000, 750_000)
+    assert second == {
+        "name": "actor.update", "cat": "actor", "ph": "X", "ts": 1_007_250_000, "dur": 500_000,
+        "pid": 1, "tid": 1, "args": {"iteration": 7},
+    }  # fmt: skip
+    assert first == {**second, "tid": 0}
+
+
+def test_a_hundred_iterations_share_a_file_and_five_files_are_kept(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    for iteration in range(1, 702, 50):
+        timeline.write(iteration, spans(iteration))
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == [
+        f"iterations_{n:07d}.json" for n in range(301, 702, 100)
+    ]
+    assert [[e["args"]["iteration"] for e in events(file)[::3]] for file in files[:2]] == [
+        [301, 351], [401, 451],
+    ]  # fmt: skip
+    assert events(files[1], "M"), "each file has the names"
+
+
+@pytest.mark.parametrize("cut", [1, 3, 50, 100, 200])
+def test_a_part_of_an_event_is_dropped_by_the_next_one_who_writes(tmp_path: Path, cut: int) -> None:
+    Timeline(tmp_path).write(1, spans(1))
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-cut])
+    Timeline(tmp_path).write(2, spans(2))
+    iterations = [event["args"]["iteration"] for event in events(file)]
+    assert iterations[-3:] == [2, 2, 2] and 1 in iterations
+
+
+def test_a_file_that_is_no_timeline_is_begun_anew(tmp_path: Path) -> None:
+    (tmp_path / "iterations_0000001.json").write_bytes(b"")
+    Timeline(tmp_path).write(1, spans(1))
+    assert len(events(tmp_path / "iterations_0000001.json")) == 3
+
+
+def test_of_a_large_pool_the_first_ranks_are_drawn(tmp_path: Path) -> None:
+    Timeline(tmp_path).write(1, [Span("x", "main", rank, 1.0, 1.0) for rank in range(512)])
+    (file,) = tmp_path.iterdir()
+    assert [event["tid"] for event in events(file)] == list(range(64))
