@@ -3,6 +3,8 @@
 #
 # Variables that a script takes from its environment:
 #   CONFIG_NAME, CONFIG_DIR   configuration to run in place of the script's own
+#   WEIGHTS=hf|mcore          load Hugging Face folders (hf), or what the ckpt_convert_*_hf2mcore*.sh
+#                             beside the script made of them
 #   DEVICE=npu|cuda|cpu       what a device is (npu)
 #   DEVICES_PER_NODE=8        devices that Ray is told of on this node
 #   NNODES, NODE_RANK         number of nodes, and which one this is; node 0 runs the training
@@ -23,6 +25,7 @@ PYTHON=${PYTHON:-python}
 DRY_RUN=${DRY_RUN:-}
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 ray_pid=""
+loads=()
 OWN_RAY=("$PYTHON" -m ray.scripts.scripts start --block --disable-usage-stats)
 
 fail() {
@@ -87,6 +90,23 @@ start_head() {
   done
 }
 
+# Sets `loads`: the overrides that WEIGHTS asks for.
+choose_weights() {
+  local model folder
+  case ${WEIGHTS:-hf} in
+    hf) return ;;
+    mcore) ;;
+    *) fail "WEIGHTS=$WEIGHTS must be hf or mcore" ;;
+  esac
+  [ -z "${CONFIG_NAME:-}" ] ||
+    fail "WEIGHTS=mcore is for the script's own configuration; name the folders that" \
+      "$CONFIG_NAME is to load: actor_rollout.load=..."
+  model=$(basename "$(cd "$(dirname "$0")" && pwd)")
+  folder=./model_weights/$model-mcore
+  loads=("actor_rollout.load=$folder" "ref.load=$folder"
+    "critic.load=$folder-orm" "reward.load=$folder-orm")
+}
+
 # train CONFIG [default overrides] -- [arguments of the user]
 train() {
   local config=$1 defaults=() directory=()
@@ -105,6 +125,7 @@ train() {
   run env "RAY_ADDRESS=$MASTER_ADDR:$MASTER_PORT" "$PYTHON" "$REPOSITORY/ray_gpt.py" \
     --config-name "$config" ${directory[@]+"${directory[@]}"} "device.kind=$DEVICE" \
     "device.devices_per_node=$DEVICES_PER_NODE" ${defaults[@]+"${defaults[@]}"} \
+    ${loads[@]+"${loads[@]}"} \
     "++resource_pool.wait_s=$WAIT_S" "$@"
 }
 
@@ -112,6 +133,7 @@ train() {
 one_node() {
   MASTER_ADDR=127.0.0.1
   export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 # Ray's word for: listen on loopback only
+  choose_weights
   prepare_host
   start_head --head "--node-ip-address=$MASTER_ADDR" "--port=$MASTER_PORT" \
     --include-dashboard=false "$(device_options)"
@@ -123,6 +145,7 @@ multi_node() {
   NNODES=${NNODES:-2} NODE_RANK=${NODE_RANK:-0}
   [ -n "${MASTER_ADDR:-}" ] || fail "MASTER_ADDR must be the address of node 0; export it"
   [ "$NODE_RANK" -lt "$NNODES" ] || fail "NODE_RANK=$NODE_RANK must be below NNODES=$NNODES"
+  choose_weights
   prepare_host
   if [ "$NODE_RANK" -eq 0 ]; then
     start_head --head "--node-ip-address=$MASTER_ADDR" "--port=$MASTER_PORT" \

@@ -88,6 +88,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seq-length", type=int, help="longest prompt or conversation, tokens (any)")
     add("--overlong", help=f"what becomes of longer ones: {', '.join(OVERLONG)} (drop)")
     add("--max-samples", type=int, help="rows that are read (all)")
+    add("--tokenizer-not-use-fast", action="store_true", help="the tokenizer in Python, if any")
     add("--append-eod", action="store_true", help="EOS behind each conversation with responses")
     add("--strict", action="store_true", help="a dropped row is an error")
     add("--overwrite", action="store_true", help="replace a data set of this prefix")
@@ -172,6 +173,7 @@ def _options(arguments: argparse.Namespace) -> PreprocessOptions:
         overwrite=arguments.overwrite,
         additional_columns=None if additional is None else tuple(additional),
         append_eod=arguments.append_eod and handler.is_conversation,
+        slow_tokenizer=arguments.tokenizer_not_use_fast,
     )
 
 
@@ -225,6 +227,9 @@ def _progress(log_interval: int) -> Iterator[Progress]:
 def _report(counts: Counts, prefix: str) -> None:
     for file in counts.skipped:
         _note(f"{file} is skipped: of no type that is read")
+    if counts.not_slow:
+        why = f"the fast tokenizer is used ({counts.not_slow})"
+        _note(f"--tokenizer-not-use-fast has no effect: {why}")
     for file in counts.empty_files:
         _note(f"{file} holds no rows")
     if counts.unknown_tokens > MAX_UNKNOWN * counts.num_tokens:

@@ -73,9 +73,6 @@ OLDER_FLAGS: Mapping[str, Flag] = {
     "--vocab-file": Flag(_FOLDER, _always, "1"),
     "--merge-file": Flag(_FOLDER, _always, "1"),
     "--tokenizer-model": Flag(_FOLDER, _always, "1"),
-    "--tokenizer-not-use-fast": Flag(
-        "the folder's own tokenizer is loaded, fast where there is one; leave it out", _always
-    ),
 }
 
 

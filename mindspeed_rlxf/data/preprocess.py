@@ -34,7 +34,7 @@ from mindspeed_rlxf.data.row_source import (
     readable,
 )
 from mindspeed_rlxf.data.sidecar import Sidecar, TokenizerId
-from mindspeed_rlxf.data.tokenizer import load_tokenizer, vocabulary_hash
+from mindspeed_rlxf.data.tokenizer import load_slow_tokenizer, load_tokenizer, vocabulary_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,6 +50,7 @@ class PreprocessOptions:
     max_samples:        rows that are read, None = all
     additional_columns: those that are kept beside the handler's own, None = all
     append_eod:         conversations end with the tokenizer's EOS whatever the template
+    slow_tokenizer:     the one in Python where transformers has it; `Counts.not_slow` says why not
     """
 
     inputs: tuple[str, ...]
@@ -66,6 +67,7 @@ class PreprocessOptions:
     overwrite: bool = False
     additional_columns: tuple[str, ...] | None = None
     append_eod: bool = False
+    slow_tokenizer: bool = False
 
 
 def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: None) -> Counts:
@@ -78,7 +80,7 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
     prefix = _checked_prefix(options)
     counts = Counts()
     files = find_files(options.inputs, counts.skipped)
-    tokenizer = load_tokenizer(options.tokenizer_path, "--tokenizer-name-or-path")
+    tokenizer = _tokenizer(options, counts)
     handler = HANDLERS[options.handler]
     encoder = _row_encoder(options, handler, tokenizer)
     rows = RowSource(files, options.max_samples, counts, progress)
@@ -102,6 +104,14 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
             f"{error.strerror or error}; check the folder, its rights and the space on the disk"
         ) from error
     return counts
+
+
+def _tokenizer(options: PreprocessOptions, counts: Counts) -> PreTrainedTokenizerBase:
+    flag = "--tokenizer-name-or-path"
+    if not options.slow_tokenizer:
+        return load_tokenizer(options.tokenizer_path, flag)
+    tokenizer, counts.not_slow = load_slow_tokenizer(options.tokenizer_path, flag)
+    return tokenizer
 
 
 def _row_encoder(

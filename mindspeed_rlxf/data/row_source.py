@@ -22,7 +22,11 @@ Progress = Callable[[int], None]
 
 @dataclass
 class Counts:
-    """What became of the rows. `skipped`: files of a folder that are of no known type."""
+    """What became of the rows.
+
+    skipped:  files of a folder that are of no known type
+    not_slow: why the tokenizer is fast though a slow one was asked for, "" = it is not
+    """
 
     rows_read: int = 0
     rows_written: int = 0
@@ -33,6 +37,7 @@ class Counts:
     unknown_tokens: int = 0
     empty_files: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    not_slow: str = ""
 
     def add(self, chunk: EncodedChunk) -> None:
         self.rows_written += chunk.num_rows

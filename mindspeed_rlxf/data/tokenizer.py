@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,18 +28,45 @@ def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
     when what loads knows no ordinary token (transformers builds such an empty one, without a word,
     for a model folder whose tokenizer files are missing).
     """
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
+        tokenizer = _load(path)
     except Exception as error:  # transformers and tokenizers raise many kinds, bare ones too
         found = _first_line(error) if Path(path).is_dir() else "there is no such folder"
         raise UserError([_missing(key, path, found)]) from error
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+    if _is_empty(tokenizer):
         raise UserError([_missing(key, path, "its tokenizer files are missing")])
     return tokenizer
+
+
+def load_slow_tokenizer(path: str, key: str = KEY) -> tuple[PreTrainedTokenizerBase, str]:
+    """The tokenizer in Python; where there is none, the fast one and the reason, else "".
+
+    transformers has both kinds up to version 4; from 5 on one of a kind, which is fast for most.
+    Raises UserError as load_tokenizer does.
+    """
+    fast = load_tokenizer(path, key)
+    try:
+        slow = _load(path, use_fast=False)
+    except Exception as error:  # a file that the fast one does without, a library: many kinds
+        return fast, _first_line(error)
+    if slow.is_fast or _is_empty(slow):
+        return fast, f"transformers {metadata.version('transformers')} has no other for it"
+    return slow, ""
+
+
+def _load(path: str, use_fast: bool = True) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        path, local_files_only=True, trust_remote_code=False, use_fast=use_fast
+    )
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):  # False: version 4, of a missing file
+        raise ValueError("transformers cannot make one of its files")
+    return tokenizer
+
+
+def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
 
 
 def eos_token_ids(

@@ -1,16 +1,29 @@
-"""The scripts of `examples/mcore` that train, run for real on a stand-in of their model."""
+"""The scripts of `examples/mcore`, run for real on stand-ins of their models.
+
+Those of one node follow their folder's other scripts, in order and with their defaults: only sizes
+and lengths are ours. Those of two nodes start a configuration with one device on each.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import yaml
 
+from mindspeed_rlxf.config.compose import compose
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.schema import RunConfig
 from tests.chaos.tiny_run import ROOT, settings
+from tests.distributed.llamas import make_llama
+from tests.unit.data.byte_tokenizer import write_tokenizer
 
 pytestmark = pytest.mark.long
 
@@ -20,28 +33,43 @@ ONE, MULTI = ([s for s in SCRIPTS if s.stem.endswith(kind)] for kind in ("_1node
 ENDS_S = 60.0
 
 
+SIZES = {
+    "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 8,
+    "num_query_groups": 8, "kv_channels": 8, "vocab_size": 280, "max_position_embeddings": 1024,
+}  # fmt: skip
+LENGTHS = [
+    "training.train_iters=2", "training.global_batch_size=8", "actor_rollout.max_new_tokens=8",
+    "actor_rollout.ppo_mini_batch_size=4", "critic.critic_mini_batch_size=4",
+    "ref.micro_batch_size=1", "reward.micro_batch_size=1",
+]  # fmt: skip
+MEGATRON = ("llama3", "qwen3")  # the weights are converted first, and loaded so
+
+
 def start(script: Path, log: Path, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
+    """In the folder of the log."""
     environment = {
         **os.environ,
-        "CONFIG_NAME": "ppo_trainer_tiny",
         "DEVICE": "cpu",
-        "DEVICES_PER_NODE": "1",
         "MASTER_PORT": PORT,
         "PYTHON": sys.executable,
         "PYTHONPATH": str(ROOT),
         **variables,
     }
     command = ["bash", str(script), *arguments]
-    with open(log, "wb") as stream:
-        return subprocess.Popen(command, env=environment, stdout=stream, stderr=stream)
+    with open(log, "ab") as stream:
+        return subprocess.Popen(
+            command, cwd=log.parent, env=environment, stdout=stream, stderr=stream
+        )
 
 
-def two_iterations(folder: Path, *more: str) -> list[str]:
-    return [*settings(folder / "run", devices=1), "training.train_iters=2", *more]
-
-
-def num_lines(folder: Path) -> int:
-    return (folder / "run" / "metrics.jsonl").read_text().count("\n")
+def finish(script: Path, log: Path, timeout_s: float, *arguments: str, **variables: str) -> int:
+    """The exit code; the script is ended when it takes too long."""
+    process = start(script, log, *arguments, **variables)
+    try:
+        return process.wait(timeout=timeout_s)
+    finally:
+        process.terminate()
+        process.wait(timeout=ENDS_S)
 
 
 def left_of_ray() -> list[str]:
@@ -49,21 +77,80 @@ def left_of_ray() -> list[str]:
     return [line for line in found if f":{PORT}" in line]
 
 
+def config_of(name: str, *overrides: str) -> RunConfig:
+    where = ("device.kind=cpu", "runtime.address=head:6379")
+    return resolve(compose(name, [*where, *overrides]), name)
+
+
+def with_sizes(config: RunConfig) -> list[str]:
+    """Overrides that make the model of a configuration small."""
+    (model,) = {config.role(role).model for role in config.roles}
+    family = config.actor_rollout.architecture
+    own = SIZES if family.kv_channels else {k: v for k, v in SIZES.items() if k != "kv_channels"}
+    return [f"++model.{model}.{key}={size}" for key, size in own.items()]
+
+
+def make_inputs(folder: Path, model: str, small: RunConfig) -> None:
+    """What a user has before the first script: two Hugging Face folders and the rows."""
+    for name, scored in (("hf", False), ("hf-orm", True)):
+        weights = folder / "model_from_hf" / f"{model}-{name}"
+        make_llama(weights, small.actor_rollout.architecture, scored)
+        write_tokenizer(weights)
+    questions = [f"{a}+{b}" for a in range(4) for b in range(6)]
+    rows = [{"question": q, "answer": "2"} for q in questions]
+    gsm8k = folder / "dataset" / "gsm8k" / "train.jsonl"
+    gsm8k.parent.mkdir(parents=True)
+    gsm8k.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    table = pa.Table.from_pylist([{"prompt": q} for q in questions])
+    pq.write_table(table, folder / "dataset" / "descriptiveness-00000-of-00001.parquet")
+
+
 @pytest.mark.parametrize("script", ONE, ids=lambda script: script.stem)
-def test_one_node_trains_and_leaves_no_ray_behind(tmp_path: Path, script: Path) -> None:
-    run = start(script, tmp_path / "log", *two_iterations(tmp_path))
-    code = run.wait(timeout=500)
-    text = (tmp_path / "log").read_text()
+def test_the_scripts_of_a_model_lead_from_its_weights_to_a_run(
+    tmp_path: Path, script: Path
+) -> None:
+    model = script.parent.name
+    size = script.stem.split("_")[3]
+    name = f"ppo_trainer_{model}_{size}"
+    ours = [*with_sizes(config_of(name)), *LENGTHS]
+    make_inputs(tmp_path, model, config_of(name, *ours))
+    before, log = [f"data_convert_{model}_ppo"], tmp_path / "log"
+    if model in MEGATRON:
+        before += [f"ckpt_convert_{model}_hf2mcore", f"ckpt_convert_{model}_hf2mcore_orm"]
+    for earlier in before:
+        assert finish(script.with_name(f"{earlier}.sh"), log, 200) == 0, log.read_text()
+    weights = "mcore" if model in MEGATRON else "hf"
+    code = finish(script, log, 500, *ours, WEIGHTS=weights)
+    text = log.read_text()
     assert code == 0, text
     assert f"joined the Ray cluster at 127.0.0.1:{PORT} (RAY_ADDRESS=" in text
-    assert num_lines(tmp_path) == 2
+    run = tmp_path / "outputs" / name
+    assert (run / "metrics.jsonl").read_text().count("\n") == 2
+    assert_own_layout(run)
     assert left_of_ray() == []
+
+
+def assert_own_layout(run: Path) -> None:
+    """The run had all eight devices, and the configuration's parallel sizes."""
+    found = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    config = config_of(run.name)
+    for role in config.roles:
+        kept, section = config.role(role), found[role.value]
+        for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "bf16"):
+            assert section[key] == getattr(kept, key), f"{role.value}.{key}"
+    pools = [count for count in found["resource_pool"].values() if isinstance(count, list)]
+    assert sum(map(sum, pools)) == 8
+
+
+def two_iterations(folder: Path, *more: str) -> list[str]:
+    return [*settings(folder / "run", devices=1), "training.train_iters=2", *more]
 
 
 @pytest.mark.parametrize("script", MULTI, ids=lambda script: script.stem)
 def test_two_nodes_train_as_one_and_both_end(tmp_path: Path, script: Path) -> None:
     """Node 1 is started first, and waits; a device on each."""
     nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "DASHBOARD_PORT": "8399"}
+    nodes |= {"CONFIG_NAME": "ppo_trainer_tiny", "DEVICES_PER_NODE": "1"}
     pools = ("~resource_pool", "+resource_pool={main: [1, 1]}")
     arguments = [a for a in two_iterations(tmp_path, *pools) if "resource_pool.main" not in a]
     worker = start(script, tmp_path / "worker", NODE_RANK="1", **nodes)
@@ -72,7 +159,8 @@ def test_two_nodes_train_as_one_and_both_end(tmp_path: Path, script: Path) -> No
         code = head.wait(timeout=500)
         text = (tmp_path / "head").read_text()
         assert code == 0, text + (tmp_path / "worker").read_text()
-        assert "pool main: ranks 0-1 on" in text and num_lines(tmp_path) == 2
+        count = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
+        assert "pool main: ranks 0-1 on" in text and count == 2
         assert worker.wait(timeout=ENDS_S) == 0
     finally:
         for process in (head, worker):

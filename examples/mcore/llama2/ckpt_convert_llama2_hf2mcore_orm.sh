@@ -16,6 +16,6 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
   --target-tensor-parallel-size "${TP:-8}" \
   --target-pipeline-parallel-size "${PP:-1}" \
   --orm \
-  --load-dir "${HF_DIR:-./model_from_hf/llama-2-7b-hf-orm}" \
+  --load-dir "${HF_DIR:-./model_from_hf/llama2-hf-orm}" \
   --save-dir "${SAVE_DIR:-./model_weights/llama2-mcore-orm}" \
   "$@"

@@ -15,6 +15,6 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
   --save-model-type mg \
   --target-tensor-parallel-size "${TP:-8}" \
   --target-pipeline-parallel-size "${PP:-1}" \
-  --load-dir "${HF_DIR:-./model_from_hf/llama-3-8b-hf}" \
+  --load-dir "${HF_DIR:-./model_from_hf/llama3-hf}" \
   --save-dir "${SAVE_DIR:-./model_weights/llama3-mcore}" \
   "$@"

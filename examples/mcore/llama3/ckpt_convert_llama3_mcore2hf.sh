@@ -14,5 +14,5 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
   --load-model-type mg \
   --save-model-type hf \
   --load-dir "${LOAD_DIR:-./model_weights/llama3-mcore}" \
-  --save-dir "${HF_DIR:-./model_from_hf/llama-3-8b-hf}" \
+  --save-dir "${HF_DIR:-./model_from_hf/llama3-hf}" \
   "$@"

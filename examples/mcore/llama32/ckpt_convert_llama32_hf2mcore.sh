@@ -15,6 +15,6 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
   --save-model-type mg \
   --target-tensor-parallel-size "${TP:-1}" \
   --target-pipeline-parallel-size "${PP:-1}" \
-  --load-dir "${HF_DIR:-./model_from_hf/llama-3.2-1b-hf}" \
+  --load-dir "${HF_DIR:-./model_from_hf/llama32-hf}" \
   --save-dir "${SAVE_DIR:-./model_weights/llama32-mcore}" \
   "$@"

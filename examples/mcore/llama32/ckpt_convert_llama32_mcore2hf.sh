@@ -14,5 +14,5 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
   --load-model-type mg \
   --save-model-type hf \
   --load-dir "${LOAD_DIR:-./model_weights/llama32-mcore}" \
-  --save-dir "${HF_DIR:-./model_from_hf/llama-3.2-1b-hf}" \
+  --save-dir "${HF_DIR:-./model_from_hf/llama32-hf}" \
   "$@"

@@ -8,13 +8,13 @@ source "$(dirname "${BASH_SOURCE[0]}")/../cann.sh"
 source_cann
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
-default_keys='{"prompt": "instruction", "query": "input", "response": "output"}'
+default_keys='{"prompt": "prompt", "query": "", "response": "", "system": ""}'
 
 "${PYTHON:-python}" "$root/preprocess_data.py" \
-  --input "${INPUT:-./dataset/alpaca/train.parquet}" \
+  --input "${INPUT:-./dataset/descriptiveness-00000-of-00001.parquet}" \
   --tokenizer-name-or-path "${TOKENIZER:-./model_from_hf/llama32-hf}" \
   --tokenizer-type PretrainedFromHF \
-  --output-prefix "${OUTPUT_PREFIX:-./dataset/llama32-hf/alpaca}" \
+  --output-prefix "${OUTPUT_PREFIX:-./dataset/llama32-hf/descriptiveness}" \
   --handler-name PPOAlpacaStyleInstructionHandler \
   --prompt-type llama3 \
   --map-keys "${MAP_KEYS:-$default_keys}" \

@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerFast
 from mindspeed_rlxf import cli
 from mindspeed_rlxf.cli import preprocess as preprocess_command
 from mindspeed_rlxf.cli.preprocess import main
-from mindspeed_rlxf.cli.preprocess_flags import OLDER_FLAGS
 from tests.unit.data.byte_tokenizer import byte_tokenizer, write_tokenizer
 from tests.unit.data.plain_pairs import write_pair
 
@@ -130,11 +129,6 @@ def test_what_was_dropped_skipped_and_empty_is_said(
     [
         (["--worker", "2"], "--worker: no such option; did you mean --workers?"),
         (["--zzz"], "--zzz: no such option; remove it; --help lists the options"),
-        (["--pack"], "--pack is not supported: sequences are packed while they are trained on"),
-        (["--json-keys", "text", "b"], "--json-keys is not supported: the handler says which"),
-        (["--mix-strategy", "interleave_over"], "--mix-strategy=interleave_over is not supported:"),
-        (["--dataset-impl", "lazy"], "--dataset-impl=lazy is not supported: data sets are memory-"),
-        (["--reward-tokens", "+", "-"], "--reward-tokens is not supported: rewards of single"),
         (["--seq-lenght=5"], "--seq-lenght=5: no such option; did you mean --seq-length?"),
         (
             ["--handler-name", "AlpacaStyleProcessRewardHandler"],
@@ -193,26 +187,6 @@ def test_a_mistake_exits_2_with_error_lines_and_leaves_nothing(
     assert all(line.startswith("error: ") for line in lines) and output.out == ""
     assert lines[0].startswith(f"error: {problem}"), lines
     assert [path for path in (tmp_path / "new").rglob("*") if path.is_file()] == []
-
-
-def test_flags_that_have_no_effect_are_accepted_with_a_line_each(
-    required: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = [
-        "--streaming", "--cache-dir", "~/tmp", "--overwrite-cache", "--n-subs", "4", "--seed", "7",
-        "--pad-to-multiple-of", "8", "--make-vocab-size-divisible-by", "1", "--dataset-impl",
-        "mmap", "--mix-strategy", "concat", "--pad-vocab-size-to", "512", "--append-eod",
-    ]  # fmt: skip
-    assert main([*required, *flags]) == 0
-    lines = capsys.readouterr().err.splitlines()
-    given = {flag for flag in flags if flag.startswith("--")}
-    assert all(line.startswith("note: --") for line in lines)
-    assert {line.split()[1] for line in lines} == given and len(lines) == len(given)
-
-
-def test_no_flag_of_the_older_toolkit_is_ignored() -> None:
-    for name, flag in OLDER_FLAGS.items():
-        assert flag.meaning, name
 
 
 @pytest.mark.parametrize("unknown", [0, 1])

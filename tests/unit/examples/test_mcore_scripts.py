@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -10,13 +11,15 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config.compose import compose
+from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
+from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 
 FOLDER = Path(__file__).parents[3] / "examples" / "mcore"
 SCRIPTS = sorted(FOLDER.glob("*/ray_ppo_*.sh"))
 IDS = [script.stem for script in SCRIPTS]
+MODELS = ("llama2", "llama3", "llama32", "qwen25", "qwen3")
 
 
 def commands(script: Path, *arguments: str, **variables: str) -> list[list[str]]:
@@ -42,8 +45,7 @@ def config_of(command: list[str], monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 
 def test_each_model_has_both_scripts() -> None:
     kinds = {(s.parent.name, "multi" if "multi_node" in s.name else "one") for s in SCRIPTS}
-    models = ("llama2", "llama3", "llama32", "qwen25", "qwen3")
-    assert kinds == {(model, kind) for model in models for kind in ("one", "multi")}
+    assert kinds == {(model, kind) for model in MODELS for kind in ("one", "multi")}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=IDS)
@@ -63,6 +65,56 @@ def test_configuration_is_valid_and_fits_the_nodes(
         where = next(i for i, left in enumerate(room) if left >= size)
         room[where] -= size
     assert sum(room) == 0, "devices are left over"
+
+
+def default(model: str, script: str, variable: str) -> str:
+    """What a script of the model takes, as an absolute path, where a variable is not given."""
+    text = (FOLDER / model / f"{script.replace('MODEL', model)}.sh").read_text(encoding="utf-8")
+    (found,) = re.findall(rf"\$\{{{variable}:-([^}}]*)\}}", text)
+    return os.path.abspath(found)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=IDS)
+def test_a_run_reads_what_the_other_scripts_of_its_model_wrote(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = script.parent.name
+    to_megatron, of_scorer = "ckpt_convert_MODEL_hf2mcore", "ckpt_convert_MODEL_hf2mcore_orm"
+    prompts, back = "data_convert_MODEL_ppo", "ckpt_convert_MODEL_mcore2hf"
+    language_model = default(model, to_megatron, "HF_DIR")
+    assert default(model, back, "HF_DIR") == default(model, prompts, "TOKENIZER") == language_model
+    assert default(model, back, "LOAD_DIR") == default(model, to_megatron, "SAVE_DIR")
+    for weights, variable in (("hf", "HF_DIR"), ("mcore", "SAVE_DIR")):
+        _, train = commands(script, MASTER_ADDR="10.0.0.1", WEIGHTS=weights)
+        config = config_of(train, monkeypatch)
+        loads = {role.value: config.role(role).load for role in Role}
+        trained, scorer = (default(model, s, variable) for s in (to_megatron, of_scorer))
+        assert loads == {
+            "actor_rollout": trained, "ref": trained, "critic": scorer, "reward": scorer
+        }  # fmt: skip
+        assert config.training.tokenizer_name_or_path == language_model
+        assert list(config.data.data_path) == [default(model, prompts, "OUTPUT_PREFIX")]
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in config_names([builtin_config_dir()]) if "tiny" not in n]
+)
+def test_every_configuration_names_its_folders_as_the_scripts_do(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "device_count", lambda kind: 8)
+    config = resolve(compose(name, ["device.kind=npu", "runtime.address=head:6379"]), name)
+    model, size = name.split("_")[-2:]
+    default_name = default(model, "ckpt_convert_MODEL_hf2mcore", "HF_DIR")
+    sized = default_name.replace(f"{model}-hf", f"{model}-{size}-hf")
+    folder = config.training.tokenizer_name_or_path
+    assert folder in (default_name, sized)
+    scored = {Role.CRITIC, Role.REWARD}
+    loads = {role: config.role(role).load for role in config.roles}
+    assert {load for role, load in loads.items() if role not in scored} == {folder}
+    assert {load for role, load in loads.items() if role in scored} <= {f"{folder}-orm", None}
+    prompts = default(model, "data_convert_MODEL_ppo", "OUTPUT_PREFIX")
+    assert list(config.data.data_path) in ([prompts], [])
 
 
 def test_other_nodes_only_join() -> None:
@@ -85,6 +137,11 @@ def test_another_configuration_drops_the_scripts_own_changes() -> None:
     [
         ({}, "MASTER_ADDR must be the address of node 0"),
         ({"MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK=2 must be below NNODES=2"),
+        ({"MASTER_ADDR": "a", "WEIGHTS": "mg"}, "WEIGHTS=mg must be hf or mcore"),
+        (
+            {"MASTER_ADDR": "a", "WEIGHTS": "mcore", "CONFIG_NAME": "mine"},
+            "WEIGHTS=mcore is for the script's own configuration; name the folders that mine is",
+        ),
         ({"MASTER_ADDR": "a", "DEVICE": "gpu"}, "DEVICE=gpu must be npu, cuda or cpu"),
     ],
 )

@@ -1,0 +1,160 @@
+"""Every flag of the older toolkit's `preprocess_data.py` works, is noted, or is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from mindspeed_rlxf.cli import preprocess as preprocess_command
+from mindspeed_rlxf.cli.preprocess import main
+from mindspeed_rlxf.cli.preprocess_flags import OLDER_FLAGS
+from tests.unit.data.byte_tokenizer import write_tokenizer
+
+CONVERSATIONS = "--handler-name AlpacaStyleInstructionHandler"
+# Typed from the parser of the older toolkit, not taken from our lists: what is given, and behind
+# the bar what has to be given with it.
+OTHER_DATA = [
+    "--input more.jsonl",
+    "--handler-name R1AlpacaStyleInstructionHandler",
+    "--prompt-type llama3",
+    "--dataset-additional-keys input",
+    "--max-samples 1",
+    '--map-keys {"query":""}',
+    f"--append-eod | {CONVERSATIONS} --prompt-type llama3",
+    "--tokenizer-name-or-path framed",
+    "--seq-length 9",
+]
+SAME_DATA = [
+    "--tokenizer-type PretrainedFromHF", "--workers 2", "--log-interval 7",
+]  # fmt: skip
+NO_EFFECT = [
+    "--streaming", "--cache-dir ~/tmp", "--overwrite-cache", "--seed 7", "--mix-strategy concat",
+    "--pad-to-multiple-of 8", "--make-vocab-size-divisible-by 1", "--pad-vocab-size-to 512",
+    "--dataset-impl mmap", "--n-subs 4", "--append-eod",
+]  # fmt: skip
+REFUSED = [
+    "--hf-datasets-params set.json", "--datasets a,b", "--json-keys text", "--json-keys text b",
+    "--split-sentences", "--keep-newlines", "--prompt-type-path templates.json",
+    "--interleave-probs 0.5,0.5", "--mix-strategy interleave_under",
+    "--mix-strategy interleave_over", "--dataset-dir folder", "--pack", "--neat-pack",
+    "--script-data-dir folder", "--vocab-file vocab.json", "--merge-file merges.txt",
+    "--tokenizer-model tokenizer.model", "--placeholder-token x", "--reward-tokens + -",
+    "--dataset-impl lazy",
+]  # fmt: skip
+OF_THEIR_OWN = ["--output-prefix", "--merge-group-keys", "--tokenizer-not-use-fast"]  # tests
+NAMES = {words.split()[0] for words in OTHER_DATA + SAME_DATA + NO_EFFECT + REFUSED + OF_THEIR_OWN}
+PREFIX = "new/set"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The command sets these for its process; the test's own get them back."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    monkeypatch.setattr(preprocess_command, "LINE_S", 1e9)
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(tmp_path / "tokenizer")
+    write_tokenizer(tmp_path / "framed", frame="<s> $A")
+    rows = [{"instruction": text, "input": "x", "output": "y"} for text in ("sweet", "bitter" * 3)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (tmp_path / "more.jsonl").write_text(json.dumps(rows[0]), encoding="utf-8")
+
+
+def run(*flags: str) -> int:
+    required = "--input rows.jsonl --tokenizer-name-or-path tokenizer --overwrite --output-prefix"
+    return main([*required.split(), PREFIX, *flags])
+
+
+def data(*flags: str) -> dict[str, bytes]:
+    """The data set that the command writes."""
+    assert run(*flags) == 0
+    return {file.name: file.read_bytes() for file in Path(PREFIX).parent.glob("*.bin")}
+
+
+def notes(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().err.splitlines()
+
+
+def test_each_flag_is_on_a_list_and_no_list_has_another() -> None:
+    assert len(NAMES) == 41
+    assert set(OLDER_FLAGS) <= NAMES
+
+
+@pytest.mark.parametrize("words", OTHER_DATA)
+def test_a_flag_changes_the_data(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given, _, context = (part.split() for part in words.partition("|"))
+    before = data(*context)
+    assert data(*context, *given) != before
+    assert notes(capsys) == []
+
+
+@pytest.mark.parametrize("words", SAME_DATA)
+def test_a_flag_is_taken_that_leaves_the_data_as_it_is(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert data(*words.split()) == data()
+    assert notes(capsys) == []
+
+
+@pytest.mark.parametrize("words", NO_EFFECT)
+def test_a_flag_without_effect_gets_one_line(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert data(*words.split()) == data()
+    (line,) = notes(capsys)
+    assert line.startswith(f"note: {words.split()[0]} has no effect: ")
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_flag_that_asks_for_what_is_not_there_is_refused(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*words.split()) == 2
+    (line,) = notes(capsys)
+    name, _, value = words.partition(" ")
+    told = name if line.startswith(f"error: {name} ") else f"{name}={value}"
+    assert line.startswith(f"error: {told} is not supported: ") and not Path("new").exists()
+
+
+@pytest.mark.parametrize(
+    "kind", ["BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer"]
+)
+def test_other_kinds_of_tokenizers_are_refused(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--tokenizer-type", kind) == 2
+    assert notes(capsys)[0].startswith(f"error: --tokenizer-type={kind} must be one of Pretrained")
+
+
+def test_a_slow_tokenizer_is_taken_where_there_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPT-2's has both forms up to version 4 of transformers; ByT5's is of Python in all."""
+    (tmp_path / "byt5").mkdir()
+    config = '{"tokenizer_class": "ByT5Tokenizer", "extra_ids": 0}'
+    (tmp_path / "byt5" / "tokenizer_config.json").write_text(config)
+    before = data("--tokenizer-name-or-path", "byt5")
+    assert data("--tokenizer-name-or-path", "byt5", "--tokenizer-not-use-fast") == before
+    assert notes(capsys) == []
+    vocabulary = {"<|endoftext|>": 0} | {letter: i + 1 for i, letter in enumerate("bersitwxĊ")}
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "gpt2" / "merges.txt").write_text("#version: 0.2\n")
+    config = '{"tokenizer_class": "GPT2Tokenizer"}'
+    (tmp_path / "gpt2" / "tokenizer_config.json").write_text(config)
+    before = data("--tokenizer-name-or-path", "gpt2")
+    assert data("--tokenizer-name-or-path", "gpt2", "--tokenizer-not-use-fast") == before
+    has_slow = not AutoTokenizer.from_pretrained("gpt2", use_fast=False).is_fast
+    assert len(notes(capsys)) == (0 if has_slow else 1)
+
+
+def test_where_no_slow_tokenizer_is_the_fast_one_is_taken_with_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert data("--tokenizer-not-use-fast") == data()
+    (line,) = notes(capsys)
+    said = "note: --tokenizer-not-use-fast has no effect: the fast tokenizer is used (transformers "
+    assert line.startswith(said)
