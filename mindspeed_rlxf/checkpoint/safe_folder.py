@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
 from mindspeed_rlxf.checkpoint.inert_pickle import Refused
 from mindspeed_rlxf.checkpoint.inside import inside, leaves
+from mindspeed_rlxf.checkpoint.layout import RANK_FILE
 from mindspeed_rlxf.checkpoint.pickle_scan import scan, scan_pickle
 from mindspeed_rlxf.checkpoint.torch_file import MappedFile
 from mindspeed_rlxf.checkpoint.zip_pickles import ZIP
@@ -23,6 +25,11 @@ METADATA, CHUNKS = ".metadata", ".distcp"
 ZARR = (".zarray", ".zgroup", "zarr.json")  # its codecs may unpickle; the reader is not ours
 PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
 MAX_PROBLEMS = 8
+MODEL_ALONE = (  # run by a user who trusts a file, for it runs what the file wants
+    "import sys, torch; f = sys.argv[1]; "
+    "d = torch.load(f, map_location='cpu', weights_only=False); "
+    "torch.save({k: d[k] for k in d if k.startswith('model')}, f)"
+)
 
 
 def check(folder: str | Path) -> None:
@@ -100,9 +107,23 @@ def _problem(path: Path, part: IO[bytes] | None) -> str | None:
 
 def _refused(path: Path, error: Refused) -> str:
     return (
-        f"{path} must hold nothing but the data of a checkpoint, it wants {error}; do not open it, "
-        "or, where you made it, save it again without that object"
+        f"{path} must hold nothing but the data of a checkpoint, it wants {error}; do not open a "
+        f"file of others. Where you made it, {_again(path)}"
     )
+
+
+def _again(path: Path) -> str:
+    """How its maker saves a file without what is refused; its classes are only there."""
+    there = "in the environment that wrote it"
+    if path.name == RANK_FILE:
+        command = f'python -c "{MODEL_ALONE}" {shlex.quote(str(path))}'
+        return f"save a copy of it, then keep its model alone, {there}: {command}"
+    if path.name.endswith(PICKLES):
+        return (
+            f"take that out and save it again, {there}: torch.load(file, weights_only=False), "
+            "torch.save(what is left, file)"
+        )
+    return f"save the checkpoint again without that, {there}"
 
 
 def _unreadable(path: Path, error: ValueError) -> str:

@@ -14,14 +14,21 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.fields import key
 from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS, fields
 from mindspeed_rlxf.config.older_keys import ANY, NO_OP_LIST, REFUSED_LIST, NoOp
 from mindspeed_rlxf.config.older_toolkit import MOVED
 from mindspeed_rlxf.config.roles import ArchitectureConfig, OptimizerConfig, RoleConfig
-from mindspeed_rlxf.config.sections import KlControlConfig, TrainingConfig
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.sections import KlControlConfig, PoolSettings, TrainingConfig
 from mindspeed_rlxf.config.suggest import written
 
 MARK = "<!-- Everything below is made by: python -m mindspeed_rlxf.config.migration -->"
+
+# Of the section resource_pool, where the user chooses the names.
+POOL = key(..., "processes of the pool of that name: a count, or a list with one for each node")
+REWARD_POOL = "its pool; absent with reward.kind=rule = that of the actor, or of ref if it is split"
 
 
 def tables() -> str:
@@ -70,6 +77,12 @@ def _sections() -> dict[str, dict[str, FieldInfo]]:
         found[name] = _without(section, {"kl_ctrl"})
         if name == "algorithm":
             found["algorithm.kl_ctrl"] = dict(KlControlConfig.model_fields)
+    found["placement"] = {
+        role.value: key(role.value, REWARD_POOL if role is Role.REWARD else "its pool")
+        for role in Role
+    }
+    found["resource_pool"] = {"<pool>": POOL, **PoolSettings.model_fields}
+    found["the top level"] = {"dry_run": RunConfig.model_fields["dry_run"]}
     return found
 
 

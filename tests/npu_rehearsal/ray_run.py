@@ -11,85 +11,107 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.tiny_run import settings
+from tests.chaos.tiny_run import START, settings
 from tests.npu_rehearsal import run
+from tests.npu_rehearsal.ray_cases import CASES, REWARD
 from tests.unit.device.npu_recorder import smi_table
 
 ITERATIONS = 5
-DEVICES = 2
 TIMEOUT_S = 600
 START_S = 60
+STOPPED = 75  # exit status
 OPERATORS = ("npu_fusion_attention", "npu_rms_norm", "npu_swiglu", "optimizer")
-TP2 = [f"{r}.tensor_model_parallel_size=2" for r in ("actor_rollout", "ref", "critic")]
-PP2 = [f"{r}.pipeline_model_parallel_size=2" for r in ("actor_rollout", "ref", "critic")]
-NOSET = {"RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1"}
-# What is added to the command and to the environment, and the devices as the workers see them.
-HIDDEN = ["device 0 of 0", "device 0 of 1"]
-CASES: dict[str, tuple[list[str], dict[str, str], list[str]]] = {
-    "dp2": ([], {}, HIDDEN),
-    "tp2": (TP2, {}, HIDDEN),
-    "pp2": (PP2, {}, HIDDEN),
-    "all devices visible": ([], NOSET, ["device 0 of all", "device 1 of all"]),
-}
+BRING_UP = "bring-up"
+MAKE_REWARD = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+torch.manual_seed(2)
+config = LlamaConfig.from_pretrained(sys.argv[1], num_labels=1)
+LlamaForSequenceClassification(config).save_pretrained(sys.argv[2])
+"""
 
 
 def train(scratch: Path, name: str, kind: str) -> Path:
     """The run directory of the finished run. Raises RuntimeError with what the command said."""
-    more, variables, _ = CASES[name]
+    case = CASES[name]
     out, log = scratch / f"{kind} run", scratch / f"{kind}.log"
-    environment = {**run.environment(kind, scratch), **variables}
+    environment = {**run.environment(kind, scratch), **case.variables}
+    more = [text.replace(REWARD, str(scratch / "reward")) for text in case.settings]
     command = [sys.executable, "ray_gpt.py", "--config-name", "ppo_trainer_tiny"]
-    command += [*settings(out, DEVICES), f"training.train_iters={ITERATIONS}", *more]
+    command += [*settings(out, case.pools[0]), f"training.train_iters={ITERATIONS}", *more]
     command += [f"device.kind={kind}", "training.max_restarts=0"]
     with contextlib.ExitStack() as ends:
         address = "local"
         if kind == "npu":
-            environment |= stand_ins(scratch)
-            address = ends.enter_context(cluster(scratch, environment))
+            environment |= stand_ins(scratch, sum(case.pools))
+            address = ends.enter_context(cluster(scratch, environment, sum(case.pools)))
             # Its kernels are imported by workers alone; torch would take them for its own here.
             paths = environment["PYTHONPATH"].split(os.pathsep)
             kept = [path for path in paths if path != str(run.STANDIN / "kernels")]
             environment["PYTHONPATH"] = os.pathsep.join(kept)
-        with log.open("wb") as file:
-            done = subprocess.run(
-                [*command, f"runtime.address={address}"], cwd=run.REPOSITORY, env=environment,
-                stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=TIMEOUT_S,
-            )  # fmt: skip
-    if done.returncode != 0:
-        raise RuntimeError(f"{kind} {name}: exit {done.returncode}\n{log.read_text()[-6000:]}")
+        command.append(f"runtime.address={address}")
+        codes = []
+        if case.stopped and kind == "npu":
+            codes.append(give(command, environment, log, out / "metrics.jsonl") - STOPPED)
+        codes.append(give(command, environment, log))
+    if any(codes):
+        raise RuntimeError(f"{kind} {name}: {codes}\n{log.read_text()[-6000:]}")
     return out
 
 
-def stand_ins(scratch: Path) -> dict[str, str]:
+def give(command: list[str], environment: dict[str, str], log: Path, watched: Any = None) -> int:
+    """The exit status of a command. With `watched` it is told to stop when that has a line."""
+    deadline = time.monotonic() + TIMEOUT_S
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            command, cwd=run.REPOSITORY, env=environment, stdin=subprocess.DEVNULL,
+            stdout=file, stderr=file,
+        )  # fmt: skip
+    try:
+        if watched is not None:
+            while not (watched.exists() and watched.read_text().count("\n")):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"no iteration to stop after\n{log.read_text()[-6000:]}")
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+        return process.wait(max(deadline - time.monotonic(), 0))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def stand_ins(scratch: Path, devices: int) -> dict[str, str]:
     """The driver's tool, and a folder for what the workers tell."""
     tool, told = scratch / "bin" / "npu-smi", scratch / "told"
     tool.parent.mkdir(exist_ok=True)
     told.mkdir(exist_ok=True)
-    tool.write_text(f"#!/bin/sh\ncat <<'TABLE'\n{smi_table(DEVICES)}TABLE\n")
+    tool.write_text(f"#!/bin/sh\ncat <<'TABLE'\n{smi_table(devices)}TABLE\n")
     tool.chmod(0o755)
     return {
         "PATH": f"{tool.parent}:{Path(sys.executable).parent}:/usr/bin:/bin",
         "RLXF_STANDIN_TOLD": str(told),
-        "RLXF_STANDIN_DEVICES": str(DEVICES),
+        "RLXF_STANDIN_DEVICES": str(devices),
     }
 
 
 @contextlib.contextmanager
-def cluster(scratch: Path, environment: dict[str, str]) -> Iterator[str]:
+def cluster(scratch: Path, environment: dict[str, str], devices: int) -> Iterator[str]:
     """`ray start` with NPUs, in a process that ends here. Gives the address."""
     port, log = run.free_port(), scratch / "ray.log"
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
-        "--node-ip-address=127.0.0.1", f"--port={port}", f'--resources={{"NPU": {DEVICES}}}',
-        "--num-cpus=2", "--include-dashboard=false", "--object-store-memory=100000000",
+        "--node-ip-address=127.0.0.1", f"--port={port}", f'--resources={{"NPU": {devices}}}',
+        f"--num-cpus={devices}", "--include-dashboard=false", "--object-store-memory=100000000",
         f"--temp-dir={scratch / 'r'}", "--disable-usage-stats",
     ]  # fmt: skip
     with log.open("wb") as file:
@@ -149,7 +171,13 @@ def told(folder: Path) -> dict[str, list[str]]:
 
 def rehearse(name: str, scratch: Path) -> bool:
     """Whether both runs agree, on the devices and through the operators of the case."""
-    found = differences(train(scratch, name, "cpu"), train(scratch, name, "npu"))
+    if name == BRING_UP:
+        return bring_up(scratch)
+    if REWARD in " ".join(CASES[name].settings):
+        command = [sys.executable, "-c", MAKE_REWARD, str(START), str(scratch / "reward")]
+        subprocess.run(command, env=run.environment("cpu", scratch), check=True, timeout=TIMEOUT_S)
+    ours, theirs = train(scratch, name, "cpu"), train(scratch, name, "npu")
+    found = differences(ours, theirs)
     worst = max(found, key=lambda each: each[1])
     workers = [what for what in told(scratch / "told").values() if len(what) > 1]
     devices = sorted(what for each in workers for what in each if what.startswith("device"))
@@ -160,10 +188,35 @@ def rehearse(name: str, scratch: Path) -> bool:
         for operator in OPERATORS
         if operator not in worker
     ]
-    if devices != CASES[name][2]:
-        lacking.append(f"devices must be {CASES[name][2]}")
+    if devices != sorted(CASES[name].devices):
+        lacking.append(f"devices must be {CASES[name].devices}")
+    if CASES[name].stopped:
+        lacking += not_restored(theirs, [what for worker in workers for what in worker])
     print("".join(f"  {what}\n" for what in lacking), end="", flush=True)
     return worst[1] <= run.TOLERANCE and not lacking
+
+
+def not_restored(out: Path, what: list[str]) -> list[str]:
+    """Random streams of the device in the checkpoint of the stop that no worker was given."""
+    checkpoints = sorted((out / "checkpoints").glob("iter_*"))
+    files = sorted(checkpoints[0].rglob("rank_*.json"))
+    assert len(checkpoints) > 1 and files, "that of the stop, and the last"
+    print(f"  went on from {checkpoints[0].name}")
+    states = [bytes.fromhex(json.loads(f.read_text())["process"]["device"]) for f in files]
+    sums = {f"random state {zlib.crc32(state):08x}" for state in states}
+    return [f"{lost} was saved and not restored" for lost in sums - set(what)]
+
+
+def bring_up(scratch: Path) -> bool:
+    """`make bring-up DEVICE=npu`: every stage, through the operators of MindSpeed."""
+    environment = {**run.environment("npu", scratch), **stand_ins(scratch, 2)}
+    command = [sys.executable, "examples/tiny/bring_up.py", "--device", "npu"]
+    code = give(command, environment, scratch / "bring_up.log")
+    print((scratch / "bring_up.log").read_text(), end="", flush=True)
+    called = {what for each in told(scratch / "told").values() for what in each}
+    lacking = [operator for operator in OPERATORS if operator not in called]
+    print("".join(f"  {operator} was never called\n" for operator in lacking), end="", flush=True)
+    return code == 0 and not lacking
 
 
 def main(names: list[str]) -> int:
@@ -171,7 +224,7 @@ def main(names: list[str]) -> int:
         print(f"error: {', '.join(run.missing())} must name a folder; see the head of {__file__}")
         return 2
     failed = []
-    for name in names or CASES:
+    for name in names or (*CASES, BRING_UP):
         # Ray's sockets below it may have 107 characters in their path.
         with tempfile.TemporaryDirectory(prefix="rlxf", dir="/var/tmp") as scratch:
             try:

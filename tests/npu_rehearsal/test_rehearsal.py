@@ -22,6 +22,6 @@ def test_five_iterations_equal_those_on_cpu(tmp_path: Path, name: str) -> None:
     assert run.rehearse(name, tmp_path)
 
 
-@pytest.mark.parametrize("name", ray_run.CASES)
+@pytest.mark.parametrize("name", (*ray_run.CASES, ray_run.BRING_UP))
 def test_the_command_on_a_cluster_with_npus_equals_that_on_cpu(name: str) -> None:
     assert ray_run.main([name]) == 0

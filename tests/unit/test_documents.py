@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
 from mindspeed_rlxf.config.compose import builtin_config_dir, config_names
 from mindspeed_rlxf.config.keys import known_keys
 from mindspeed_rlxf.config.migration import put_into
 from mindspeed_rlxf.config.roles import ActorConfig, CriticConfig, OptimizerConfig
+from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.sections import AlgorithmConfig
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +53,55 @@ def test_the_tables_for_migrating_are_made_from_the_schema() -> None:
     text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
     remedy = "run python -m mindspeed_rlxf.config.migration docs/migrating.md"
     assert put_into(text) == text, remedy
+
+
+def leaves(section: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """Every key below a section of the schema, by its place there, and the class that holds it."""
+    for name, field in section.model_fields.items():
+        kinds = [field.annotation, *get_args(field.annotation)]
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if inner:
+            yield from leaves(inner[0], f"{path}{name}.")
+        else:
+            yield f"{path}{name}", section
+
+
+def rows_of_the_tables() -> dict[str, set[str]]:
+    """Title -> keys of each table of keys that work."""
+    text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    text = text.partition("## Keys that work")[2].partition("\n## ")[0]
+    parts = re.findall(r"### `(.+?)`\n(.*?)(?=\n### |\Z)", text, re.DOTALL)
+    return {title: set(re.findall(r"^\| `([^`]+)`", part, re.MULTILINE)) for title, part in parts}
+
+
+# How the YAML nests what the schema nests in another way.
+TITLES = {
+    "architecture": "model.<name>",
+    "optimizer": "actor_rollout, critic: optimizer",
+    "pool_settings": "resource_pool",
+}
+ROLES = ("actor_rollout", "ref", "critic", "reward")
+OF_THE_TOP: dict[str, tuple[str, set[str]]] = {
+    "name": ("", set()),  # how the config is called, no key
+    "dry_run": ("the top level", {"dry_run"}),
+    "placement": ("placement", set(ROLES)),
+    "resource_pool": ("resource_pool", {"<pool>"}),
+}
+
+
+def test_every_key_of_the_schema_has_a_row_in_the_tables_for_migrating() -> None:
+    rows, found = rows_of_the_tables(), dict(leaves(RunConfig))
+    assert len(found) > 200 and found["actor_rollout.optimizer.lr"] is OptimizerConfig
+    lacking = []
+    for path, holder in found.items():
+        *sections, name = path.split(".")
+        title, names = TITLES.get(sections[-1] if sections else "", ".".join(sections)), {name}
+        if holder is RunConfig:
+            title, names = OF_THE_TOP[name]
+        elif title in ROLES and name in rows["every role"]:
+            title = "every role"
+        lacking += [f"{path}: {title}.{missing}" for missing in names - rows.get(title, set())]
+    assert lacking == []
 
 
 def test_defaults_in_the_comparison_with_trl_are_the_schemas() -> None:

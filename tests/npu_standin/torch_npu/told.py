@@ -1,7 +1,8 @@
 """Tells a rehearsal what its processes did, where it cannot look into them: under Ray.
 
 `RLXF_STANDIN_TOLD` names a folder. A process leaves an empty file in it for every operator that it
-calls, when it calls it first, and one for its device: `PID operator`.
+calls, when it calls it first, one for its device, and one for each random state that it is given:
+`PID operator`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
+import sys
 from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path
@@ -212,6 +214,29 @@ def test_a_folder_that_could_run_code_is_refused_before_it_is_read(
     torch.save({"args": print}, file)
     said = refused(folder, capsys)
     assert f"{file} must hold nothing but the data" in said and "__builtin__.print" in said
+
+
+class OfItsMaker:
+    """An object that some other tool put into its files."""
+
+
+def test_the_command_in_the_error_leaves_a_refused_file_with_its_model(
+    legacy: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = rank_file(legacy)
+    with torch.serialization.safe_globals([Namespace]):
+        content = torch.load(file, weights_only=True)
+    torch.save({**content, "args": OfItsMaker(), "optimizer": [OfItsMaker()]}, file)
+    said = refused(legacy, capsys)
+    assert f"wants {__name__}.OfItsMaker; do not open a file of others. Where you made it," in said
+    python, option, code, given = shlex.split(
+        said.partition("in the environment that wrote it: ")[2]
+    )
+    assert (python, option, given) == ("python", "-c", str(file))
+    monkeypatch.setattr(sys, "argv", ["-c", given])
+    exec(code, {})
+    assert main([str(legacy), str(legacy.parent / "back"), "--to", "hf"]) == 0
+    assert_same(read_folder(legacy.parent / "back"), read_folder(legacy.parent / "hf"))
 
 
 def test_a_field_of_config_json_that_makes_no_sense_is_named(tmp_path: Path, capsys: Any) -> None:

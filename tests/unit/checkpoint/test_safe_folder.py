@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import random
+import re
 import struct
 import tarfile
 import zipfile
@@ -137,6 +138,36 @@ def test_a_function_in_an_object_inside_a_distcp_file_is_named(tmp_path: Path) -
     with pytest.raises(ValueError, match=r"__0_0\.distcp must .* wants posix\.mkdir"):
         check(tmp_path)
     assert not (tmp_path / MARK).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        (
+            "mp_rank_00/model_optim_rng.pt",
+            r"keep its model alone, .*: python -c \"import sys.*\.pt",
+        ),
+        (
+            "common.pt",
+            r"take that out and save it again, .*: torch\.load\(file, weights_only=False",
+        ),
+        (".metadata", r"save the checkpoint again without that, "),
+    ],
+)
+def test_whoever_made_a_refused_file_is_told_how_to_save_it_again(
+    tmp_path: Path, name: str, remedy: str
+) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    if name == ".metadata":
+        write_metadata(tmp_path, Runs(os.system, "true"))
+    else:
+        torch.save(Runs(os.system, "true"), file)
+    with pytest.raises(
+        ValueError, match=r"do not open a file of others\. Where you made it, "
+    ) as e:
+        check(tmp_path)
+    assert re.search(remedy, str(e.value)) and "in the environment that wrote it" in str(e.value)
 
 
 def test_every_bad_file_is_named_whatever_its_name_and_depth(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import torch
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import facade
+from mindspeed_rlxf.device import facade, random_states
 from tests.unit.device import npu_recorder
 
 CPU, CUDA, NPU, AUTO = DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.NPU, DeviceKind.AUTO
@@ -135,6 +136,77 @@ def test_the_device_of_a_process_is_unknown_before_setup() -> None:
     # this process stays as it is: the CPU adaptor rewrites torch for good
     with pytest.raises(AssertionError, match=r"device\.setup has not run"):
         device.current_device()
+
+
+class Accelerator:
+    """`torch.npu` or `torch.cuda` of a device of 64 GiB; any other name is an AttributeError."""
+
+    __slots__ = ("calls", "state")
+
+    def __init__(self) -> None:
+        self.calls, self.state = list[str](), torch.tensor([1, 2, 3], dtype=torch.uint8)
+
+    def get_rng_state(self) -> torch.Tensor:
+        return self.state.clone()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.state = state.clone()
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+    def empty_cache(self) -> None:
+        self.calls.append("empty_cache")
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 11 * 2**30, 64 * 2**30  # free, all
+
+    def memory_allocated(self) -> int:
+        return 7 * 2**30
+
+
+@pytest.fixture(params=[CUDA, NPU])
+def accelerator(monkeypatch: pytest.MonkeyPatch, request: Any) -> Accelerator:
+    """A process on such a device, and the library of the other kind out of reach."""
+    found = Accelerator()
+    monkeypatch.setattr(torch, "npu", found if request.param is NPU else None, raising=False)
+    monkeypatch.setattr(torch, "cuda", found if request.param is CUDA else None)
+    monkeypatch.setattr(facade, "_active", request.param)
+    return found
+
+
+def test_memory_of_a_device_is_all_of_it_and_what_tensors_hold(accelerator: Accelerator) -> None:
+    assert device.memory_total() == 64 * 2**30
+    assert device.memory_allocated() == 7 * 2**30
+    assert accelerator.calls == []
+
+
+def test_the_device_is_waited_for_and_its_cache_emptied(accelerator: Accelerator) -> None:
+    device.synchronize()
+    assert accelerator.calls == ["synchronize"]
+    device.empty_cache()
+    assert accelerator.calls == ["synchronize", "empty_cache"]
+
+
+def test_the_devices_own_random_stream_is_saved_and_restored(accelerator: Accelerator) -> None:
+    state = json.loads(json.dumps(random_states.process_state()))
+    assert state["device"] == "010203"
+    accelerator.set_rng_state(torch.tensor([9, 9, 9], dtype=torch.uint8))
+    random_states.load_process_state(state)
+    assert accelerator.state.tolist() == [1, 2, 3]
+
+
+def test_a_cpu_has_no_memory_cache_or_random_stream_of_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(facade, "_active", CPU)
+    for name in ("npu", "cuda"):
+        monkeypatch.setattr(torch, name, None, raising=False)
+    device.synchronize()
+    device.empty_cache()
+    facade.set_random_state(torch.zeros(3, dtype=torch.uint8))
+    assert facade.random_state() is None and random_states.process_state()["device"] is None
+    assert device.memory_total() == device.host_memory() > device.memory_allocated() > 2**20
 
 
 def test_seeding_fixes_python_numpy_and_torch() -> None:
