@@ -264,14 +264,14 @@ def validated(config: RunConfig) -> list[Any]:
     with patch.object(ppo, "names"):
         for trainer.iteration in range(1, config.training.train_iters + 1):
             with contextlib.suppress(Stopped):
-                trainer._finish({}, MagicMock(), 1.0)
+                trainer._finish({}, MagicMock(), [], 1.0)
     return [call.args for call in trainer.validator.validate.call_args_list]
 
 
 def supervised(config: RunConfig) -> Any:
     """What the supervisor is told of restarts, and the request to stop of its limits."""
     with patch.object(run.supervisor, "tell") as tell:
-        run._tell(config, MagicMock(path="here"), joined=True)
+        run._tell(config, MagicMock(path="here"))
     unfinished = patch.object(run, "is_finished", lambda *_: False)
     stops = patch.object(run, "StopRequest", side_effect=Over)
     with unfinished, stops as stop, contextlib.suppress(Over):
