@@ -18,6 +18,12 @@ JOINED = {"device.kind": "cuda", "runtime.address": "head:6379"}
 Usage = namedtuple("Usage", "total used free")
 
 
+@pytest.fixture(autouse=True)
+def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models here need more than a machine that tests may have."""
+    monkeypatch.setattr(available.shutil, "disk_usage", lambda path: Usage(10**15, 0, 10**15))
+
+
 @pytest.fixture
 def config(make_tree: Callable[..., Any], tmp_path: Path) -> Callable[..., RunConfig]:
     folder = {"training.output_dir": str(tmp_path / "run")}
