@@ -48,12 +48,8 @@ class Checkpoint:
         manifest = _read_manifest(self.path / MANIFEST)
         if manifest.iteration != self.iteration:
             raise ValueError(f"{MANIFEST} is of iteration {manifest.iteration}")
-        here = [entry for entry in manifest.files if HOST not in entry]
-        problems = [size_problem(self.path, entry) for entry in here]
-        found = [problem for problem in problems if problem is not None]
-        if found:
-            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-            raise ValueError("; ".join(found[:3]) + more)
+        if found := manifest.lacking(self.path):
+            raise ValueError(found)
         return manifest
 
 
@@ -72,6 +68,17 @@ class Manifest:
             for entry in self.files
             if entry["path"].startswith(head)
         ]
+
+    def lacking(self, folder: Path) -> str:
+        """Files that are missing or cut short, but for those that another host keeps; empty = none.
+
+        None of them is read.
+        """
+        here = [entry for entry in self.files if HOST not in entry]
+        problems = [size_problem(folder, entry) for entry in here]
+        found = [problem for problem in problems if problem is not None]
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        return "; ".join(found[:3]) + more
 
     def to_json(self) -> str:
         content = {

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
+from mindspeed_rlxf.checkpoint.formats import METADATA
 from mindspeed_rlxf.checkpoint.inert_pickle import Refused
 from mindspeed_rlxf.checkpoint.inside import inside, leaves
 from mindspeed_rlxf.checkpoint.layout import RANK_FILE
@@ -21,7 +22,7 @@ from mindspeed_rlxf.checkpoint.pickle_scan import scan, scan_pickle
 from mindspeed_rlxf.checkpoint.torch_file import MappedFile
 from mindspeed_rlxf.checkpoint.zip_pickles import ZIP
 
-METADATA, CHUNKS = ".metadata", ".distcp"
+CHUNKS = ".distcp"
 ZARR = (".zarray", ".zgroup", "zarr.json")  # its codecs may unpickle; the reader is not ours
 PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
 MAX_PROBLEMS = 8

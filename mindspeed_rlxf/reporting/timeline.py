@@ -40,12 +40,15 @@ class Timeline:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._numbers: dict[str, int] = {}  # of pools, in the order of their first span
-        self._named: set[tuple[Path, str, int]] = set()  # what the file has names for
+        self._file = folder  # the last one that was written to
+        self._named: set[tuple[str, int]] = set()  # what this process has named in it
 
     def write(self, iteration: int, spans: Iterable[Span]) -> None:
         """iteration: from 1. Errors: OSError."""
         first = (iteration - 1) // ITERATIONS * ITERATIONS + 1
         file = self._folder / f"iterations_{first:07d}.json"
+        if file != self._file:
+            self._file, self._named = file, set()
         if not file.exists():
             self._folder.mkdir(exist_ok=True)
             for old in sorted(self._folder.glob("iterations_*.json"))[: -(KEPT - 1)]:
@@ -54,7 +57,7 @@ class Timeline:
             event
             for span in spans
             if span.rank < MOST_RANKS
-            for event in (*self._names(file, span), self._event(span, iteration))
+            for event in (*self._names(span), self._event(span, iteration))
         ]
         _append(file, events)
 
@@ -70,13 +73,13 @@ class Timeline:
             "args": {"iteration": iteration},
         }
 
-    def _names(self, file: Path, span: Span) -> Iterable[dict[str, Any]]:
+    def _names(self, span: Span) -> Iterable[dict[str, Any]]:
         """Of the pool and of the rank, when the file has neither."""
         place = {"pid": self._numbers.setdefault(span.pool, len(self._numbers)), "tid": span.rank}
         named = {"process_name": (span.pool, -1), "thread_name": (f"rank {span.rank}", span.rank)}
         for kind, (text, rank) in named.items():
-            if (file, span.pool, rank) not in self._named:
-                self._named.add((file, span.pool, rank))
+            if (span.pool, rank) not in self._named:
+                self._named.add((span.pool, rank))
                 yield {"name": kind, "ph": "M", **place, "args": {"name": text}}
 
 

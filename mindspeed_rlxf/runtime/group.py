@@ -62,17 +62,14 @@ class Pending:
     @property
     def seconds(self) -> float:
         """Longest time that a rank spent in the method; waits for it to end."""
-        return max(reply.seconds for reply in self._all_replies())
-
-    def replies(self) -> list[Reply]:
-        """Of all ranks; waits for them."""
-        return self._all_replies()
+        return max(reply.seconds for reply in self.replies())
 
     def _leader_replies(self) -> list[Reply]:
-        replies = self._all_replies()
+        replies = self.replies()
         return [replies[rank] for rank in self._leaders]
 
-    def _all_replies(self) -> list[Reply]:
+    def replies(self) -> list[Reply]:
+        """Of all ranks; waits for them. Raises as `result`."""
         if self._replies is None:
             self._replies = self._call.wait()
         return self._replies

@@ -131,17 +131,18 @@ def lacking(directory: RunDirectory, positions: dict[str, int]) -> str:
 
     Samples that are gone altogether were cleared away by somebody: see `gone`.
     """
+    cleared = gone(directory, positions)
     for file in line_files(directory):
-        wanted, cleared = positions.get(file.path.name, 0), file.path in _samples(directory)
-        if not (cleared and not file.exists()) and (there := file.position()) < wanted:
+        wanted = positions.get(file.path.name, 0)
+        if file.path not in cleared and (there := file.position()) < wanted:
             return f"{file.path} has {there} bytes of the {wanted} that it had then"
     return ""
 
 
-def gone(directory: RunDirectory, positions: dict[str, int]) -> list[str]:
+def gone(directory: RunDirectory, positions: dict[str, int]) -> list[Path]:
     """Files of samples that a checkpoint's positions tell of and that are not there."""
     return [
-        str(path)
+        path
         for path in _samples(directory)
         if positions.get(path.name, 0) and not LineFile(path).exists()
     ]

@@ -8,17 +8,14 @@ import secrets
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import mindspeed_rlxf
 from mindspeed_rlxf.checkpoint import host_part
 from mindspeed_rlxf.checkpoint.run_files import (
-    HOST,
     Entry,
     Written,
     entry_of,
-    size_problem,
     under,
     without_host,
     write_text,
@@ -148,9 +145,13 @@ class RunCheckpoints:
             write_text(hidden / path, text)
         files = self._files + [entry_of(hidden, hidden / path) for path in texts]
         manifest = Manifest(iteration, files, _about(self.config))
+        if found := manifest.lacking(hidden):
+            raise RuntimeError(
+                f"the checkpoint of iteration {iteration} is not whole: {found}; is "
+                f"{hidden.parent} the same folder on every host?"
+            )
         if self._parts:
             self._parts.commit(manifest, texts)
-        _check_whole(hidden, manifest)
         final = self.store.commit(manifest)
         training = self.config.training
         best = resume.best_iterations(self.store)
@@ -282,16 +283,6 @@ def trained_roles(roles: RoleGroups) -> dict[Role, ActorGroup | CriticGroup]:
     if roles.critic is not None:
         trained[Role.CRITIC] = roles.critic
     return trained
-
-
-def _check_whole(hidden: Path, manifest: Manifest) -> None:
-    """Raises RuntimeError where a file is not there that a rank says it has written."""
-    found = [size_problem(hidden, entry) for entry in manifest.files if HOST not in entry]
-    if problems := [problem for problem in found if problem is not None]:
-        raise RuntimeError(
-            f"the checkpoint of iteration {manifest.iteration} is not whole: "
-            f"{'; '.join(problems[:3])}; is {hidden.parent} the same folder on every host?"
-        )
 
 
 def _about(config: RunConfig) -> dict[str, Any]:

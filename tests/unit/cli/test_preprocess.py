@@ -42,13 +42,7 @@ mkdir ./dataset/llama3-hf/
 """
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The command sets these for its process; the test's own get them back."""
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    monkeypatch.setattr(preprocess_command, "LINE_S", 1e9)
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("preprocess_environment")
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from mindspeed_rlxf.cli import preprocess as preprocess_command
 from mindspeed_rlxf.cli.preprocess import main
 from mindspeed_rlxf.cli.preprocess_flags import OLDER_FLAGS
 from tests.unit.data.byte_tokenizer import write_tokenizer
@@ -50,12 +49,7 @@ PREFIX = "new/set"
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The command sets these for its process; the test's own get them back."""
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    monkeypatch.setattr(preprocess_command, "LINE_S", 1e9)
-    monkeypatch.chdir(tmp_path)
+def files(preprocess_environment: None, tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     write_tokenizer(tmp_path / "framed", frame="<s> $A")
     rows = [{"instruction": text, "input": "x", "output": "y"} for text in ("sweet", "bitter" * 3)]

@@ -1,0 +1,18 @@
+"""What tests of the same command share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.cli import preprocess
+
+
+@pytest.fixture
+def preprocess_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The command sets these for its process; the test's own get them back."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    monkeypatch.setattr(preprocess, "LINE_S", 1e9)
+    monkeypatch.chdir(tmp_path)
