@@ -80,7 +80,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                     x.detach().requires_grad_(wanted)
                     for x, wanted in zip((hidden[chunk], weight), needed, strict=True)
                 ]
-                outputs = _chunk_log_probs(*inputs, labels[chunk], *ctx.settings)
+                outputs = _chunk_log_probs(inputs[0], inputs[1], labels[chunk], *ctx.settings)
             given = [
                 (out, g[chunk]) for out, g in zip(outputs, grads, strict=True) if g is not None
             ]
