@@ -95,7 +95,7 @@ def _inverse_cdf(logits: Tensor, uniforms: Tensor) -> Tensor:
     probability. Raises FloatingPointError where a row has none.
     """
     vocab = logits.size(-1)
-    weights = (logits - logits.amax(dim=-1, keepdim=True)).exp()
+    weights = (logits - logits.amax(dim=-1, keepdim=True)).exp_()
     blocks = F.pad(weights, (0, -vocab % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(dim=-1).cpu()
     if not blocks.isfinite().all():
         raise FloatingPointError(

@@ -18,13 +18,11 @@ from mindspeed_rlxf.config.enums import LossNormalizer, Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
-from mindspeed_rlxf.engine.engine import LossOutput, MegatronEngine
+from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.losses import normalised_loss
-from mindspeed_rlxf.engine.micro_batch import MicroBatch
+from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models import heads
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.models.transformer import TransformerModel
-from mindspeed_rlxf.roles.log_probs import read_log_probs
 from mindspeed_rlxf.runtime.group import RoleGroup
 from tests.distributed.llamas import PLAIN, TIED, make_llama
 from tests.distributed.samples import make_rollouts
@@ -69,15 +67,14 @@ class OutputGradient:
         self.engine = MegatronEngine(role, Head.LANGUAGE_MODEL, 1, OptimizerConfig(clip_grad=0.0))
 
     def step(self, rollouts: Rollouts, chunk: int) -> RoleOutput:
-        def loss_step(model: TransformerModel, batch: MicroBatch, hidden: Any) -> LossOutput:
-            loss = -read_log_probs(model, batch, hidden, 1.0)[0]
-            mean = LossNormalizer.MINIBATCH_TOKENS
-            return normalised_loss(loss, batch.response_lengths, mean, {"loss": loss}, {})
+        def loss_of(rows: list[int], tokens: TokenLogProbs) -> LossOutput:
+            loss, mean = -tokens.log_probs, LossNormalizer.MINIBATCH_TOKENS
+            return normalised_loss(loss, rollouts.response_lengths[rows], mean, {"loss": loss}, {})
 
         batches = self.engine.micro_batches(rollouts, range(rollouts.num_rows))
         with pytest.MonkeyPatch.context() as patch:  # the process serves other tests too
             patch.setattr(heads, "CHUNK_TOKENS", chunk)
-            self.engine.train_step(batches, loss_step)
+            self.engine.train_step(batches, PolicyStep(loss_of, 1.0))
         if not self.engine.groups.is_last_stage:
             return RoleOutput()
         weight: Any = self.engine.chunks[-1].output_weight
