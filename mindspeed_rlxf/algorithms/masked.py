@@ -41,7 +41,7 @@ def masked_whiten(
 
     The variance has divisor n - 1 (as TRL's); sums run in fp64, so that the result does not depend
     on how samples are spread over ranks.
-    values: [...] fp32; mask: [...] bool
+    values: [...] fp32; mask: [...] bool; both on the host, as an NPU makes fp32 of fp64
     Errors: ValueError with fewer than two True places.
     """
     wide = values.double()

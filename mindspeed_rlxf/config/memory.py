@@ -187,12 +187,12 @@ def prefill_tokens(rows: int, prompt: int) -> int:
 
 
 def sampling_bytes(rows: int, vocab: int, do_sample: bool) -> int:
-    """Choosing the next tokens: logits and scaled logits in fp32, then a log-softmax, or
-    probabilities in fp64 twice (softmax and running sum).
+    """Choosing the next tokens: logits and scaled logits in fp32, then a log-softmax, or what top_p
+    sorts (values, ids of 8 bytes, probabilities, their running sum; without it half of that).
 
     vocab: the whole vocabulary, which every tensor-parallel rank gathers
     """
-    return rows * vocab * (2 * FP32 + (16 if do_sample else FP32))
+    return rows * vocab * (2 * FP32 + (3 * FP32 + 8 if do_sample else FP32))
 
 
 def gather_buffer_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:

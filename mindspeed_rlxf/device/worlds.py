@@ -87,10 +87,11 @@ def _group_across(
 ) -> dist.ProcessGroup:
     """A group of ranks of several worlds; its own ranks count for `src` and `dst` too."""
     make: Any = distributed_c10d._new_process_group_helper
-    # No list of ranks: they are no ranks of the default world, which would be looked up.
-    group, _ = make(
-        size, rank, [], backend, dist.PrefixStore("pool", store), group_name="pool", timeout=timeout
-    )
+    # Without a list HCCL takes the group for the default one. torch looks for the rank in the part
+    # (which is below its size, and so below the pool's) in this list, and finds it.
+    ranks = list(range(size))
+    pool = dist.PrefixStore("pool", store)
+    group, _ = make(size, rank, ranks, backend, pool, group_name="pool", timeout=timeout)
     distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
     assert isinstance(group, dist.ProcessGroup), "every rank of the pool is a member"
     return group

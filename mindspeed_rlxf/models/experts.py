@@ -3,7 +3,8 @@
 Both families choose the `moe_router_topk` largest of the softmax over all experts. Renormalised
 (Mixtral; Qwen3-MoE with `norm_topk_prob`) that is a softmax over the chosen logits alone, which
 Megatron computes without `moe_router_pre_softmax`; with it the chosen probabilities stay as they
-are. No token is dropped: experts have no capacity limit.
+are. Logits and probabilities are fp32 whatever the dtype of the model. No token is dropped: experts
+have no capacity limit.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def moe_settings(a: ArchitectureConfig, tp: int, ep: int) -> dict[str, Any]:
         "moe_ffn_hidden_size": a.mlp_hidden_size,
         "moe_router_topk": a.moe_router_topk,
         "moe_router_pre_softmax": a.moe_router_pre_softmax,
+        "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": a.moe_router_load_balancing_type.value,
         "moe_aux_loss_coeff": a.moe_aux_loss_coeff,
         "expert_model_parallel_size": ep,

@@ -2,7 +2,8 @@
 
 Axes: tokens = response tokens of a micro-batch, vocab = this rank's shard of the vocabulary. Logits
 exist for `CHUNK_TOKENS` tokens at a time and are recomputed in backward, so that no
-[tokens, vocab] tensor of a whole micro-batch is ever held.
+[tokens, vocab] tensor of a whole micro-batch is ever held. The weight's gradient is summed over the
+chunks in fp32.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 CHUNK_TOKENS = 1024
 
@@ -33,16 +33,11 @@ def token_log_probs(
     vocab_size: ids from here on are padding and have probability 0
     Returns two [tokens] fp32 tensors.
     """
-    parts = []
-    for hidden_part, label_part in zip(
-        hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True
-    ):
-        arguments = (hidden_part, weight, label_part, vocab_size, tp_group, temperature)
-        if torch.is_grad_enabled() and hidden.size(0) > CHUNK_TOKENS:
-            parts.append(checkpoint(_chunk_log_probs, *arguments, use_reentrant=False))
-        else:
-            parts.append(_chunk_log_probs(*arguments))
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+    arguments = (hidden, weight, labels, vocab_size, tp_group, temperature)
+    if hidden.size(0) <= CHUNK_TOKENS:
+        return _chunk_log_probs(*arguments)
+    values, entropy = _ChunkedLogProbs.apply(*arguments)
+    return values, entropy
 
 
 def _chunk_log_probs(
@@ -54,7 +49,85 @@ def _chunk_log_probs(
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
     logits = shard_logits(hidden, weight, vocab_size, tp_group) / temperature
-    return _VocabParallelLogProb.apply(logits, labels, tp_group)
+    values, entropy = _VocabParallelLogProb.apply(logits, labels, tp_group)
+    return values, entropy
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    """`_chunk_log_probs` of one chunk of tokens after the other, in backward once more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *settings: Any
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        chunks = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True)
+        parts = [_chunk_log_probs(part, weight, ids, *settings) for part, ids in chunks]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:2]
+        weight_sum = _WeightGradient(weight)
+        hidden_grads: list[Tensor] = []
+        for start in reversed(range(0, hidden.size(0), CHUNK_TOKENS)):
+            chunk = slice(start, start + CHUNK_TOKENS)
+            with torch.enable_grad():
+                inputs = [
+                    x.detach().requires_grad_(wanted)
+                    for x, wanted in zip((hidden[chunk], weight), needed, strict=True)
+                ]
+                outputs = _chunk_log_probs(inputs[0], inputs[1], labels[chunk], *ctx.settings)
+            given = [
+                (out, g[chunk]) for out, g in zip(outputs, grads, strict=True) if g is not None
+            ]
+            found = iter(
+                torch.autograd.grad(
+                    [out for out, _ in given],
+                    [x for x in inputs if x.requires_grad],
+                    [g for _, g in given],
+                )
+            )
+            if needed[0]:
+                hidden_grads.append(next(found))
+            if needed[1]:
+                weight_sum.add(next(found))
+        hidden_grad = torch.cat(hidden_grads[::-1]) if needed[0] else None
+        return hidden_grad, weight_sum.result(), None, None, None, None
+
+
+class _WeightGradient:
+    """The sum of a weight's gradients over the chunks, in fp32 where the weight is narrower.
+
+    A weight under Megatron's data parallelism has a buffer for it (`main_grad`): the sum goes there
+    and autograd gets no gradient. Megatron's hook still runs once and adds what autograd does have,
+    the gradient of a tied embedding. (`grad_added_to_main_grad` would make it drop that one, but
+    for weights that Megatron marks with `zero_out_wgrad`.) With `overlap_grad_reduce`, which we do
+    not use, the hook refuses a weight without a gradient.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._dtype = weight.dtype
+        narrow = torch.finfo(weight.dtype).bits < 32
+        main_grad = getattr(weight, "main_grad", None) if narrow else None
+        wide = main_grad is not None and main_grad.dtype is torch.float32
+        self._main_grad: Tensor | None = main_grad if wide else None
+        self._sum: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> None:
+        if self._main_grad is not None:
+            self._main_grad.add_(gradient)
+        elif self._sum is None:
+            self._sum = gradient.to(torch.promote_types(self._dtype, torch.float32))
+        else:
+            self._sum.add_(gradient)
+
+    def result(self) -> Tensor | None:
+        """What autograd is to have; None: nothing, or all of it is in the buffer."""
+        return None if self._sum is None else self._sum.to(self._dtype)
 
 
 def shard_logits(

@@ -19,7 +19,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Tensor) -> Summary:
-        """values: any shape, at least one number."""
+        """values: any shape, at least one number; on the host, so that fp64 is fp64."""
         wide = values.double()
         return cls(wide.numel(), float(wide.sum()), float(wide.max()), float(wide.min()))
 

@@ -113,5 +113,7 @@ class DecodeStep(Attend):
         # The queries of a group stand where a sequence would: no key is copied for them, and scores
         # stay fp32 inside the kernel.
         queries = query.reshape(rows, groups, heads // groups, head_dim)
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self._visible)
+        # A row of the mask for each query: before CANN 9.1 an NPU's attention does not repeat one.
+        visible = self._visible.expand(-1, -1, heads // groups, -1)
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible)
         return out.reshape(rows, heads, head_dim)

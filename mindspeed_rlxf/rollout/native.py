@@ -217,7 +217,7 @@ class NativeRollout:
         uniforms = [s.uniforms[len(s.tokens)] if len(s.uniforms) else 0.0 for s in sequences]
         tokens, log_probs = choose_tokens(
             logits,
-            torch.tensor(uniforms, dtype=torch.float64, device=logits.device),
+            torch.tensor(uniforms, dtype=torch.float64),
             torch.tensor([len(s.tokens) for s in sequences], device=logits.device),
             self.settings,
         )

@@ -1,8 +1,8 @@
 """Moves trained weights to the ranks that generate: bucket by bucket, each checked by a sum.
 
 A bucket is the bits of the parameters as they are trained, never rounded. Beside it travels, for
-each slice in it, the sum of its bit patterns as integers, which is exact; the receiver sums what
-then stands in its own parameters.
+each slice in it, the exact sum of its bit patterns as integers; the receiver sums what then stands
+in its own parameters.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.rollout.transfer_plan import Move, in_buckets, peers_in_turn
 
 BUCKET_BYTES = 256 * 1024**2  # what a rank holds beside its weights
-PATTERNS = {2: torch.int16, 4: torch.int32}  # by bytes of a number
+SUMMED_AT_ONCE = 16 * 1024**2  # numbers of a slice, of which a copy in fp32 is made
+EXACT = 512  # patterns of 16 bits whose sum is exact in fp32, in any order: 2^9 x 2^15 = 2^24
 
 Buckets = list[list[Move]]
 Operation = Callable[..., Any]
@@ -101,11 +103,12 @@ class WeightSender(_Side):
 
     def _pack(self, bucket: Sequence[Move]) -> tuple[Tensor, Tensor]:
         flat, sums = self._empty(bucket)
-        for i, (move, part) in enumerate(zip(bucket, _parts(flat, bucket), strict=True)):
+        found = []
+        for move, part in zip(bucket, _parts(flat, bucket), strict=True):
             piece = self.tensors[move.source].narrow(move.dim, move.source_start, move.size)
             part.copy_(piece.reshape(-1))
-            sums[i] = bit_sum(piece)
-        return flat, sums
+            found.append(bit_sum(piece))
+        return flat, sums.copy_(torch.tensor(found))
 
 
 class WeightReceiver(_Side):
@@ -131,14 +134,13 @@ class WeightReceiver(_Side):
                 self._unpack(bucket, flat, sums, sender)
 
     def _unpack(self, bucket: Sequence[Move], flat: Tensor, sums: Tensor, sender: int) -> None:
-        found = torch.empty_like(sums)
-        for i, (move, part) in enumerate(zip(bucket, _parts(flat, bucket), strict=True)):
+        names = []
+        for move, part, expected in zip(bucket, _parts(flat, bucket), sums.tolist(), strict=True):
             piece = self.tensors[move.target].narrow(move.dim, move.target_start, move.size)
             piece.copy_(part.view(piece.shape))
-            found[i] = bit_sum(piece)
-        differ = (found != sums).tolist()
-        if any(differ):
-            names = [move.target for move, wrong in zip(bucket, differ, strict=True) if wrong]
+            if bit_sum(piece) != expected:
+                names.append(move.target)
+        if names:
             raise WeightsDiffer(sender, self.group.rank(), names)
 
 
@@ -153,9 +155,20 @@ class WeightsDiffer(ValueError):
         )
 
 
-def bit_sum(tensor: Tensor) -> Tensor:
-    """The sum of all bit patterns as signed integers, modulo 2^64."""
-    return tensor.detach().view(PATTERNS[tensor.element_size()]).sum(dtype=torch.int64)
+def bit_sum(tensor: Tensor) -> int:
+    """The sum of all bit patterns, as signed integers of 16 bits each with its place in the number.
+
+    Any number that changes changes it. Not every device sums integers in 64 bits, and on an NPU
+    fp64 is fp32. So the device sums a few patterns at a time in fp32, exactly, and the host the
+    rest.
+    """
+    patterns = tensor.detach().reshape(-1, 1).view(torch.int16)
+    total = 0
+    for place in range(patterns.size(1)):
+        for part in patterns[:, place].split(SUMMED_AT_ONCE):
+            whole = F.pad(part.float(), (0, -part.numel() % EXACT)).unflatten(0, (-1, EXACT))
+            total += int(whole.sum(dim=-1).cpu().double().sum()) << 16 * place
+    return total
 
 
 def _parts(flat: Tensor, bucket: Sequence[Move]) -> Sequence[Tensor]:

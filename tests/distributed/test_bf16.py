@@ -12,7 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from mindspeed_rlxf.config.enums import LossNormalizer, Role
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
+from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.engine.losses import normalised_loss
+from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, TokenLogProbs
+from mindspeed_rlxf.models import heads
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.runtime.group import RoleGroup
+from tests.distributed.llamas import PLAIN, TIED, make_llama
+from tests.distributed.samples import make_rollouts
 from tests.golden import runs
 
 ITERATIONS = 50
@@ -45,3 +58,51 @@ def test_bf16_stays_within_the_band_of_fp32(
     assert distances == {key: pytest.approx(0, abs=limit) for key, limit in BAND.items()}
     averages = [x["critic/score/mean"].mean() for x in (bf16, fp32)]
     assert averages[0] == pytest.approx(averages[1], abs=0.02)
+
+
+class OutputGradient:
+    """The gradient of the output layer, as the optimizer finds it after two micro-batches."""
+
+    def __init__(self, role: RoleConfig) -> None:
+        self.engine = MegatronEngine(role, Head.LANGUAGE_MODEL, 1, OptimizerConfig(clip_grad=0.0))
+
+    def step(self, rollouts: Rollouts, chunk: int) -> RoleOutput:
+        def loss_of(rows: list[int], tokens: TokenLogProbs) -> LossOutput:
+            loss, mean = -tokens.log_probs, LossNormalizer.MINIBATCH_TOKENS
+            return normalised_loss(loss, rollouts.response_lengths[rows], mean, {"loss": loss}, {})
+
+        batches = self.engine.micro_batches(rollouts, range(rollouts.num_rows))
+        with pytest.MonkeyPatch.context() as patch:  # the process serves other tests too
+            patch.setattr(heads, "CHUNK_TOKENS", chunk)
+            self.engine.train_step(batches, PolicyStep(loss_of, 1.0))
+        if not self.engine.groups.is_last_stage:
+            return RoleOutput()
+        weight: Any = self.engine.chunks[-1].output_weight
+        return RoleOutput(report=weight.main_grad.tolist())
+
+
+@pytest.mark.parametrize(
+    ("tied", "pp"),
+    [(True, 1), (False, 1), pytest.param(True, 2, marks=pytest.mark.long)],
+    ids=["tied", "untied", "tied-pp2"],
+)
+def test_output_gradient_of_chunks_reaches_the_optimizer_once(
+    warm_runtime: Any, tmp_path: Path, tied: bool, pp: int
+) -> None:
+    """Beside the tied embedding's, which comes from autograd or from the first stage."""
+    architecture, rollouts = TIED if tied else PLAIN, make_rollouts()
+    make_llama(tmp_path, architecture)
+
+    def gradient(bf16: bool, chunk: int, pp: int) -> torch.Tensor:
+        role = RoleConfig(
+            model="t", architecture=architecture, load=str(tmp_path), micro_batch_size=4, bf16=bf16,
+            pipeline_model_parallel_size=pp,
+        )  # fmt: skip
+        pool = warm_runtime.create_pools({"main": [pp]})["main"]
+        group = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(pp, 1, pp), pool)
+        group.build(OutputGradient, role).result()
+        return torch.tensor(group.call(OutputGradient.step, rollouts, chunk).result()[-1])
+
+    exact = gradient(False, 1024, 1)
+    error = (gradient(True, 3, pp) - exact).norm() / exact.norm()
+    assert error < 0.03, f"{error:.3f}"

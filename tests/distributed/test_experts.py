@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 
 from mindspeed_rlxf.config.enums import LossNormalizer, Role
 from mindspeed_rlxf.config.layout import ParallelLayout
@@ -139,6 +140,41 @@ def test_experts_are_exported_once_each_and_generate_as_in_transformers(
             )[0, len(prompt) :].tolist()
         assert text.response_ids == expected
     assert len({len(text.response_ids) for text in produced}) > 2
+
+
+class RoutingProbe(EngineProbe):
+    """What the routers of a bf16 model made of their hidden states."""
+
+    def errors(self, rollouts: Rollouts) -> RoleOutput:
+        """Of each router: dtype of its output, tokens whose probabilities are not those of fp32."""
+        found: list[tuple[str, int]] = []
+
+        def compare(router: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
+            logits = inputs[0].flatten(0, -2).float() @ router.weight.float().T
+            values, chosen = logits.topk(router.topk)
+            expected = torch.zeros_like(logits).scatter(1, chosen, values.softmax(-1))
+            off = ~torch.isclose(output[0].float(), expected, rtol=1e-5, atol=0).all(-1)
+            found.append((str(output[0].dtype), int(off.sum())))
+
+        routers = [m for m in self.engine.module.modules() if isinstance(m, TopKRouter)]
+        handles = [router.register_forward_hook(compare) for router in routers]
+        assert self.engine.dtype is torch.bfloat16 and len(routers) == 2
+        self.logits(rollouts)
+        for handle in handles:
+            handle.remove()
+        return RoleOutput(report=found)
+
+
+def test_routing_of_a_bf16_model_is_computed_in_fp32(warm_runtime: Any, tmp_path: Path) -> None:
+    make_llama(tmp_path, QWEN3_MOE)
+    role = RoleConfig(
+        model="t", architecture=QWEN3_MOE, load=str(tmp_path), micro_batch_size=8, bf16=True
+    )
+    pool = warm_runtime.create_pools({"main": [1]})["main"]
+    group = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(1, 1), pool)
+    group.build(RoutingProbe, role, Head.LANGUAGE_MODEL).result()
+    (found,) = group.call(RoutingProbe.errors, make_rollouts()).result()
+    assert found == [("torch.float32", 0)] * 2
 
 
 ROWS = 4  # of a micro-batch; both have an even number of tokens, which TP 2 need not fill up

@@ -7,7 +7,11 @@ from typing import Any
 import torch
 
 from . import _C, compiled, npu, profiler, told
-from .attention import npu_fusion_attention, npu_fusion_attention_grad
+from .attention import (
+    npu_fusion_attention,
+    npu_fusion_attention_grad,
+    scaled_dot_product_attention,
+)
 from .operators import (
     npu_apply_adam_w,
     npu_grouped_matmul,
@@ -47,6 +51,7 @@ def __getattr__(name: str) -> Any:
 torch.utils.rename_privateuse1_backend("npu")
 torch._register_device_module("npu", npu)
 torch.Tensor.npu = lambda self, *args, **kwargs: self
+torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
 compiled.apply()
 if told.FOLDER:
     for name in __all__:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 COMPRESSED = (2048, 2048)  # the mask that causal modes want: strictly upper triangular
@@ -88,6 +89,26 @@ def npu_fusion_attention_grad(
         out = npu_fusion_attention(*inputs, head_num, input_layout, scale=scale_value, **options)[0]
     dq, dk, dv = torch.autograd.grad(out, inputs, dy)
     return dq, dk, dv, None
+
+
+_TORCHS_OWN = F.scaled_dot_product_attention
+
+
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
+) -> Tensor:
+    """torch's own, with CANN's rule on masks: a bool mask goes to the fused operator as it is
+    (op-plugin up to 26.0.0), whose tiling takes the shapes BNSS, B1SS, 11SS and SS alone."""
+    if attn_mask is not None and attn_mask.dtype is torch.bool and query.dim() == 4:
+        batch, heads = query.shape[:2]
+        scores = (query.size(2), key.size(2))
+        known = {(batch, heads, *scores), (batch, 1, *scores), (1, 1, *scores), scores}
+        if tuple(attn_mask.shape) not in known:
+            raise RuntimeError(
+                f"get unsupported atten_mask shape, the shape is {tuple(attn_mask.shape)}; "
+                f"B=[{batch}], N=[{heads}], Sq=[{scores[0]}], Skv=[{scores[1]}]"
+            )
+    return _TORCHS_OWN(query, key, value, attn_mask, **options)
 
 
 def _refuse(supported: bool, what: str) -> None:

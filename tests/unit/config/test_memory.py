@@ -141,8 +141,8 @@ def test_a_prefill_pass_is_bounded_but_takes_one_prompt() -> None:
     assert memory.prefill_tokens(rows=3, prompt=20000) == 20000
 
 
-def test_sampling_works_in_fp64() -> None:
-    assert memory.sampling_bytes(10, 1000, do_sample=True) == 10 * 1000 * (4 + 4 + 8 + 8)
+def test_sampling_sorts_the_vocabulary() -> None:
+    assert memory.sampling_bytes(10, 1000, do_sample=True) == 10 * 1000 * (4 + 4 + 4 + 8 + 4 + 4)
     assert memory.sampling_bytes(10, 1000, do_sample=False) == 10 * 1000 * (4 + 4 + 4)
 
 

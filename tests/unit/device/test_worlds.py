@@ -4,7 +4,9 @@ processes (`tests/distributed/test_split.py`)."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -32,3 +34,28 @@ def test_a_pool_of_one_part_is_one_world_without_another_group(no_world: None) -
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
     with pytest.raises(AssertionError, match="is not split"):
         worlds.whole_pool()
+
+
+def test_the_group_around_parts_has_a_list_of_ranks(
+    no_world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HCCL takes a group without one for the default group of the process."""
+    listed: dict[int, list[int]] = {}
+
+    def backend(options: Any, _: Any) -> dist.ProcessGroup:
+        listed[options.group_size] = list(options.global_ranks_in_group)
+        return dist.ProcessGroup(options.group_rank, options.group_size)
+
+    for table in (
+        "backend_list", "default_device_backend_map", "backend_type_map", "backend_capability",
+        "_plugins",
+    ):  # fmt: skip
+        monkeypatch.setattr(dist.Backend, table, copy(getattr(dist.Backend, table)))
+    dist.Backend.register_backend("listing", backend, extended_api=True, devices=["cpu"])
+    try:
+        worlds.join("listing", dist.HashStore(), 3, (2, 3), timedelta(seconds=20))
+    finally:
+        del dist.Backend.LISTING  # type: ignore[attr-defined]
+    assert (dist.get_rank(), dist.get_world_size()) == (1, 3)
+    assert worlds.whole_pool().rank() == 3
+    assert listed == {3: [], 5: [0, 1, 2, 3, 4]}

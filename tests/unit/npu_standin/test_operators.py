@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.npu_standin import FOLDER
+from tests.npu_standin import load
 
-
-def module(name: str) -> Any:
-    """One file of the stand-in alone: importing the package claims the device name."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / "torch_npu" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
-attention, operators = module("attention"), module("operators")
+attention, operators = load("attention"), load("operators")
 HEADS, GROUPS, DIM = 4, 2, 6
 COMPRESSED = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 

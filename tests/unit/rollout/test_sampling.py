@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
@@ -12,11 +14,13 @@ from torch.testing import assert_close
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from mindspeed_rlxf.rollout.sampling import (
+    BLOCK,
     SamplingSettings,
     _filtered,
     choose_tokens,
     uniform_numbers,
 )
+from tests.unit.rollout.on_device import on_device
 
 EOS = (3, 5)
 
@@ -97,13 +101,89 @@ def test_sampled_frequencies_match_the_probabilities() -> None:
     assert float(((observed - expected) ** 2 / expected).sum()) < 24.32
 
 
-@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
-def test_the_ends_of_the_unit_interval_choose_an_allowed_token(uniform: float) -> None:
-    logits = random_logits(50, 400)
-    logits[:, [0, 399]] = -torch.inf
-    tokens, log_probs = choose(logits, uniform)
-    assert log_probs.isfinite().all()
-    assert tokens.unique().tolist() == [1 if uniform == 0 else 398]
+def test_frequencies_within_and_between_blocks_match_the_probabilities() -> None:
+    # chi-square with 59 and 24 degrees of freedom: passed by chance once in a thousand seeds
+    count, vocab = 8000, 3 * BLOCK - 36
+    logits = random_logits(1, vocab)
+    numbers = torch.from_numpy(uniform_numbers(7, 0, count))
+    tokens, _ = choose(logits.expand(count, vocab), numbers)
+    expected = logits[0].double().softmax(-1) * count
+    observed = torch.bincount(tokens, minlength=vocab)
+    for dim, limit in ((1, 98.3), (0, 51.2)):
+        of, by = (x.unflatten(0, (-1, 25)).sum(dim) for x in (observed, expected))
+        assert float(by.min()) > 5
+        assert float(((of - by) ** 2 / by).sum()) < limit
+
+
+def test_a_large_vocabulary_is_drawn_from_within_1e_6_of_its_cumulative_probability() -> None:
+    # an fp32 cumulative sum is off by 2e-5 here
+    vocab = 151_936
+    logits = random_logits(1, vocab)
+    uniforms = torch.from_numpy(uniform_numbers(3, 1, 64))
+    tokens, _ = choose(logits.expand(64, vocab), uniforms)
+    ends = logits[0].double().softmax(-1).cumsum(-1)
+    assert (uniforms < ends[tokens] + 1e-6).all()
+    assert (uniforms > ends[tokens - 1] - 1e-6).all()
+    assert len(tokens.unique()) > 60
+
+
+def test_one_block_is_drawn_from_as_in_fp64() -> None:
+    logits, uniforms = random_logits(400, BLOCK), torch.from_numpy(uniform_numbers(5, 0, 400))
+    ends = logits.double().softmax(-1).cumsum(-1)
+    expected = torch.searchsorted(ends, uniforms[:, None] * ends[:, -1:], right=True)
+    assert torch.equal(choose(logits, uniforms)[0], expected.squeeze(-1))
+
+
+EXTREMES = (0.0, 2**-53, 1 - 2**-23, 1 - 2**-24, 1 - 2**-25, 1 - 2**-53)
+
+
+@pytest.mark.parametrize("fp64", [True, False], ids=["fp64", "fp64 is fp32"])
+@hypothesis.given(
+    vocab=st.sampled_from([2, 9, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7]),
+    seed=st.integers(0, 2**32 - 1),
+    drawn=st.lists(st.floats(0, 1, exclude_max=True), max_size=4),
+    keys=st.fixed_dictionaries(
+        {
+            "top_k": st.sampled_from([0, 1, 5]),
+            "top_p": st.sampled_from([1.0, 0.7]),
+            "temperature": st.sampled_from([1.0, 0.05]),
+        }
+    ),
+)
+def test_every_uniform_number_gives_an_allowed_token(
+    fp64: bool, vocab: int, seed: int, drawn: list[float], keys: dict[str, Any]
+) -> None:
+    """On a device that makes fp32 of fp64 too, where a uniform number may become 1."""
+    uniforms = torch.tensor([*EXTREMES, *drawn], dtype=torch.float64)
+    logits = random_logits(len(uniforms), vocab, seed) * 4
+    forbidden = torch.rand(logits.shape, generator=torch.Generator().manual_seed(seed)) < 0.4
+    forbidden[:, -1] = vocab > 2
+    logits = logits.masked_fill(forbidden & ~forbidden.all(-1, keepdim=True), -torch.inf)
+    with pytest.MonkeyPatch.context() as patch:
+        if not fp64:
+            patch.setattr(Tensor, "double", Tensor.float)
+            uniforms = uniforms.float()
+        tokens, _ = choose_tokens(
+            logits, uniforms, torch.zeros(len(logits)), settings(eos_token_ids=(), **keys)
+        )
+    assert ((tokens >= 0) & (tokens < vocab)).all()
+    kept = _filtered(logits / keys["temperature"], keys["top_k"], keys["top_p"])
+    assert kept.gather(-1, tokens[:, None]).isfinite().all()
+
+
+def test_nothing_on_the_device_is_fp64() -> None:
+    logits, uniforms = random_logits(6, BLOCK + 90), torch.from_numpy(uniform_numbers(1, 2, 6))
+    keys = {"top_k": 40, "top_p": 0.9, "min_new_tokens": 2}
+    found = choose_tokens(on_device(logits), uniforms, torch.arange(6), settings(**keys))
+    assert_close(found, choose_tokens(logits, uniforms, torch.arange(6), settings(**keys)))
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_are_an_error(wrong: float) -> None:
+    logits = random_logits(2, 9)
+    logits[1, 4] = wrong
+    with pytest.raises(FloatingPointError, match="must be numbers"):
+        choose(logits, 0.5)
 
 
 def test_log_prob_near_zero_keeps_its_digits_beside_large_logits() -> None:
