@@ -27,6 +27,7 @@ from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.sizes import HEADS
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.rewards.manager import RewardManager
+from mindspeed_rlxf.runtime import environment
 from mindspeed_rlxf.trainer.resume import beyond, reached
 from mindspeed_rlxf.trainer.weight_saver import save_problems
 
@@ -55,6 +56,7 @@ def prepare(config: RunConfig) -> Prepared:
     problems: list[str] = []
     prepared = Prepared()
     problems += RunDirectory.check(config)
+    problems += environment.problems(config.device.kind, config.pool_settings.env)
     directory = RunDirectory.choose(config)
     problems += beyond(config, reached(config, directory))
     if not directory.is_used:  # else they are those of this very run
