@@ -34,6 +34,7 @@ from mindspeed_rlxf.trainer.resume import beyond, newest_state, reached
 from mindspeed_rlxf.trainer.weight_saver import save_problems
 
 T = TypeVar("T")
+TINY_MODELS = ("outputs", "tiny", "models")  # of examples/tiny/make.py
 MAX_SHAPE_PROBLEMS = 3  # of one folder: the first few tell which model it is
 
 
@@ -187,7 +188,15 @@ def weight_problems(config: RunConfig, role: Role) -> list[str]:
         tokenizer = config.training.tokenizer_name_or_path
         return [f"{key}={section.load}: {p}" for p in _folder_problems(section, role, tokenizer)]
     except ValueError as error:
-        return [f"{key}={section.load}: {error}"]
+        return [f"{key}={section.load}: {error}{_how_to_make(Path(section.load))}"]
+
+
+def _how_to_make(folder: Path) -> str:
+    """The rest of a remedy where the folder is one of the shipped tiny configurations."""
+    if folder.exists() or folder.parts[-4:-1] != TINY_MODELS:
+        return ""
+    more = " --reward-model" if folder.name == "rm" else ""
+    return f", or make the tiny one with `python examples/tiny/make.py{more}`"
 
 
 def _folder_problems(section: RoleConfig, role: Role, tokenizer: str) -> list[str]:
