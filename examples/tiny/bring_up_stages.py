@@ -214,10 +214,12 @@ def train(kind: str, work: Path, iterations: int, fixed: bool) -> Numbers:
     config = configure(kind, work, iterations, fixed)
     claim(kind)
     from mindspeed_rlxf.trainer.preflight import prepare
-    from mindspeed_rlxf.trainer.run import run
+    from mindspeed_rlxf.trainer.run import Run
 
-    code = run(config, prepare(config))
-    assert code == 0, f"the run ended with exit code {code}"
+    with Run(config, prepare(config)) as run:
+        if trainer := run.start():
+            trainer.fit()
+    assert run.exit_code == 0, f"the run ended with exit code {run.exit_code}"
     lines = (work / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     metrics = [json.loads(line)["metrics"] for line in lines]
     return {name: [m[name] for m in metrics] for name in KEPT if name in metrics[0]}

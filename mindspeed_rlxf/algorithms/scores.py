@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
 def shape_scores(scores: Tensor, scale: float, clip: float | None) -> Tensor:
-    """scale * score, held within -clip .. clip. [batch] -> [batch]."""
-    scaled = scores * scale
+    """scale * score, held within -clip .. clip. [batch] -> [batch].
+
+    NaN where a score is no finite number: clipping would hide it.
+    """
+    scaled = scores.where(scores.isfinite(), torch.nan) * scale
     return scaled if clip is None else scaled.clamp(-clip, clip)
 
 

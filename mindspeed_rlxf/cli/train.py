@@ -9,6 +9,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
@@ -17,6 +18,9 @@ from mindspeed_rlxf.config.enums import RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve_with_notes
 from mindspeed_rlxf.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from mindspeed_rlxf.trainer.run import Run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,13 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.cfg == "job":
             print(to_yaml(config), end="")
             return 0
-        return _dry_run(config) if config.dry_run else _train(config)
+        if config.dry_run:
+            return _dry_run(config)
+        with _prepare(config) as run:
+            if trainer := run.start():
+                trainer.fit()
+        return run.exit_code
     except UserError as error:
         print_problems(error.problems)
         return 2
 
 
-def _train(config: RunConfig) -> int:
+def _prepare(config: RunConfig) -> Run:
+    """The run of a configuration whose files are good. Raises UserError."""
     # Megatron says at every import that Apex is missing; torch's own kernels are what we use.
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     from mindspeed_rlxf.trainer.preflight import prepare
@@ -47,9 +57,9 @@ def _train(config: RunConfig) -> int:
         from mindspeed_rlxf.runtime.local import claim_device
 
         claim_device(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
-    from mindspeed_rlxf.trainer.run import run
+    from mindspeed_rlxf.trainer.run import Run
 
-    return run(config, prepared)
+    return Run(config, prepared)
 
 
 def _dry_run(config: RunConfig) -> int:

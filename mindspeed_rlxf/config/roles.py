@@ -177,6 +177,12 @@ class ActorConfig(RoleConfig):
     )
     shuffle_minibatch: bool = key(False, "shuffle samples before they are cut in mini-batches")
 
+    @property
+    def logit_temperature(self) -> float:
+        """What logits are divided by: greedy decoding leaves them alone, in generation and in
+        training alike."""
+        return self.temperature if self.do_sample else 1.0
+
 
 class RefConfig(RoleConfig):
     """The frozen policy that the KL penalty is measured against."""

@@ -90,37 +90,74 @@ class Prompts(Rows):
 
 @dataclass(frozen=True)
 class Rollouts(Rows):
-    """Prompts with their generated responses."""
+    """Prompts with their responses.
+
+    A response is what follows the prompt: tokens of the policy and, between them, tokens that it
+    was given (the output of a tool). Only its own tokens are learnt from.
+    """
 
     sample_ids: list[int]
     prompt_ids: Tensor  # [batch, prompt] int64, right-padded with 0
     prompt_lengths: Tensor  # [batch] int64
     response_ids: Tensor  # [batch, response] int64, right-padded with 0, EOS included
-    response_lengths: Tensor  # [batch] int64, at least 1
+    response_mask: Tensor  # [batch, response] bool, True = a token is there; no gap from slot 0
+    trained_mask: Tensor  # [batch, response] bool, True = learnt from; within response_mask
     has_eos: Tensor  # [batch] bool: the last response token is an EOS
-    rollout_log_probs: Tensor  # [batch, response] fp32, unfiltered, 0 where padded
+    rollout_log_probs: Tensor  # [batch, response] fp32, unfiltered, 0 where not trained
     ground_truths: list[str]
     data_sources: list[str]
+
+    def __post_init__(self) -> None:
+        outside = self.trained_mask & ~self.response_mask
+        assert not bool(outside.any()), "only tokens of a response can be learnt from"
+        assert bool(self.trained_mask.any(1).all()), "a response without a token to learn from"
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """[batch] int64, at least 1."""
+        return self.response_mask.sum(1)
 
 
 @dataclass(frozen=True)
 class LogProbs(Rows):
-    log_probs: Tensor  # [batch, response] fp32, 0 where padded
+    log_probs: Tensor  # [batch, response] fp32, 0 where not trained
 
 
 @dataclass(frozen=True)
 class LogProbsWithKl(LogProbs):
-    kl: Tensor  # [batch, response] fp32, over the whole vocabulary, 0 where padded
+    kl: Tensor  # [batch, response] fp32, over the whole vocabulary, 0 where not trained
 
 
 @dataclass(frozen=True)
 class Values(Rows):
-    values: Tensor  # [batch, response + 1] fp32: slot t is the state before token t, 0 where padded
+    values: Tensor  # [batch, response + 1] fp32, 0 where not read (`algorithms.slots`)
 
 
 @dataclass(frozen=True)
 class Scores(Rows):
     scores: Tensor  # [batch] fp32
+
+
+@dataclass(frozen=True)
+class ExperienceInputs:
+    """What experience is made of; rows of the same samples in the same order.
+
+    The driver fills it with references to rows (`runtime.refs.standing_for`).
+    old: recomputed log-probs; None = those of the rollout are used
+    values: None without a critic
+    greedy, greedy_scores: for ReMax, the greedy response to the prompt of each sample
+    slot_limit: slots that a response can have at most (`algorithms.slots.value_mask`)
+    """
+
+    rollouts: Rollouts
+    old: LogProbs | None
+    ref: LogProbs
+    scores: Scores
+    values: Values | None
+    greedy: Rollouts | None
+    greedy_scores: Scores | None
+    kl_coef: float
+    slot_limit: int
 
 
 @dataclass(frozen=True)
@@ -132,7 +169,7 @@ class Experience(Rows):
     """
 
     advantages: Tensor  # [batch, response] fp32, 0 where masked; of a preferred response 1, else -1
-    response_mask: Tensor  # [batch, response] bool, True = generated token
+    trained_mask: Tensor  # [batch, response] bool, True = token that is learnt from
     old_log_probs: Tensor  # [batch, response] fp32
     ref_log_probs: Tensor  # [batch, response] fp32
     returns: Tensor  # [batch, slots] fp32

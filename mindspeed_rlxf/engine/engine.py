@@ -1,23 +1,17 @@
 """A Megatron model with its schedule and, where it learns, its optimizer.
 
-Roles say what to read from the hidden states (`read`) and what the loss is (`loss_step`); how that
-runs over tensor, pipeline and data parallel ranks is decided here.
+How the passes and steps that roles ask for (`protocol.TrainEngine`) run over tensor, pipeline and
+data parallel ranks is decided here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -25,54 +19,38 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.algorithms.slots import readable_slots
 from mindspeed_rlxf.checkpoint.folders import copy_side_files, described_by, open_weights
 from mindspeed_rlxf.checkpoint.host_part import HostView
 from mindspeed_rlxf.checkpoint.run_files import Entry, Written
 from mindspeed_rlxf.checkpoint.weights import StageWeights
 from mindspeed_rlxf.config.enums import NanPolicy
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
-from mindspeed_rlxf.data.batch import Rollouts
+from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.device import megatron_versions
+from mindspeed_rlxf.engine.build import build_chunks, connect, wrap
 from mindspeed_rlxf.engine.finite import GuardedOptimizer, SkippedSteps
 from mindspeed_rlxf.engine.grouping import chunk_rows, group_by_tokens, split_groups
+from mindspeed_rlxf.engine.hf_stream import hf_tensors
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rlxf.engine.parallel import ParallelGroups
+from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, ValueStep
+from mindspeed_rlxf.engine.readouts import (
+    Read,
+    by_row,
+    log_prob_reader,
+    loss_reader,
+    read_log_probs_and_kl,
+    read_scores,
+    read_states,
+    read_values,
+)
 from mindspeed_rlxf.engine.sharded_files import save_sharded
 from mindspeed_rlxf.engine.train_state import StateSaver, damage, load_state, views
 from mindspeed_rlxf.models.experts import weigh_balance_loss
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
-
-Read = Callable[[TransformerModel, MicroBatch, Tensor], Tensor]
-LossStep = Callable[[TransformerModel, MicroBatch, Tensor], "LossOutput"]
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A metric of one micro-batch: a detached sum, and how many that is."""
-
-    total: Tensor  # scalar fp64
-    weight: int
-
-    @classmethod
-    def of(cls, values: Tensor, weight: int, scale: float = 1.0) -> Mean:
-        """values: any shape, summed up and multiplied by `scale`."""
-        return cls(values.detach().double().sum() * scale, weight)
-
-
-@dataclass(frozen=True)
-class LossOutput:
-    """Loss of one micro-batch, as a sum: the schedule divides by the global weight.
-
-    loss:    scalar with gradient, sum over what is averaged
-    weight:  how many that is: tokens or responses of the micro-batch, or 1 for a mean of means
-    metrics: by name; each reported as the sum over all replicas divided by the sum of its weights
-    """
-
-    loss: Tensor
-    weight: int
-    metrics: dict[str, Mean]
+from mindspeed_rlxf.models.transformer import TransformerModel
 
 
 class MegatronEngine:
@@ -115,7 +93,7 @@ class MegatronEngine:
         )
         self.dtype = torch.bfloat16 if role.bf16 else torch.float32
         with self.groups.active():
-            self.chunks = self._build_chunks()
+            self.chunks = build_chunks(role, head, self.groups, self.dtype)
             self.weights = StageWeights(
                 self.module,
                 role.architecture,
@@ -132,11 +110,11 @@ class MegatronEngine:
             if optimizer is None:
                 self.models = [chunk.requires_grad_(False) for chunk in self.chunks]
             else:
-                self.models = [self._wrap(chunk, optimizer) for chunk in self.chunks]
+                self.models = [wrap(chunk, optimizer) for chunk in self.chunks]
                 self.optimizer = build_optimizer(optimizer, self.models, self.dtype)
                 self._guarded = GuardedOptimizer(self.optimizer)
                 self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters)
-                self._connect()
+                connect(self.config, self.models, self.optimizer)
         self._saver = StateSaver(self)
 
     @property
@@ -149,32 +127,6 @@ class MegatronEngine:
         """Megatron's, one for all chunks."""
         return self.chunks[0].config
 
-    def _build_chunks(self) -> list[TransformerModel]:
-        role, groups, count = self.role, self.groups, self.role.model_chunks
-        config = transformer_config(
-            role.architecture,
-            groups.tp.size(),
-            groups.pp.size(),
-            role.sequence_parallel,
-            self.dtype,
-            count,
-            groups.ep.size(),
-        )
-        chunks = []
-        for chunk in range(count):
-            vp_stage = chunk if count > 1 else None
-            with megatron_versions.current_chunk(vp_stage):
-                module = TransformerModel(
-                    config,
-                    role.architecture,
-                    self.head,
-                    pre_process=groups.is_first_stage and chunk == 0,
-                    post_process=groups.is_last_stage and chunk == count - 1,
-                    vp_stage=vp_stage,
-                )
-            chunks.append(module.to(device=device.current_device(), dtype=self.dtype))
-        return chunks
-
     def _load(self, seed: int) -> None:
         """Fill the weights; a score head that the folder lacks is drawn from the seed."""
         assert self.role.load is not None, "checked beforehand"
@@ -184,23 +136,6 @@ class MegatronEngine:
             head = self.chunks[-1].score.weight
             noise = torch.randn(head.shape, generator=generator)
             head.data.copy_(noise * self.role.architecture.init_method_std)
-
-    def _wrap(self, chunk: TransformerModel, optimizer: OptimizerConfig) -> DistributedDataParallel:
-        config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=optimizer.use_distributed_optimizer,
-            overlap_grad_reduce=False,
-        )
-        return DistributedDataParallel(self.config, config, chunk)
-
-    def _connect(self) -> None:
-        """What Megatron leaves to its caller: without these nothing is reduced, silently."""
-        assert self.optimizer is not None, "a frozen model has no gradients to finalise"
-        config = self.config
-        config.finalize_model_grads_func = finalize_model_grads
-        config.grad_scale_func = self.optimizer.scale_loss
-        pauses = [model.no_sync for model in self.models]
-        config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
 
     def micro_batches(self, rollouts: Rollouts, rows: Sequence[int]) -> list[MicroBatch]:
         """The given rows in order, grouped and in the form that this role computes in.
@@ -227,6 +162,59 @@ class MegatronEngine:
             count = int(largest)
         return split_groups(groups, count + -count % self.role.micro_batch_multiple)
 
+    @property
+    def is_leader(self) -> bool:
+        """The one rank of a replica whose results are used."""
+        return self.groups.is_leader
+
+    def log_probs(self, rollouts: Rollouts, temperature: float) -> LogProbs | None:
+        """Log-probs of the trained tokens; None on ranks that are no leader."""
+        flat = self._read_all(rollouts, log_prob_reader(temperature))
+        return LogProbs(by_row(flat, rollouts.trained_mask)) if self.is_leader else None
+
+    def log_probs_with_kl(
+        self, rollouts: Rollouts, temperature: float, policy: MegatronEngine
+    ) -> LogProbsWithKl | None:
+        """The same, and KL(policy || this) over the vocabulary.
+
+        Both engines have the same layout, so that a rank holds the same part of both vocabularies.
+        """
+        # Row after row, whatever the micro-batches of the two.
+        parts = policy._read_all(rollouts, read_states)
+        states = torch.cat(parts) if parts else torch.empty(0)
+        counts = rollouts.trained_mask.sum(1)
+        starts = (counts.cumsum(0) - counts).tolist()
+
+        def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
+            first = starts[batch.rows[0]]
+            mine = states[first : first + len(batch.trained_ids)]
+            theirs = policy.chunks[-1], mine, temperature
+            return read_log_probs_and_kl(model, batch, hidden, *theirs)
+
+        flat = self._read_all(rollouts, read)
+        if not self.is_leader:
+            return None
+        log_probs, kl = (by_row([p[i] for p in flat], rollouts.trained_mask) for i in range(2))
+        return LogProbsWithKl(log_probs, kl)
+
+    def values(self, rollouts: Rollouts) -> Values | None:
+        """The value of each slot that may be needed; None on ranks that are no leader."""
+        slots = readable_slots(rollouts.trained_mask, rollouts.response_mask)
+
+        def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
+            return read_values(model, batch, hidden, slots[batch.rows])
+
+        flat = self._read_all(rollouts, read)
+        return Values(by_row(flat, slots)) if self.is_leader else None
+
+    def scores(self, rollouts: Rollouts) -> Scores | None:
+        """The score head at the last token of each response; None on ranks that are no leader."""
+        flat = self._read_all(rollouts, read_scores)
+        return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
+
+    def _read_all(self, rollouts: Rollouts, read: Read) -> list[Tensor]:
+        return self.forward(self.micro_batches(rollouts, range(rollouts.num_rows)), read)
+
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], read: Read) -> list[Tensor]:
         """`read` of every micro-batch on the last stage; an empty list on the others."""
@@ -239,11 +227,11 @@ class MegatronEngine:
         return outputs[: len(micro_batches)]
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], loss_step: LossStep
+        self, micro_batches: Sequence[MicroBatch], step: PolicyStep | ValueStep
     ) -> dict[str, float]:
         """One optimizer step on one mini-batch, left out where a number is wrong (`finite`).
 
-        Returns the metrics of `loss_step` averaged over the mini-batch of all data-parallel ranks
+        Returns the metrics of the loss averaged over the mini-batch of all data-parallel ranks
         (on the last stage), `grad_norm`, and under `nan_policy: skip` whether it was left out.
         Errors: FloatingPointError as `SkippedSteps` says, before any weight changes.
         """
@@ -255,13 +243,13 @@ class MegatronEngine:
                 model.train()
                 model.zero_grad_buffer()
             self.optimizer.zero_grad()
-            outputs = self._run(micro_batches, loss_step, forward_only=False)
-            step = self._guarded.step([output.loss.detach() for output in outputs])
-            self.skipped.judge(step, self.scheduler.num_steps + 1, self._mini_batch)
+            outputs = self._run(micro_batches, loss_reader(step), forward_only=False)
+            done = self._guarded.step([output.loss.detach() for output in outputs])
+            self.skipped.judge(done, self.scheduler.num_steps + 1, self._mini_batch)
             metrics = self._mean_metrics(outputs)
-        metrics["grad_norm"] = step.grad_norm
+        metrics["grad_norm"] = done.grad_norm
         if self.skipped.policy is NanPolicy.SKIP:
-            metrics["skipped_steps"] = float(bool(step.wrong))
+            metrics["skipped_steps"] = float(bool(done.wrong))
         return metrics
 
     def end_iteration(self) -> float:
@@ -277,6 +265,10 @@ class MegatronEngine:
         total = tensor.clone()
         dist.all_reduce(total, group=self.groups.dp_host)
         return total
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight whole, on every rank; a collective (see `hf_stream.hf_tensors`)."""
+        return hf_tensors(self.weights, self.groups, self.role.model_chunks)
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
         """Write the weights as a Hugging Face folder and as a Megatron checkpoint, where named.

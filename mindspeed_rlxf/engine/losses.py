@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rlxf.config.enums import LossNormalizer
-from mindspeed_rlxf.engine.engine import LossOutput, Mean
+from mindspeed_rlxf.engine.protocol import LossOutput, Mean
 
 
 def normalised_loss(

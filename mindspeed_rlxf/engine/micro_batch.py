@@ -27,24 +27,22 @@ class MicroBatch:
     stride: int  # flat distance between neighbouring tokens of a row
     prompt_lengths: Tensor  # [rows]
     response_lengths: Tensor  # [rows]
-    response_ids: Tensor  # [response tokens of all rows] int64
+    trained_mask: Tensor  # [rows, response] bool, True = token that is learnt from
+    trained_ids: Tensor  # [trained tokens of all rows] int64
 
-    def places(self, first: Tensor, count: Tensor) -> Tensor:
-        """Flat places of `count[i]` tokens of row i from its token `first[i]` on, row after row."""
-        row = torch.repeat_interleave(torch.arange(len(count)), count)
-        step = torch.arange(int(count.sum())) - torch.repeat_interleave(
-            count.cumsum(0) - count, count
-        )
-        return (self.starts[row] + (first[row] + step) * self.stride).to(self.token_ids.device)
-
-    def prediction_places(self, count: Tensor) -> Tensor:
-        """Where the model predicts response token t = 0 .. count - 1: one place before it."""
-        return self.places(self.prompt_lengths - 1, count)
+    def prediction_places(self, slots: Tensor) -> Tensor:
+        """Flat places of hidden states that predict response token t, one place before it, for each
+        True of [rows, slots], row after row."""
+        row, slot = slots.nonzero(as_tuple=True)
+        return self._flat(row, self.prompt_lengths[row] - 1 + slot)
 
     def last_places(self) -> Tensor:
         """The last token of each row."""
         last = self.prompt_lengths + self.response_lengths - 1
-        return self.places(last, torch.ones_like(last))
+        return self._flat(torch.arange(len(last)), last)
+
+    def _flat(self, row: Tensor, token: Tensor) -> Tensor:
+        return (self.starts[row] + token * self.stride).to(self.token_ids.device)
 
 
 def make_micro_batches(
@@ -63,17 +61,25 @@ def make_micro_batches(
 
 
 def _sequences(rollouts: Rollouts, rows: list[int]) -> list[Tensor]:
-    sequences = []
+    sequences, lengths = [], rollouts.response_lengths.tolist()
     for row in rows:
         prompt = rollouts.prompt_ids[row, : int(rollouts.prompt_lengths[row])]
-        response = rollouts.response_ids[row, : int(rollouts.response_lengths[row])]
+        response = rollouts.response_ids[row, : lengths[row]]
         sequences.append(torch.cat((prompt, response)))
     return sequences
 
 
-def _responses(rollouts: Rollouts, rows: list[int]) -> Tensor:
-    ids, lengths = rollouts.response_ids, rollouts.response_lengths
-    return torch.cat([ids[row, : int(lengths[row])] for row in rows])
+def _lengths_and_targets(
+    rollouts: Rollouts, rows: list[int], device: torch.device
+) -> dict[str, Tensor]:
+    """Fields of a MicroBatch that packed and padded rows have in common."""
+    trained = rollouts.trained_mask[rows]
+    return {
+        "prompt_lengths": rollouts.prompt_lengths[rows],
+        "response_lengths": rollouts.response_lengths[rows],
+        "trained_mask": trained,
+        "trained_ids": rollouts.response_ids[rows][trained].to(device),
+    }
 
 
 def _fill(length: int, multiple_of: int) -> int:
@@ -96,9 +102,7 @@ def _packed(
         attend=PackedSequences(lengths=parts),
         starts=lengths.cumsum(0) - lengths,
         stride=1,
-        prompt_lengths=rollouts.prompt_lengths[rows],
-        response_lengths=rollouts.response_lengths[rows],
-        response_ids=_responses(rollouts, rows).to(device),
+        **_lengths_and_targets(rollouts, rows, device),
     )
 
 
@@ -115,20 +119,5 @@ def _padded(
         attend=None,
         starts=torch.arange(len(rows)),
         stride=len(rows),
-        prompt_lengths=rollouts.prompt_lengths[rows],
-        response_lengths=rollouts.response_lengths[rows],
-        response_ids=_responses(rollouts, rows).to(device),
+        **_lengths_and_targets(rollouts, rows, device),
     )
-
-
-def scatter_rows(flat: Sequence[Tensor], counts: Sequence[Tensor], width: int) -> Tensor:
-    """Flat values of several micro-batches -> [rows, width], 0 where a row has no value.
-
-    flat[m]: values of micro-batch m, row after row; counts[m]: how many of them each row has.
-    """
-    values = torch.cat([f.cpu() for f in flat])
-    count = torch.cat(list(counts))
-    columns = torch.arange(width)[None, :] < count[:, None]
-    out = torch.zeros(len(count), width, dtype=values.dtype)
-    out[columns] = values
-    return out

@@ -3,43 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
-import torch
 from torch import Tensor
 
-from mindspeed_rlxf.algorithms.advantages import length_mask
-from mindspeed_rlxf.algorithms.kl import kl_per_token
-from mindspeed_rlxf.algorithms.losses import (
-    ClipRange,
-    TokenLoss,
-    clipped_policy_loss,
-    sequence_policy_loss,
-    truncated_importance,
-)
-from mindspeed_rlxf.algorithms.masked import masked_whiten
-from mindspeed_rlxf.config.enums import AdvantageWhiten, KlIn, PolicyLoss, Stage
+from mindspeed_rlxf.algorithms.losses import truncated_importance
+from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
+    ExperienceInputs,
     LogProbs,
     Prompts,
     RoleOutput,
     Rollouts,
-    Scores,
-    fit_columns,
 )
 from mindspeed_rlxf.device import worlds
-from mindspeed_rlxf.engine.engine import LossOutput, MegatronEngine
-from mindspeed_rlxf.engine.finite import SkippedSteps
-from mindspeed_rlxf.engine.losses import normalised_loss
-from mindspeed_rlxf.engine.micro_batch import MicroBatch
-from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.models.transformer import TransformerModel
+from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.generation import Generation, generated
-from mindspeed_rlxf.roles.log_probs import read_log_probs, response_log_probs
-from mindspeed_rlxf.roles.preference import preference_loss_step
+from mindspeed_rlxf.roles.objectives import objective_of
 from mindspeed_rlxf.roles.reports import (
     LogProbReport,
     SampleText,
@@ -55,20 +37,15 @@ from mindspeed_rlxf.rollout.transfer_plan import plan_of
 class ActorRole(SavedRole):
     """The policy; actor and rollout as one (hybrid), unless the rollout has ranks of its own."""
 
-    def __init__(self, config: RunConfig, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        eos_token_ids: Sequence[int],
+        build_engine: EngineFactory = megatron_engine,
+    ) -> None:
         actor = config.actor_rollout
         self.config, self.algorithm = actor, config.algorithm
-        training = config.training
-        self.engine = MegatronEngine(
-            actor,
-            Head.LANGUAGE_MODEL,
-            training.seed,
-            actor.optimizer,
-            training.train_iters,
-            SkippedSteps(training.nan_policy, training.max_skipped, "actor"),
-            training.deterministic,
-            training.tokenizer_name_or_path,
-        )
+        self.engine = build_engine(config, Role.ACTOR_ROLLOUT)
         self.hybrid: HybridModel | None = None
         self.sender: WeightSender | None = None
         if config.parts is None:
@@ -77,14 +54,9 @@ class ActorRole(SavedRole):
             self.sender = WeightSender(
                 self.engine.weights.tensors, plan_of(config), worlds.whole_pool(), config.parts[0]
             )
-        self.experience = ExperienceMaker(config, self.engine.sum_over_replicas)
-        self.prefers = config.training.stage is Stage.RAY_ONLINE_DPO
-        low, high = actor.clip_ratio_low, actor.clip_ratio_high
-        self.clip = ClipRange(
-            actor.clip_ratio if low is None else low,
-            actor.clip_ratio if high is None else high,
-            actor.clip_ratio_c,
-        )
+        replicas = self.engine.sum_over_replicas
+        self.objective = objective_of(config, replicas)
+        self.experience = ExperienceMaker(config, self.objective, replicas)
         self.generation = Generation(config, eos_token_ids)
         self.sampling = self.generation.sampling
 
@@ -109,14 +81,13 @@ class ActorRole(SavedRole):
 
     def log_probs(self, rollouts: Rollouts) -> RoleOutput:
         """Log-probs under the training model, before any update of the iteration."""
-        result = response_log_probs(self.engine, rollouts, self.sampling.logit_temperature)
+        result = self.engine.log_probs(rollouts, self.config.logit_temperature)
         if result is None:
             return RoleOutput()
         gaps = _gaps(rollouts, result)
         if self.algorithm.max_log_prob_gap is not None:
             _check_gaps(gaps, rollouts, self.algorithm.max_log_prob_gap)
-        mask = length_mask(rollouts.response_lengths, gaps.size(1))
-        weight = None
+        mask, weight = rollouts.trained_mask, None
         if (threshold := self.algorithm.rollout_is_threshold) is not None:
             ratio = truncated_importance(result.log_probs, rollouts.rollout_log_probs, threshold)
             weight = Summary.of(ratio[mask])
@@ -134,21 +105,9 @@ class ActorRole(SavedRole):
         ]
         return RoleOutput(report=texts)
 
-    def make_experience(
-        self,
-        rollouts: Rollouts,
-        old: LogProbs | None,
-        ref: LogProbs,
-        scores: Scores,
-        greedy: Rollouts | None,
-        greedy_scores: Scores | None,
-        kl_coef: float,
-        slot_limit: int,
-    ) -> RoleOutput:
+    def make_experience(self, inputs: ExperienceInputs) -> RoleOutput:
         """Advantages where there is no critic; a collective over replicas."""
-        return self.experience.without_critic(
-            rollouts, old, ref, scores, greedy, greedy_scores, kl_coef, slot_limit
-        )
+        return self.experience.make(inputs)
 
     def update_policy(
         self,
@@ -163,79 +122,16 @@ class ActorRole(SavedRole):
         """
         metrics = []
         for rows in steps:
-            if self.prefers:
-                loss_step = partial(
-                    preference_loss_step, self.config, self.sampling.logit_temperature, experience
-                )
-            else:
-                advantages = self._step_advantages(rollouts, experience, rows)
-                loss_step = partial(self.policy_loss_step, experience, advantages, kl_coef)
+            step = self.objective.step(rollouts, experience, rows, kl_coef)
             batches = self.engine.micro_batches(rollouts, rows)
-            metrics.append(self.engine.train_step(batches, loss_step))
+            metrics.append(self.engine.train_step(batches, step))
         return RoleOutput(report=UpdateReport(metrics, self.engine.end_iteration()))
-
-    def policy_loss_step(
-        self,
-        experience: Experience,
-        advantages: Tensor,
-        kl_coef: float,
-        model: TransformerModel,
-        batch: MicroBatch,
-        hidden: Tensor,
-    ) -> LossOutput:
-        """Loss of one micro-batch on the last stage, inside Megatron's schedule."""
-        log_probs, entropy = read_log_probs(model, batch, hidden, self.sampling.logit_temperature)
-        mask = experience.response_mask[batch.rows]
-        old = experience.old_log_probs[batch.rows][mask].to(log_probs.device)
-        advantage = advantages[batch.rows][mask].to(log_probs.device)
-        token = self._clipped_loss(log_probs, old, advantage, batch.response_lengths)
-        loss, parts = token.loss, {"pg_loss": token.loss}
-        if self.config.entropy_coeff:
-            loss = loss - self.config.entropy_coeff * entropy
-        if self.algorithm.kl_in is KlIn.LOSS:
-            ref = experience.ref_log_probs[batch.rows][mask].to(log_probs.device)
-            parts["kl_loss"] = kl_per_token(log_probs, ref, self.algorithm.kl_penalty)
-            loss = loss + kl_coef * parts["kl_loss"]
-        per_token = {"pg_clipfrac": token.clipped, "ppo_kl": old - log_probs, "entropy": entropy}
-        return normalised_loss(
-            loss, batch.response_lengths, self.algorithm.loss_normalizer, parts, per_token
-        )
-
-    def _clipped_loss(
-        self, log_probs: Tensor, old: Tensor, advantages: Tensor, lengths: Tensor
-    ) -> TokenLoss:
-        if self.config.policy_loss is PolicyLoss.GSPO:
-            return sequence_policy_loss(log_probs, old, advantages, self.clip, lengths)
-        return clipped_policy_loss(log_probs, old, advantages, self.clip)
-
-    def _step_advantages(
-        self, rollouts: Rollouts, experience: Experience, rows: list[int]
-    ) -> Tensor:
-        """[all rows, response]; whitened over this mini-batch where that is asked for.
-
-        Times what each token weighs for having been sampled by the rollout: the clipped loss is
-        proportional to its advantage.
-        """
-        advantages = experience.advantages
-        if self.algorithm.advantage_whiten is AdvantageWhiten.MINIBATCH:
-            advantages = torch.zeros_like(advantages)
-            advantages[rows] = masked_whiten(
-                experience.advantages[rows],
-                experience.response_mask[rows],
-                self.engine.sum_over_replicas,
-            )
-        if (threshold := self.algorithm.rollout_is_threshold) is not None:
-            rollout = fit_columns(rollouts.rollout_log_probs, advantages.size(1))
-            ratio = truncated_importance(experience.old_log_probs, rollout, threshold)
-            advantages = advantages * ratio
-        return advantages
 
 
 def _gaps(rollouts: Rollouts, recomputed: LogProbs) -> Tensor:
-    """[batch, response] |log-prob of training - of generation|, 0 beyond a response."""
-    width = rollouts.response_ids.size(1)
+    """[batch, response] |log-prob of training - of generation|, 0 where not trained."""
     gaps = (recomputed.log_probs - rollouts.rollout_log_probs).abs()
-    return gaps * length_mask(rollouts.response_lengths, width)
+    return gaps * rollouts.trained_mask
 
 
 def _check_gaps(gaps: Tensor, rollouts: Rollouts, limit: float) -> None:

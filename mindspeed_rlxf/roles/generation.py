@@ -78,12 +78,14 @@ def _rollouts(
     log_probs: list[list[float]],
     settings: SamplingSettings,
 ) -> Rollouts:
+    mask = _padded([torch.ones(len(t)) for t in tokens], torch.bool)
     return Rollouts(
         sample_ids=prompts.sample_ids,
         prompt_ids=_padded([torch.from_numpy(ids) for ids in prompts.token_ids]),
         prompt_lengths=torch.tensor([len(ids) for ids in prompts.token_ids], dtype=torch.long),
         response_ids=_padded([torch.tensor(t) for t in tokens]),
-        response_lengths=torch.tensor([len(t) for t in tokens], dtype=torch.long),
+        response_mask=mask,
+        trained_mask=mask,
         has_eos=torch.tensor([t[-1] in settings.eos_token_ids for t in tokens], dtype=torch.bool),
         rollout_log_probs=_padded([torch.tensor(p) for p in log_probs], torch.float32),
         ground_truths=prompts.ground_truths,

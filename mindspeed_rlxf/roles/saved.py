@@ -6,16 +6,16 @@ Methods of one host touch files alone: the driver runs them on one rank of it, b
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from mindspeed_rlxf.checkpoint import host_part
 from mindspeed_rlxf.checkpoint.host_part import FileChunk
 from mindspeed_rlxf.checkpoint.run_files import Entry
 from mindspeed_rlxf.data.batch import RoleOutput
-from mindspeed_rlxf.engine.engine import MegatronEngine
 
 
 class SavedRole:
-    engine: MegatronEngine
+    engine: Any  # the role's training engine
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> RoleOutput:
         """Write the weights; a collective over the role's ranks."""

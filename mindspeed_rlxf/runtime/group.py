@@ -16,7 +16,7 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.data.batch import Rows
 from mindspeed_rlxf.runtime.protocol import BUILD, Call, Pool, Reply, Request
-from mindspeed_rlxf.runtime.refs import Piece, RowsRef
+from mindspeed_rlxf.runtime.refs import Piece, RowsRef, find_refs, split_refs
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class RoleGroup:
         """Run a method of the role's class on every rank.
 
         method: the plain function, as `ActorRole.generate`
-        args: `Sharded`, by data-parallel rank; RowsRef, split between replicas in equal contiguous
-            parts; anything else, the same for all
+        args: `Sharded`, by data-parallel rank; RowsRef, alone or as fields of a dataclass, split
+            between replicas in equal contiguous parts; anything else, the same for all
         rows_per_input: rows that come out for each row that goes in
         """
         return self._submit(method.__name__, args, rows_per_input, None)
@@ -143,10 +143,8 @@ class RoleGroup:
 
     def _shards(self, arg: Any) -> Sequence[Any]:
         """The argument of each data-parallel rank."""
-        if isinstance(arg, RowsRef):
-            return arg.split(self.layout.dp)
         if not isinstance(arg, Sharded):
-            return [arg] * self.layout.dp
+            return split_refs(arg, self.layout.dp)
         assert len(arg.parts) == self.layout.dp, (
             f"{self.role.value} has {self.layout.dp} data-parallel ranks, "
             f"got {len(arg.parts)} parts"
@@ -157,7 +155,7 @@ class RoleGroup:
     def _num_rows_in(shards: Sequence[Sequence[Any]], args: Sequence[Any], dp: int) -> int | None:
         """Rows of the first argument that is shared out between replicas."""
         for shard, arg in zip(shards, args, strict=True):
-            if isinstance(arg, (RowsRef, Sharded)):
+            if isinstance(arg, Sharded) or find_refs(arg):
                 num_rows = _num_rows(shard[dp])
                 if num_rows is not None:
                     return num_rows

@@ -89,6 +89,11 @@ class RowsRef:
         return [entry for entry in found if entry[1]]
 
 
+def standing_for(ref: RowsRef | None) -> Any:
+    """`ref` for a field of rows in a dataclass that workers get: they find the rows there."""
+    return ref
+
+
 def resolve(ref: RowsRef, fetch: Fetch) -> Rows:
     """The rows behind `ref`, in its order; only pieces that hold one of them are fetched."""
     entries = ref.by_piece()
@@ -122,6 +127,20 @@ def resolve_refs(value: Any, fetch: Fetch) -> Any:
     handles = list(dict.fromkeys(p.handle for ref in refs for p, _, _ in ref.by_piece()))
     known = dict(zip(handles, fetch(handles), strict=True))
     return _replace_refs(value, lambda wanted: [known[handle] for handle in wanted])
+
+
+def split_refs(value: Any, n: int) -> list[Any]:
+    """`value` once for each of `n` replicas, every RowsRef in it (or itself) split between them."""
+    if isinstance(value, RowsRef):
+        return list(value.split(n))
+    if not dataclasses.is_dataclass(value) or isinstance(value, (type, Rows)):
+        return [value] * n
+    held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    parts = {k: v.split(n) for k, v in held.items() if isinstance(v, RowsRef)}
+    return [
+        dataclasses.replace(value, **{name: split[i] for name, split in parts.items()})
+        for i in range(n)
+    ]
 
 
 def _replace_refs(value: Any, fetch: Fetch) -> Any:

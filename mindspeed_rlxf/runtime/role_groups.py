@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mindspeed_rlxf.config.enums import KlPenalty, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.data.batch import Prompts
+from mindspeed_rlxf.data.batch import ExperienceInputs, Prompts
 from mindspeed_rlxf.data.mini_batches import mini_batch_order, rank_steps
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
@@ -74,20 +74,9 @@ class ActorGroup(SavedGroup):
         pending = self.train.call(ActorRole.describe, rollouts.take(rows))
         return [text for report in pending.result() for text in report][:count]
 
-    def make_experience(
-        self,
-        rollouts: RowsRef,
-        old: RowsRef | None,
-        ref: RowsRef,
-        scores: RowsRef,
-        greedy: RowsRef | None,
-        greedy_scores: RowsRef | None,
-        kl_coef: float,
-        slot_limit: int,
-    ) -> Pending:
+    def make_experience(self, inputs: ExperienceInputs) -> Pending:
         """Where there is no critic. Rows: Experience. Reports: ExperienceReport per replica."""
-        arguments = rollouts, old, ref, scores, greedy, greedy_scores, kl_coef, slot_limit
-        return self.train.call(ActorRole.make_experience, *arguments)
+        return self.train.call(ActorRole.make_experience, inputs)
 
     def update_policy(
         self, rollouts: RowsRef, experience: RowsRef, iteration: int, kl_coef: float
@@ -140,20 +129,9 @@ class CriticGroup(SavedGroup):
         """Rows: Values."""
         return self.group.call(CriticRole.values, rollouts)
 
-    def make_experience(
-        self,
-        rollouts: RowsRef,
-        old: RowsRef | None,
-        ref: RowsRef,
-        values: RowsRef,
-        scores: RowsRef,
-        kl_coef: float,
-        slot_limit: int,
-    ) -> Pending:
+    def make_experience(self, inputs: ExperienceInputs) -> Pending:
         """Rows: Experience. Reports: ExperienceReport per replica."""
-        return self.group.call(
-            CriticRole.make_experience, rollouts, old, ref, values, scores, kl_coef, slot_limit
-        )
+        return self.group.call(CriticRole.make_experience, inputs)
 
     def update_critic(self, rollouts: RowsRef, experience: RowsRef, iteration: int) -> Pending:
         """Reports: UpdateReport per replica, the same on each."""

@@ -10,10 +10,10 @@ from typing import TypeVar
 import torch
 
 from mindspeed_rlxf.algorithms.groups import groups_that_differ
-from mindspeed_rlxf.algorithms.scores import shape_scores
 from mindspeed_rlxf.config.enums import AdvEstimator
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
+from mindspeed_rlxf.rewards.shaping import ScoreShaping
 from mindspeed_rlxf.roles.reports import GenerateReport, ResponseLengths, ScoreReport
 from mindspeed_rlxf.runtime.group import Pending
 from mindspeed_rlxf.runtime.refs import RowsRef
@@ -115,6 +115,7 @@ class Collector:
         self.config, self.algorithm = config, config.algorithm
         self.actor, self.reward, self.prompts = roles.actor, roles.reward, prompts
         self.group_size = config.actor_rollout.n_samples_per_prompt
+        self.shaping = ScoreShaping(config)
 
     def collect(self) -> Collected:
         found = self._filtered() if self.algorithm.filter_groups else self._one_batch()
@@ -150,8 +151,8 @@ class Collector:
         while len(differing) < wanted and len(batches) < self.algorithm.max_num_gen_batches:
             batches.append(self._batch(self.prompts.next_prompts()))
             offset = (len(batches) - 1) * wanted
-            seen = self._clipped(batches[-1].scores())
-            differing += [offset + g for g in groups_that_differ(seen, size)]
+            seen = self.shaping.shape(torch.tensor(batches[-1].scores()))
+            differing += [offset + g for g in groups_that_differ(seen.tolist(), size)]
         alike = sorted(set(range(len(batches) * wanted)) - set(differing))
         missing = max(0, wanted - len(differing))
         groups = sorted(differing[:wanted] + alike[:missing])
@@ -159,14 +160,6 @@ class Collector:
         rollouts = RowsRef.concat([batch.generated.rows() for batch in batches]).take(kept)
         scores = RowsRef.concat([batch.scored.rows() for batch in batches]).take(kept)
         return Collected(rollouts, scores, batches, kept, missing)
-
-    def _clipped(self, scores: list[float]) -> list[float]:
-        """Scores as the advantages see them, but for penalties."""
-        algorithm = self.algorithm
-        given = torch.tensor(scores)
-        given = given.where(given.isfinite(), torch.nan)  # clipping would hide it
-        shaped = shape_scores(given, algorithm.reward_scale, algorithm.reward_clip)
-        return list(shaped.tolist())
 
     def _with_greedy(self, found: Collected) -> Collected:
         """One greedy response to each prompt, given to all of the prompt's samples."""

@@ -8,7 +8,9 @@ from typing import Any
 from mindspeed_rlxf.algorithms.kl import KlController
 from mindspeed_rlxf.config.enums import KlControl, OldLogProbs, RuntimeKind, ScoreSlotLimit
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.batch import ExperienceInputs
 from mindspeed_rlxf.runtime.group import Pending
+from mindspeed_rlxf.runtime.refs import standing_for
 from mindspeed_rlxf.runtime.role_groups import RoleGroups
 from mindspeed_rlxf.trainer import metrics as names
 from mindspeed_rlxf.trainer.collector import Collected, Collector
@@ -100,15 +102,18 @@ class PpoTrainer:
         self, collected: Collected, old: Pending | None, ref: Pending, values: Pending | None
     ) -> Pending:
         """On the critic's ranks, or the actor's where there is no critic."""
-        rollouts, scores = collected.rollouts, collected.scores
-        log_probs = (old.rows() if old else None), ref.rows()
-        penalty = self.kl.value, self._slot_limit(collected)
-        if self.critic and values:
-            return self.critic.make_experience(
-                rollouts, *log_probs, values.rows(), scores, *penalty
-            )
-        greedy = collected.greedy, collected.greedy_scores
-        return self.actor.make_experience(rollouts, *log_probs, scores, *greedy, *penalty)
+        inputs = ExperienceInputs(
+            rollouts=standing_for(collected.rollouts),
+            old=standing_for(old.rows() if old else None),
+            ref=standing_for(ref.rows()),
+            scores=standing_for(collected.scores),
+            values=standing_for(values.rows() if values else None),
+            greedy=standing_for(collected.greedy),
+            greedy_scores=standing_for(collected.greedy_scores),
+            kl_coef=self.kl.value,
+            slot_limit=self._slot_limit(collected),
+        )
+        return (self.critic or self.actor).make_experience(inputs)
 
     def _finish(
         self,

@@ -1,4 +1,4 @@
-"""One run from a checked configuration to an exit code."""
+"""One run: devices, roles and trainer, from a checked configuration to an exit code."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import logging
 import math
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_rlxf.checkpoint.run_store import RunStore
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
@@ -26,78 +28,156 @@ from mindspeed_rlxf.trainer.stopping import Stopped, StopRequest
 from mindspeed_rlxf.trainer.validation import Validator
 from mindspeed_rlxf.trainer.weight_saver import WeightSaver
 
+if TYPE_CHECKING:
+    from mindspeed_rlxf.runtime.ray_runtime import RayRuntime
+
 EXIT_DONE, EXIT_FAILED, EXIT_STOPPED = 0, 1, 75
 
 logger = logging.getLogger(__name__)
 
 
-def run(config: RunConfig, prepared: Prepared) -> int:
-    """Train to the end; returns the exit code of `design`, section 3."""
-    directory = RunDirectory.choose(config)
-    if is_finished(config, directory):
-        print(
-            f"done already: {directory.path} has its {config.training.train_iters} iterations; "
-            "raise training.train_iters to go on",
-            flush=True,
+class Run:
+    """One run from a checked configuration to an exit code (design, section 3).
+
+    with Run(config, prepared) as run:
+        if trainer := run.start():
+            trainer.fit()
+    return run.exit_code
+
+    Whatever fails in the block ends in the exit code, but for a UserError. A block that ends well
+    writes the final weights.
+    """
+
+    def __init__(self, config: RunConfig, prepared: Prepared) -> None:
+        training = config.training
+        self.config, self.prepared = config, prepared
+        self.exit_code = EXIT_DONE
+        self._started: RunDirectory | None = None  # that this process writes to
+        self._done = ""  # the last line of a run that reached its end
+        self._open = contextlib.ExitStack()
+        self._stop = StopRequest(
+            training.stop_grace_s,
+            training.max_wall_time,
+            supervisor.command_started(),
+            history=config.validation.interval + 1,
         )
-        return EXIT_DONE
-    started: list[RunDirectory] = []
-    training = config.training
-    stop = StopRequest(
-        training.stop_grace_s,
-        training.max_wall_time,
-        supervisor.command_started(),
-        history=config.validation.interval + 1,
-    )
-    try:
-        with stop:
-            if config.runtime.kind is RuntimeKind.LOCAL:
-                _run_locally(config, prepared, started, stop)
-            else:
-                _run_on_ray(config, prepared, started, stop)
-    except UserError as error:
-        _release(started)
-        if isinstance(error, TooFewDevices):
-            supervisor.tell(free=error.free)
-        raise
-    except (KeyboardInterrupt, Stopped):
-        print(f"stopped: {stop.reason or 'SIGINT'}; {stop.lost}", file=sys.stderr, flush=True)
-        return EXIT_STOPPED
-    except DevicesMissing as error:
-        _release(started)
-        supervisor.tell(free=error.free)
-        print(f"stopped: {error}", file=sys.stderr, flush=True)
-        return EXIT_STOPPED
-    except Exception as error:
+
+    def __enter__(self) -> Run:
+        self._open.enter_context(self._stop)
+        return self
+
+    def start(self) -> PpoTrainer | None:
+        """Devices, roles, and the state of the newest checkpoint; None where all is done already.
+
+        Raises UserError, DevicesMissing, WorkerError, RuntimeTimeout.
+        """
+        directory = RunDirectory.choose(self.config)
+        if is_finished(self.config, directory):
+            iterations = self.config.training.train_iters
+            print(
+                f"done already: {directory.path} has its {iterations} iterations; "
+                "raise training.train_iters to go on",
+                flush=True,
+            )
+            return None
+        if self.config.runtime.kind is RuntimeKind.LOCAL:
+            return self._start_locally()
+        return self._start_on_ray()
+
+    def _start_on_ray(self) -> PpoTrainer:
+        from mindspeed_rlxf.runtime.ray_runtime import RayRuntime
+
+        directory = self._take(RunDirectory.create(self.config))
+        _tell(self.config, directory)
+        runtime = RayRuntime.from_config(self.config, directory.logs, directory.config)
+        self._open.callback(runtime.shutdown)
+        self._open.enter_context(_examined(runtime))
+        supervisor.tell(joined=not runtime.cluster.own)
+        return self._train(directory, runtime)
+
+    def _start_locally(self) -> PpoTrainer:
+        """In this process, or in all processes of torchrun, of which the first one writes."""
+        from mindspeed_rlxf.runtime.local import LocalRuntime
+
+        runtime = LocalRuntime.from_config(self.config, log_dir=None)
+        self._open.callback(runtime.shutdown)
+        if runtime.world.size > 1:
+            self._stop.agree = lambda mine: runtime.from_first(lambda: mine)
+        directory = runtime.from_first(lambda: RunDirectory.create(self.config))
+        if runtime.is_first:
+            self._take(directory)
+        return self._train(directory, runtime, writes=runtime.is_first)
+
+    def _train(self, directory: RunDirectory, runtime: Runtime, writes: bool = True) -> PpoTrainer:
+        given = self.config, self.prepared, directory, runtime, writes, self._stop
+        trainer = self._open.enter_context(training(*given))
+        if writes:
+            self._done = f"done: {self.config.training.train_iters} iterations, {directory.path}"
+        return trainer
+
+    def _take(self, directory: RunDirectory) -> RunDirectory:
+        """This process writes to the directory from here on."""
+        self._started = directory
+        failure.put_away(directory.failure, directory.logs / "failures.jsonl")
+        _log_to(directory)
+        print(f"run directory: {directory.path}", flush=True)
+        for change in directory.changes:
+            print(f"note: changed since the last start: {change}", flush=True)
+        for notice in self.prepared.notices:
+            print(f"note: {notice}", flush=True)
+        return directory
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> bool:
+        try:
+            with self._open.pop_all():
+                if error is not None:
+                    raise error
+            if self._done:
+                print(self._done, flush=True)
+        except UserError as mistake:
+            self._release()
+            if isinstance(mistake, TooFewDevices):
+                supervisor.tell(free=mistake.free)
+            raise
+        except (KeyboardInterrupt, Stopped):
+            self._say_stopped(f"{self._stop.reason or 'SIGINT'}; {self._stop.lost}")
+        except DevicesMissing as missing:
+            self._release()
+            supervisor.tell(free=missing.free)
+            self._say_stopped(str(missing))
+        except Exception as failed:
+            self._fail(failed)
+        finally:
+            if self._started:
+                self._started.unlock()
+        return True
+
+    def _say_stopped(self, why: str) -> None:
+        print(f"stopped: {why}", file=sys.stderr, flush=True)
+        self.exit_code = EXIT_STOPPED
+
+    def _fail(self, error: Exception) -> None:
         if not isinstance(error, (WorkerError, RuntimeTimeout)):
-            logger.exception("the driver failed")
-        for directory in started:  # a full disk has no room for the report otherwise
+            logger.error("the driver failed", exc_info=error)
+        if self._started:  # a full disk has no room for the report otherwise
             with contextlib.suppress(OSError):
-                RunStore(directory.checkpoints).clear_unfinished()
-        failure.report(started[0] if started else None, error, stop)
-        return EXIT_FAILED
-    finally:
-        for directory in started:
-            directory.unlock()
-    return EXIT_DONE
+                RunStore(self._started.checkpoints).clear_unfinished()
+        failure.report(self._started, error, self._stop)
+        self.exit_code = EXIT_FAILED
+
+    def _release(self) -> None:
+        """Nothing has been trained: the same command may take the directory again."""
+        if self._started:
+            self._started.release()
 
 
-def _run_on_ray(
-    config: RunConfig, prepared: Prepared, started: list[RunDirectory], stop: StopRequest
-) -> None:
-    from mindspeed_rlxf.runtime.ray_runtime import RayRuntime
-
-    directory = _start(RunDirectory.create(config), prepared, started)
-    _tell(config, directory)
-    runtime = RayRuntime.from_config(config, directory.logs, directory.config)
-    supervisor.tell(joined=not runtime.cluster.own)
+@contextlib.contextmanager
+def _examined(runtime: RayRuntime) -> Iterator[None]:
+    """Find out more about a worker that failed, while its cluster is there."""
     try:
-        train(config, prepared, directory, runtime, stop=stop)
+        yield
     except WorkerError as error:
         raise runtime.examined(error) from None
-    finally:
-        runtime.shutdown()
-    _say_done(config, directory)
 
 
 def _tell(config: RunConfig, directory: RunDirectory) -> None:
@@ -118,57 +198,20 @@ def _tell(config: RunConfig, directory: RunDirectory) -> None:
     )
 
 
-def _run_locally(
-    config: RunConfig, prepared: Prepared, started: list[RunDirectory], stop: StopRequest
-) -> None:
-    """In this process, or in all processes of torchrun, of which the first one writes."""
-    from mindspeed_rlxf.runtime.local import LocalRuntime
-
-    runtime = LocalRuntime.from_config(config, log_dir=None)
-    if runtime.world.size > 1:
-        stop.agree = lambda mine: runtime.from_first(lambda: mine)
-    try:
-        directory = runtime.from_first(lambda: RunDirectory.create(config))
-        if runtime.is_first:
-            _start(directory, prepared, started)
-        train(config, prepared, directory, runtime, writes=runtime.is_first, stop=stop)
-    finally:
-        runtime.shutdown()
-    if runtime.is_first:
-        _say_done(config, directory)
-
-
-def _start(
-    directory: RunDirectory, prepared: Prepared, started: list[RunDirectory]
-) -> RunDirectory:
-    started.append(directory)
-    failure.put_away(directory.failure, directory.logs / "failures.jsonl")
-    _log_to(directory)
-    print(f"run directory: {directory.path}", flush=True)
-    for change in directory.changes:
-        print(f"note: changed since the last start: {change}", flush=True)
-    for notice in prepared.notices:
-        print(f"note: {notice}", flush=True)
-    return directory
-
-
-def _say_done(config: RunConfig, directory: RunDirectory) -> None:
-    print(f"done: {config.training.train_iters} iterations, {directory.path}", flush=True)
-
-
-def train(
+@contextlib.contextmanager
+def training(
     config: RunConfig,
     prepared: Prepared,
     directory: RunDirectory,
     runtime: Runtime,
     writes: bool = True,
     stop: StopRequest | None = None,
-) -> None:
-    """Start the roles, go on from the newest checkpoint if there is one, run the loop, write the
-    final weights.
+) -> Iterator[PpoTrainer]:
+    """A trainer with its roles, gone on from the newest checkpoint if there is one; a block that
+    ends well writes the final weights.
 
     writes: this process writes the metric and sample files.
-    stop:   asked after each iteration. Raises Stopped when it ends the run.
+    stop:   asked after each iteration; `fit` raises Stopped when it ends the run.
     """
     stop = stop or StopRequest(config.training.stop_grace_s)
     parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}
@@ -176,18 +219,15 @@ def train(
     roles = RoleGroups.build(config, pools, prepared.eos_token_ids)
     prompts = digest(prepared.train_prompts, prepared.eos_token_ids)
     checkpoints = RunCheckpoints(config, roles, directory, prompts, writes)
-    say = _say if writes else _say_nothing
-    state = checkpoints.restore(say)
+    state = checkpoints.restore(_say if writes else _say_nothing)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
-    try:
+    with contextlib.closing(recorder):
         trainer = make_trainer(config, prepared, roles, recorder, checkpoints, stop)
         if state is not None:
             trainer.load_state_dict(state["trainer"])
             stop.resumed(trainer.iteration)
-        trainer.fit()
+        yield trainer
         _export(config, directory, checkpoints, writes)
-    finally:
-        recorder.close()
 
 
 def _export(
@@ -227,12 +267,6 @@ def make_trainer(
         recorder,
     )
     return PpoTrainer(config, roles, source, validator, recorder, checkpoints, stop)
-
-
-def _release(started: list[RunDirectory]) -> None:
-    """Nothing has been trained: the same command may take the directory again."""
-    for directory in started:
-        directory.release()
 
 
 def _log_to(directory: RunDirectory) -> None:

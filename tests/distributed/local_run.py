@@ -8,9 +8,9 @@ from pathlib import Path
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.local import LocalRuntime
-from mindspeed_rlxf.trainer.run import train
 from tests.distributed.llamas import PLAIN, locally
 from tests.distributed.test_layout_invariance import fixed_run
+from tests.training import train
 
 
 def main(folder: str, out: str, ranks: str) -> None:

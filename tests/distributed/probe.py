@@ -25,7 +25,7 @@ class EngineProbe:
         """Logits where response tokens are predicted: one list per token, samples in order."""
 
         def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-            places = batch.prediction_places(batch.response_lengths)
+            places = batch.prediction_places(batch.trained_mask)
             chosen = model.full_hidden(hidden, partial_gradient=True)[places]
             vocab = model.architecture.vocab_size
             return full_logits(chosen, model.output_weight, vocab, model.tp_group)
@@ -36,7 +36,7 @@ class EngineProbe:
         """The score head at every response token."""
 
         def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-            places = batch.prediction_places(batch.response_lengths)
+            places = batch.prediction_places(batch.trained_mask)
             return model.score(model.full_hidden(hidden, partial_gradient=False)[places])
 
         return self._flat(rollouts, read)

@@ -12,9 +12,9 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.local import LocalRuntime
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
-from mindspeed_rlxf.trainer.run import train
 from tests.distributed.llamas import locally
 from tests.distributed.test_layout_invariance import ARCHITECTURES, fixed_run
+from tests.training import train
 
 
 class Killed(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mindspeed_rlxf.algorithms.advantages import length_mask
+from mindspeed_rlxf.algorithms.slots import length_mask
 from mindspeed_rlxf.data.batch import Experience, Rollouts
 from tests.distributed.llamas import VOCAB
 
@@ -29,7 +29,8 @@ def make_rollouts(seed: int = 0) -> Rollouts:
         prompt_ids=tokens(prompts),
         prompt_lengths=prompts,
         response_ids=tokens(responses),
-        response_lengths=responses,
+        response_mask=length_mask(responses, width),
+        trained_mask=length_mask(responses, width),
         has_eos=torch.tensor([False, True] * (count // 2)),
         rollout_log_probs=torch.zeros(count, width),
         ground_truths=[""] * count,
@@ -41,7 +42,7 @@ def make_experience(rollouts: Rollouts, seed: int = 1) -> Experience:
     """Random advantages, returns and old values; old log-probs near those of a random model."""
     generator = torch.Generator().manual_seed(seed)
     count, width = rollouts.response_ids.shape
-    mask = length_mask(rollouts.response_lengths, width)
+    mask = rollouts.trained_mask
     slots = rollouts.response_lengths + rollouts.has_eos.long()
     value_mask = length_mask(slots, width + 1)
 
@@ -50,7 +51,7 @@ def make_experience(rollouts: Rollouts, seed: int = 1) -> Experience:
 
     return Experience(
         advantages=noise(width) * mask,
-        response_mask=mask,
+        trained_mask=mask,
         old_log_probs=(noise(width) * 0.3 - 3.6) * mask,
         ref_log_probs=torch.zeros(count, 0),
         returns=noise(width + 1) * value_mask,

@@ -18,7 +18,6 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
-from mindspeed_rlxf.trainer.run import train
 from tests.distributed.llamas import TIED, make_llama
 from tests.distributed.test_layout_invariance import (
     ITERATIONS,
@@ -29,6 +28,7 @@ from tests.distributed.test_layout_invariance import (
     fixed_run,
     load_folder,
 )
+from tests.training import train
 from tests.trl.record import make_tokenizer
 from tests.trl.runs import metrics_of
 

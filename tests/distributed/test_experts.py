@@ -13,13 +13,11 @@ from mindspeed_rlxf.config.enums import LossNormalizer, Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
-from mindspeed_rlxf.engine.engine import LossOutput, MegatronEngine
+from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.grouping import chunk_rows
 from mindspeed_rlxf.engine.losses import normalised_loss
-from mindspeed_rlxf.engine.micro_batch import MicroBatch
+from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.models.transformer import TransformerModel
-from mindspeed_rlxf.roles.log_probs import read_log_probs
 from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
 from mindspeed_rlxf.runtime.role_groups import ActorGroup
 from tests.distributed.llamas import (
@@ -150,13 +148,12 @@ class GradientProbe:
     def gradients(self, rollouts: Rollouts, main: float) -> RoleOutput:
         """Of `main` times the mean negative log-likelihood, and of the load-balancing loss."""
 
-        def loss_step(model: TransformerModel, batch: MicroBatch, hidden: Any) -> LossOutput:
-            log_probs, _ = read_log_probs(model, batch, hidden, 1.0)
-            loss, mean = -main * log_probs, LossNormalizer.MINIBATCH_TOKENS
-            return normalised_loss(loss, batch.response_lengths, mean, {"loss": loss}, {})
+        def loss_of(rows: list[int], tokens: TokenLogProbs) -> LossOutput:
+            loss, mean = -main * tokens.log_probs, LossNormalizer.MINIBATCH_TOKENS
+            return normalised_loss(loss, rollouts.response_lengths[rows], mean, {"loss": loss}, {})
 
         batches = self.engine.micro_batches(rollouts, range(rollouts.num_rows))
-        norm = self.engine.train_step(batches, loss_step)
+        norm = self.engine.train_step(batches, PolicyStep(loss_of, 1.0))
         weights = self.engine.weights
         for tensor in weights.tensors.values():
             tensor.data = tensor.main_grad  # type: ignore[attr-defined]

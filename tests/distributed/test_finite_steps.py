@@ -25,11 +25,10 @@ from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.device import megatron_versions
-from mindspeed_rlxf.engine.engine import LossOutput, Mean, MegatronEngine
+from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps
-from mindspeed_rlxf.engine.micro_batch import MicroBatch
+from mindspeed_rlxf.engine.protocol import LossOutput, Mean, PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.runtime.errors import WorkerError
 from mindspeed_rlxf.runtime.group import RoleGroup
 from tests.distributed.llamas import TIED, make_llama
@@ -51,7 +50,8 @@ class Learner:
         for factor in factors:
             batches = self.engine.micro_batches(rollouts, range(rollouts.num_rows))
             own = factor if torch.distributed.get_rank() == rank else 1.0
-            found.append(self.engine.train_step(batches, partial(_loss, own)))
+            step = PolicyStep(partial(_loss, own), temperature=1.0)
+            found.append(self.engine.train_step(batches, step))
         weights = {n: p.float().tolist() for n, p in self.engine.module.named_parameters()}
         state = [p.tolist() for group in self._main_parameters() for p in group]
         return RoleOutput(report=(found, weights, state))
@@ -87,14 +87,14 @@ class Learner:
         return RoleOutput()
 
 
-def _loss(factor: float, model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> LossOutput:
-    full = model.full_hidden(hidden, partial_gradient=False)
-    loss = full.float().square().sum()
+def _loss(factor: float, rows: list[int], tokens: TokenLogProbs) -> LossOutput:
+    log_probs = tokens.log_probs
+    loss = log_probs.square().sum()
     if factor == BAD_SLOPE:
-        loss = loss + (full.float() * 0).sum().sqrt()  # plus 0, whose slope is inf * 0
+        loss = loss + (log_probs * 0).sum().sqrt()  # plus 0, whose slope is inf * 0
     else:
         loss = loss * factor
-    return LossOutput(loss, full.size(0), {"loss": Mean.of(loss, full.size(0))})
+    return LossOutput(loss, len(log_probs), {"loss": Mean.of(loss, len(log_probs))})
 
 
 def group_of(runtime: Any, folder: Path, policy: NanPolicy, bf16: bool) -> RoleGroup:

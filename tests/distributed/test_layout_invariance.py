@@ -24,7 +24,6 @@ from mindspeed_rlxf.data.fixed_responses import FixedResponses
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.trainer.preflight import Prepared
-from mindspeed_rlxf.trainer.run import train
 from tests.distributed.conftest import NUM_DEVICES, REPOSITORY
 from tests.distributed.llamas import (
     MIXTRAL,
@@ -37,6 +36,7 @@ from tests.distributed.llamas import (
     run_config,
 )
 from tests.distributed.runtime.test_local_runtime import torchrun
+from tests.training import train
 from tests.trl.record import make_tokenizer
 from tests.trl.runs import metrics_of
 

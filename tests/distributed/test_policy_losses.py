@@ -231,7 +231,7 @@ def samples(prefers: bool) -> tuple[Rollouts, Experience]:
     """Eight responses; of four pairs one has no preference. One advantage for a whole response."""
     rollouts = make_rollouts()
     made = make_experience(rollouts)
-    mask = made.response_mask
+    mask = made.trained_mask
     generator = torch.Generator().manual_seed(9)
 
     def noise() -> Tensor:

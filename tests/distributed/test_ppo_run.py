@@ -25,10 +25,10 @@ from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
 from mindspeed_rlxf.runtime.role_groups import ActorGroup
 from mindspeed_rlxf.trainer.preflight import prepare
-from mindspeed_rlxf.trainer.run import train
 from tests.distributed.llamas import PLAIN, TIED, make_llama, run_config
 from tests.distributed.samples import make_experience
 from tests.distributed.test_parity_with_transformers import make_prompts
+from tests.training import train
 
 DATA = Path(os.environ.get("RLXF_DATA", Path(__file__).parents[3] / "shared" / "data"))
 GSM8K = DATA / "gsm8k"

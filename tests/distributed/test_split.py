@@ -23,7 +23,6 @@ from mindspeed_rlxf.runtime.errors import WorkerError
 from mindspeed_rlxf.runtime.group import submit_together
 from mindspeed_rlxf.runtime.role_groups import ActorGroup
 from mindspeed_rlxf.trainer.preflight import Prepared
-from mindspeed_rlxf.trainer.run import train
 from tests.distributed.llamas import PLAIN
 from tests.distributed.test_layout_invariance import (
     ARCHITECTURES,
@@ -39,6 +38,7 @@ from tests.distributed.test_layout_invariance import (
     models,
 )
 from tests.distributed.test_parity_with_transformers import make_prompts
+from tests.training import train
 
 __all__ = ["models"]
 

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mindspeed_rlxf.algorithms.advantages import length_mask
 from mindspeed_rlxf.algorithms.losses import TokenLoss, clipped_policy_loss
 from mindspeed_rlxf.algorithms.masked import masked_whiten
+from mindspeed_rlxf.algorithms.slots import length_mask
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     LossNormalizer,
@@ -32,21 +32,22 @@ from mindspeed_rlxf.config.schema import (
 )
 from mindspeed_rlxf.data.batch import (
     Experience,
+    ExperienceInputs,
     LogProbs,
     RoleOutput,
     Rollouts,
     Scores,
     fit_columns,
 )
-from mindspeed_rlxf.engine.engine import LossOutput
+from mindspeed_rlxf.engine.protocol import LossOutput
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
-from mindspeed_rlxf.roles import actor as actor_module
-from mindspeed_rlxf.roles import experience as experience_module
+from mindspeed_rlxf.roles import objectives as objectives_module
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.roles.objectives import ClippedObjective
 from mindspeed_rlxf.runtime import role_groups
 from mindspeed_rlxf.runtime.role_groups import CriticGroup
-from mindspeed_rlxf.trainer.run import train
+from tests.training import train
 from tests.trl.record import (
     BATCH,
     EOS,
@@ -109,13 +110,11 @@ def run_like_trl(
     first: dict[str, Any] = {}
     original = CriticGroup.make_experience
 
-    def listening(self: CriticGroup, rollouts: Any, old: Any, ref: Any, *rest: Any) -> Any:
-        pending = original(self, rollouts, old, ref, *rest)
+    def listening(self: CriticGroup, inputs: ExperienceInputs) -> Any:
+        pending = original(self, inputs)
         if not first:
-            scores = rest[1]
-            (told,) = self.group.call(
-                ReportingCritic.tell, rollouts, pending.rows(), ref, scores
-            ).result()
+            given = inputs.rollouts, pending.rows(), inputs.ref, inputs.scores
+            (told,) = self.group.call(ReportingCritic.tell, *given).result()
             first.update(told)
         return pending
 
@@ -192,45 +191,51 @@ class BiasedVariance(CriticRole):
             count = mask.sum()
             return masked_whiten(values, mask, *rest) * (count / (count - 1)).sqrt()
 
-        with replaced(experience_module, "masked_whiten", whiten):
+        with replaced(objectives_module, "masked_whiten", whiten):
             return super().make_experience(*arguments)
 
 
 class WhitensOverValueSlots(CriticRole):
     """Whitens over the slot after EOS too."""
 
-    def make_experience(self, rollouts: Rollouts, *rest: Any) -> RoleOutput:
-        width = rollouts.response_ids.size(1)
+    def make_experience(self, inputs: ExperienceInputs) -> RoleOutput:
+        rollouts, width = inputs.rollouts, inputs.rollouts.response_ids.size(1)
         slots = torch.minimum(rollouts.response_lengths + rollouts.has_eos, torch.tensor(width))
 
         def whiten(values: Tensor, _mask: Tensor, *arguments: Any) -> Tensor:
             return masked_whiten(values, length_mask(slots, width), *arguments)
 
-        with replaced(experience_module, "masked_whiten", whiten):
-            return super().make_experience(rollouts, *rest)
+        with replaced(objectives_module, "masked_whiten", whiten):
+            return super().make_experience(inputs)
 
 
 class LearnsNoSlotAfterEos(CriticRole):
     """Masks the value loss as the policy loss."""
 
     def update_critic(self, rollouts: Rollouts, experience: Experience, *rest: Any) -> RoleOutput:
-        mask = fit_columns(experience.response_mask, experience.value_mask.size(1))
+        mask = fit_columns(experience.trained_mask, experience.value_mask.size(1))
         return super().update_critic(rollouts, replace(experience, value_mask=mask), *rest)
 
 
 class MeanOfSequenceMeans(ActorRole):
     """Weighs every response of a micro-batch the same, whatever its length."""
 
-    def policy_loss_step(self, experience: Experience, *rest: Any) -> LossOutput:
-        lengths = experience.response_mask[rest[3].rows].sum(1)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.objective = WeighsResponsesAlike(arguments[0], self.engine.sum_over_replicas)
+
+
+class WeighsResponsesAlike(ClippedObjective):
+    def loss(self, experience: Experience, *rest: Any) -> LossOutput:
+        lengths = experience.trained_mask[rest[2]].sum(1)
         weights = torch.repeat_interleave(lengths.sum() / lengths / len(lengths), lengths)
 
-        def loss(*arguments: Any) -> TokenLoss:
+        def weighed(*arguments: Any) -> TokenLoss:
             token = clipped_policy_loss(*arguments)
             return TokenLoss(token.loss * weights, token.clipped)
 
-        with replaced(actor_module, "clipped_policy_loss", loss):
-            return super().policy_loss_step(experience, *rest)
+        with replaced(objectives_module, "clipped_policy_loss", weighed):
+            return super().loss(experience, *rest)
 
 
 @contextmanager

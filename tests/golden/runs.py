@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
-from mindspeed_rlxf.trainer.run import train
+from tests.training import train
 
 FOLDER = Path(__file__).resolve().parent
 START, TRACES = FOLDER / "start", FOLDER / "traces"

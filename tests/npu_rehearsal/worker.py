@@ -25,9 +25,9 @@ def main(kind: DeviceKind, folder: Path, out: Path, name: str) -> None:
         count_operators()
     from mindspeed_rlxf.config.schema import DeviceConfig
     from mindspeed_rlxf.reporting.run_dir import RunDirectory
-    from mindspeed_rlxf.trainer.run import train
     from tests.distributed import llamas
     from tests.distributed.test_layout_invariance import fixed_run
+    from tests.training import train
 
     case = CASES[name]
     runtime = LocalRuntime(kind, timeout_s=TIMEOUT_S)

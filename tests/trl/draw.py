@@ -20,7 +20,7 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime import role_groups
 from mindspeed_rlxf.runtime.local import LocalRuntime
-from mindspeed_rlxf.trainer.run import train
+from tests.training import train
 from tests.trl.record import SETTINGS, UPDATES, make_tokenizer
 from tests.trl.runs import Trace, metrics_of, prepared, recorded_order, trl_config
 

@@ -9,13 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from mindspeed_rlxf.algorithms.advantages import (
-    estimate_gae,
-    length_mask,
-    rewards_to_go,
-    slot_counts,
-    token_rewards,
-)
+from mindspeed_rlxf.algorithms.advantages import estimate_gae, rewards_to_go, token_rewards
+from mindspeed_rlxf.algorithms.slots import last_slots, length_mask, readable_slots, value_mask
 from mindspeed_rlxf.config.enums import ScorePosition
 
 
@@ -102,15 +97,41 @@ def test_undiscounted_return_is_the_reward_to_go() -> None:
 def test_slot_after_eos_exists_below_the_limit(
     length: int, has_eos: bool, position: ScorePosition, limit: int, slots: int
 ) -> None:
-    got = slot_counts(torch.tensor([length]), torch.tensor([has_eos]), position, limit)
-    assert got.tolist() == [slots] and got.dtype == torch.int64
+    there = length_mask(torch.tensor([length]), 8)
+    got = value_mask(there, there, torch.tensor([has_eos]), position, limit)
+    assert got.tolist() == length_mask(torch.tensor([slots]), 9).tolist()
 
 
 def test_score_stands_on_the_last_slot_and_the_penalty_on_every_token() -> None:
     # two tokens and a slot after EOS; three tokens cut short
     kl = torch.tensor([[1.0, -2.0, 0.0, 0.0], [0.5, 0.0, 1.0, 0.0]])
-    rewards = token_rewards(kl, torch.tensor([10.0, -10.0]), torch.tensor([3, 3]), 0.1)
+    mask = length_mask(torch.tensor([3, 3]), 4)
+    rewards = token_rewards(kl, torch.tensor([10.0, -10.0]), mask, 0.1)
     assert_close(rewards, torch.tensor([[-0.1, 0.2, 10.0, 0.0], [-0.05, 0.0, -10.1, 0.0]]))
+
+
+def test_gae_carries_value_and_advantage_across_tokens_that_are_not_learnt_from() -> None:
+    # Tokens a, (x, y given), b, and the slot after EOS: steps of the policy are slots 0, 3, 4.
+    # gamma 0.9, lambda 0.5: A_4 = 1 - 0.4                                = 0.6
+    # delta_3 = 0.9 * 0.4 - 0.3 = 0.06      A_3 = 0.06 + 0.45 * 0.6      = 0.33
+    # delta_0 = 0.9 * 0.3 - 0.2 = 0.07      A_0 = 0.07 + 0.45 * 0.33     = 0.2185
+    mask = torch.tensor([[True, False, False, True, True]])
+    rewards = torch.tensor([[0.0, 7.0, 7.0, 0.0, 1.0]])
+    values = torch.tensor([[0.2, 9.0, 9.0, 0.3, 0.4]])
+    advantages, returns = estimate_gae(rewards, values, mask, 0.9, 0.5)
+    assert_close(advantages, torch.tensor([[0.2185, 0.0, 0.0, 0.33, 0.6]]))
+    assert_close(returns, torch.tensor([[0.4185, 0.0, 0.0, 0.63, 1.0]]))
+
+
+def test_slots_of_a_response_with_a_gap() -> None:
+    # of five tokens the second is given; then one that ends with a given token
+    there = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    trained = torch.tensor([[True, False, True, True, True], [True, True, False, False, False]])
+    ends = torch.tensor([True, True])
+    mask = value_mask(trained, there, ends, ScorePosition.AFTER_EOS, 8)
+    assert mask.int().tolist() == [[1, 0, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]]
+    assert last_slots(mask).tolist() == [5, 1]  # takes the score
+    assert readable_slots(trained, there).int().tolist() == [[1, 0, 1, 1, 1, 1], [1, 1, 0, 1, 0, 0]]
 
 
 def test_length_mask_is_true_below_the_length() -> None:

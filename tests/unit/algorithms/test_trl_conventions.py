@@ -13,12 +13,20 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from mindspeed_rlxf.algorithms.advantages import length_mask
 from mindspeed_rlxf.algorithms.masked import alone
+from mindspeed_rlxf.algorithms.slots import length_mask
 from mindspeed_rlxf.config.enums import AdvantageWhiten, NanPolicy, ScorePosition, Stage
-from mindspeed_rlxf.config.schema import AlgorithmConfig
-from mindspeed_rlxf.data.batch import Experience, LogProbs, Rollouts, Scores, Values
+from mindspeed_rlxf.config.schema import ActorConfig, AlgorithmConfig
+from mindspeed_rlxf.data.batch import (
+    Experience,
+    ExperienceInputs,
+    LogProbs,
+    Rollouts,
+    Scores,
+    Values,
+)
 from mindspeed_rlxf.roles.experience import ExperienceMaker
+from mindspeed_rlxf.roles.objectives import objective_of
 
 KL_COEF = 0.1
 
@@ -32,7 +40,8 @@ def rollouts_of(lengths: list[int], has_eos: list[bool], seed: int = 0) -> Rollo
         prompt_ids=torch.ones(rows, 2, dtype=torch.long),
         prompt_lengths=torch.full((rows,), 2),
         response_ids=torch.ones(rows, width, dtype=torch.long) * mask,
-        response_lengths=torch.tensor(lengths),
+        response_mask=mask,
+        trained_mask=mask,
         has_eos=torch.tensor(has_eos),
         rollout_log_probs=-torch.rand(rows, width, generator=generator) * mask,
         ground_truths=[""] * rows,
@@ -55,11 +64,13 @@ def make_experience(
     ref, values, scores = inputs(rollouts)
     config = SimpleNamespace(
         algorithm=algorithm,
-        actor_rollout=SimpleNamespace(max_new_tokens=slot_limit),
+        actor_rollout=ActorConfig.model_construct(max_new_tokens=slot_limit),
         training=SimpleNamespace(stage=Stage.RAY_PPO, nan_policy=NanPolicy.RAISE),
     )
-    maker = ExperienceMaker(config, alone)  # type: ignore[arg-type]
-    output = maker.with_values(rollouts, None, ref, values, scores, KL_COEF, slot_limit)
+    objective = objective_of(config, alone)  # type: ignore[arg-type]
+    maker = ExperienceMaker(config, objective, alone)  # type: ignore[arg-type]
+    given = rollouts, None, ref, scores, values, None, None
+    output = maker.make(ExperienceInputs(*given, KL_COEF, slot_limit))
     assert isinstance(output.rows, Experience)
     return output.rows, output.report
 
@@ -115,7 +126,7 @@ def test_slot_after_eos_does_not_depend_on_the_batch_width() -> None:
     rollouts = rollouts_of([5, 5], [True, False])
     ours, _ = make_experience(rollouts, 8, algorithm)
     assert ours.value_mask.sum(1).tolist() == [6, 5]
-    assert ours.response_mask.sum(1).tolist() == [5, 5]
+    assert ours.trained_mask.sum(1).tolist() == [5, 5]
 
 
 def test_score_on_eos_has_no_slot_more() -> None:

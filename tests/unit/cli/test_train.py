@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,17 +32,17 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """Stands in for the trainer; holds the configurations that were started."""
     runs: list[RunConfig] = []
 
-    def run(config: RunConfig, prepared: str) -> int:
+    def run(config: RunConfig, prepared: str) -> Any:
         assert prepared == "prepared"
-        runs.append(config)
-        return 75
+        trainer = SimpleNamespace(fit=lambda: runs.append(config))
+        return contextlib.nullcontext(SimpleNamespace(start=lambda: trainer, exit_code=75))
 
-    replace_trainer(monkeypatch, prepare=lambda config: "prepared", run=run)
+    replace_trainer(monkeypatch, prepare=lambda config: "prepared", Run=run)
     return runs
 
 
 def replace_trainer(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
-    for module_name, name in (("preflight", "prepare"), ("run", "run")):
+    for module_name, name in (("preflight", "prepare"), ("run", "Run")):
         module = ModuleType(f"mindspeed_rlxf.trainer.{module_name}")
         setattr(module, name, functions.get(name))
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -177,10 +178,11 @@ def test_a_local_run_claims_its_device_before_the_roles_bring_in_megatron(
     replace_trainer(monkeypatch, prepare=lambda config: order.append("prepare"))
 
     def imported(name: str) -> Any:
-        if name != "run":
+        if name != "Run":
             raise AttributeError(name)
         order.append("import")
-        return lambda config, prepared: 0
+        idle = SimpleNamespace(start=lambda: None, exit_code=0)
+        return lambda config, prepared: contextlib.nullcontext(idle)
 
     module = ModuleType("mindspeed_rlxf.trainer.run")
     module.__getattr__ = imported  # type: ignore[method-assign]

@@ -23,12 +23,13 @@ from mindspeed_rlxf.algorithms.masked import alone
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.data.batch import LogProbs, Scores, Values
+from mindspeed_rlxf.data.batch import ExperienceInputs, LogProbs, Scores, Values
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
 from mindspeed_rlxf.doctor import subject
 from mindspeed_rlxf.engine import engine, optimizer
 from mindspeed_rlxf.engine.finite import SkippedSteps
+from mindspeed_rlxf.engine.protocol import TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head, stage_parameters
 from mindspeed_rlxf.models.rope import inverse_frequencies
 from mindspeed_rlxf.models.transformer import transformer_config
@@ -36,9 +37,10 @@ from mindspeed_rlxf.planning import available
 from mindspeed_rlxf.planning.plan import plan
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.rewards.manager import RewardManager
-from mindspeed_rlxf.roles import actor, critic, preference
+from mindspeed_rlxf.roles import actor, critic, engines
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.generation import Generation
+from mindspeed_rlxf.roles.objectives import objective_of
 from mindspeed_rlxf.rollout.sampling import choose_tokens
 from mindspeed_rlxf.runtime import local, role_groups
 from mindspeed_rlxf.trainer import ppo, preflight, recorder, run
@@ -110,7 +112,8 @@ def adam(config: RunConfig) -> Any:
 
 def experience(config: RunConfig) -> Any:
     """Advantages and returns of four responses, two to each prompt; an error in words."""
-    maker, rollouts = ExperienceMaker(config, alone), rollouts_of(LENGTHS, HAS_EOS)
+    maker = ExperienceMaker(config, objective_of(config, alone), alone)
+    rollouts = rollouts_of(LENGTHS, HAS_EOS)
     shape = rollouts.response_ids.shape
     old, ref = (LogProbs(-noise(seed, *shape)) for seed in (1, 2))
     scores = Scores(torch.tensor([1.0, 0.0, 0.25, 2.0]))
@@ -118,11 +121,9 @@ def experience(config: RunConfig) -> Any:
         scores = Scores(torch.tensor([1.0, float("inf"), 0.25, 2.0]))
     greedy = rollouts, Scores(torch.tensor([0.5, 0.25, 0.0, 1.0]))
     try:
-        if config.critic:
-            values = Values(noise(3, shape[0], shape[1] + 1))
-            made = maker.with_values(rollouts, old, ref, values, scores, 0.1, 8)
-        else:
-            made = maker.without_critic(rollouts, old, ref, scores, *greedy, 0.1, 8)
+        values = Values(noise(3, shape[0], shape[1] + 1)) if config.critic else None
+        given = rollouts, old, ref, scores, values, *greedy
+        made = maker.make(ExperienceInputs(*given, 0.1, 8))
     except ValueError as error:
         return str(error)
     rows: Any = made.rows
@@ -136,22 +137,19 @@ def experience(config: RunConfig) -> Any:
 def learnt(config: RunConfig) -> Any:
     """The actor's loss on these four responses, its metrics, and what its engine is told."""
     rows: Any = experience(config)[0]
-    flat = -noise(4, sum(LENGTHS))
-    batch = SimpleNamespace(rows=[0, 1, 2, 3], response_lengths=torch.tensor(LENGTHS))
+    flat, numbers = -noise(4, sum(LENGTHS)), [0, 1, 2, 3]
 
-    def read(model: Any, batch: Any, hidden: Any, temperature: float) -> Any:
-        return flat / temperature, flat.square()
+    def train_step(batches: Any, step: Any) -> Any:
+        return step.loss(numbers, TokenLogProbs(flat / step.temperature, flat.square()))
 
     with contextlib.ExitStack() as stack:
-        made = stack.enter_context(patch.object(actor, "MegatronEngine"))
+        made = stack.enter_context(patch.object(engines, "MegatronEngine"))
         stack.enter_context(patch.object(actor, "HybridModel"))
-        for module in (actor, preference):
-            stack.enter_context(patch.object(module, "read_log_probs", read))
+        made.return_value.sum_over_replicas = alone
         role = actor.ActorRole(config, [2])
-        role.engine.sum_over_replicas = alone  # type: ignore[method-assign]
-        role.engine.train_step = lambda batches, step: step(None, batch, None)  # type: ignore[assignment, method-assign, misc]
+        role.engine.train_step = train_step  # type: ignore[method-assign]
         role.engine.end_iteration = lambda: 0.0  # type: ignore[method-assign]
-        report: Any = role.update_policy(rollouts_of(LENGTHS, HAS_EOS), rows, [[0, 1, 2, 3]], 0.1)
+        report: Any = role.update_policy(rollouts_of(LENGTHS, HAS_EOS), rows, [numbers], 0.1)
     (output,) = report.report.steps
     given = [*made.call_args.args, *made.call_args.kwargs.values()]
     told: list[Any] = [vars(value) for value in given if isinstance(value, SkippedSteps)]
@@ -199,9 +197,11 @@ def log_probs(config: RunConfig) -> Any:
     rollouts = rollouts_of(LENGTHS, HAS_EOS)
     given = LogProbs(-noise(5, *rollouts.response_ids.shape))
     with contextlib.ExitStack() as stack:
-        for name in ("MegatronEngine", "HybridModel"):
-            stack.enter_context(patch.object(actor, name))
-        stack.enter_context(patch.object(actor, "response_log_probs", lambda *_: given))
+        engine, _ = (
+            stack.enter_context(patch.object(module, name))
+            for module, name in ((engines, "MegatronEngine"), (actor, "HybridModel"))
+        )
+        engine.return_value.log_probs.return_value = given
         try:
             return str(actor.ActorRole(config, [2]).log_probs(rollouts).report)
         except ValueError as error:
@@ -211,12 +211,9 @@ def log_probs(config: RunConfig) -> Any:
 def valued(config: RunConfig) -> Any:
     """The critic's loss."""
     rows: Any = experience(config)[0]
-    batch: Any = SimpleNamespace(rows=[0, 1, 2, 3])
     values = rows.values[rows.value_mask] + 1.0
-    with patch.object(critic, "MegatronEngine"), patch.object(critic, "_read_values") as read:
-        read.return_value = values
-        model: Any = None
-        output = critic.CriticRole(config).value_loss_step(rows, model, batch, model)
+    with patch.object(engines, "MegatronEngine"):
+        output = critic.CriticRole(config).loss(rows, [0, 1, 2, 3], values)
     return float(output.loss), output.weight
 
 
@@ -272,10 +269,9 @@ def supervised(config: RunConfig) -> Any:
     """What the supervisor is told of restarts, and the request to stop of its limits."""
     with patch.object(run.supervisor, "tell") as tell:
         run._tell(config, MagicMock(path="here"))
-    unfinished = patch.object(run, "is_finished", lambda *_: False)
     stops = patch.object(run, "StopRequest", side_effect=Over)
-    with unfinished, stops as stop, contextlib.suppress(Over):
-        run.run(config, MagicMock())
+    with stops as stop, contextlib.suppress(Over):
+        run.Run(config, MagicMock())
     return tell.call_args, stop.call_args.args[:2]
 
 

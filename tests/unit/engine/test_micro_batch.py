@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 
+from mindspeed_rlxf.algorithms.slots import length_mask
 from mindspeed_rlxf.data.batch import Rollouts
 from mindspeed_rlxf.engine.grouping import chunk_rows
-from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches, scatter_rows
+from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
+from mindspeed_rlxf.engine.readouts import by_row
 from mindspeed_rlxf.models.attention import PackedSequences
 
 CPU = torch.device("cpu")
@@ -24,7 +26,7 @@ def token(row: int, place: int) -> int:
     return 1 + 100 * row + place
 
 
-def rollouts_of(lengths: Lengths) -> Rollouts:
+def rollouts_of(lengths: Lengths, trained: Tensor | None = None) -> Rollouts:
     rows = range(len(lengths))
     prompts = [torch.tensor([token(r, i) for i in range(lengths[r][0])]) for r in rows]
     responses = [
@@ -32,12 +34,14 @@ def rollouts_of(lengths: Lengths) -> Rollouts:
         for r in rows
     ]
     response_ids = pad_sequence(responses, batch_first=True)
+    mask = length_mask(torch.tensor([r for _, r in lengths]), response_ids.size(1))
     return Rollouts(
         sample_ids=list(rows),
         prompt_ids=pad_sequence(prompts, batch_first=True),
         prompt_lengths=torch.tensor([p for p, _ in lengths]),
         response_ids=response_ids,
-        response_lengths=torch.tensor([r for _, r in lengths]),
+        response_mask=mask,
+        trained_mask=mask if trained is None else trained,
         has_eos=torch.ones(len(lengths), dtype=torch.bool),
         rollout_log_probs=torch.zeros(response_ids.shape),
         ground_truths=[""] * len(lengths),
@@ -70,10 +74,20 @@ def test_places_point_at_the_tokens_meant(
         before += [token(row, prompt - 1 + t) for t in range(response)]
         slots += [token(row, prompt - 1 + t) for t in range(response + 1)]
         last.append(token(row, prompt + response - 1))
-    assert flat[batch.prediction_places(batch.response_lengths)].tolist() == before
-    assert flat[batch.prediction_places(batch.response_lengths + 1)].tolist() == slots
+    assert flat[batch.prediction_places(batch.trained_mask)].tolist() == before
+    one_more = length_mask(batch.response_lengths + 1, batch.trained_mask.size(1) + 1)
+    assert flat[batch.prediction_places(one_more)].tolist() == slots
     assert flat[batch.last_places()].tolist() == last
-    assert [int(t) + 1 for t in before] == batch.response_ids.tolist()
+    assert [int(t) + 1 for t in before] == batch.trained_ids.tolist()
+
+
+def test_tokens_that_are_not_learnt_from_are_computed_and_not_read() -> None:
+    # response of four tokens after a prompt of two; the second and third were given to the policy
+    trained = torch.tensor([[True, False, False, True]])
+    (batch,) = make_micro_batches(rollouts_of([(2, 4)], trained), [[0]], True, 1, CPU)
+    assert batch.token_ids.tolist() == [[1, 2, 3, 4, 5, 6]]
+    assert hidden_order(batch)[batch.prediction_places(batch.trained_mask)].tolist() == [2, 5]
+    assert batch.trained_ids.tolist() == [3, 6]
 
 
 def test_packed_rows_lie_end_to_end_with_positions_of_their_own() -> None:
@@ -115,5 +129,5 @@ def test_scattered_values_stand_in_the_row_they_came_from(counts: list[int], siz
         expected[row, :count] = torch.arange(1, count + 1) + 10.0 * row
     parts = chunk_rows(range(len(counts)), size)
     flat = [torch.cat([expected[r, : counts[r]] for r in part]) for part in parts]
-    got = scatter_rows(flat, [torch.tensor([counts[r] for r in part]) for part in parts], 6)
+    got = by_row(flat, length_mask(torch.tensor(counts), 6))
     assert_close(got, expected, rtol=0, atol=0)

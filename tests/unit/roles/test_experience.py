@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from mindspeed_rlxf.algorithms.advantages import length_mask
 from mindspeed_rlxf.algorithms.masked import alone
+from mindspeed_rlxf.algorithms.slots import length_mask
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     AdvEstimator,
@@ -19,9 +19,17 @@ from mindspeed_rlxf.config.enums import (
     NanPolicy,
     Stage,
 )
-from mindspeed_rlxf.config.schema import AlgorithmConfig
-from mindspeed_rlxf.data.batch import Experience, LogProbs, LogProbsWithKl, Rollouts, Scores
+from mindspeed_rlxf.config.schema import ActorConfig, AlgorithmConfig
+from mindspeed_rlxf.data.batch import (
+    Experience,
+    ExperienceInputs,
+    LogProbs,
+    LogProbsWithKl,
+    Rollouts,
+    Scores,
+)
 from mindspeed_rlxf.roles.experience import ExperienceMaker
+from mindspeed_rlxf.roles.objectives import objective_of
 from mindspeed_rlxf.roles.reports import ExperienceReport
 
 LIMIT = 6  # max_new_tokens
@@ -38,7 +46,8 @@ def rollouts_of(lengths: list[int], has_eos: list[bool]) -> Rollouts:
         prompt_ids=torch.ones(rows, 2, dtype=torch.long),
         prompt_lengths=torch.full((rows,), 2),
         response_ids=torch.ones(rows, width, dtype=torch.long) * mask,
-        response_lengths=torch.tensor(lengths),
+        response_mask=mask,
+        trained_mask=mask,
         has_eos=torch.tensor(has_eos),
         rollout_log_probs=-torch.rand(rows, width, generator=torch.Generator().manual_seed(0)),
         ground_truths=[""] * rows,
@@ -62,15 +71,15 @@ def made(
     keys = {"advantage_whiten": AdvantageWhiten.NONE, **keys}
     config: Any = SimpleNamespace(
         algorithm=AlgorithmConfig(adv_estimator=estimator, **keys),
-        actor_rollout=SimpleNamespace(max_new_tokens=LIMIT, n_samples_per_prompt=2),
+        actor_rollout=ActorConfig.model_construct(max_new_tokens=LIMIT, n_samples_per_prompt=2),
         training=SimpleNamespace(stage=stage, nan_policy=policy),
     )
     rollouts = rollouts_of(LENGTHS, HAS_EOS)
     log_probs = -torch.rand(rollouts.response_ids.shape, generator=torch.Generator().manual_seed(1))
     ref = LogProbs(log_probs) if kl is None else LogProbsWithKl(log_probs, kl)
-    output = ExperienceMaker(config, alone).without_critic(
-        rollouts, None, ref, Scores(torch.tensor(scores)), *greedy, KL_COEF, LIMIT
-    )
+    given = rollouts, None, ref, Scores(torch.tensor(scores)), None, *greedy
+    maker = ExperienceMaker(config, objective_of(config, alone), alone)
+    output = maker.make(ExperienceInputs(*given, KL_COEF, LIMIT))
     assert isinstance(output.rows, Experience) and isinstance(output.report, ExperienceReport)
     mask = length_mask(rollouts.response_lengths, rollouts.response_ids.size(1))
     return output.rows, output.report, (rollouts.rollout_log_probs - log_probs) * mask
@@ -110,7 +119,7 @@ def test_kl_in_the_loss_leaves_the_scores_alone(
 def test_the_kl_of_the_vocabulary_takes_the_place_of_an_estimate() -> None:
     kl = torch.rand(4, 6, generator=torch.Generator().manual_seed(2))
     experience, report, _ = made(AdvEstimator.DR_GRPO, kl=kl, kl_penalty=KlPenalty.FULL)
-    inside = kl * experience.response_mask
+    inside = kl * experience.trained_mask
     assert report.kl == pytest.approx((inside.sum(1) / torch.tensor(LENGTHS)).tolist())
     totals = torch.tensor(SCORES) - KL_COEF * inside.sum(1)
     assert_close(experience.advantages[0, 0], (totals[0] - totals[1]) / 2)
@@ -149,7 +158,7 @@ def test_whitening_is_over_the_tokens_of_the_batch() -> None:
     experience, _, _ = made(
         AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE, advantage_whiten=AdvantageWhiten.BATCH
     )
-    inside = experience.advantages[experience.response_mask]
+    inside = experience.advantages[experience.trained_mask]
     assert_close(inside.mean(), torch.tensor(0.0), rtol=0, atol=1e-6)
     assert_close(inside.var(), torch.tensor(1.0))
 
@@ -193,7 +202,7 @@ def test_without_a_critic_nothing_of_it_travels() -> None:
     assert experience.returns.shape == experience.values.shape == (4, 0)
     assert experience.value_mask.shape == experience.ref_log_probs.shape == (4, 0)
     assert report.values is None and report.returns is None
-    assert experience.select([3, 1]).response_mask.sum(1).tolist() == [6, 5]
+    assert experience.select([3, 1]).trained_mask.sum(1).tolist() == [6, 5]
 
 
 def test_a_score_that_is_no_number_is_named() -> None:

@@ -8,6 +8,8 @@ import torch
 from mindspeed_rlxf.data.batch import LogProbs, Rollouts
 from mindspeed_rlxf.roles.actor import _check_gaps, _gaps
 
+MASK = torch.tensor([[True, True, False], [True, True, True]])
+
 
 def rollouts() -> Rollouts:
     """Two responses of 2 and 3 tokens."""
@@ -16,7 +18,8 @@ def rollouts() -> Rollouts:
         prompt_ids=torch.ones(2, 1, dtype=torch.long),
         prompt_lengths=torch.tensor([1, 1]),
         response_ids=torch.tensor([[5, 6, 0], [7, 8, 9]]),
-        response_lengths=torch.tensor([2, 3]),
+        response_mask=MASK,
+        trained_mask=MASK,
         has_eos=torch.tensor([False, False]),
         rollout_log_probs=torch.tensor([[-1.0, -2.0, 0.0], [-3.0, -4.0, -5.0]]),
         ground_truths=["", ""],

@@ -78,7 +78,7 @@ def collect(
     """What was collected, and its metrics."""
     config = SimpleNamespace(
         algorithm=AlgorithmConfig(max_num_gen_batches=most, **keys),
-        actor_rollout=SimpleNamespace(n_samples_per_prompt=SIZE),
+        actor_rollout=SimpleNamespace(n_samples_per_prompt=SIZE, max_new_tokens=64),
         training=SimpleNamespace(global_batch_size=prompts, seed=1),
     )
     roles = SimpleNamespace(actor=script, reward=script)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.errors import DevicesMissing, TooFewDevices
 from mindspeed_rlxf.trainer import run as run_module
 from mindspeed_rlxf.trainer.preflight import Prepared
-from mindspeed_rlxf.trainer.run import run
+from mindspeed_rlxf.trainer.run import Run
 from mindspeed_rlxf.trainer.run_checkpoints import RunCheckpoints
 from mindspeed_rlxf.trainer.supervisor import CHILD_OF
 from tests.unit.config.conftest import make_tree, no_cluster
@@ -41,7 +42,10 @@ class Command:
         keys = {"output_dir": str(self.folder), "train_iters": 1, **training}
         tree = self.make_tree({f"training.{name}": value for name, value in keys.items()})
         self.facts.write_text("{}")
-        return run(resolve(tree, "test"), Prepared())
+        with Run(resolve(tree, "test"), Prepared()) as run:
+            if trainer := run.start():
+                trainer.fit()
+        return run.exit_code
 
     def told(self) -> dict[str, Any]:
         """What the supervisor knows of the last start."""
@@ -53,7 +57,8 @@ class Command:
             raise self.lacking
         return SimpleNamespace(cluster=SimpleNamespace(own=True), shutdown=lambda: None)
 
-    def train(self, config: Any, _: Any, directory: RunDirectory, *__: Any, **___: Any) -> None:
+    @contextlib.contextmanager
+    def training(self, config: Any, _: Any, directory: RunDirectory, *__: Any) -> Iterator[Any]:
         roles: Any = SimpleNamespace(actor=Role("actor"), critic=Role("critic"))
         checkpoints = RunCheckpoints(config, roles, directory, "prompts")
         checkpoints.restore(print)
@@ -62,6 +67,7 @@ class Command:
         checkpoints.commit(last, {"iteration": last}, None, print)
         checkpoints.store.set_exported(last)
         self.trained.append(last)
+        yield SimpleNamespace(fit=lambda: None)
 
 
 @pytest.fixture
@@ -71,7 +77,7 @@ def command(
     found = Command(make_tree, tmp_path)
     ray = SimpleNamespace(RayRuntime=SimpleNamespace(from_config=found.from_config))
     monkeypatch.setitem(sys.modules, "mindspeed_rlxf.runtime.ray_runtime", ray)  # type: ignore[arg-type]
-    monkeypatch.setattr(run_module, "train", found.train)
+    monkeypatch.setattr(run_module, "training", found.training)
     monkeypatch.setenv(CHILD_OF, f"{os.getppid()}:0.0:{found.facts}")
     loggers = [logging.getLogger(f"mindspeed_rlxf{name}") for name in ("", ".runtime")]
     before = [list(logger.handlers) for logger in loggers]

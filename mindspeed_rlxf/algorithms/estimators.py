@@ -1,0 +1,98 @@
+"""Advantage estimators by the name they have in `algorithm.adv_estimator`.
+
+Axes: batch = samples, those of one prompt next to each other; response = tokens; slots = places of
+rewards and values (`slots`), one more than tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from mindspeed_rlxf.algorithms.advantages import estimate_gae, rewards_to_go
+from mindspeed_rlxf.algorithms.groups import (
+    dr_grpo_advantages,
+    grpo_advantages,
+    rloo_advantages,
+)
+from mindspeed_rlxf.config.enums import AdvEstimator
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """Responses of whole groups with their rewards.
+
+    scores:        [batch] fp32, penalties included
+    rewards:       [batch, slots] fp32: the scores on their slots, and the KL penalty
+    value_mask:    [batch, slots] bool, True = slot that is learnt from
+    trained_mask:  [batch, response] bool, True = token that is learnt from
+    values:        [batch, slots] fp32, 0 where masked; None without a critic
+    greedy_scores: [batch], of the greedy response to the same prompt; None unless asked for
+    group_size:    samples of one prompt
+    """
+
+    scores: Tensor
+    rewards: Tensor
+    value_mask: Tensor
+    trained_mask: Tensor
+    values: Tensor | None
+    greedy_scores: Tensor | None
+    group_size: int
+    gamma: float
+    lam: float
+
+
+class Estimate(NamedTuple):
+    """advantages: [batch, response], read where trained; returns: [batch, slots], with a critic."""
+
+    advantages: Tensor
+    returns: Tensor | None = None
+
+
+Estimator = Callable[[Rewarded], Estimate]
+
+
+def gae(given: Rewarded) -> Estimate:
+    """Generalised advantages and returns over the critic's values."""
+    assert given.values is not None, "GAE needs the values of a critic"
+    advantages, returns = estimate_gae(
+        given.rewards, given.values, given.value_mask, given.gamma, given.lam
+    )
+    return Estimate(advantages[:, : given.trained_mask.size(1)], returns)
+
+
+def reinforce_plus_plus(given: Rewarded) -> Estimate:
+    """Discounted rewards to go (REINFORCE++, arXiv:2501.03262); whitened afterwards."""
+    returns = rewards_to_go(given.rewards, given.value_mask, given.gamma)
+    return Estimate(returns[:, : given.trained_mask.size(1)])
+
+
+def remax(given: Rewarded) -> Estimate:
+    """Rewards to go less the score of the greedy response (ReMax, arXiv:2310.10505)."""
+    assert given.greedy_scores is not None, "ReMax needs the scores of greedy responses"
+    return Estimate(reinforce_plus_plus(given).advantages - given.greedy_scores[:, None])
+
+
+def of_group(advantages: Callable[[Tensor, int], Tensor]) -> Estimator:
+    """An estimator from one that sees the total reward of each response: (rewards [batch],
+    group_size) -> [batch]; every token of a response gets the same advantage."""
+
+    def estimate(given: Rewarded) -> Estimate:
+        found = advantages(given.rewards.sum(1), given.group_size)
+        return Estimate(found[:, None] * given.trained_mask)
+
+    return estimate
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    AdvEstimator.GAE.value: gae,
+    AdvEstimator.GRPO.value: of_group(grpo_advantages),
+    AdvEstimator.DR_GRPO.value: of_group(dr_grpo_advantages),
+    AdvEstimator.RLOO.value: of_group(rloo_advantages),
+    AdvEstimator.REINFORCE_PLUS_PLUS.value: reinforce_plus_plus,
+    AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE.value: of_group(dr_grpo_advantages),
+    AdvEstimator.REMAX.value: remax,
+}

@@ -1,0 +1,71 @@
+"""The model of a role on this rank, and what connects it to Megatron's data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.device import megatron_versions
+from mindspeed_rlxf.engine.parallel import ParallelGroups
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
+
+
+def build_chunks(
+    role: RoleConfig, head: Head, groups: ParallelGroups, dtype: torch.dtype
+) -> list[TransformerModel]:
+    """The chunks of this pipeline rank, one without a virtual pipeline; weights are not set."""
+    assert role.architecture is not None, "checked beforehand"
+    count = role.model_chunks
+    config = transformer_config(
+        role.architecture,
+        groups.tp.size(),
+        groups.pp.size(),
+        role.sequence_parallel,
+        dtype,
+        count,
+        groups.ep.size(),
+    )
+    chunks = []
+    for chunk in range(count):
+        vp_stage = chunk if count > 1 else None
+        with megatron_versions.current_chunk(vp_stage):
+            module = TransformerModel(
+                config,
+                role.architecture,
+                head,
+                pre_process=groups.is_first_stage and chunk == 0,
+                post_process=groups.is_last_stage and chunk == count - 1,
+                vp_stage=vp_stage,
+            )
+        chunks.append(module.to(device=device.current_device(), dtype=dtype))
+    return chunks
+
+
+def wrap(chunk: TransformerModel, optimizer: OptimizerConfig) -> DistributedDataParallel:
+    """Gradients summed over the replicas, in fp32."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=optimizer.use_distributed_optimizer,
+        overlap_grad_reduce=False,
+    )
+    return DistributedDataParallel(chunk.config, config, chunk)
+
+
+def connect(config: TransformerConfig, models: Sequence[Any], optimizer: MegatronOptimizer) -> None:
+    """Set what Megatron leaves to its caller: without it gradients are silently not reduced."""
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    pauses = [model.no_sync for model in models]
+    config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]

@@ -1,0 +1,71 @@
+"""The weights of a role as whole Hugging Face tensors, one parameter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.checkpoint.weights import StageWeights
+from mindspeed_rlxf.engine.parallel import ParallelGroups
+from mindspeed_rlxf.models.parameters import (
+    OUTPUT_LAYER,
+    Head,
+    StageParameter,
+    hf_shape,
+    rank_parameters,
+)
+
+
+def hf_tensors(
+    weights: StageWeights, groups: ParallelGroups, chunks: int
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor on the device in the dtype of training) of every weight, on every rank.
+
+    A collective: all ranks of the role take the same number of tensors. A rank holds one parameter
+    at a time beside its own. A tied output layer is left out, as Hugging Face's files do.
+    """
+    architecture, pp, ep = weights.architecture, groups.pp, groups.ep
+    dtype = next(iter(weights.tensors.values())).dtype
+    tied = weights.head is Head.LANGUAGE_MODEL and not (
+        architecture.untie_embeddings_and_output_weights
+    )
+    for stage in range(pp.size()):
+        for ep_rank in range(ep.size()):
+            place = stage, pp.size(), chunks, ep_rank, ep.size()
+            for parameter in rank_parameters(architecture, weights.head, *place):
+                if parameter.expert is None and ep_rank:
+                    continue  # expert rank 0 has it too
+                if tied and parameter.name.endswith(OUTPUT_LAYER.name):
+                    continue
+                held = stage == pp.rank() and (parameter.expert is None or ep_rank == ep.rank())
+                whole = _whole(weights, parameter, held, dtype)
+                for tensor in whole.values():
+                    _share(tensor, parameter, groups, stage, ep_rank)
+                yield from whole.items()
+
+
+def _whole(
+    weights: StageWeights, parameter: StageParameter, held: bool, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """By name; to be filled where this rank does not hold a shard."""
+    where = device.current_device()
+    if held:
+        return {name: t.to(where) for name, t in weights.hf_tensors(parameter).items()}
+    return {
+        name: torch.empty(hf_shape(name, weights.architecture), dtype=dtype, device=where)
+        for name in parameter.sources
+    }
+
+
+def _share(
+    tensor: Tensor, parameter: StageParameter, groups: ParallelGroups, stage: int, ep_rank: int
+) -> None:
+    """Along the pipeline from the stage that holds it; then an expert to the other expert ranks."""
+    if groups.pp.size() > 1 and (parameter.expert is None or ep_rank == groups.ep.rank()):
+        dist.broadcast(tensor, dist.get_global_rank(groups.pp, stage), group=groups.pp)
+    if groups.ep.size() > 1 and parameter.expert is not None:
+        dist.broadcast(tensor, dist.get_global_rank(groups.ep, ep_rank), group=groups.ep)

@@ -1,0 +1,131 @@
+"""What a role asks of the engine that trains its model.
+
+A role knows neither parallel groups nor schedules nor output weights: it hands over rows and gets
+log-probs, values or scores of them, or says what a step minimises. `MegatronEngine` is the engine
+of the package; every method is a collective over the ranks of the role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from torch import Tensor
+
+from mindspeed_rlxf.checkpoint.run_files import Written
+from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
+
+
+class TokenLogProbs(NamedTuple):
+    """Of the trained tokens of a micro-batch, row after row: two [tokens] fp32 tensors."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A metric of one micro-batch: a detached sum, and how many that is."""
+
+    total: Tensor  # scalar fp64; fp32 on an NPU, which has no fp64
+    weight: int
+
+    @classmethod
+    def of(cls, values: Tensor, weight: int, scale: float = 1.0) -> Mean:
+        """values: any shape, summed up and multiplied by `scale`."""
+        return cls(values.detach().double().sum() * scale, weight)
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Loss of one micro-batch, as a sum: the engine divides by the global weight.
+
+    loss:    scalar with gradient, sum over what is averaged
+    weight:  how many that is: tokens or responses of the micro-batch, or 1 for a mean of means
+    metrics: by name; each reported as the sum over all replicas divided by the sum of its weights
+    """
+
+    loss: Tensor
+    weight: int
+    metrics: dict[str, Mean]
+
+
+TokenLoss: TypeAlias = Callable[[list[int], TokenLogProbs], LossOutput]
+"""(rows of the micro-batch, log-probs of their trained tokens) -> loss."""
+
+SlotLoss: TypeAlias = Callable[[list[int], Tensor], LossOutput]
+"""(rows of the micro-batch, values of their slots, row after row, [slots] fp32) -> loss."""
+
+
+@dataclass(frozen=True)
+class PolicyStep:
+    """One optimizer step of a policy. temperature: divides the logits."""
+
+    loss: TokenLoss
+    temperature: float
+
+
+@dataclass(frozen=True)
+class ValueStep:
+    """One optimizer step of a value model. slots: [all rows, slots] bool, those that it learns."""
+
+    loss: SlotLoss
+    slots: Tensor
+
+
+class TrainEngine(Protocol):
+    """Rows go in as the role got them; what comes out is in their order, None on ranks that are
+    not the leader of their replica."""
+
+    @property
+    def is_leader(self) -> bool:
+        """The one rank of a replica whose results are used."""
+
+    def log_probs(self, rollouts: Rollouts, temperature: float) -> LogProbs | None:
+        """Log-probs of the trained tokens of the responses."""
+
+    def log_probs_with_kl(
+        self, rollouts: Rollouts, temperature: float, policy: Any
+    ) -> LogProbsWithKl | None:
+        """The same, and KL(policy || this) over the vocabulary. policy: an engine of this kind and
+        layout in the same process."""
+
+    def values(self, rollouts: Rollouts) -> Values | None:
+        """The value of each slot that may be needed (`algorithms.slots.readable_slots`)."""
+
+    def scores(self, rollouts: Rollouts) -> Scores | None:
+        """The score head at the last token of each response."""
+
+    def micro_batches(self, rollouts: Rollouts, rows: Sequence[int]) -> Sequence[Any]:
+        """The given rows in the form and in the portions that this engine computes in."""
+
+    def train_step(
+        self, micro_batches: Sequence[Any], step: PolicyStep | ValueStep
+    ) -> dict[str, float]:
+        """One optimizer step; metrics over the mini-batch of all replicas, and `grad_norm`.
+
+        Errors: FloatingPointError before any weight changes, where a number is NaN or infinite.
+        """
+
+    def end_iteration(self) -> float:
+        """Advance the learning-rate schedule; returns the rate that the iteration used."""
+
+    def sum_over_replicas(self, tensor: Tensor) -> Tensor:
+        """The sum of a small CPU tensor over the data-parallel ranks."""
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight as (Hugging Face name, whole tensor on the device), one at a time."""
+
+    def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
+        """Write the weights for others, in each form that has a folder."""
+
+    def begin_save(self, folder: Path) -> None:
+        """Copy what the role has to remember to the host and start writing it."""
+
+    def end_save(self) -> Written:
+        """Wait for it; the files of all ranks."""
+
+    def load_state(self, folder: Path) -> bool:
+        """Take it over; False where another layout wrote it."""

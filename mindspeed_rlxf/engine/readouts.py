@@ -1,0 +1,114 @@
+"""What the last pipeline stage reads from the hidden states of a micro-batch.
+
+Axes: tokens = trained tokens of the micro-batch, row after row; slots = places of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from mindspeed_rlxf.engine.micro_batch import MicroBatch
+from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, TokenLogProbs, ValueStep
+from mindspeed_rlxf.models.heads import full_kl, token_log_probs
+from mindspeed_rlxf.models.transformer import TransformerModel
+
+Read: TypeAlias = Callable[[TransformerModel, MicroBatch, Tensor], Tensor]
+"""(last chunk of the model, micro-batch, its hidden states) -> what a forward pass is for."""
+
+
+def log_prob_reader(temperature: float) -> Read:
+    """Reads the log-probs of the trained tokens."""
+
+    def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
+        return read_log_probs(model, batch, hidden, temperature).log_probs
+
+    return read
+
+
+def loss_reader(
+    step: PolicyStep | ValueStep,
+) -> Callable[[TransformerModel, MicroBatch, Tensor], LossOutput]:
+    """Reads what the step's loss needs, and the loss of it."""
+
+    def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> LossOutput:
+        if isinstance(step, PolicyStep):
+            return step.loss(batch.rows, read_log_probs(model, batch, hidden, step.temperature))
+        return step.loss(batch.rows, read_values(model, batch, hidden, step.slots[batch.rows]))
+
+    return read
+
+
+def read_log_probs(
+    model: TransformerModel, batch: MicroBatch, hidden: Tensor, temperature: float
+) -> TokenLogProbs:
+    """Log-probs and entropies of the trained tokens."""
+    places = batch.prediction_places(batch.trained_mask)
+    return TokenLogProbs(
+        *token_log_probs(
+            model.full_hidden(hidden, partial_gradient=True).index_select(0, places),
+            model.output_weight,
+            batch.trained_ids,
+            model.architecture.vocab_size,
+            model.tp_group,
+            temperature,
+        )
+    )
+
+
+def read_values(
+    model: TransformerModel, batch: MicroBatch, hidden: Tensor, slots: Tensor
+) -> Tensor:
+    """Values of the slots, [slots] fp32. slots: [rows, slots] bool of this micro-batch."""
+    full = model.full_hidden(hidden, partial_gradient=False)
+    return model.score(full.index_select(0, batch.prediction_places(slots)))
+
+
+def read_scores(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
+    """The score head at the last token of each row, [rows] fp32."""
+    full = model.full_hidden(hidden, partial_gradient=False)
+    return model.score(full.index_select(0, batch.last_places()))
+
+
+def read_states(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
+    """Hidden states that predict the trained tokens, [tokens, hidden], on the host."""
+    places = batch.prediction_places(batch.trained_mask)
+    return model.full_hidden(hidden, partial_gradient=False).index_select(0, places).cpu()
+
+
+def read_log_probs_and_kl(
+    model: TransformerModel,
+    batch: MicroBatch,
+    hidden: Tensor,
+    policy: TransformerModel,
+    states: Tensor,
+    temperature: float,
+) -> Tensor:
+    """[2, tokens]: log-probs of the trained tokens, and KL(policy || model) over the vocabulary.
+
+    states: [tokens, hidden] of the policy (`read_states`)
+    """
+    kl = full_kl(
+        states.to(hidden.device),
+        policy.output_weight,
+        read_states(model, batch, hidden).to(hidden.device),
+        model.output_weight,
+        model.architecture.vocab_size,
+        model.tp_group,
+        temperature,
+    )
+    return torch.stack((read_log_probs(model, batch, hidden, temperature).log_probs, kl))
+
+
+def by_row(flat: Sequence[Tensor], mask: Tensor) -> Tensor:
+    """Flat values of micro-batches that follow each other -> [rows, width] fp32, 0 where masked.
+
+    flat[m]: values of micro-batch m, row after row; mask: [all rows, width] bool, their places
+    """
+    values = torch.cat([part.cpu() for part in flat]).float()
+    out = torch.zeros(mask.shape, dtype=torch.float32)
+    out[mask] = values
+    return out

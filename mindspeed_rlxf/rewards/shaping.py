@@ -1,0 +1,35 @@
+"""How a run shapes scores: scaled, clipped, less the penalties of a response, in this order."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mindspeed_rlxf.algorithms.scores import overlong_penalty, shape_scores
+from mindspeed_rlxf.config.schema import RunConfig
+
+
+class ScoreShaping:
+    def __init__(self, config: RunConfig) -> None:
+        self.algorithm = config.algorithm
+        self.max_new_tokens = config.actor_rollout.max_new_tokens
+
+    def shape(self, scores: Tensor) -> Tensor:
+        """Scores as two responses are compared by; NaN where one is no finite number.
+
+        [batch] fp32 -> [batch] fp32
+        """
+        return shape_scores(scores, self.algorithm.reward_scale, self.algorithm.reward_clip)
+
+    def learnt(self, scores: Tensor, response_lengths: Tensor, has_eos: Tensor) -> Tensor:
+        """Shaped scores less the penalties for a missing EOS and for length.
+
+        scores: [batch] fp32; response_lengths: [batch] int64; has_eos: [batch] bool
+        """
+        algorithm = self.algorithm
+        score = self.shape(scores) - algorithm.missing_eos_penalty * (~has_eos)
+        return score - overlong_penalty(
+            response_lengths,
+            self.max_new_tokens,
+            algorithm.overlong_buffer_len,
+            algorithm.overlong_penalty_factor,
+        )

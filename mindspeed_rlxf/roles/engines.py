@@ -1,0 +1,35 @@
+"""The training engine of each role, from the configuration of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, RunConfig
+from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.engine.finite import SkippedSteps
+from mindspeed_rlxf.engine.protocol import TrainEngine
+from mindspeed_rlxf.models.sizes import HEADS
+
+EngineFactory: TypeAlias = Callable[[RunConfig, Role], TrainEngine]
+SHORT_NAMES = {Role.ACTOR_ROLLOUT: "actor", Role.CRITIC: "critic"}
+
+
+def megatron_engine(config: RunConfig, role: Role) -> MegatronEngine:
+    """Megatron's model of a role, with an optimizer where it learns; a collective of its ranks."""
+    section, training = config.role(role), config.training
+    if not isinstance(section, (ActorConfig, CriticConfig)):
+        return MegatronEngine(
+            section, HEADS[role], training.seed, deterministic=training.deterministic
+        )
+    return MegatronEngine(
+        section,
+        HEADS[role],
+        training.seed,
+        section.optimizer,
+        training.train_iters,
+        SkippedSteps(training.nan_policy, training.max_skipped, SHORT_NAMES[role]),
+        training.deterministic,
+        training.tokenizer_name_or_path,
+    )

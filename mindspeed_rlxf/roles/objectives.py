@@ -1,0 +1,211 @@
+"""What a policy learns: the advantages of its tokens and the loss over them, by algorithm.
+
+Advantages are made where experience is made (the critic's ranks, or the actor's), the loss on the
+actor's; an objective is built on both from the configuration alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mindspeed_rlxf.algorithms.estimators import ESTIMATORS, Estimate, Rewarded
+from mindspeed_rlxf.algorithms.groups import preference_of_pairs
+from mindspeed_rlxf.algorithms.kl import kl_per_token
+from mindspeed_rlxf.algorithms.losses import (
+    ClipRange,
+    clipped_policy_loss,
+    preference_loss,
+    sequence_policy_loss,
+    truncated_importance,
+)
+from mindspeed_rlxf.algorithms.masked import AllReduce, masked_whiten
+from mindspeed_rlxf.config.enums import AdvantageWhiten, KlIn, PolicyLoss, Stage
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.batch import Experience, Rollouts, fit_columns
+from mindspeed_rlxf.engine.losses import normalised_loss
+from mindspeed_rlxf.engine.protocol import LossOutput, Mean, PolicyStep, TokenLogProbs
+
+
+class Objective(Protocol):
+    """Advantage and loss of one algorithm."""
+
+    kl_in_reward: bool
+    """The KL penalty is part of the token rewards."""
+
+    reads_reference: bool
+    """The loss compares with the reference."""
+
+    def estimate(self, given: Rewarded) -> Estimate:
+        """Advantages of the trained tokens of all samples; a collective over the replicas."""
+
+    def step(
+        self, rollouts: Rollouts, experience: Experience, rows: list[int], kl_coef: float
+    ) -> PolicyStep:
+        """What one optimizer step on these rows minimises; a collective over the replicas.
+
+        kl_coef: weight of the KL where it is part of the loss
+        """
+
+
+class ClippedObjective:
+    """PPO and GSPO: estimated advantages, whitened where asked for, and the clipped loss.
+
+    The ratio of probabilities is that of a token (ppo) or of a response (gspo).
+    """
+
+    def __init__(self, config: RunConfig, sum_over_replicas: AllReduce) -> None:
+        """sum_over_replicas: adds a small tensor up over the data-parallel ranks."""
+        actor = config.actor_rollout
+        self.actor, self.algorithm = actor, config.algorithm
+        self.sum_over_replicas = sum_over_replicas
+        self.kl_in_reward = config.algorithm.kl_in is KlIn.REWARD
+        self.reads_reference = config.algorithm.kl_in is KlIn.LOSS
+        low, high = actor.clip_ratio_low, actor.clip_ratio_high
+        self.clip = ClipRange(
+            actor.clip_ratio if low is None else low,
+            actor.clip_ratio if high is None else high,
+            actor.clip_ratio_c,
+        )
+
+    def estimate(self, given: Rewarded) -> Estimate:
+        """By `algorithm.adv_estimator`; returns are made before whitening."""
+        found = ESTIMATORS[self.algorithm.adv_estimator.value](given)
+        advantages = found.advantages
+        if self.algorithm.advantage_whiten is AdvantageWhiten.BATCH:
+            advantages = masked_whiten(advantages, given.trained_mask, self.sum_over_replicas)
+        return Estimate(advantages, found.returns)
+
+    def step(
+        self, rollouts: Rollouts, experience: Experience, rows: list[int], kl_coef: float
+    ) -> PolicyStep:
+        advantages = self._step_advantages(rollouts, experience, rows)
+        loss = partial(self.loss, experience, advantages, kl_coef)
+        return PolicyStep(loss, self.actor.logit_temperature)
+
+    def loss(
+        self,
+        experience: Experience,
+        advantages: Tensor,
+        kl_coef: float,
+        rows: list[int],
+        tokens: TokenLogProbs,
+    ) -> LossOutput:
+        """Loss of one micro-batch. advantages: [all rows, response] of this optimizer step."""
+        mask = experience.trained_mask[rows]
+        log_probs, entropy = tokens
+
+        def of_tokens(column: Tensor) -> Tensor:
+            return column[rows][mask].to(log_probs.device)
+
+        old, lengths = of_tokens(experience.old_log_probs), mask.sum(1)
+        given = log_probs, old, of_tokens(advantages), self.clip
+        if self.actor.policy_loss is PolicyLoss.GSPO:
+            token = sequence_policy_loss(*given, lengths)
+        else:
+            token = clipped_policy_loss(*given)
+        loss, parts = token.loss, {"pg_loss": token.loss}
+        if self.actor.entropy_coeff:
+            loss = loss - self.actor.entropy_coeff * entropy
+        if self.reads_reference:
+            ref = of_tokens(experience.ref_log_probs)
+            parts["kl_loss"] = kl_per_token(log_probs, ref, self.algorithm.kl_penalty)
+            loss = loss + kl_coef * parts["kl_loss"]
+        per_token = {"pg_clipfrac": token.clipped, "ppo_kl": old - log_probs, "entropy": entropy}
+        return normalised_loss(loss, lengths, self.algorithm.loss_normalizer, parts, per_token)
+
+    def _step_advantages(
+        self, rollouts: Rollouts, experience: Experience, rows: list[int]
+    ) -> Tensor:
+        """[all rows, response]; whitened over this mini-batch where that is asked for.
+
+        Times what each token weighs for having been sampled by the rollout: the clipped loss is
+        proportional to its advantage.
+        """
+        advantages = experience.advantages
+        if self.algorithm.advantage_whiten is AdvantageWhiten.MINIBATCH:
+            advantages = torch.zeros_like(advantages)
+            advantages[rows] = masked_whiten(
+                experience.advantages[rows],
+                experience.trained_mask[rows],
+                self.sum_over_replicas,
+            )
+        if (threshold := self.algorithm.rollout_is_threshold) is not None:
+            rollout = fit_columns(rollouts.rollout_log_probs, advantages.size(1))
+            ratio = truncated_importance(experience.old_log_probs, rollout, threshold)
+            advantages = advantages * ratio
+        return advantages
+
+
+class PairObjective:
+    """Online DPO: of two responses to a prompt the one that scores better is preferred."""
+
+    kl_in_reward, reads_reference = False, True
+
+    def __init__(self, config: RunConfig, sum_over_replicas: AllReduce) -> None:
+        self.actor = config.actor_rollout
+
+    def estimate(self, given: Rewarded) -> Estimate:
+        """1 for the tokens of the better response of a pair, -1 for the other's, 0 for a draw."""
+        return Estimate(preference_of_pairs(given.scores)[:, None] * given.trained_mask)
+
+    def step(
+        self, rollouts: Rollouts, experience: Experience, rows: list[int], kl_coef: float
+    ) -> PolicyStep:
+        return PolicyStep(partial(self.loss, experience), self.actor.logit_temperature)
+
+    def loss(self, experience: Experience, rows: list[int], tokens: TokenLogProbs) -> LossOutput:
+        """Loss of one micro-batch of whole pairs, the mean over pairs; NaN with a NaN score.
+
+        A pair with equal scores prefers neither: it counts, with a loss of 0. Metrics are over the
+        pairs that are decided, whose share is `dpo_decided`.
+        """
+        mask = experience.trained_mask[rows]
+        log_probs, entropy = tokens
+        ref = experience.ref_log_probs[rows][mask].to(log_probs.device)
+        lengths = mask.sum(1).tolist()
+        ratios = torch.stack([part.sum() for part in (log_probs - ref).split(lengths)])
+        first, second = ratios.view(-1, 2).unbind(1)
+        sign = _preferred(experience.advantages[rows], mask).to(log_probs.device)
+        chosen = torch.where(sign < 0, second, first)
+        rejected = torch.where(sign < 0, first, second)
+        decided = (sign != 0).float()
+        beta = self.actor.dpo_beta
+        loss = preference_loss(chosen, rejected, beta, self.actor.dpo_loss_type) * decided
+        loss = loss + 0.0 * sign
+        pairs, num_decided = len(loss), int(decided.sum())
+        metrics = {
+            "dpo_loss": Mean.of(loss, num_decided),
+            "dpo_accuracy": Mean.of((chosen > rejected) * decided, num_decided),
+            "dpo_margin": Mean.of((chosen - rejected) * decided * beta, num_decided),
+            "dpo_decided": Mean.of(decided, pairs),
+            "entropy": Mean.of(entropy, len(entropy)),
+        }
+        return LossOutput(loss.sum(), pairs, metrics)
+
+
+def _preferred(advantages: Tensor, mask: Tensor) -> Tensor:
+    """[pairs] 1 where the first response is the better one, -1 the second, 0 or NaN.
+
+    advantages, mask: [2 * pairs, response]; every trained token of a response has the same
+    """
+    first = mask.long().argmax(1, keepdim=True)
+    return advantages.gather(1, first).view(-1, 2)[:, 0]
+
+
+OBJECTIVES: dict[str, Callable[[RunConfig, AllReduce], Objective]] = {
+    PolicyLoss.PPO.value: ClippedObjective,
+    PolicyLoss.GSPO.value: ClippedObjective,
+    "dpo": PairObjective,
+}
+
+
+def objective_of(config: RunConfig, sum_over_replicas: AllReduce) -> Objective:
+    """The objective of a run, by its stage and `actor_rollout.policy_loss`."""
+    pairs = config.training.stage is Stage.RAY_ONLINE_DPO
+    name = "dpo" if pairs else config.actor_rollout.policy_loss.value
+    return OBJECTIVES[name](config, sum_over_replicas)

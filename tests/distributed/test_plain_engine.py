@@ -1,0 +1,107 @@
+"""The same roles over Megatron and over plain torch: one seam, the same losses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from mindspeed_rlxf.algorithms.slots import value_mask
+from mindspeed_rlxf.config.enums import Role, ScorePosition
+from mindspeed_rlxf.config.schema import OptimizerConfig, RunConfig
+from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.roles.reports import UpdateReport
+from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
+from tests.distributed.llamas import PLAIN, make_llama, run_config
+from tests.distributed.samples import make_experience, make_rollouts
+from tests.plain_engine import PlainEngine
+
+STEPS = [[0, 1, 2, 3], [4, 5, 6, 7], [7, 2, 5, 0]]
+ADAM = OptimizerConfig(lr=1e-3, clip_grad=0.5)
+
+
+class Reporting(CriticRole):
+    def told(self, rollouts: Rollouts) -> RoleOutput:
+        """Values as numbers, which a driver never gets otherwise."""
+        rows: Any = self.values(rollouts).rows
+        return RoleOutput(report=rows.values.tolist())
+
+
+class ReportingActor(ActorRole):
+    def told(self, rollouts: Rollouts) -> RoleOutput:
+        rows: Any = self.log_probs(rollouts).rows
+        return RoleOutput(report=rows.log_probs.tolist())
+
+
+def with_gaps(rollouts: Rollouts, experience: Experience) -> tuple[Rollouts, Experience]:
+    """In responses of five and more tokens, the second, third and last were given."""
+    trained = rollouts.trained_mask.clone()
+    for row, length in enumerate(rollouts.response_lengths.tolist()):
+        if length >= 5:
+            trained[row, [1, 2, length - 1]] = False
+    slots = value_mask(
+        trained, rollouts.response_mask, rollouts.has_eos, ScorePosition.AFTER_EOS, 99
+    )
+    return replace(rollouts, trained_mask=trained), replace(
+        experience, trained_mask=trained, value_mask=slots
+    )
+
+
+@pytest.fixture(params=["every token", "gaps"])
+def samples(request: pytest.FixtureRequest) -> tuple[Rollouts, Experience]:
+    rollouts = make_rollouts()
+    made = rollouts, make_experience(rollouts)
+    return made if request.param == "every token" else with_gaps(*made)
+
+
+def configured(folder: Path) -> RunConfig:
+    make_llama(folder / "lm", PLAIN)
+    make_llama(folder / "scored", PLAIN, scored=True, seed=1)
+    keys = {"micro_batch_size": 2}
+    sampled = {"do_sample": True, "temperature": 0.8}
+    return run_config(folder / "lm", folder / "scored", PLAIN, keys, 1, ADAM, actor_rollout=sampled)
+
+
+def close(ours: UpdateReport, theirs: UpdateReport) -> None:
+    for mine, others in zip(ours.steps, theirs.steps, strict=True):
+        assert mine.keys() == others.keys()
+        assert mine == pytest.approx(others, rel=2e-4, abs=1e-6)
+
+
+def test_actor_and_critic_learn_the_same_over_both_engines(
+    warm_runtime: Any,
+    tmp_path: Path,
+    samples: tuple[Rollouts, Experience],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rollouts, experience = samples
+    config = configured(tmp_path)
+    pool = warm_runtime.create_pools({"main": [1]})["main"]
+    actor = RoleGroup(Role.ACTOR_ROLLOUT, config.layout(Role.ACTOR_ROLLOUT), pool)
+    critic = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
+    actor.build(ReportingActor, config, (2,)).result()
+    critic.build(Reporting, config).result()
+    rows = Sharded([rollouts]), Sharded([experience]), Sharded([STEPS])
+    monkeypatch.setattr("mindspeed_rlxf.roles.actor.HybridModel", lambda *_: None)
+    plain_actor = ReportingActor(config, (2,), PlainEngine)
+    plain_critic = Reporting(config, PlainEngine)
+
+    for group, role in ((actor, plain_actor), (critic, plain_critic)):
+        (ours,) = group.call(type(role).told, rows[0]).result()
+        theirs = role.told(rollouts).report
+        assert_close(_tensor(ours), _tensor(theirs), rtol=1e-4, atol=1e-5)
+    (ours,) = actor.call(ActorRole.update_policy, *rows, 0.0).result()
+    close(ours, plain_actor.update_policy(rollouts, experience, STEPS).report)
+    (ours,) = critic.call(CriticRole.update_critic, *rows).result()
+    close(ours, plain_critic.update_critic(rollouts, experience, STEPS).report)
+
+
+def _tensor(rows: list[list[float]]) -> Tensor:
+    return torch.tensor(rows)

@@ -1,0 +1,144 @@
+"""A training engine without Megatron: a transformers model, plain autograd and torch's AdamW.
+
+One process, padded rows one at a time, fp32. It proves that roles need no more than `TrainEngine`,
+and that what they compute does not depend on the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from mindspeed_rlxf.algorithms.slots import readable_slots
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, RunConfig
+from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
+from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, TokenLogProbs, ValueStep
+
+
+class PlainEngine:
+    """Implements `TrainEngine`; run checkpoints are Megatron's alone."""
+
+    is_leader = True
+
+    def __init__(self, config: RunConfig, role: Role) -> None:
+        section = config.role(role)
+        assert section.load is not None
+        self.micro_batch_size, self.folder = section.micro_batch_size, Path(section.load)
+        self.model = AutoModelForCausalLM.from_pretrained(section.load, dtype=torch.float32)
+        embedding = self.model.model.embed_tokens
+        embedding.padding_idx = None  # transformers would drop the gradient of token 0
+        weights = load_file(self.folder / "model.safetensors")
+        parameters = list(self.model.parameters())
+        self.head = None
+        if "score.weight" in weights:
+            self.head = torch.nn.Parameter(weights["score.weight"].float())
+            parameters = [*self.model.model.parameters(), self.head]
+        if isinstance(section, (ActorConfig, CriticConfig)):
+            keys = section.optimizer
+            betas = keys.adam_beta1, keys.adam_beta2
+            self.parameters, self.clip_grad = parameters, keys.clip_grad or float("inf")
+            self.adam = torch.optim.AdamW(
+                parameters, keys.lr, betas, keys.adam_eps, keys.weight_decay
+            )
+
+    def _hidden(self, rollouts: Rollouts, row: int) -> Tensor:
+        """[slots of the response and one more, hidden]: what predicts each of its tokens."""
+        prompt = rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]]
+        response = rollouts.response_ids[row, : int(rollouts.response_lengths[row])]
+        states = self.model.model(torch.cat((prompt, response))[None]).last_hidden_state[0]
+        return states[len(prompt) - 1 :]
+
+    def _log_probs(self, rollouts: Rollouts, rows: Sequence[int], t: float) -> TokenLogProbs:
+        found, entropies = [], []
+        for row in rows:
+            trained = rollouts.trained_mask[row].nonzero().squeeze(1)
+            logits = self.model.lm_head(self._hidden(rollouts, row)[trained]) / t
+            logs = logits.log_softmax(-1)
+            found.append(logs.gather(-1, rollouts.response_ids[row, trained][:, None]).squeeze(-1))
+            entropies.append(-(logs.exp() * logs).sum(-1))
+        return TokenLogProbs(torch.cat(found), torch.cat(entropies))
+
+    def _values(self, rollouts: Rollouts, rows: Sequence[int], slots: Tensor) -> Tensor:
+        assert self.head is not None
+        parts = []
+        for row in rows:
+            states = self._hidden(rollouts, row)[slots[row].nonzero().squeeze(1)]
+            parts.append((states @ self.head.T).squeeze(-1))
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def log_probs(self, rollouts: Rollouts, temperature: float) -> LogProbs:
+        out = torch.zeros(rollouts.response_ids.shape)
+        every = range(rollouts.num_rows)
+        out[rollouts.trained_mask] = self._log_probs(rollouts, every, temperature).log_probs
+        return LogProbs(out)
+
+    def log_probs_with_kl(
+        self, rollouts: Rollouts, temperature: float, policy: PlainEngine
+    ) -> LogProbsWithKl:
+        raise ValueError("the KL over the vocabulary is not part of this comparison")
+
+    @torch.no_grad()
+    def values(self, rollouts: Rollouts) -> Values:
+        slots = readable_slots(rollouts.trained_mask, rollouts.response_mask)
+        out = torch.zeros(slots.shape)
+        out[slots] = self._values(rollouts, range(rollouts.num_rows), slots)
+        return Values(out)
+
+    @torch.no_grad()
+    def scores(self, rollouts: Rollouts) -> Scores:
+        assert self.head is not None
+        last = [self._hidden(rollouts, row)[-1] for row in range(rollouts.num_rows)]
+        return Scores((torch.stack(last) @ self.head.T).squeeze(-1))
+
+    def micro_batches(
+        self, rollouts: Rollouts, rows: Sequence[int]
+    ) -> list[tuple[Rollouts, list[int]]]:
+        size = self.micro_batch_size
+        return [(rollouts, list(rows[i : i + size])) for i in range(0, len(rows), size)]
+
+    def train_step(
+        self,
+        micro_batches: Sequence[tuple[Rollouts, list[int]]],
+        step: PolicyStep | ValueStep,
+    ) -> dict[str, float]:
+        self.adam.zero_grad()
+        outputs: list[LossOutput] = []
+        for rollouts, rows in micro_batches:
+            if isinstance(step, PolicyStep):
+                output = step.loss(rows, self._log_probs(rollouts, rows, step.temperature))
+            else:
+                output = step.loss(rows, self._values(rollouts, rows, step.slots))
+            output.loss.backward()
+            outputs.append(output)
+        weight = sum(output.weight for output in outputs)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad /= weight
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_grad)
+        self.adam.step()
+        found = {"grad_norm": float(norm)}
+        for name in outputs[0].metrics:
+            means = [output.metrics[name] for output in outputs]
+            found[name] = float(sum(m.total for m in means)) / sum(m.weight for m in means)
+        return found
+
+    def end_iteration(self) -> float:
+        return float(self.adam.param_groups[0]["lr"])
+
+    def sum_over_replicas(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ((name, p.detach()) for name, p in self.model.named_parameters())
+
+    def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
+        assert hf_folder is not None and megatron_folder is None
+        hf_folder.mkdir()
+        save_file(dict(self.hf_tensors()), hf_folder / "model.safetensors")

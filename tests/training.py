@@ -1,0 +1,18 @@
+"""A whole training in one call, for tests that bring a runtime."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.trainer.preflight import Prepared
+from mindspeed_rlxf.trainer.run import training
+
+
+def train(
+    config: RunConfig, prepared: Prepared, directory: RunDirectory, runtime: Any, **more: Any
+) -> None:
+    """Iterations and final weights. more: as `training` takes it"""
+    with training(config, prepared, directory, runtime, **more) as trainer:
+        trainer.fit()
