@@ -93,6 +93,11 @@ def make_llama(
     return model.eval()
 
 
+def locally(config: RunConfig) -> RunConfig:
+    """The same run on `LocalRuntime`: its ranks each run the driver, and agree on file names."""
+    return config.model_copy(update={"runtime": RuntimeConfig(kind=RuntimeKind.LOCAL)})
+
+
 def run_config(
     lm: Path,
     scored: Path,
