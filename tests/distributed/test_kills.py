@@ -17,7 +17,7 @@ from tests.distributed.conftest import REPOSITORY
 from tests.distributed.test_resume import make_models
 
 KILLS = 5
-OF_ROLES = [".metadata", "common.pt", "metadata.json", "config.json", "state.json", "__0_0.distcp"]
+OF_ROLES = ["config.json", "state.json", "state_00000.safetensors"]
 SYNCED = [  # files when they are whole, folders when all names are in them
     *(f".iter/{role}/{file}" for role in ("actor", "critic") for file in OF_ROLES),
     *(f".iter/{role}/random/rank_00000.json" for role in ("actor", "critic")),

@@ -1,0 +1,127 @@
+"""A resumed rank reads what it holds: with the distributed optimizer its slices of the slots."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.data.batch import RoleOutput
+from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.roles.saved import SavedRole
+from mindspeed_rlxf.runtime.group import RoleGroup
+from tests.distributed.llamas import PLAIN, make_llama
+
+MIB = 1 << 20
+RANKS = 4
+LARGE = PLAIN.model_copy(
+    update={
+        "num_layers": 6,
+        "hidden_size": 512,
+        "ffn_hidden_size": 1536,
+        "num_attention_heads": 8,
+        "num_query_groups": 8,
+        "vocab_size": 8000,
+    }
+)
+NUMBERS = 2 * 8000 * 512 + 6 * (4 * 512 * 512 + 3 * 512 * 1536 + 2 * 512) + 512
+
+
+class Saver(SavedRole):
+    """A model in fp32 whose optimizer is distributed."""
+
+    def __init__(self, folder: Path) -> None:
+        role = RoleConfig(model="t", architecture=LARGE, load=str(folder))
+        optimizer = OptimizerConfig(lr=0.01, use_distributed_optimizer=True)
+        self.engine = MegatronEngine(role, Head.LANGUAGE_MODEL, 1, optimizer)
+
+    def step(self) -> RoleOutput:
+        """One step of Adam on random gradients; report: numbers of the model."""
+        engine = self.engine
+        assert engine.optimizer is not None
+        with engine.groups.active():
+            for parameter in engine.module.parameters():
+                parameter.main_grad.normal_()
+            engine.optimizer.step()
+        return RoleOutput(report=sum(p.numel() for p in engine.module.parameters()))
+
+    def measured_load(self, folder: Path) -> RoleOutput:
+        """Report: bytes of memory above that before, and bytes read from files."""
+        with growth() as grown:
+            before = bytes_read()
+            self.engine.load_state(folder)
+        return RoleOutput(report=(grown(), bytes_read() - before))
+
+
+def field(file: str, name: str) -> int:
+    lines = Path("/proc/self", file).read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def bytes_read() -> int:
+    return field("io", "rchar:")
+
+
+@contextmanager
+def growth() -> Iterator[Callable[[], int]]:
+    """Inside, watch the anonymous memory of this process, which no file backs."""
+    before = peak = field("status", "RssAnon:")
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, field("status", "RssAnon:"))
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lambda: (peak - before) * 1024
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_llama(folder, LARGE)
+    return folder
+
+
+def built(runtime: Any, model: Path) -> RoleGroup:
+    pool = runtime.create_pools({"main": [RANKS]})["main"]
+    group = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(RANKS, 1, 1), pool)
+    group.build(Saver, model).result()
+    return group
+
+
+def test_a_resume_holds_a_slice_of_the_slots_and_a_bounded_buffer(
+    warm_runtime: Any, tmp_path: Path, model: Path
+) -> None:
+    """Moments of 29 million numbers in fp32 are 219 MiB, of which a rank of four holds 55 MiB."""
+    group = built(warm_runtime, model)
+    assert group.call(Saver.step).result() == [NUMBERS] * RANKS
+    started = time.monotonic()
+    group.call(Saver.begin_save, tmp_path / "state").result()
+    group.call(Saver.end_save).result()
+    print("save, s:", time.monotonic() - started)
+    resumed = built(warm_runtime, model)
+    started = time.monotonic()
+    found = resumed.call(Saver.measured_load, tmp_path / "state").result()
+    print("load, s:", time.monotonic() - started)
+    print("MiB grown and read:", [(a // MIB, b // MIB) for a, b in found])
+    weights, slots = 4 * NUMBERS, 2 * 4 * NUMBERS
+    for grown, read in found:
+        assert grown < slots / RANKS + 40 * MIB < weights
+        assert weights < read < weights + slots / RANKS + MIB
