@@ -238,10 +238,13 @@ def saved_again(trainer: PpoTrainer) -> None:
 
 
 def tensors_of(run: RunDirectory, iteration: int, role: str) -> dict[str, Tensor]:
-    """Whole weights and slots of the optimizer, put together by hand from all files."""
+    return whole_tensors(run.checkpoints / f"iter_{iteration:07d}" / role)
+
+
+def whole_tensors(folder: Path) -> dict[str, Tensor]:
+    """Weights and slots of the optimizer, put together by hand from all files."""
     tensors: dict[str, Tensor] = {}
-    pieces = load_pieces(run.checkpoints / f"iter_{iteration:07d}" / role)
-    for name, corner, piece in pieces:
+    for name, corner, piece in load_pieces(folder):
         ends = [start + size for start, size in zip(corner, piece.shape, strict=True)]
         known = tensors.get(name, torch.empty([0] * len(ends), dtype=piece.dtype))
         shape = [max(old, new) for old, new in zip(known.shape, ends, strict=True)]
