@@ -37,6 +37,8 @@ OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 class StateReader(Protocol):
     """Boxes of a role's tensors, by slot and Hugging Face name; counts the bytes."""
 
+    folder: Path
+
     @property
     def bytes_read(self) -> int: ...
 
@@ -207,9 +209,10 @@ def _stored_piece(
     name, _, corner = place.rpartition("@")
     shape, dtype = tuple(map(int, about["shape"])), OF_NAME[about["dtype"]]
     first, last = map(int, about["data_offsets"])
-    top, left = (*map(int, corner.split(",")), 0)[:2]
+    start = tuple(map(int, corner.split(",")))
     fits = first >= 0 and data + last <= size and last - first == prod(shape) * dtype.itemsize
-    if not name or not fits or min(shape, default=0) < 0 or min(top, left) < 0:
+    axes = len(shape)
+    if not name or not fits or axes not in (1, 2) or axes != len(start) or min(shape + start) < 0:
         raise ValueError(f"{key} is no piece")
-    box = whole(shape).moved(top, left)
-    return slot, name, StoredPiece(file, data + first, dtype, box, len(shape))
+    box = whole(shape).moved(start[0], start[1] if axes == 2 else 0)
+    return slot, name, StoredPiece(file, data + first, dtype, box, axes)

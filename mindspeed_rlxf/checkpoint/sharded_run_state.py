@@ -27,14 +27,14 @@ class ShardedRunState:
     def __init__(self, folder: Path, architecture: ArchitectureConfig) -> None:
         """Errors: ValueError when a file holds more than data."""
         safe_folder.check(folder)
-        self._folder, self._architecture = folder, architecture
+        self.folder, self._architecture = folder, architecture
         self._slots: dict[str, MegatronWeights] = {}
 
     def _of(self, slot: str) -> MegatronWeights:
         """Errors: ValueError when the folder has no such slot, or holds another model."""
         if slot not in self._slots:
             prefix = "" if slot == WEIGHT else f"optimizer.state.{slot}."
-            self._slots[slot] = read_torch_dist(self._folder, self._architecture, prefix)
+            self._slots[slot] = read_torch_dist(self.folder, self._architecture, prefix)
         return self._slots[slot]
 
     @property

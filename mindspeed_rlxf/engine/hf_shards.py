@@ -52,15 +52,14 @@ class Part:
 class Shard:
     """A parameter of this rank.
 
-    written: the flat range of it that this rank writes where replicas hold the same; empty on
-             ranks that leave it to others
-    is_written: whether no rank but replicas holds these numbers, or this one writes them for all
+    is_written: by this rank and its replicas; False where other ranks write the same numbers
+    written:    the flat range that this one of the replicas writes; empty where not `is_written`
     """
 
     parameter: Tensor
     blocks: tuple[Block, ...]
-    written: range
     is_written: bool
+    written: range
 
     def parts(self, tensor: Tensor, flat: range) -> Iterator[Part]:
         """The boxes that a flat range of the shard is made of, in order.
@@ -97,7 +96,7 @@ def shards(weights: StageWeights, groups: ParallelGroups) -> Iterator[Shard]:
         mine = range(max(0, start), max(0, min(stop, tensor.numel())))
         is_written = _is_written(parameter, groups)
         blocks = tuple(_blocks(parameter, weights))
-        yield Shard(tensor, blocks, mine if is_written else range(0), is_written)
+        yield Shard(tensor, blocks, is_written, mine if is_written else range(0))
 
 
 def _is_written(parameter: StageParameter, groups: ParallelGroups) -> bool:

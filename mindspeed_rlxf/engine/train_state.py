@@ -197,8 +197,8 @@ def _copied(slot: str, shard: Shard, tensor: Tensor, start: int, flat: range) ->
     """tensor: the numbers of the shard from number `start` on; flat: the range that is written"""
     if not flat:
         return
-    numbers = tensor[flat.start - start : flat.stop - start].to("cpu", copy=True)
-    for part in shard.parts(numbers, flat):
+    copied = tensor[flat.start - start : flat.stop - start].to("cpu", copy=True)
+    for part in shard.parts(copied, flat):
         numbers = part.tensor.view(-1) if part.axes == 1 else part.tensor
         yield Piece(slot, part.source, part.box.top, part.box.left, numbers)
 
@@ -231,8 +231,8 @@ def _fill(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, flat: ra
     for part in shard.parts(tensor, flat):
         if not reader.has(slot, part.source) or reader.dtype_of(slot, part.source) != tensor.dtype:
             raise ValueError(
-                f"the checkpoint must have {slot} of {part.source} in {tensor.dtype}; it was "
-                "written by a run of another bf16"
+                f"{reader.folder} must have {slot} of {part.source} in {tensor.dtype}, as this run "
+                "has it; set the role's bf16 as it was in the run that wrote the checkpoint"
             )
         for rows in part.box.in_rows(BUFFER_BYTES // tensor.itemsize):
             target = part.tensor[rows.top - part.box.top : rows.bottom - part.box.top]

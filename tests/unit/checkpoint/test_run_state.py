@@ -100,7 +100,7 @@ def damaged_header(file: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     "changes",
     [{"data_offsets": [0, 1 << 40]}, {"data_offsets": [-20, 0]}, {"shape": [9, 9]}, {"dtype": "X"},
-     {"shape": [-1, -5]}, {"shape": None}],
+     {"shape": [-1, -5]}, {"shape": None}, {"shape": [1, 5, 1]}, {"shape": [5]}],
 )  # fmt: skip
 def test_a_piece_outside_its_file_is_refused(folder: Path, changes: dict[str, object]) -> None:
     damaged_header(file_of(folder, 0), **changes)
