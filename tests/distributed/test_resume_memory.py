@@ -1,15 +1,17 @@
-"""A resumed rank reads what it holds: with the distributed optimizer its slices of the slots."""
+"""A resumed rank reads what it holds, its slices of the slots among it, and unpickles nothing."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -64,11 +66,11 @@ class Saver(SavedRole):
         return RoleOutput(report=(flat.numel(), flat.sum().item()))
 
     def measured_load(self, folder: Path) -> RoleOutput:
-        """As a role that has taken no step; report: bytes of memory above that before, bytes read
-        from files."""
+        """As a role that has taken no step, with pickle out of order; report: bytes of memory above
+        that before, bytes read from files."""
         for each in chained(self.engine.optimizer):
             each.optimizer.state.clear()
-        with growth() as grown:
+        with growth() as grown, no_pickle():
             before = bytes_read()
             self.engine.load_state(folder)
         return RoleOutput(report=(grown(), bytes_read() - before))
@@ -81,6 +83,15 @@ def field(file: str, name: str) -> int:
 
 def bytes_read() -> int:
     return field("io", "rchar:")
+
+
+@contextmanager
+def no_pickle() -> Iterator[None]:
+    with ExitStack() as stack:
+        for module, name in ((pickle, "load"), (pickle, "Unpickler"), (torch, "load")):
+            refused = AssertionError(f"{name} was called")
+            stack.enter_context(mock.patch.object(module, name, side_effect=refused))
+        yield
 
 
 @contextmanager
