@@ -38,6 +38,10 @@ PLAIN = ArchitectureConfig(
 TIED = PLAIN.model_copy(update={"untie_embeddings_and_output_weights": False})
 QWEN2 = PLAIN.model_copy(update={"add_qkv_bias": True})
 QWEN3 = PLAIN.model_copy(update={"qk_layernorm": True, "kv_channels": 12})
+# Of one key-value group, which tensor-parallel ranks share.
+ONE_GROUP = {"num_query_groups": 1}
+QWEN2_ONE_GROUP = QWEN2.model_copy(update=ONE_GROUP)
+QWEN3_ONE_GROUP = QWEN3.model_copy(update=ONE_GROUP)
 QWEN3_MOE = QWEN3.model_copy(
     update={"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20}
 )

@@ -17,7 +17,7 @@ from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
 from mindspeed_rlxf.runtime.role_groups import ActorGroup, CriticGroup
-from tests.distributed.llamas import PLAIN, QWEN2, QWEN3, SCALED, TIED, make_llama, run_config
+from tests.distributed.llamas import PLAIN, QWEN2, QWEN3, QWEN2_ONE_GROUP, QWEN3_ONE_GROUP, SCALED, TIED, make_llama, run_config
 from tests.distributed.probe import EngineProbe
 from tests.distributed.samples import make_rollouts
 
@@ -40,6 +40,8 @@ FAMILIES = {
     "scaled-rope": SCALED,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "one-group": QWEN2_ONE_GROUP,
+    "qwen3-one-group": QWEN3_ONE_GROUP,
 }
 EXPORTED = ["untied", "tied", "qwen2", "qwen3"]
 

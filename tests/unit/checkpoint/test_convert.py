@@ -25,7 +25,7 @@ from tests.unit.checkpoint.folders_of import (
 
 LAYOUTS = {
     "tp1": [],
-    "tp2": ["--tp", "2"],
+    "tp8": ["--tp", "8"],  # two ranks share each of four query groups
     "tp4-pp2": ["--tp", "4", "--pp", "2"],
     "uneven": ["--tp", "2", "--pp", "3", "--num-layer-list", "1,1,2"],
     "vpp": ["--tp", "2", "--pp", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
@@ -78,7 +78,7 @@ def test_a_reward_model_comes_back_bit_by_bit(tmp_path: Path, layout: str, kind:
 @pytest.mark.parametrize(("first", "second"), [("torch", "torch_dist"), ("torch_dist", "torch")])
 def test_a_megatron_folder_is_split_again(tmp_path: Path, first: str, second: str) -> None:
     tensors = make_folder(tmp_path / "hf", "qwen3_moe", shards=3)
-    run(tmp_path / "hf", tmp_path / "a", "--to", "mg", "--format", first, "--tp", 4, "--ep", 2)
+    run(tmp_path / "hf", tmp_path / "a", "--to", "mg", "--format", first, "--tp", 8, "--ep", 2)
     run(tmp_path / "a", tmp_path / "b", "--to", "mg", "--format", second, "--tp", 2, "--pp", 2)
     run(tmp_path / "b", tmp_path / "back", "--to", "hf", "--shard-size-gb", 1e-5)
     assert_same(read_folder(tmp_path / "back"), tensors)
