@@ -52,22 +52,16 @@ FAMILIES = {
     "qwen3": QWEN3,
     "one-group": ONE_GROUP,
 }
-EXPORTED = [
-    pytest.param(layout, architecture, id=f"{name}-{layout}")
-    for name, architecture in (
-        ("untied", PLAIN),
-        ("tied", TIED),
-        ("qwen2", QWEN2),
-        ("qwen3", QWEN3),
-    )
-    for layout in ("tp1", "tp2", "pp2")
-]
-GENERATED = [
-    pytest.param(layout, architecture, id=f"{name}-{layout}")
-    for name, architecture in (("untied", PLAIN), ("tied", TIED))
-    for layout in ("tp1", "tp2", "pp2")
-]
-SHARED = [pytest.param("tp2", ONE_GROUP, id="one-group-tp2", marks=shares_groups)]
+
+
+def three_layouts(**families: ArchitectureConfig) -> list[Any]:
+    """Of each family, and one in which ranks share a key-value group."""
+    cases = [
+        pytest.param(layout, architecture, id=f"{name}-{layout}")
+        for name, architecture in families.items()
+        for layout in ("tp1", "tp2", "pp2")
+    ]
+    return [*cases, pytest.param("tp2", ONE_GROUP, id="one-group-tp2", marks=shares_groups)]
 
 
 def world_size(layout: dict[str, Any]) -> int:
@@ -124,7 +118,9 @@ def probe_group(warm_runtime: Any, role: RoleConfig, head: Head) -> RoleGroup:
     return group
 
 
-@pytest.mark.parametrize(("layout", "architecture"), EXPORTED + SHARED)
+@pytest.mark.parametrize(
+    ("layout", "architecture"), three_layouts(untied=PLAIN, tied=TIED, qwen2=QWEN2, qwen3=QWEN3)
+)
 def test_export_gives_back_every_tensor_byte_for_byte(
     warm_runtime: Any, tmp_path: Path, layout: str, architecture: ArchitectureConfig
 ) -> None:
@@ -162,7 +158,7 @@ def test_a_rank_reads_only_its_own_shard(warm_runtime: Any, tmp_path: Path, layo
         assert read >= shard * 0.9  # all of it but the padding of the vocabulary
 
 
-@pytest.mark.parametrize(("layout", "architecture"), GENERATED + SHARED)
+@pytest.mark.parametrize(("layout", "architecture"), three_layouts(untied=PLAIN, tied=TIED))
 def test_greedy_generation_equals_transformers_token_by_token(
     warm_runtime: Any, tmp_path: Path, layout: str, architecture: ArchitectureConfig
 ) -> None:
