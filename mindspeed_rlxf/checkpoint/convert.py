@@ -75,6 +75,12 @@ class Conversion:
     shard_size: int
     replace: bool
 
+    @property
+    def shares_groups(self) -> bool:
+        """Whether the files are those of ranks of which several share a query group."""
+        ranks = self.layout.tp if self.layout and self.to is Format.LEGACY else 1
+        return ranks > self.architecture.kv_heads
+
 
 class Part(Protocol):
     """A file of the target."""
