@@ -37,7 +37,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOCKED := $(VENV)/constraints.txt
 OFFLINE := $(if $(WHEELHOUSE),--no-index --find-links "$(abspath $(WHEELHOUSE))")
-PIP_INSTALL = $(BIN)/python -m pip install --no-input --disable-pip-version-check --quiet $(OFFLINE)
+# -qq: errors only. Warnings are about the machine (places to look for packages that are not there).
+PIP_INSTALL = $(BIN)/python -m pip install --no-input --disable-pip-version-check -qq $(OFFLINE)
 PIP_WHEEL = $(BIN)/python -m pip wheel --no-input --disable-pip-version-check --quiet --no-deps \
 	--find-links wheelhouse --wheel-dir wheelhouse
 TORCH_INDEX = $(if $(TORCH_INDEX_URL),--index-url "$(TORCH_INDEX_URL)")
@@ -100,9 +101,12 @@ endif
 # On NPU the demo comes after the bring-up, which says what to look at where it does not work.
 demo: $(STAMP) $(if $(filter npu,$(DEVICE)),bring-up)
 	@run="outputs/demo-$$(date +%Y%m%d-%H%M%S)-$$$$"; \
+	echo 'demo, 1 of 3: a tiny model that adds but leaves out the carry, and its data'; \
 	$(BIN)/python examples/tiny/make.py --output outputs/tiny --seed 1; \
+	echo 'demo, 2 of 3: PPO with four roles in two processes; a rule scores the sums'; \
 	$(BIN)/python ray_gpt.py --config-name ppo_trainer_tiny training.output_dir="$$run" \
 	  training.seed=$(SEED) device.kind=$(DEVICE); \
+	echo 'demo, 3 of 3: what the policy learnt'; \
 	$(BIN)/python examples/tiny/report.py "$$run"
 
 bring-up: $(STAMP)

@@ -1,8 +1,9 @@
-"""Makes everything that the tiny demo needs, from nothing: tokenizer, data, policy, reward model.
+"""Make what the tiny task needs, from nothing: tokenizer, data, policy; a reward model on request.
 
-    python examples/tiny/make.py --output outputs/tiny --seed 1
+    python examples/tiny/make.py --output outputs/tiny --seed 1 [--reward-model]
 
-What is there for the same seed and version is kept.
+What is there for the same seed and version is kept. The reward model is for configurations with
+`reward.kind: model` (`ppo_trainer_tiny_rm`); it takes longer to teach than all the rest.
 """
 
 from __future__ import annotations
@@ -19,49 +20,74 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin stall a
 import torch
 from tiny_task import make_split, make_tokenizer, write_jsonl
 from train_models import teach_policy, teach_reward_model
+from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 VERSION = 3  # raise it when what is made changes
 MARKER = "made.json"
+POLICY, REWARD = "sft", "rm"
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("outputs/tiny"))
     parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    marker = arguments.output / MARKER
+    parser.add_argument("--reward-model", action="store_true", help="make models/rm too")
+    arguments = parser.parse_args(argv)
+    transformers_logging.disable_progress_bar()
+    output: Path = arguments.output
+    marker = output / MARKER
     wanted = {"version": VERSION, "seed": arguments.seed}
     if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) == wanted:
-        print(f"{arguments.output} holds the tiny model and its data (seed {arguments.seed})")
-        return
-    shutil.rmtree(arguments.output, ignore_errors=True)
-    make(arguments.output, arguments.seed)
-    marker.write_text(json.dumps(wanted), encoding="utf-8")
+        print(f"{output} holds the tiny model and its data (seed {arguments.seed})", flush=True)
+    else:
+        shutil.rmtree(output, ignore_errors=True)
+        make(output, arguments.seed)
+        marker.write_text(json.dumps(wanted), encoding="utf-8")
+    if arguments.reward_model and not (output / "models" / REWARD).exists():
+        make_reward_model(output, arguments.seed)
 
 
 def make(output: Path, seed: int) -> None:
+    """Data, tokenizer and policy."""
     torch.set_num_threads(1)
     started = time.monotonic()
     split = make_split(seed)
     write_jsonl(output / "data" / "train.jsonl", split.train)
     write_jsonl(output / "data" / "val.jsonl", split.val)
     print(f"data: {len(split.train)} prompts, {len(split.val)} validation prompts, disjoint")
+    print("policy: supervised learning from a careless teacher, half a minute", flush=True)
     policy = teach_policy(split, seed)
+    _save(policy.model, output / "models" / POLICY)
     parameters = sum(p.numel() for p in policy.model.parameters())
     print(
         f"policy: Llama with {parameters / 1e6:.2f} M parameters, supervised start solves "
-        f"{policy.accuracy:.1%} of the validation prompts ({_since(started)})",
+        f"{policy.accuracy:.1%} of the validation prompts ({_since(started)}): {output}",
         flush=True,
     )
+
+
+def make_reward_model(output: Path, seed: int) -> None:
+    """From the policy that is there."""
     torch.set_num_threads(2)  # a fixed number, since rounding depends on it
+    started = time.monotonic()
     print("reward model: learning from comparisons, a minute or two", flush=True)
-    reward, accuracy = teach_reward_model(policy.model, split, seed)
-    print(f"reward model: right in {accuracy:.1%} of held-out comparisons ({_since(started)})")
-    tokenizer = make_tokenizer()
-    for name, model in (("sft", policy.model), ("rm", reward)):
-        model.save_pretrained(output / "models" / name)
-        tokenizer.save_pretrained(output / "models" / name)
-    print(f"made in {_since(started)}: {output}", flush=True)
+    policy = LlamaForCausalLM.from_pretrained(output / "models" / POLICY)
+    reward, accuracy = teach_reward_model(policy, make_split(seed), seed)
+    _save(reward, output / "models" / REWARD)
+    print(
+        f"reward model: right in {accuracy:.1%} of held-out comparisons ({_since(started)}): "
+        f"{output}",
+        flush=True,
+    )
+
+
+def _save(model: PreTrainedModel, folder: Path) -> None:
+    """The model and its tokenizer; a folder of that name is complete."""
+    unfinished = folder.with_name(f".{folder.name}")
+    model.save_pretrained(unfinished)
+    make_tokenizer().save_pretrained(unfinished)
+    unfinished.rename(folder)
 
 
 def _since(started: float) -> str:

@@ -27,6 +27,7 @@ from mindspeed_rlxf.checkpoint.legacy import (
     shard_shape,
 )
 from mindspeed_rlxf.checkpoint.reader import IGNORED, MegatronWeights, refuse
+from mindspeed_rlxf.checkpoint.run_state import RunState
 from mindspeed_rlxf.checkpoint.safetensors_writer import DTYPES, write_safetensors
 from mindspeed_rlxf.checkpoint.staging import StagedFolder
 from mindspeed_rlxf.checkpoint.torch_dist_writer import dist_files, write_metadata
@@ -68,11 +69,17 @@ class Conversion:
     to: Format
     architecture: ArchitectureConfig
     head: Head
-    weights: HfFolder | MegatronWeights
+    weights: HfFolder | MegatronWeights | RunState
     layout: MegatronLayout | None
     dtype: torch.dtype | None
     shard_size: int
     replace: bool
+
+    @property
+    def shares_groups(self) -> bool:
+        """Whether the files are those of ranks of which several share a query group."""
+        ranks = self.layout.tp if self.layout and self.to is Format.LEGACY else 1
+        return ranks > self.architecture.kv_heads
 
 
 class Part(Protocol):
@@ -128,7 +135,7 @@ def choose_head(config: dict[str, Any], orm: bool) -> Head:
 
 def open_source(
     source: Path, architecture: ArchitectureConfig, head: Head
-) -> HfFolder | MegatronWeights:
+) -> HfFolder | MegatronWeights | RunState:
     """The weights to convert. Errors: UserError when they do not fit the model in any way."""
     try:
         weights = open_weights(source, architecture)
@@ -145,7 +152,7 @@ def open_source(
     return weights
 
 
-def _extra(weights: HfFolder | MegatronWeights, expected: dict[str, Any]) -> list[str]:
+def _extra(weights: HfFolder | MegatronWeights | RunState, expected: dict[str, Any]) -> list[str]:
     """Tensors that would be lost; an output layer that is tied, or not used by a scorer, is not."""
     known = expected.keys() | {"lm_head.weight"}
     return [name for name in weights.names() if name not in known and not IGNORED.search(name)]

@@ -14,6 +14,7 @@ from mindspeed_rlxf.checkpoint.formats import Format, find_weights
 from mindspeed_rlxf.checkpoint.hf_folder import HfFolder
 from mindspeed_rlxf.checkpoint.legacy import read_legacy
 from mindspeed_rlxf.checkpoint.reader import MegatronWeights
+from mindspeed_rlxf.checkpoint.run_state import RunState
 from mindspeed_rlxf.checkpoint.torch_dist import read_torch_dist
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head
@@ -51,13 +52,15 @@ def described_by(weights: str | Path, tokenizer: str | Path) -> Path:
 
 def open_weights(
     folder: str | Path, architecture: ArchitectureConfig
-) -> HfFolder | MegatronWeights:
+) -> HfFolder | MegatronWeights | RunState:
     """A reader of the folder's weights, of whatever format.
 
     Errors: ValueError when something is missing or damaged, or, for a Megatron folder, when it
     holds another model or more than data.
     """
     kind, place = find_weights(Path(folder))
+    if kind is Format.RUN_STATE:
+        return RunState(place)
     if kind is not Format.HF:
         safe_folder.check(place)
     if kind is Format.LEGACY:

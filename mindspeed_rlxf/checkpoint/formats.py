@@ -10,14 +10,16 @@ from mindspeed_rlxf.checkpoint.layout import RANK_FOLDER, TRACKER
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 METADATA = ".metadata"
+STATE_FILES = "state_*.safetensors"  # of a role in a checkpoint of a run
 
 
 class Format(str, Enum):
-    """How weights lie in a folder; the values of --ckpt-format, and `hf`."""
+    """How weights lie in a folder; the values of --ckpt-format, `hf`, and that of runs."""
 
     HF = "hf"
     LEGACY = "torch"
     TORCH_DIST = "torch_dist"
+    RUN_STATE = "run_state"  # read only
 
 
 def find_weights(folder: Path) -> tuple[Format, Path]:
@@ -30,6 +32,8 @@ def find_weights(folder: Path) -> tuple[Format, Path]:
         return Format.HF, folder
     if (folder / METADATA).exists():
         return Format.TORCH_DIST, folder
+    if any(folder.glob(STATE_FILES)):
+        return Format.RUN_STATE, folder
     if any(RANK_FOLDER.fullmatch(path.name) for path in folder.iterdir()):
         return Format.LEGACY, folder
     iteration = _iteration(folder)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.config.suggest import divisors, use
+from mindspeed_rlxf.config.tensor_parallel import possible_sizes, qkv_rows, whole_groups
 from mindspeed_rlxf.models.parameters import (
     RM_HEAD,
     SCORE_HEAD,
@@ -109,8 +110,8 @@ def layout_of(counts: list[int], tp: int, pp: int, ep: int, vocab_multiple: int)
 
 def _sizes(a: ArchitectureConfig, tp: int, ep: int, vocab_multiple: int) -> Iterator[str]:
     sizes = {
-        "query groups": a.kv_heads,
         "attention heads": a.num_attention_heads,
+        "rows of query, key and value": qkv_rows(a),
         "rows of the MLP": a.mlp_hidden_size,
         "hidden size": a.hidden_size,
     }
@@ -121,8 +122,10 @@ def _sizes(a: ArchitectureConfig, tp: int, ep: int, vocab_multiple: int) -> Iter
             yield f"{flag}={value} must be at least 1; use 1 or more"
             return
     wrong = [f"{name} {size}" for name, size in sizes.items() if size % tp]
+    if not whole_groups(a, tp):
+        wrong.insert(0, f"query groups {a.kv_heads} (or be a multiple of them)")
     if wrong:
-        good = [n for n in divisors(a.kv_heads) if not any(size % n for size in sizes.values())]
+        good = [n for n in possible_sizes(a) if a.hidden_size % n == 0]
         yield (
             f"--target-tensor-parallel-size={tp} must divide the model's {', '.join(wrong)}; "
             f"{use(good)}"

@@ -105,18 +105,22 @@ class MegatronWeights:
         """Just the bytes of one slice."""
         wanted = [(0, size) for size in self.shape(part.source)]
         wanted[part.dim] = (part.start, part.stop)
+        return self.read_ranges(part.source, wanted)
+
+    def read_ranges(self, name: str, wanted: list[Range]) -> Tensor:
+        """Just the bytes of these ranges of each axis."""
         shape = [stop - start for start, stop in wanted]
-        result = torch.empty(shape, dtype=self.dtype(part.source))
+        result = torch.empty(shape, dtype=self.dtype(name))
         filled = 0
-        for piece in self._pieces[part.source]:
-            dim = piece.part.dim  # not always that of `part`: a score head is split in one of them
+        for piece in self._pieces[name]:
+            dim = piece.part.dim
             start = max(wanted[dim][0], piece.part.start)
             stop = min(wanted[dim][1], piece.part.stop)
             if start < stop:
                 ranges = [*wanted[:dim], (start, stop), *wanted[dim + 1 :]]
                 target = result.narrow(dim, start - wanted[dim][0], stop - start)
                 filled += target.copy_(piece.read(ranges)).numel()
-        assert filled == result.numel(), f"{part}: {filled} of {result.numel()} numbers found"
+        assert filled == result.numel(), f"{name}: {filled} of {wanted} numbers found"
         self.bytes_read += result.numel() * result.element_size()
         return result
 

@@ -107,12 +107,15 @@ class GlobalTensor:
         return result
 
 
-def read_torch_dist(folder: Path, architecture: ArchitectureConfig) -> MegatronWeights:
+def read_torch_dist(
+    folder: Path, architecture: ArchitectureConfig, prefix: str = ""
+) -> MegatronWeights:
     """The weights of the checkpoint in `folder`.
 
+    prefix: of the names of what the optimizer holds of them, which is read in their place
     Errors: ValueError when it is damaged or holds another model.
     """
-    tensors = _global_tensors(folder)
+    tensors = _global_tensors(folder, prefix)
     weights = MegatronWeights(folder, architecture)
     table = {
         p.name: p
@@ -196,7 +199,8 @@ def global_name(name: str, expert: int | None) -> tuple[str, tuple[int, ...]]:
     return EXPERT.sub(".experts.", LAYER.sub("decoder.layers.", name)), index
 
 
-def _global_tensors(folder: Path) -> dict[str, GlobalTensor]:
+def _global_tensors(folder: Path, prefix: str) -> dict[str, GlobalTensor]:
+    """Those whose name starts with `prefix`, without it; "" = the weights."""
     path = folder / METADATA
     try:
         with path.open("rb") as file:
@@ -204,14 +208,14 @@ def _global_tensors(folder: Path) -> dict[str, GlobalTensor]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}); copy the folder again") from None
     try:
-        return _tensors_of(metadata, folder)
+        return _tensors_of(metadata, folder, prefix)
     except (AttributeError, TypeError, KeyError, IndexError) as error:
         raise ValueError(
             f"{path} is of another kind than torch.distributed.checkpoint writes ({error!r})"
         ) from None
 
 
-def _tensors_of(metadata: Any, folder: Path) -> dict[str, GlobalTensor]:
+def _tensors_of(metadata: Any, folder: Path, prefix: str) -> dict[str, GlobalTensor]:
     places = {}
     for index, info in metadata.storage_data.items():
         offset = getattr(index, "offset", None)
@@ -220,7 +224,8 @@ def _tensors_of(metadata: Any, folder: Path) -> dict[str, GlobalTensor]:
     files: dict[str, MappedFile] = {}
     tensors = {}
     for name, entry in metadata.state_dict_metadata.items():
-        if type(entry).__name__ != "TensorStorageMetadata" or "optimizer" in name:
+        wanted = name.startswith(prefix) if prefix else "optimizer" not in name
+        if type(entry).__name__ != "TensorStorageMetadata" or not wanted:
             continue
         chunks = []
         for chunk in entry.chunks:
@@ -231,5 +236,6 @@ def _tensors_of(metadata: Any, folder: Path) -> dict[str, GlobalTensor]:
             box = tuple(chunk.offsets), tuple(chunk.sizes)
             chunks.append(Chunk(*box, files[file], int(info.offset), int(info.length)))
         dtype = entry.properties.state[0]
-        tensors[name] = GlobalTensor(dtype, tuple(entry.size), tuple(chunks))
+        found = GlobalTensor(dtype, tuple(entry.size), tuple(chunks))
+        tensors[name.removeprefix(prefix)] = found
     return tensors

@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     bias = getattr(conversion.weights, "dropped_bias", None)
     if bias:
         print(f"note: the bias {bias:g} of the reward head is dropped: scores shift by that much")
+    if conversion.shares_groups:
+        print("note: ranks share query groups: Megatron loads this from megatron-core 0.16 on")
     print(f"written: {conversion.target}")
     return 0
 

@@ -63,18 +63,20 @@ def _prepare(config: RunConfig) -> Run:
 
 
 def _dry_run(config: RunConfig) -> int:
-    """The plan, then all that does not fit and every problem of the files it names."""
+    """The plan, then all that this host lacks or that does not fit, and every problem of files."""
+    from mindspeed_rlxf.config.host import check_host
     from mindspeed_rlxf.planning.plan import plan
     from mindspeed_rlxf.trainer.preflight import prepare
 
     planned = plan(config)
     print(planned.text, flush=True)
+    problems = [*check_host(config), *planned.problems]
     try:
         prepare(config)
     except UserError as error:
-        raise UserError([*planned.problems, *error.problems]) from error
-    if planned.problems:
-        raise UserError(planned.problems)
+        raise UserError([*problems, *error.problems]) from error
+    if problems:
+        raise UserError(problems)
     return 0
 
 

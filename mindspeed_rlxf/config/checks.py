@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import gcd
 
 from mindspeed_rlxf.config.batch_rules import (
     TITLES,
@@ -17,6 +16,7 @@ from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig, RunConfig
 from mindspeed_rlxf.config.split_rules import ROLLOUT_TP, TRAIN, check_split
 from mindspeed_rlxf.config.stage_rules import check_stage
 from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_around, use
+from mindspeed_rlxf.config.tensor_parallel import possible_sizes, qkv_rows, whole_groups
 
 
 def check(config: RunConfig) -> list[str]:
@@ -158,20 +158,23 @@ def _virtual_pipeline(role: Role, section: RoleConfig, layers: int) -> Iterator[
 
 
 def _tensor_parallel(key: str, tp: int, section: RoleConfig) -> Iterator[str]:
-    a = section.architecture
-    parts = {
-        "num_attention_heads": a.num_attention_heads,
-        "num_query_groups": a.kv_heads,
-    }
+    a, name = section.architecture, f"model.{section.model}"
+    good = use(around(tp, possible_sizes(a)))
     width = "moe_ffn_hidden_size" if a.num_experts and a.moe_ffn_hidden_size else "ffn_hidden_size"
-    parts[width] = a.mlp_hidden_size
-    whole = gcd(*parts.values())
-    for name, number in parts.items():
-        if number % tp:
-            yield (
-                f"{key}={tp} must divide "
-                f"model.{section.model}.{name}={number}; {use(around(tp, divisors(whole)))}"
-            )
+    if a.num_attention_heads % tp:
+        yield f"{key}={tp} must divide {name}.num_attention_heads={a.num_attention_heads}; {good}"
+    if not whole_groups(a, tp):
+        yield (
+            f"{key}={tp} must divide {name}.num_query_groups={a.kv_heads}, or be a multiple of it; "
+            f"{good}"
+        )
+    elif a.num_attention_heads % tp == 0 and qkv_rows(a) % tp:
+        yield (
+            f"{key}={tp} must divide the {qkv_rows(a)} rows of {name}'s query, key and value "
+            f"projections; {good}"
+        )
+    if a.mlp_hidden_size % tp:
+        yield f"{key}={tp} must divide {name}.{width}={a.mlp_hidden_size}; {good}"
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:

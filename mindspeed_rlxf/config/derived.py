@@ -83,6 +83,8 @@ def place_roles(draft: Draft, sections: Tree) -> None:
         underscored = str(name).replace("-", "_")
         if sizes:
             pools[underscored if underscored in ROLE_NAMES else str(name)] = sizes
+        elif size == [] and underscored not in ROLE_NAMES:  # `reward: []` says that there is none
+            draft.note("no role uses it, as it has no devices", f"resource_pool.{name}=[]")
     if not pools and not any(path.startswith("resource_pool") for path in draft.broken):
         draft.reject("resource_pool", "resource_pool is required; name a pool: `main: 2`")
     roles = [role.value for role in Role if draft.payload[role.value] is not None]
@@ -101,6 +103,11 @@ def place_roles(draft: Draft, sections: Tree) -> None:
         # Any pool will do, but one that is split holds the actor alone.
         split = draft.payload[Role.ACTOR_ROLLOUT.value].get("num_gpus_for_infer") is not None
         placement["reward"] = placement["ref" if split else "actor_rollout"]
+    alone = placement["reward"]
+    shared = [pool for role, pool in placement.items() if role != Role.REWARD.value]
+    if is_rule and isinstance(alone, str) and alone in pools and alone not in shared:
+        meaning = "no role computes on its devices, as a rule needs none (reward.kind=rule)"
+        draft.note(meaning, f"resource_pool.{alone}")
     draft.payload |= {"resource_pool": pools, "placement": placement}
 
 

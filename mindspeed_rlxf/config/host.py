@@ -1,6 +1,7 @@
-"""Whether this host can hold the processes that the configuration asks for.
+"""Whether this host can hold the processes that the configuration asks for, and run their layout.
 
-Only for what starts here: the devices of a cluster that is joined are the runtime's to count.
+Devices are counted for what starts here only: those of a cluster that is joined are the runtime's
+to count. Every node has the packages of this one, which the runtime checks.
 """
 
 from __future__ import annotations
@@ -8,9 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from packaging.version import Version
+
+from mindspeed_rlxf import packages
 from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.enums import DeviceKind, RuntimeKind
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.split_rules import ROLLOUT_TP
+from mindspeed_rlxf.config.tensor_parallel import SHARED_GROUPS_SINCE
 
 GIB = 1024**3
 PROCESS_BYTES = GIB // 2
@@ -18,12 +24,15 @@ PROCESS_BYTES = GIB // 2
 
 
 def check_host(config: RunConfig) -> list[str]:
-    """Devices and memory that are missing here, each `rule, value, remedy`; empty when none."""
+    """What is missing here, each `rule, value, remedy`; empty when nothing is."""
+    problems = list(_shared_groups(config))
     if config.runtime.kind is RuntimeKind.LOCAL:
-        return [*_local_world(config), *_devices(config, max(_pool_sizes(config).values()))]
+        problems += _local_world(config)
+        return [*problems, *_devices(config, max(_pool_sizes(config).values()))]
+    problems += _resource(config)
     if joined_address(config):
-        return list(_resource(config))
-    return [*_resource(config), *_devices(config, sum(_pool_sizes(config).values()))]
+        return problems
+    return [*problems, *_devices(config, sum(_pool_sizes(config).values()))]
 
 
 def joined_address(config: RunConfig) -> str | None:
@@ -45,6 +54,29 @@ def _local_world(config: RunConfig) -> Iterator[str]:
                 f"runtime.kind=local; use {world}, or start {size} with "
                 f"torchrun --nproc-per-node {size}"
             )
+
+
+def _shared_groups(config: RunConfig) -> Iterator[str]:
+    """More tensor-parallel ranks than key-value groups need a megatron-core that shares a group."""
+    sizes = [
+        (f"{role.value}.tensor_model_parallel_size", section.tensor_model_parallel_size, section)
+        for role in config.roles
+        if (section := config.role(role)).architecture is not None
+    ]
+    if config.rollout_tp != config.actor_rollout.tensor_model_parallel_size:
+        sizes.append((ROLLOUT_TP, config.rollout_tp, config.actor_rollout))
+    shared = [(key, tp, s) for key, tp, s in sizes if tp > s.architecture.kv_heads]
+    found = packages.version(packages.MEGATRON) if shared else None
+    if found is None or Version(found).release >= SHARED_GROUPS_SINCE:
+        return
+    since = ".".join(map(str, SHARED_GROUPS_SINCE))
+    for key, tp, section in shared:
+        groups = section.architecture.kv_heads
+        yield (
+            f"{key}={tp} must be at most model.{section.model}.num_query_groups={groups} with "
+            f"megatron-core {found}, which gives every rank whole key-value groups; use {groups} "
+            f"or less, or megatron-core {since}"
+        )
 
 
 def _resource(config: RunConfig) -> Iterator[str]:

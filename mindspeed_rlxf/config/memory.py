@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from math import lcm
 
 from mindspeed_rlxf.config.roles import ArchitectureConfig, RoleConfig
+from mindspeed_rlxf.config.tensor_parallel import groups_per_rank, qkv_rows
 
 FP32 = 4
 CACHE_SHARE = 0.3  # of a device's memory, for the KV cache where the number of rows is left open
@@ -74,10 +75,14 @@ def layer_activation_bytes(
     gated MLP its two halves together, the activated half, the other half and their product. Experts
     keep that for each token sent to them, its hidden state and the product times its weight; the
     router its probabilities and choices.
+
+    Ranks that share a key-value group gather the projections of all of them.
     """
-    queries, keys = a.num_attention_heads * a.head_dim // tp, a.kv_heads * a.head_dim // tp
+    queries = a.num_attention_heads * a.head_dim // tp
+    keys = groups_per_rank(a.kv_heads, tp) * a.head_dim
+    projected = qkv_rows(a) if tp > a.kv_heads else queries + 2 * keys
     norms = 2 * ((FP32 + 2 * itemsize) * a.hidden_size + FP32)
-    attention = itemsize * (4 * queries + 3 * keys + 4 * a.head_dim)
+    attention = itemsize * (projected + 3 * queries + keys + 4 * a.head_dim)
     attention += FP32 * a.num_attention_heads // tp
     if a.qk_layernorm:
         attention += (FP32 + itemsize) * (queries + keys)
@@ -165,8 +170,12 @@ def weight_gradient_bytes(sizes: Sequence[int], itemsize: int) -> int:
 
 
 def kv_cache_bytes(rows: int, length: int, a: ArchitectureConfig, tp: int, itemsize: int) -> int:
-    """Keys and values of `rows` sequences of `length` tokens, in all layers."""
-    return 2 * rows * length * a.num_layers * (a.kv_heads // tp) * a.head_dim * itemsize
+    """Keys and values of `rows` sequences of `length` tokens, in all layers.
+
+    Ranks that share a key-value group each hold it.
+    """
+    groups = groups_per_rank(a.kv_heads, tp)
+    return 2 * rows * length * a.num_layers * groups * a.head_dim * itemsize
 
 
 def kv_cache_rows(limit: int | None, waiting: int, row_bytes: int, memory: int | None) -> int:

@@ -29,9 +29,13 @@ class FixedResponses:
         self,
         by_sample_id: Mapping[int, list[int]],
         prompts: Mapping[int, list[int]] | None = None,
+        texts: Mapping[int, str] | None = None,
     ) -> None:
-        """prompts: token ids of the prompts that were answered, where the file tells them."""
+        """prompts: token ids of the prompts that were answered, where the file has them
+        texts: their texts, where the file has no ids
+        """
         self._by_sample_id, self._prompts = dict(by_sample_id), dict(prompts or {})
+        self.texts = dict(texts or {})
 
     def of(self, sample_ids: Sequence[int], prompts: Sequence[np.ndarray]) -> list[list[int]]:
         """Responses to these samples, whose prompts these are.
@@ -39,17 +43,27 @@ class FixedResponses:
         Raises UserError for a response that was given to another prompt.
         """
         for sample_id, prompt in zip(sample_ids, prompts, strict=True):
-            answered = self._prompts.get(sample_id)
-            if answered is not None and answered != prompt.tolist():
-                raise UserError(
-                    f"{KEY}: the response to sample {sample_id} must answer its prompt, the file "
-                    "says another; use the data, seed, shuffle and batch size of the run it is from"
-                )
+            if self.differs(sample_id, prompt):
+                raise UserError(other_prompt(sample_id))
         return [self._by_sample_id[sample_id] for sample_id in sample_ids]
+
+    def differs(self, sample_id: int, prompt: np.ndarray) -> bool:
+        """Whether the file names another prompt than this one, by its token ids."""
+        answered = self._prompts.get(sample_id)
+        return answered is not None and answered != prompt.tolist()
 
     def missing(self, num_samples: int) -> list[int]:
         """Ids of 0 .. num_samples - 1 that have no response."""
         return [i for i in range(num_samples) if i not in self._by_sample_id]
+
+
+def other_prompt(sample_id: int, count: int = 1) -> str:
+    """The problem of a response that was given to another prompt, the first of `count`."""
+    more = f" ({count - 1} more samples differ)" if count > 1 else ""
+    return (
+        f"{KEY}: the response to sample {sample_id} must answer its prompt, the file says "
+        f"another{more}; use the data, seed, shuffle and batch size of the run it is from"
+    )
 
 
 def load_fixed_responses(
@@ -69,6 +83,7 @@ def load_fixed_responses(
     reader = _Reader(tokenizer, tuple(eos_token_ids), vocab_size, max_new_tokens)
     found: dict[int, list[int]] = {}
     prompts: dict[int, list[int]] = {}
+    texts: dict[int, str] = {}
     named: set[bool] = set()
     if Path(file).suffix.lower() != ".jsonl":
         raise UserError(f"{KEY}={file} must be a .jsonl file; convert or rename it")
@@ -84,9 +99,11 @@ def load_fixed_responses(
         found[place] = ids
         if "prompt_ids" in row:
             prompts[place] = row["prompt_ids"]
+        elif isinstance(row.get("prompt"), str):
+            texts[place] = row["prompt"]
     if len(named) > 1:
         problems.add(0, "all rows or none must have a sample_id; complete or remove them")
-    responses = FixedResponses(found, prompts)
+    responses = FixedResponses(found, prompts, texts)
     lacking = responses.missing(num_samples)
     if lacking and not problems.lines():
         problems.add(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,10 +32,7 @@ FACTS = {
     DeviceKind.NPU: DeviceFacts("npu", "hccl", "NPU", "ASCEND_RT_VISIBLE_DEVICES", 512, 400),
 }
 MIB = 1024**2
-DETERMINISTIC = {  # variables of a device's libraries
-    DeviceKind.CUDA: {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"},
-    DeviceKind.NPU: {"HCCL_DETERMINISTIC": "true"},
-}
+DETERMINISTIC_CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
 _active: DeviceKind | None = None
 
@@ -142,13 +140,18 @@ def set_deterministic(wanted: bool | None) -> None:
 
     None = on CPU alone. Called before anything is computed: the libraries read their variables
     when they start. Variables that are set stay as they are. Sources: torch's notes on
-    reproducibility, NCCL's and HCCL's documentation of their variables.
+    reproducibility, NCCL's and HCCL's documentation of their variables, MindSpeed's own mode.
     """
     if wanted is None:
         wanted = _active in (None, DeviceKind.CPU)
     if not wanted:
         return
-    for name, value in DETERMINISTIC.get(_active or DeviceKind.CPU, {}).items():
+    variables: dict[str, str] = {}
+    if _active is DeviceKind.CUDA:
+        variables = DETERMINISTIC_CUDA
+    elif _active is DeviceKind.NPU:
+        variables = npu.deterministic_variables(os.environ)
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
     # Looks for reads of memory that was never written, slowly.
@@ -216,6 +219,17 @@ def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
     if resolve_kind(kind) is DeviceKind.NPU and "HCCL_SOCKET_IFNAME" not in os.environ:
         found["HCCL_IF_IP"] = ip
     return found
+
+
+def environment_problems(kind: DeviceKind, environment: Mapping[str, str]) -> list[str]:
+    """Variables of the device's libraries that contradict each other, each `rule, value, remedy`.
+
+    environment: of the workers
+    """
+    if resolve_kind(kind) is not DeviceKind.NPU:
+        return []
+    problem = npu.timeout_problem(environment)
+    return [problem] if problem else []
 
 
 def process_bytes(kind: DeviceKind) -> int:

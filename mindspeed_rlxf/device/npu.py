@@ -46,7 +46,15 @@ NOT_INSTALLED = (
     "device.kind=npu needs torch_npu, which cannot be imported ({}); install it, or use "
     "device.kind=cpu"
 )
+CONNECT, EXECUTE, EVENT = "HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", "HCCL_EVENT_TIMEOUT"
 CONNECT_S = (120, 7200)  # what HCCL_CONNECT_TIMEOUT may be; the first is its default
+EVENT_S, EVENT_MARGIN_S = 1868, 32  # default of HCCL_EVENT_TIMEOUT, which is 32 s over the other's
+DETERMINISTIC: Mapping[str, str] = {
+    "HCCL_DETERMINISTIC": "true",
+    "CLOSE_MATMUL_K_SHIFT": "1",  # the order of sums over the inner axis of a matrix product
+    "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",  # the same in the library of transformer operators
+}
+DETERMINISTIC_IN_AIV: Mapping[str, str] = {"LCCL_DETERMINISTIC": "1"}
 
 
 def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
@@ -101,20 +109,69 @@ def library() -> Any:
 def set_timeouts(environment: Any, deadline_s: float) -> None:
     """Let HCCL wait longer than we do, so that our message, which names the ranks, comes first.
 
-    What the user set stays, with a warning where it is shorter.
+    HCCL_EVENT_TIMEOUT must be greater than HCCL_EXEC_TIMEOUT, so both are set. What the user set
+    stays, with a warning where it is too short for the run; an HCCL_EVENT_TIMEOUT of the user's
+    limits the other.
     """
     deadline = math.ceil(deadline_s)
     wanted = {
-        "HCCL_CONNECT_TIMEOUT": min(max(deadline, CONNECT_S[0]), CONNECT_S[1]),
-        "HCCL_EXEC_TIMEOUT": deadline,
+        CONNECT: min(max(deadline, CONNECT_S[0]), CONNECT_S[1]),
+        EXECUTE: deadline,
+        EVENT: deadline + 1,
     }
-    for name, seconds in wanted.items():
-        given = environment.setdefault(name, str(seconds))
-        if given.isdigit() and 0 < int(given) < seconds:
+    given = {name: environment[name] for name in wanted if name in environment}
+    event = _seconds(environment, EVENT)
+    environment.setdefault(CONNECT, str(wanted[CONNECT]))
+    environment.setdefault(
+        EXECUTE, str(max(math.ceil(min(deadline, event - 1)), 1) if event else deadline)
+    )
+    environment.setdefault(EVENT, str(_event_after(_seconds(environment, EXECUTE))))
+    for name, value in given.items():
+        seconds = _seconds(environment, name)
+        if seconds and seconds < wanted[name]:
             logger.warning(
                 "%s=%s is less than the %s s that this run waits: HCCL gives up first, without "
-                "saying for whom it waited", name, given, seconds,
+                "saying for whom it waited", name, value, wanted[name],
             )  # fmt: skip
+    if problem := timeout_problem(environment):
+        logger.warning("%s", problem)
+
+
+def timeout_problem(environment: Mapping[str, str]) -> str | None:
+    """The contradiction between the two timeouts of HCCL, with its remedy; None where it is good.
+
+    An absent one contradicts nothing, because `set_timeouts` fits it to the other.
+    """
+    execute, event = _seconds(environment, EXECUTE), _seconds(environment, EVENT)
+    if execute is None or not event or event > execute > 0:
+        return None
+    return (
+        f"{EVENT}={environment[EVENT]} must be greater than {EXECUTE}={environment[EXECUTE]} "
+        f"(0 = no limit); set {EVENT}={_event_after(execute)}, or unset both, which then follow "
+        "runtime.timeout_s"
+    )
+
+
+def _seconds(environment: Mapping[str, str], name: str) -> float | None:
+    """None where the variable is absent or no number of seconds, which HCCL reports itself."""
+    try:
+        found = float(environment.get(name, ""))
+    except ValueError:
+        return None
+    return found if math.isfinite(found) and found >= 0 else None
+
+
+def _event_after(execute: float | None) -> int:
+    """HCCL_EVENT_TIMEOUT for an HCCL_EXEC_TIMEOUT; never less than its default, 0 = no limit."""
+    if execute == 0:
+        return 0
+    return max(EVENT_S, math.ceil(execute or 0) + EVENT_MARGIN_S)
+
+
+def deterministic_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What makes the libraries repeat their sums; with HCCL on the vector cores, LCCL's too."""
+    on_vector_cores = environment.get("HCCL_OP_EXPANSION_MODE", "").upper() == "AIV"
+    return {**DETERMINISTIC, **(DETERMINISTIC_IN_AIV if on_vector_cores else {})}
 
 
 def communicator_mib(environment: Mapping[str, str]) -> int:

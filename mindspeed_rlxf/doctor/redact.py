@@ -39,6 +39,7 @@ TRACE_FILE = re.compile(r'^\s*File "')
 OPEN_VARIABLES = (
     "HCCL_", "ASCEND_", "NCCL_", "GLOO_", "TP_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_", "RAY_",
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "LC_", "LANG", "TASK_QUEUE_",
+    "CPU_AFFINITY_", "CLOSE_MATMUL_", "ATB_", "LCCL_",
 )  # fmt: skip
 VARIABLE = re.compile(r"^[A-Z][A-Z0-9_]{2,}$")
 SHORTEST = 4  # characters of a prompt or a secret that is looked for

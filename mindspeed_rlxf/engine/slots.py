@@ -1,16 +1,16 @@
-"""Adam's tensors of a parameter, whole and by name, whichever of Megatron's optimizers holds them.
+"""Adam's tensors of a parameter by name, whichever of Megatron's optimizers holds them.
 
-Under the distributed optimizer a data-parallel rank holds a flat slice of each parameter's slots;
-they are put together one parameter at a time, so that no device holds all of them.
+Under the distributed optimizer a data-parallel rank holds a flat slice of the slots of some
+parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
@@ -18,7 +18,27 @@ from torch import Tensor
 MAIN = "fp32_param"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Slots = dict[str, Tensor]
-"""Slot name -> tensor in the shape of the parameter on this rank."""
+"""Slot name -> the optimizer's own tensor."""
+
+
+@dataclass(frozen=True)
+class HeldSlots:
+    """What this rank holds of a parameter's slots: the moments, and `fp32_param` where the
+    parameter itself is not fp32.
+
+    start: where a flat slice begins in the flattened parameter, which no other replica holds;
+           None = all of the parameter, as on every replica
+    """
+
+    parameter: Tensor
+    slots: Slots
+    start: int | None
+
+    @property
+    def flat(self) -> range:
+        """The numbers of the flattened parameter that the slots belong to."""
+        start = self.start or 0
+        return range(start, start + next(iter(self.slots.values())).numel())
 
 
 def chained(optimizer: MegatronOptimizer) -> list[Any]:
@@ -26,45 +46,25 @@ def chained(optimizer: MegatronOptimizer) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def held_slots(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Slots]]:
-    """Every parameter whose slots this rank has to write; a collective over replicas.
-
-    The tensors are the optimizer's own, or on the host where they had to be put together.
-    """
+def held_slots(optimizer: MegatronOptimizer) -> Iterator[HeldSlots]:
+    """What this rank holds of every parameter; zeros where no step has been taken."""
     for each in chained(optimizer):
-        if isinstance(each, DistributedOptimizer):
-            yield from _gathered(each)
-        else:
-            for parameter, main in _mains(each):
-                moments = _moments(each.optimizer, main)
-                yield parameter, _with_main(parameter, main, moments)
+        for parameter, main, start in _held(each):
+            state = each.optimizer.state.get(main, {})
+            slots = {k: state[k] if k in state else torch.zeros_like(main) for k in MOMENTS}
+            if parameter.dtype is not torch.float32:
+                slots[MAIN] = main
+            yield HeldSlots(parameter, {k: slot.detach() for k, slot in slots.items()}, start)
 
 
-def empty_slots(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Slots]]:
-    """Every parameter with slots of zeros on the host, to be read into."""
+def make_slots(optimizer: MegatronOptimizer, step: int) -> None:
+    """Have moments of every parameter, zero where they are new, after so many steps."""
     for each in chained(optimizer):
-        names = [MAIN, *MOMENTS] if _is_mixed(each) else list(MOMENTS)
-        for parameter in _parameters(each):
-            yield parameter, {name: _host_zeros(parameter) for name in names}
-
-
-def fill_slots(
-    optimizer: MegatronOptimizer, slots_of: Callable[[Tensor], Slots], step: int
-) -> None:
-    """Give the optimizer the slots of each parameter, as `empty_slots` names them, and its step."""
-    for each in chained(optimizer):
-        sliced = isinstance(each, DistributedOptimizer)
-        slices = _slices(each) if sliced else {p: (m, None) for p, m in _mains(each)}
-        for parameter, (main, part) in slices.items():
-            found = slots_of(parameter)
-            taken = found if part is None else {k: v.flatten()[part] for k, v in found.items()}
-            if MAIN in taken:
-                main.data.copy_(taken[MAIN])
+        for _, main, _ in _held(each):
             state = each.optimizer.state[main]
             for name in MOMENTS:
                 if name not in state:
                     state[name] = torch.zeros_like(main.data)
-                state[name].copy_(taken[name])
         _set_step(each.optimizer, step)
 
 
@@ -108,56 +108,15 @@ def _mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
         yield from ((parameter, parameter) for parameter in group)
 
 
-def _moments(adam: torch.optim.Optimizer, main: Tensor) -> Slots:
-    """Zeros where no step has been taken."""
-    state = adam.state.get(main, {})
-    return {name: state[name] if name in state else torch.zeros_like(main) for name in MOMENTS}
-
-
-def _with_main(parameter: Tensor, main: Tensor, moments: Slots) -> Slots:
-    return moments if main is parameter else {MAIN: main.detach(), **moments}
-
-
-def _parameters(optimizer: Any) -> list[Tensor]:
-    """In an order that all ranks of a data-parallel group share."""
-    if isinstance(optimizer, DistributedOptimizer):
-        return [p for buffer in optimizer.buffers for p in buffer.param_index_map]
-    return [parameter for parameter, _ in _mains(optimizer)]
-
-
-def _slices(optimizer: Any) -> dict[Tensor, tuple[Tensor, slice | None]]:
-    """Parameter -> the main weights that this rank holds of it, and where they lie in it."""
-    found: dict[Tensor, tuple[Tensor, slice | None]] = {}
+def _held(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, int | None]]:
+    """Parameter, its main weights on this rank, and where in the parameter these start."""
+    if not isinstance(optimizer, DistributedOptimizer):
+        yield from ((parameter, main, None) for parameter, main in _mains(optimizer))
+        return
     for by_dtype in optimizer.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
                     group, order = optimizer.model_param_group_index_map[parameter]
                     main = optimizer.optimizer.param_groups[group]["params"][order]
-                    part = ranges["param"]
-                    found[parameter] = main, slice(part.start, part.end)
-    return found
-
-
-def _gathered(optimizer: Any) -> Iterator[tuple[Tensor, Slots]]:
-    """Slots put together from all ranks of the group, each parameter kept by one in turn."""
-    group, slices = optimizer.data_parallel_group, _slices(optimizer)
-    names = [MAIN, *MOMENTS] if _is_mixed(optimizer) else list(MOMENTS)
-    for number, parameter in enumerate(_parameters(optimizer)):
-        keeps = number % group.size() == group.rank()
-        held: Slots = {}
-        main, part = slices.get(parameter, (None, None))
-        moments = {} if main is None else _moments(optimizer.optimizer, main)
-        for name in names:
-            whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-            if main is not None:
-                whole[part] = main.detach() if name == MAIN else moments[name]
-            dist.all_reduce(whole, group=group)  # all but one bring zeros
-            if keeps:
-                held[name] = whole.view(parameter.shape).cpu()
-        if keeps:
-            yield parameter, held
-
-
-def _host_zeros(parameter: Tensor) -> Tensor:
-    return torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
+                    yield parameter, main, ranges["param"].start

@@ -1,32 +1,26 @@
 """What a trained role has to remember, written to and read from a folder by all its ranks.
 
-    *.distcp, .metadata, common.pt, metadata.json   weights and Adam's slots, by megatron-core
-    random/rank_00003.json                          random streams of a rank
-    state.json                                      steps taken, layout
-    config.json, tokenizer.json, ...                what describes the model to who converts it
+    state_00003.safetensors     weights and Adam's slots that the rank writes (`run_state`)
+    random/rank_00003.json      random streams of a rank
+    state.json                  steps taken, layout
+    config.json, ...            what describes the model to who converts it, and the tokenizer
 
-Sharded tensors can be read in any layout, random streams only in that which wrote them. Learning
-rates and other settings of the optimizer are not here: the configuration has them.
+Tensors can be read in any layout, random streams only in that which wrote them. Learning rates and
+other settings of the optimizer are not here: the configuration has them.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedTensor,
-    ShardedTensorFactory,
-    is_main_replica,
-)
 from torch import Tensor
 
 from mindspeed_rlxf.checkpoint import host_part
@@ -40,87 +34,104 @@ from mindspeed_rlxf.checkpoint.run_files import (
     sync_folder,
     write_text,
 )
+from mindspeed_rlxf.checkpoint.run_state import (
+    BUFFER_BYTES,
+    WEIGHT,
+    Piece,
+    StateReader,
+    file_of,
+    write_pieces,
+)
+from mindspeed_rlxf.checkpoint.sharded_run_state import open_state
 from mindspeed_rlxf.device import random_states
-from mindspeed_rlxf.engine.sharded_files import ShardedSave, told
-from mindspeed_rlxf.engine.slots import empty_slots, fill_slots, held_slots, step_of
+from mindspeed_rlxf.engine.hf_shards import Shard, shards
+from mindspeed_rlxf.engine.slots import held_slots, make_slots, step_of
 
 if TYPE_CHECKING:
     from mindspeed_rlxf.engine.engine import MegatronEngine
 
 STATE = "state.json"
 RANDOM = "random"
-OF_THE_FIRST = (".metadata", "common.pt", "metadata.json", STATE)
 SEEN_WITHIN_S = 10.0
 T = TypeVar("T")
-Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a rank writes, on the host. texts: path within the folder -> contents"""
+
+    rank: int
+    pieces: list[Piece]
+    texts: dict[str, str]
 
 
 class StateSaver:
     """Writes the role's part of a checkpoint, from copies on the host.
 
-    Between `begin` and `end` files are written in a thread while the role works on; both are
-    collectives over its ranks.
+    Between `begin` and `end` files are written in a thread while the role works on; `end` is a
+    collective over its ranks.
     """
 
     def __init__(self, engine: MegatronEngine) -> None:
         self._engine = engine
         self._folder: Path | None = None
-        self._save: ShardedSave | None = None
         self._writing: Future[Written] | None = None
 
     def begin(self, folder: Path) -> None:
-        """Copy the state to the host and start writing it."""
+        """Copy what this rank writes to the host and start writing it."""
         assert self._writing is None, "the save before this one has not been ended"
         engine, rank = self._engine, dist.get_rank()
-        if rank == 0 or not folder.exists():  # another host may have no such folder yet
-            folder.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        with engine.groups.active():
-            self._save = ShardedSave.begin(_state_to_save(engine), folder)
-        write_text(_random_file(folder, rank), json.dumps(_random_state(engine)))
+        texts = {_random_file(rank): json.dumps(_random_state(engine))}
         if rank == 0:
-            write_text(folder / STATE, json.dumps(_numbers(engine), indent=1))
+            texts[STATE] = json.dumps(_numbers(engine), indent=1)
+        with engine.groups.active():
+            share = _Share(rank, list(_pieces(engine)), texts)
         self._folder = folder
-        self._writing = _WRITER.submit(_write_and_hash, self._save, folder, rank, engine)
+        self._writing = _WRITER.submit(_write_and_hash, share, folder, engine)
 
     def end(self) -> Written:
         """Wait for all files. Returns those of all ranks, hashed by who wrote them, with its host,
         paths within the folder. Raises OSError on all ranks when one could not write."""
-        writing, save, folder = self._writing, self._save, self._folder
-        assert writing and save and folder, "no save has begun"
-        self._writing = self._save = None
-        error = writing.exception()  # waits; Megatron has its own way to tell of a failed write
-        with self._engine.groups.active():
-            save.finish()
-        failed = _all([] if error is None else [f"rank {dist.get_rank()}: {error}"])
+        writing, folder = self._writing, self._folder
+        assert writing and folder, "no save has begun"
+        self._writing = None
+        error = writing.exception()  # waits
+        failed = _all([] if error is None else [f"rank {dist.get_rank()}: {_named(error, folder)}"])
         if failed:
             raise OSError(f"{folder}: {'; '.join(failed)}")
-        entries = list(writing.result().files)
-        if dist.get_rank() == 0:
-            entries += [entry_of(folder, folder / name) for name in OF_THE_FIRST]
-            sync_folder(folder)
         host = host_part.view(sees=True).host
         seconds = max(_all([writing.result().seconds]))
-        return Written(_all([{**entry, HOST: host} for entry in entries]), seconds)
+        return Written(_all([{**entry, HOST: host} for entry in writing.result().files]), seconds)
 
 
 _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-"""One for all roles of the process: Megatron's results come in the order of the saves."""
+"""One for all roles of the process, which share a disk."""
 
 
-def _write_and_hash(save: ShardedSave, folder: Path, rank: int, engine: MegatronEngine) -> Written:
+def _named(error: BaseException, folder: Path) -> str:
+    free = shutil.disk_usage(folder).free if folder.exists() else 0
+    return f"{type(error).__name__}: {error} ({free / 2**20:.0f} MiB are free there)"
+
+
+def _write_and_hash(share: _Share, folder: Path, engine: MegatronEngine) -> Written:
     """Without collectives: another thread is in these."""
     started = time.monotonic()
-    save.write()
-    files = [*sorted(folder.glob(f"__{rank}_*.distcp")), _random_file(folder, rank)]
-    if rank == 0:
+    folder.mkdir(parents=True, exist_ok=True)  # another host may have no such folder yet
+    file = file_of(folder, share.rank)
+    write_pieces(file, share.pieces)
+    share.pieces.clear()
+    for name, text in share.texts.items():
+        write_text(folder / name, text)
+    files = [file, *(folder / name for name in share.texts)]
+    if share.rank == 0:
         files += engine.describe(folder)
     entries = [entry_of(folder, file) for file in files]
+    sync_folder(folder)
     return Written(entries, time.monotonic() - started)
 
 
 def load_state(engine: MegatronEngine, folder: Path) -> bool:
-    """Take the state in `folder` over; a collective over the role's ranks.
+    """Take the state in `folder` over, each rank what it holds; a collective over the role's ranks.
 
     Returns False where the layout is another one: random streams then start from the seed.
     Raises ValueError where the folder holds another model.
@@ -134,7 +145,7 @@ def load_state(engine: MegatronEngine, folder: Path) -> bool:
     engine.scheduler.step(increment=0)  # the rates of the configuration at this step
     same = bool(numbers["layout"] == _layout(engine))
     if same:
-        text = _random_file(folder, dist.get_rank()).read_text(encoding="utf-8")
+        text = (folder / _random_file(dist.get_rank())).read_text(encoding="utf-8")
         _load_random_state(engine, json.loads(text))
     dist.barrier()
     return same
@@ -167,91 +178,67 @@ def damage(folder: Path, entries: list[Entry], on_each_host: bool) -> list[str]:
     return _all([problem for problem in problems if problem is not None])
 
 
-def _state_to_save(engine: MegatronEngine) -> dict[str, Any]:
-    bases = _sharded_parameters(engine)
-    state: dict[str, Any] = {
-        "weights": {
-            f"{i}": replace(base, data=_to_write(base, base.data)) for i, base in enumerate(bases)
-        }
-    }
-    places = {id(base.data): (i, base) for i, base in enumerate(bases)}
-    for parameter, slots in held_slots(_optimizer(engine)):
-        i, base = places[id(parameter)]
-        for name, tensor in slots.items():
-            place = _slot(base, name, tensor, engine)
-            state.setdefault(name, {})[f"{i}"] = replace(place, data=_to_write(place, tensor))
-    return state
+def _pieces(engine: MegatronEngine) -> Iterator[Piece]:
+    """Copies on the host of what this rank writes."""
+    by_parameter = {}
+    for shard in shards(engine.weights, engine.groups):
+        by_parameter[id(shard.parameter)] = shard
+        yield from _copied(WEIGHT, shard, shard.parameter.detach().view(-1), 0, shard.written)
+    for held in held_slots(_optimizer(engine)):
+        shard = by_parameter[id(held.parameter)]
+        flat, start = shard.written, held.start or 0
+        if held.start is not None:  # no replica has this slice
+            flat = held.flat if shard.is_written else range(0)
+        for name, tensor in held.slots.items():
+            yield from _copied(name, shard, tensor.view(-1), start, flat)
 
 
-def _to_write(place: Sharded, tensor: Tensor) -> Tensor:
-    """A copy on the host, which the next optimizer step does not change; of what other ranks
-    write, as replicas do, the tensor itself."""
-    return tensor.detach().to("cpu", copy=True) if is_main_replica(place.replica_id) else tensor
+def _copied(slot: str, shard: Shard, tensor: Tensor, start: int, flat: range) -> Iterator[Piece]:
+    """tensor: the numbers of the shard from number `start` on; flat: the range that is written"""
+    if not flat:
+        return
+    copied = tensor[flat.start - start : flat.stop - start].to("cpu", copy=True)
+    for part in shard.parts(copied, flat):
+        numbers = part.tensor.view(-1) if part.axes == 1 else part.tensor
+        yield Piece(slot, part.source, part.box.top, part.box.left, numbers)
 
 
 def _load_tensors(engine: MegatronEngine, folder: Path, step: int) -> None:
-    """Through the host: the device never holds a second copy."""
-    bases = _sharded_parameters(engine)
-    targets: dict[str, Any] = {
-        "weights": {
-            f"{i}": replace(base, data=torch.zeros_like(base.data, device="cpu"))
-            for i, base in enumerate(bases)
-        }
-    }
-    numbers = {id(base.data): i for i, base in enumerate(bases)}
-    for parameter, slots in empty_slots(_optimizer(engine)):
-        i = numbers[id(parameter)]
-        for name, tensor in slots.items():
-            shape = _slot(bases[i], name, tensor, None)
-            targets.setdefault(name, {})[f"{i}"] = shape
-    names = [name for name in targets if name != "weights"]
-    with told(folder):
-        found = dist_checkpointing.load(targets, str(folder), validate_access_integrity=False)
-    for i, base in enumerate(bases):
-        base.data.data.copy_(found["weights"][f"{i}"])
-
-    def slots_of(parameter: Tensor) -> dict[str, Tensor]:
-        return {name: found[name][f"{numbers[id(parameter)]}"] for name in names}
-
-    fill_slots(_optimizer(engine), slots_of, step)
+    """Through a bounded buffer on the host, into the tensors of this rank."""
+    assert engine.role.architecture is not None, "checked beforehand"
+    make_slots(_optimizer(engine), step)
+    reader = open_state(folder, engine.role.architecture, engine.head)
+    by_parameter = {}
+    try:
+        for shard in shards(engine.weights, engine.groups):
+            by_parameter[id(shard.parameter)] = shard
+            weights = shard.parameter.detach().view(-1)
+            _fill(reader, WEIGHT, shard, weights, range(weights.numel()))
+        for held in held_slots(_optimizer(engine)):
+            for name, tensor in held.slots.items():
+                shard = by_parameter[id(held.parameter)]
+                _fill(reader, name, shard, tensor.view(-1), held.flat)
+    finally:
+        reader.close()
 
 
-def _sharded_parameters(engine: MegatronEngine) -> list[Sharded]:
-    """Where each parameter of this rank lies in the whole model."""
-    return [
-        item
-        for chunk in engine.chunks
-        for item in _leaves(chunk.sharded_state_dict())
-        if isinstance(item, (ShardedTensor, ShardedTensorFactory))
-    ]
+def _fill(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, flat: range) -> None:
+    """tensor: the numbers of the range; those that pad a vocabulary become 0
 
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    if isinstance(tree, list):
-        for item in tree:
-            yield from _leaves(item)
-    else:
-        yield tree
-
-
-def _slot(base: Sharded, name: str, tensor: Tensor, engine: MegatronEngine | None) -> Sharded:
-    """The place of a slot: that of its parameter, under a name of its own.
-
-    engine: None to read. To write, what stands on one rank of a data-parallel group alone is the
-    one that counts.
+    Errors: ValueError when the folder has not all of it, or in another dtype.
     """
-    keys: dict[str, Any] = {"key": f"optimizer.state.{name}.{base.key}", "data": tensor}
-    if isinstance(base, ShardedTensor):
-        keys["dtype"] = tensor.dtype
-    if engine is not None and _is_distributed(engine):
-        keys["replica_id"] = (*base.replica_id[:-1], 0)  # type: ignore[index, misc]
-    return replace(base, **keys)
-
-
-def _is_distributed(engine: MegatronEngine) -> bool:
-    return bool(engine.models[0].ddp_config.use_distributed_optimizer)
+    filled = 0
+    for part in shard.parts(tensor, flat):
+        if not reader.has(slot, part.source) or reader.dtype_of(slot, part.source) != tensor.dtype:
+            raise ValueError(
+                f"{reader.folder} must have {slot} of {part.source} in {tensor.dtype}, as this run "
+                "has it; set the role's bf16 as it was in the run that wrote the checkpoint"
+            )
+        for rows in part.box.in_rows(BUFFER_BYTES // tensor.itemsize):
+            target = part.tensor[rows.top - part.box.top : rows.bottom - part.box.top]
+            target.copy_(reader.read_box(slot, part.source, rows))
+        filled += part.box.numel
+    tensor[filled:].zero_()
 
 
 def _optimizer(engine: MegatronEngine) -> Any:
@@ -280,8 +267,8 @@ def _layout(engine: MegatronEngine) -> dict[str, int]:
     }
 
 
-def _random_file(folder: Path, rank: int) -> Path:
-    return folder / RANDOM / f"rank_{rank:05d}.json"
+def _random_file(rank: int) -> str:
+    return f"{RANDOM}/rank_{rank:05d}.json"
 
 
 def _random_state(engine: MegatronEngine) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.config.tensor_parallel import qkv_rows
 
 
 class Head(str, Enum):
@@ -301,10 +302,6 @@ def shard_slices(
     return _qkv_slices(sources, a, tp_rank, tp)
 
 
-def _query_size(a: ArchitectureConfig) -> int:
-    return a.num_attention_heads * a.head_dim
-
-
 def _part(size: int, rank: int, parts: int) -> tuple[int, int]:
     step = size // parts
     return rank * step, (rank + 1) * step
@@ -313,12 +310,18 @@ def _part(size: int, rank: int, parts: int) -> tuple[int, int]:
 def _qkv_slices(
     sources: tuple[str, ...], a: ArchitectureConfig, tp_rank: int, tp: int
 ) -> list[Slice]:
-    """Megatron keeps, for each query group, its query heads, then its key head, its value head."""
-    query, key, value = sources
-    group_rows = _query_size(a) // a.kv_heads
-    slices = []
-    for group in range(*_part(a.kv_heads, tp_rank, tp)):
-        slices.append(Slice(query, 0, group * group_rows, (group + 1) * group_rows))
-        for source in (key, value):
-            slices.append(Slice(source, 0, group * a.head_dim, (group + 1) * a.head_dim))
+    """Megatron keeps, for each query group, its query heads, then its key head, its value head.
+
+    Each rank holds as many of these rows, in their order. Where several ranks share a group, their
+    rows begin and end anywhere in it; the ranks gather what they project (megatron-core 0.16).
+    """
+    widths = (a.num_attention_heads // a.kv_heads * a.head_dim, a.head_dim, a.head_dim)
+    first, last = _part(qkv_rows(a), tp_rank, tp)
+    slices, begin = [], 0
+    for group in range(a.kv_heads):
+        for source, width in zip(sources, widths, strict=True):
+            start, stop = max(first - begin, 0), min(last - begin, width)
+            if start < stop:
+                slices.append(Slice(source, 0, group * width + start, group * width + stop))
+            begin += width
     return slices

@@ -1,7 +1,8 @@
 """Key-value cache of a fixed number of rows, and how prefill and decode attend through it.
 
-Axes: slots = rows of the cache, groups = query groups of this tensor-parallel rank. The active rows
-are always slots 0 .. n - 1, so that one decode step computes exactly the active rows.
+Axes: slots = rows of the cache, groups = key-value groups that this tensor-parallel rank attends
+with; ranks that share a group each hold its keys and values. The active rows are always slots
+0 .. n - 1, so that one decode step computes exactly the active rows.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.memory import PREFILL_TOKENS, kv_cache_rows
+from mindspeed_rlxf.config.tensor_parallel import groups_per_rank
 from mindspeed_rlxf.models.attention import PackedSequences
 from mindspeed_rlxf.models.heads import full_logits, token_log_probs
 from mindspeed_rlxf.models.transformer import TransformerModel
@@ -155,7 +156,7 @@ class NativeRollout:
         longest = max(len(s.prompt) for s in sequences)
         shape = CacheShape(
             num_layers=config.num_layers,
-            groups=config.num_query_groups // config.tensor_model_parallel_size,
+            groups=groups_per_rank(config.num_query_groups, config.tensor_model_parallel_size),
             max_length=longest + self.settings.max_new_tokens,
             head_dim=config.kv_channels,
             dtype=config.params_dtype,

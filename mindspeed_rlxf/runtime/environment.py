@@ -6,7 +6,18 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.enums import DeviceKind
+
 FORWARDED = ("HCCL_", "ASCEND_", "GLOO_", "TP_", "NCCL_")  # settings of communication libraries
+FORWARDED_NAMES = (  # torch on NPU, and what `training.deterministic` sets beside HCCL's
+    "TASK_QUEUE_ENABLE",
+    "CPU_AFFINITY_CONF",
+    "PYTORCH_NPU_ALLOC_CONF",
+    "CLOSE_MATMUL_K_SHIFT",
+    "ATB_MATMUL_SHUFFLE_K_ENABLE",
+    "LCCL_DETERMINISTIC",
+)
 DRIVER, POOL = "driver", "resource_pool.env"
 
 
@@ -20,11 +31,11 @@ class Variable:
 
 
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The settings of communication libraries; never which devices a process may see."""
+    """Settings of communication libraries and of torch on NPU; never who sees which device."""
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(FORWARDED) and "VISIBLE_DEVICES" not in name
+        if (name.startswith(FORWARDED) or name in FORWARDED_NAMES) and "VISIBLE_DEVICES" not in name
     }
 
 
@@ -35,6 +46,14 @@ def worker_environment(given: Mapping[str, str], inherits: bool) -> dict[str, st
     inherits: the worker has the driver's environment anyway, as on an own cluster
     """
     return dict(given) if inherits else {**forwarded_environment(os.environ), **given}
+
+
+def problems(kind: DeviceKind, given: Mapping[str, str]) -> list[str]:
+    """Variables that workers on `kind` would get and that contradict each other.
+
+    given: `resource_pool.env`
+    """
+    return device.environment_problems(kind, worker_environment(given, inherits=False))
 
 
 def variables(given: Mapping[str, str]) -> list[Variable]:

@@ -92,7 +92,7 @@ def contents(folder: str) -> dict[str, str] | None:
     try:
         kind, place = find_weights(root)
         found[WEIGHTS] = f"{kind.value} in {place.relative_to(root)}"
-        sized = OF_HF if kind is Format.HF else OF_MEGATRON
+        sized = OF_HF if kind in (Format.HF, Format.RUN_STATE) else OF_MEGATRON
     except (ValueError, OSError) as error:  # other folders than the driver's, or no right to look
         found[WEIGHTS] = str(error).partition(";")[0]
     for file in sorted({*root.glob("*"), *place.glob("*"), *place.glob(f"mp_rank_*/{RANK_FILE}")}):

@@ -27,10 +27,14 @@ from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.sizes import HEADS
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.rewards.manager import RewardManager
-from mindspeed_rlxf.trainer.resume import beyond, reached
+from mindspeed_rlxf.runtime import environment
+from mindspeed_rlxf.trainer.fixed_order import order_problems
+from mindspeed_rlxf.trainer.prompt_source import PromptSource
+from mindspeed_rlxf.trainer.resume import beyond, newest_state, reached
 from mindspeed_rlxf.trainer.weight_saver import save_problems
 
 T = TypeVar("T")
+TINY_MODELS = ("outputs", "tiny", "models")  # of examples/tiny/make.py
 MAX_SHAPE_PROBLEMS = 3  # of one folder: the first few tell which model it is
 
 
@@ -55,6 +59,7 @@ def prepare(config: RunConfig) -> Prepared:
     problems: list[str] = []
     prepared = Prepared()
     problems += RunDirectory.check(config)
+    problems += environment.problems(config.device.kind, config.pool_settings.env)
     directory = RunDirectory.choose(config)
     problems += beyond(config, reached(config, directory))
     if not directory.is_used:  # else they are those of this very run
@@ -84,6 +89,7 @@ def prepare(config: RunConfig) -> Prepared:
         problems += _eos_problems(prepared.eos_token_ids, actor.architecture.vocab_size)
         problems += _reward_problems(config, prepared)
         prepared.fixed_responses = _collect(problems, lambda: _fixed_responses(config, prepared))
+        problems += _order_problems(config, prepared, directory)
     else:  # nothing can be tokenized, but files that are not there can be told
         problems += _missing_files(config)
     if problems:
@@ -182,7 +188,15 @@ def weight_problems(config: RunConfig, role: Role) -> list[str]:
         tokenizer = config.training.tokenizer_name_or_path
         return [f"{key}={section.load}: {p}" for p in _folder_problems(section, role, tokenizer)]
     except ValueError as error:
-        return [f"{key}={section.load}: {error}"]
+        return [f"{key}={section.load}: {error}{_how_to_make(Path(section.load))}"]
+
+
+def _how_to_make(folder: Path) -> str:
+    """The rest of a remedy where the folder is one of the shipped tiny configurations."""
+    if folder.exists() or folder.parts[-4:-1] != TINY_MODELS:
+        return ""
+    more = " --reward-model" if folder.name == "rm" else ""
+    return f", or make the tiny one with `python examples/tiny/make.py{more}`"
 
 
 def _folder_problems(section: RoleConfig, role: Role, tokenizer: str) -> list[str]:
@@ -219,6 +233,21 @@ def _fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | 
         actor.max_new_tokens,
         config.training.train_iters * config.samples_per_iteration,
     )
+
+
+def _order_problems(config: RunConfig, prepared: Prepared, directory: RunDirectory) -> list[str]:
+    """Fixed responses that answer other prompts than the sampler will hand out from here on."""
+    if prepared.fixed_responses is None or not prepared.train_prompts:
+        return []
+    source, done = PromptSource.from_config(config, prepared.train_prompts), 0
+    if (state := newest_state(config, directory)) is not None:
+        done = int(state["iteration"])
+        try:
+            source.load_state_dict(state["trainer"]["prompts"])
+        except ValueError:  # other data or seed than those of the run: reported when it resumes
+            return []
+    remaining = config.training.train_iters - done
+    return order_problems(prepared.fixed_responses, source, remaining, prepared.tokenizer.decode)
 
 
 def _reward_problems(config: RunConfig, prepared: Prepared) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.fixed_responses import FixedResponses
 from mindspeed_rlxf.data.prompts import Prompt
@@ -36,6 +37,16 @@ class PromptSource:
         self.n_samples_per_prompt = n_samples_per_prompt
         self._next_sample_id = 0
         self._taken: list[int] = []
+
+    @classmethod
+    def from_config(
+        cls, config: RunConfig, prompts: Sequence[Prompt], fixed: FixedResponses | None = None
+    ) -> PromptSource:
+        """That of a run, at its start."""
+        training = config.training
+        size, shuffle = training.global_batch_size, config.data.shuffle
+        sampler = PromptSampler(len(prompts), size, training.seed, shuffle)
+        return cls(prompts, sampler, config.actor_rollout.n_samples_per_prompt, fixed)
 
     def next_prompts(self) -> Prompts:
         """The next global batch, each prompt `n_samples_per_prompt` times in a row."""

@@ -80,6 +80,14 @@ def reached(config: RunConfig, directory: RunDirectory) -> int:
     return whole[0][0].iteration if whole else 0
 
 
+def newest_state(config: RunConfig, directory: RunDirectory) -> dict[str, Any] | None:
+    """The driver's state that the command would go on from; None = it starts."""
+    if not directory.is_used or config.training.new_run:
+        return None
+    whole, _ = whole_checkpoints(config, RunStore(directory.checkpoints))
+    return read_state(whole[0][0]) if whole else None
+
+
 def beyond(config: RunConfig, done: int) -> list[str]:
     """The problem of a run that has gone further than `train_iters`. done: see `reached`"""
     wanted = config.training.train_iters

@@ -13,7 +13,6 @@ from mindspeed_rlxf.checkpoint.run_store import RunStore
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.data.sampler import PromptSampler
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.errors import DevicesMissing, RuntimeTimeout, TooFewDevices, WorkerError
 from mindspeed_rlxf.runtime.protocol import Runtime
@@ -259,21 +258,13 @@ def make_trainer(
     checkpoints: RunCheckpoints,
     stop: StopRequest,
 ) -> PpoTrainer:
-    training = config.training
-    sampler = PromptSampler(
-        len(prepared.train_prompts),
-        training.global_batch_size,
-        training.seed,
-        config.data.shuffle,
-    )
-    source = PromptSource(
-        prepared.train_prompts,
-        sampler,
-        config.actor_rollout.n_samples_per_prompt,
-        prepared.fixed_responses,
-    )
+    source = PromptSource.from_config(config, prepared.train_prompts, prepared.fixed_responses)
     validator = Validator(
-        roles, as_rows(prepared.val_prompts), prepared.validate_by_rule, training.seed, recorder
+        roles,
+        as_rows(prepared.val_prompts),
+        prepared.validate_by_rule,
+        config.training.seed,
+        recorder,
     )
     return PpoTrainer(config, roles, source, validator, recorder, checkpoints, stop)
 

@@ -16,9 +16,7 @@ def state_of(directory: RunDirectory, iteration: int) -> dict[str, str]:
     """Hash of every file of tensors or streams of actor and critic in a checkpoint."""
     files = Checkpoint(directory.checkpoints / f"iter_{iteration:07d}", iteration).read().files
     return {
-        entry["path"]: entry["sha256"]
-        for entry in files
-        if not entry["path"].startswith("trainer") and not entry["path"].endswith(".metadata")
+        entry["path"]: entry["sha256"] for entry in files if not entry["path"].startswith("trainer")
     }
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import megatron.core
+import pytest
 import torch
+from packaging.version import Version
 
 from mindspeed_rlxf.config.enums import DeviceKind, RewardKind, Role, RopeScaling, RuntimeKind
 from mindspeed_rlxf.config.schema import (
@@ -22,8 +25,14 @@ from mindspeed_rlxf.config.schema import (
     RuntimeConfig,
     TrainingConfig,
 )
+from mindspeed_rlxf.config.tensor_parallel import SHARED_GROUPS_SINCE
 from tests.families import config_keys, family_of
 
+# Tensor-parallel ranks may share a key-value group.
+SHARES_GROUPS = Version(megatron.core.__version__).release >= SHARED_GROUPS_SINCE
+shares_groups = pytest.mark.skipif(
+    not SHARES_GROUPS, reason=f"megatron-core {megatron.core.__version__} shares no query group"
+)
 VOCAB = 37  # odd: a vocabulary that tensor-parallel ranks have to pad
 PLAIN = ArchitectureConfig(
     num_layers=2,
@@ -38,6 +47,8 @@ PLAIN = ArchitectureConfig(
 TIED = PLAIN.model_copy(update={"untie_embeddings_and_output_weights": False})
 QWEN2 = PLAIN.model_copy(update={"add_qkv_bias": True})
 QWEN3 = PLAIN.model_copy(update={"qk_layernorm": True, "kv_channels": 12})
+ONE_GROUP = QWEN2.model_copy(update={"num_query_groups": 1})
+QWEN3_ONE_GROUP = QWEN3.model_copy(update={"num_query_groups": 1})
 QWEN3_MOE = QWEN3.model_copy(
     update={"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20}
 )
@@ -91,6 +102,11 @@ def make_llama(
                 parameter.uniform_(-1.0, 1.0)
     model.save_pretrained(folder)
     return model.eval()
+
+
+def locally(config: RunConfig) -> RunConfig:
+    """The same run on `LocalRuntime`: its ranks each run the driver, and agree on file names."""
+    return config.model_copy(update={"runtime": RuntimeConfig(kind=RuntimeKind.LOCAL)})
 
 
 def run_config(

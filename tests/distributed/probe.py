@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mindspeed_rlxf.checkpoint.hf_folder import HfFolder
@@ -45,6 +47,14 @@ class EngineProbe:
         batches = self.engine.micro_batches(rollouts, range(rollouts.num_rows))
         flat = self.engine.forward(batches, read)
         return RoleOutput(report=torch.cat(flat).tolist() if flat else None)
+
+    def stream(self, folder: Path, rank: int) -> RoleOutput:
+        """One rank writes the stream of Hugging Face tensors that it sees."""
+        tensors = {name: tensor.clone() for name, tensor in self.engine.hf_tensors()}
+        if torch.distributed.get_rank() == rank:
+            folder.mkdir()
+            save_file(tensors, folder / "model.safetensors")
+        return RoleOutput()
 
     def bytes_of_a_load(self) -> RoleOutput:
         """Bytes read from the folder and bytes of the parameters that they fill."""

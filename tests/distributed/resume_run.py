@@ -12,6 +12,7 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.local import LocalRuntime
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
+from tests.distributed.llamas import locally
 from tests.distributed.test_layout_invariance import ARCHITECTURES, fixed_run
 from tests.training import train
 
@@ -31,6 +32,8 @@ def start(
     config, prepared = fixed_run(
         models, out, ARCHITECTURES[architecture], ranks, layout or {}, merged
     )
+    if isinstance(runtime, LocalRuntime):
+        config = locally(config)
     if not fixed:
         prepared.fixed_responses = None
     directory = runtime.from_first(lambda: RunDirectory.create(config))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -19,10 +19,18 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.models.parameters import Head, padded_vocab_size
 from mindspeed_rlxf.models.transformer import transformer_config
 from mindspeed_rlxf.runtime.group import RoleGroup
-from tests.distributed.llamas import PLAIN, QWEN2, QWEN3_MOE, TIED, make_llama
+from tests.distributed.llamas import (
+    ONE_GROUP,
+    PLAIN,
+    QWEN2,
+    QWEN3_MOE,
+    TIED,
+    make_llama,
+    shares_groups,
+)
 from tests.distributed.samples import make_rollouts
 from tests.distributed.test_parity_with_transformers import expected_logits, read_folder
 from tests.distributed.test_virtual_pipeline import Exporter
@@ -31,19 +39,33 @@ FAMILIES = {"plain": PLAIN, "tied": TIED, "qwen2": QWEN2, "qwen3-moe": QWEN3_MOE
 
 
 class StockModel:
-    """megatron-core's own GPTModel on one rank, filled by its own means."""
+    """megatron-core's own GPTModel on tensor-parallel ranks, filled by its own means."""
 
-    def __init__(self, architecture: ArchitectureConfig) -> None:
+    def __init__(self, architecture: ArchitectureConfig, tp: int = 1) -> None:
         megatron_versions.mend()
-        self.architecture = architecture
-        self.groups = ParallelGroups(1, 1, seed=1)
+        self.architecture, self.tp = architecture, tp
+        self.groups = ParallelGroups(tp, 1, seed=1)
 
     def load(self, folder: Path, sharded: bool) -> RoleOutput:
-        """Numbers that differ from those of a Hugging Face state dict in Megatron's names."""
+        """Every number of this rank, by Megatron's names."""
+        model = self._filled(folder, sharded)
+        return RoleOutput(report={n: p.tolist() for n, p in model.named_parameters()})
+
+    def logits(self, folder: Path, sharded: bool, token_ids: list[int]) -> RoleOutput:
+        """[tokens, vocabulary] of one sequence."""
+        model, length = self._filled(folder, sharded), len(token_ids)
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)  # what a token does not see
+        with self.groups.active(), torch.no_grad():
+            found = model(torch.tensor([token_ids]), torch.arange(length)[None], hidden[None, None])
+            whole = tensor_parallel.gather_from_tensor_model_parallel_region(found)
+        return RoleOutput(report=whole[0, :, : self.architecture.vocab_size].tolist())
+
+    def _filled(self, folder: Path, sharded: bool) -> GPTModel:
+        """Loaded strictly: no name is missing or too many."""
         a = self.architecture
         with self.groups.active():
-            assert parallel_state.get_tensor_model_parallel_world_size() == 1
-            model = self._model(a)
+            assert parallel_state.get_tensor_model_parallel_world_size() == self.tp
+            model = self._model(a).eval()
             for parameter in model.parameters():
                 torch.nn.init.constant_(parameter, torch.nan)
             with torch.serialization.safe_globals([Namespace]):
@@ -52,13 +74,14 @@ class StockModel:
                         {"model": model.sharded_state_dict()}, str(folder / "iter_0000001")
                     )["model"]
                 else:
-                    file = folder / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt"
+                    rank = f"mp_rank_{self.groups.tp.rank():02d}"
+                    file = folder / "iter_0000001" / rank / "model_optim_rng.pt"
                     loaded = torch.load(file, weights_only=True)["model"]
             model.load_state_dict(loaded, strict=True)
-        return RoleOutput(report={n: p.tolist() for n, p in model.named_parameters()})
+        return model
 
     def _model(self, a: ArchitectureConfig) -> GPTModel:
-        config = transformer_config(a)
+        config = transformer_config(a, self.tp)
         spec = get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts,
             normalization="RMSNorm",
@@ -67,7 +90,7 @@ class StockModel:
         return GPTModel(
             config,
             spec,
-            vocab_size=a.vocab_size,
+            vocab_size=padded_vocab_size(a, self.tp),
             max_sequence_length=a.max_position_embeddings,
             share_embeddings_and_output_weights=not a.untie_embeddings_and_output_weights,
             position_embedding_type="rope",
@@ -122,14 +145,31 @@ def test_stock_megatron_loads_both_formats_strictly(
         assert torch.equal(fc1, torch.cat(parts))
 
 
+@shares_groups
+def test_stock_megatron_computes_with_ranks_that_share_a_group(
+    warm_runtime: Any, tmp_path: Path
+) -> None:
+    model = make_llama(tmp_path / "hf", ONE_GROUP)
+    tokens = make_rollouts().response_ids[0].tolist()
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0]
+    group = group_of(warm_runtime, StockModel, 2, 2, 1, ONE_GROUP, 2)
+    for kind in ("torch", "torch_dist"):
+        folder = converted(tmp_path / "hf", tmp_path / kind, "--format", kind, "--tp", "2")
+        got = group.call(StockModel.logits, folder, kind == "torch_dist", tokens).result()[0]
+        error = (torch.tensor(got) - expected).abs().max() / expected.abs().max()
+        assert error < 2e-5, f"{kind}: {error:.2e}"
+
+
 @pytest.mark.parametrize("kind", ["torch", "torch_dist"])
 @pytest.mark.parametrize("scored", [False, True], ids=["logits", "scores"])
 def test_a_role_starts_from_a_folder_of_another_layout(
     warm_runtime: Any, tmp_path: Path, kind: str, scored: bool
 ) -> None:
-    """Written for two tensor-parallel ranks, loaded by two stages; the run's own folder as well."""
+    """Written for four tensor-parallel ranks, more than there are query groups, and loaded by two
+    stages; the run's own folder as well."""
     model = make_llama(tmp_path / "hf", PLAIN, scored)
-    folder = converted(tmp_path / "hf", tmp_path / "mg", "--format", kind, "--tp", "2")
+    folder = converted(tmp_path / "hf", tmp_path / "mg", "--format", kind, "--tp", "4")
     rollouts = make_rollouts()
     expected = expected_logits(model, rollouts, scored)
     head = Head.SCORE if scored else Head.LANGUAGE_MODEL

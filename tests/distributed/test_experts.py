@@ -89,6 +89,11 @@ def test_forward_equals_transformers_wherever_the_experts_are(
         flat = [x for part in group.call(method, Sharded(shares)).result() for x in part]
         error = (torch.tensor(flat) - expected).abs().max() / expected.abs().max()
         assert error < 2e-5, f"{name}: {error:.2e}"
+        if family == "qwen3-moe":
+            group.call(EngineProbe.stream, tmp_path / name, size - 1).result()
+            streamed, loaded = read_folder(tmp_path / name), read_folder(tmp_path)
+            assert streamed.keys() == loaded.keys()
+            assert all(torch.equal(streamed[key], loaded[key]) for key in loaded), name
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.distributed.conftest import REPOSITORY
 from tests.distributed.test_resume import make_models
 
 KILLS = 5
-OF_ROLES = [".metadata", "common.pt", "metadata.json", "config.json", "state.json", "__0_0.distcp"]
+OF_ROLES = ["config.json", "state.json", "state_00000.safetensors"]
 SYNCED = [  # files when they are whole, folders when all names are in them
     *(f".iter/{role}/{file}" for role in ("actor", "critic") for file in OF_ROLES),
     *(f".iter/{role}/random/rank_00000.json" for role in ("actor", "critic")),
@@ -55,13 +55,13 @@ def test_five_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
 def test_whichever_step_of_a_save_fails_a_whole_checkpoint_is_found_and_gone_on_from(
     tmp_path: Path,
 ) -> None:
-    """Every open, sync, rename and archive in turn, and of a file's writes the 1st, 2nd, 4th, ...
-    and the last: ours, torch's and megatron-core's."""
+    """Every open, sync and rename in turn, and of a file's writes the 1st, 2nd, 4th, ... and the
+    last."""
     said = forked("failing_saves", tmp_path)
     (steps,) = map(int, re.findall(r"^(\d+) of \d+ steps$", said, re.MULTILINE))
     failed = [line for line in said.splitlines() if "ended with 1, newest" in line]
     assert len(failed) == steps > 120, said
-    for word in ("fsync .iter/actor/", "torch.save .iter/", "of .iter/critic/__0_0.", "replace "):
+    for word in ("fsync .iter/actor/", "open .iter/", "of .iter/critic/state_00000.", "replace "):
         assert any(word in line for line in failed), word
     for name in SYNCED:
         assert any(f" fsync {name}: ended" in line for line in failed), name

@@ -31,6 +31,8 @@ from tests.distributed.llamas import (
     QWEN2,
     QWEN3,
     QWEN3_MOE,
+    QWEN3_ONE_GROUP,
+    SHARES_GROUPS,
     TIED,
     make_llama,
     run_config,
@@ -78,6 +80,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "actor tp2, critic pp2": (2, {}, {"actor_rollout": TP2, "critic": PP2}),
     "actor pp2, ref tp2": (2, {}, {"actor_rollout": PP2, "ref": TP2}),
 }
+if SHARES_GROUPS:  # each by two ranks
+    LAYOUTS["tp4 sequence parallel"] = (4, {**SP2, "tensor_model_parallel_size": 4}, {})
 # For mixtures of experts.
 SPARSE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp2 ep2": (2, EP2, {}),
@@ -93,7 +97,7 @@ PAIRWISE = [
     ("untied", "micro-batch 4"),
     ("untied", "padded"),
     ("untied", "actor tp2, critic pp2"),
-    ("qwen3", "tp2 pp2"),
+    ("qwen3, one group" if SHARES_GROUPS else "qwen3", "tp2 pp2"),
     ("tied, 4 layers", "virtual pipeline by tokens"),
 ]
 FOUR_LAYERS = {
@@ -106,6 +110,7 @@ ARCHITECTURES = FOUR_LAYERS | {
     "tied": TIED,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "qwen3, one group": QWEN3_ONE_GROUP,
     "qwen3-moe": QWEN3_MOE,
     "mixtral": MIXTRAL,
 }
@@ -252,6 +257,8 @@ def cases() -> list[Any]:
     found = [("untied", layout) for layout in LAYOUTS if layout not in deep]
     found += [(name, layout) for name in FOUR_LAYERS for layout in ["pp2", *deep]]
     found += [(name, layout) for name in ("tied", "qwen2", "qwen3") for layout in ALONE]
+    shared = ("tp2 pp2", "tp2 dp2") if SHARES_GROUPS else ()
+    found += [("qwen3, one group", layout) for layout in shared]
     found += [
         (name, layout)
         for name in ("qwen3-moe", "mixtral")

@@ -20,7 +20,15 @@ from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.runtime.group import Sharded
 from mindspeed_rlxf.runtime.role_groups import ActorGroup, CriticGroup
-from tests.distributed.llamas import PLAIN, QWEN2, QWEN3, TIED, make_llama, run_config
+from tests.distributed.llamas import (
+    PLAIN,
+    QWEN2,
+    QWEN3,
+    SHARES_GROUPS,
+    TIED,
+    make_llama,
+    run_config,
+)
 from tests.distributed.samples import make_experience, make_rollouts
 from tests.distributed.test_parity_with_transformers import read_folder
 
@@ -72,6 +80,9 @@ QWEN_LAYOUTS = {
         True,
     ),
 }
+if SHARES_GROUPS:  # each by two ranks
+    tp4 = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+    QWEN_LAYOUTS["tp4, sequence parallel"] = (4, tp4, False)
 
 
 @pytest.mark.parametrize("architecture", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])

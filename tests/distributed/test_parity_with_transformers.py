@@ -17,7 +17,17 @@ from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
 from mindspeed_rlxf.runtime.role_groups import ActorGroup, CriticGroup
-from tests.distributed.llamas import PLAIN, QWEN2, QWEN3, SCALED, TIED, make_llama, run_config
+from tests.distributed.llamas import (
+    ONE_GROUP,
+    PLAIN,
+    QWEN2,
+    QWEN3,
+    SCALED,
+    TIED,
+    make_llama,
+    run_config,
+    shares_groups,
+)
 from tests.distributed.probe import EngineProbe
 from tests.distributed.samples import make_rollouts
 
@@ -40,8 +50,18 @@ FAMILIES = {
     "scaled-rope": SCALED,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "one-group": ONE_GROUP,
 }
-EXPORTED = ["untied", "tied", "qwen2", "qwen3"]
+
+
+def three_layouts(**families: ArchitectureConfig) -> list[Any]:
+    """Of each family, and one in which ranks share a key-value group."""
+    cases = [
+        pytest.param(layout, architecture, id=f"{name}-{layout}")
+        for name, architecture in families.items()
+        for layout in ("tp1", "tp2", "pp2")
+    ]
+    return [*cases, pytest.param("tp2", ONE_GROUP, id="one-group-tp2", marks=shares_groups)]
 
 
 def world_size(layout: dict[str, Any]) -> int:
@@ -62,7 +82,10 @@ def expected_logits(model: Any, rollouts: Rollouts, scored: bool) -> torch.Tenso
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(n, marks=shares_groups if n == "one-group" else ()) for n in FAMILIES],
+)
 @pytest.mark.parametrize("scored", [False, True], ids=["logits", "scores"])
 def test_forward_equals_transformers_in_every_layout(
     warm_runtime: Any, tmp_path: Path, family: str, scored: bool
@@ -95,8 +118,9 @@ def probe_group(warm_runtime: Any, role: RoleConfig, head: Head) -> RoleGroup:
     return group
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2"])
-@pytest.mark.parametrize("architecture", [PLAIN, TIED, QWEN2, QWEN3], ids=EXPORTED)
+@pytest.mark.parametrize(
+    ("layout", "architecture"), three_layouts(untied=PLAIN, tied=TIED, qwen2=QWEN2, qwen3=QWEN3)
+)
 def test_export_gives_back_every_tensor_byte_for_byte(
     warm_runtime: Any, tmp_path: Path, layout: str, architecture: ArchitectureConfig
 ) -> None:
@@ -134,8 +158,7 @@ def test_a_rank_reads_only_its_own_shard(warm_runtime: Any, tmp_path: Path, layo
         assert read >= shard * 0.9  # all of it but the padding of the vocabulary
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2"])
-@pytest.mark.parametrize("architecture", [PLAIN, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize(("layout", "architecture"), three_layouts(untied=PLAIN, tied=TIED))
 def test_greedy_generation_equals_transformers_token_by_token(
     warm_runtime: Any, tmp_path: Path, layout: str, architecture: ArchitectureConfig
 ) -> None:

@@ -103,7 +103,7 @@ def test_kl_to_the_reference_starts_at_zero_and_saves_are_kept(
     assert sorted(path.name for path in saved.iterdir()) == names
     assert (saved / pointer).read_text() == "3\n"
     for role in ("actor", "critic"):
-        assert any((saved / "iter_0000002" / role).glob("*.distcp"))
+        assert any((saved / "iter_0000002" / role).glob("state_*.safetensors"))
     assert [("timing/save" in metrics) for metrics in first] == [False, True, True]
     assert_timeline_is_that_of(first, RunDirectory(tmp_path / "run"))
     assert abs(first[0]["critic/kl"]) <= 1e-5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,8 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mindspeed_rlxf.checkpoint.run_store import Checkpoint, RunStore
 from mindspeed_rlxf.cli.convert import main as convert
@@ -25,7 +23,7 @@ from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.weight_saver import WeightSaver
 from tests.chaos.same_run import lines_of, state_of
 from tests.distributed.conftest import REPOSITORY
-from tests.distributed.llamas import VOCAB, make_llama
+from tests.distributed.llamas import make_llama
 from tests.distributed.resume_run import Killed, start
 from tests.distributed.test_layout_invariance import (
     ARCHITECTURES,
@@ -100,11 +98,14 @@ def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(
         [str(whole.path), {"train_iters": iterations}],
         [str(cut.path), {"killed_in": 1, **keys}],
         [str(cut.path), {"killed_in": 4, **keys}],
-        str(newest / "actor" / "__0_0.distcp"),
+        str(newest / "actor" / "state_00000.safetensors"),
         [str(cut.path), {"killed_in": 6, **keys}],
         [str(cut.path), keys],
     )
-    assert f"{newest} is damaged: actor/__0_0.distcp is not what was written (sha256)" in said
+    assert (
+        f"{newest} is damaged: actor/state_00000.safetensors is not what was written (sha256)"
+        in said
+    )
     resumed = [line.split(";")[0] for line in said.splitlines() if line.startswith("resumed")]
     taken_up = [f"iter_000000{n}" for n in ((1, 4) if async_save else (2, 5))]
     assert resumed == [f"resumed from {cut.checkpoints / name}" for name in taken_up]
@@ -237,20 +238,32 @@ def saved_again(trainer: PpoTrainer) -> None:
 
 
 def tensors_of(run: RunDirectory, iteration: int, role: str) -> dict[str, Tensor]:
-    """Whole weights and slots of the optimizer, read by torch; without rows that pad a vocabulary
-    for tensor-parallel ranks."""
-    folder = run.checkpoints / f"iter_{iteration:07d}" / role
-    listed = FileSystemReader(folder).read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.full(about.size, torch.nan, dtype=about.properties.dtype)
-        for name, about in listed.items()
-        if isinstance(about, TensorStorageMetadata)
-    }
-    load(tensors, checkpoint_id=folder)
-    return {
-        name: tensor[:VOCAB] if "embedding" in name or "output_layer" in name else tensor
-        for name, tensor in tensors.items()
-    }
+    return whole_tensors(run.checkpoints / f"iter_{iteration:07d}" / role)
+
+
+def whole_tensors(folder: Path) -> dict[str, Tensor]:
+    """Weights and slots of the optimizer, put together by hand from all files."""
+    tensors: dict[str, Tensor] = {}
+    for name, corner, piece in load_pieces(folder):
+        ends = [start + size for start, size in zip(corner, piece.shape, strict=True)]
+        known = tensors.get(name, torch.empty([0] * len(ends), dtype=piece.dtype))
+        shape = [max(old, new) for old, new in zip(known.shape, ends, strict=True)]
+        whole = torch.full(shape, torch.nan, dtype=piece.dtype)
+        whole[tuple(slice(size) for size in known.shape)] = known
+        place = tuple(slice(start, end) for start, end in zip(corner, ends, strict=True))
+        assert whole[place].isnan().all(), f"{name} is written twice at {corner}"
+        whole[place] = piece
+        tensors[name] = whole
+    assert not any(tensor.isnan().any() for tensor in tensors.values())
+    return tensors
+
+
+def load_pieces(folder: Path) -> Iterator[tuple[str, list[int], Tensor]]:
+    """Name, first indices, and tensor of each piece, read by the safetensors library."""
+    for file in sorted(folder.glob("state_*.safetensors")):
+        for key, piece in load_file(file).items():
+            name, _, corner = key.partition("@")
+            yield name, [int(n) for n in corner.split(",")], piece
 
 
 SHARED_EXPERTS = {"ranks": 2, "layout": EP2, "sections": SHARDED_SLOTS}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from mindspeed_rlxf.config.enums import NanPolicy, Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
+from mindspeed_rlxf.engine import train_state
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps, Step
 from mindspeed_rlxf.models.parameters import Head
@@ -61,6 +65,15 @@ class Drawer(SavedRole):
         for _ in range(count):
             self.engine.skipped.judge(Step(math.nan, ("loss",)), 1, 1)
         return RoleOutput()
+
+    def save_on_a_full_disk(self, folder: Path, full: int) -> RoleOutput:
+        """The disk of rank `full`; report: the error of this rank."""
+        error = OSError(errno.ENOSPC, "No space left") if dist.get_rank() == full else None
+        with mock.patch.object(train_state, "write_pieces", side_effect=error):
+            self.engine.begin_save(folder)
+            with pytest.raises(OSError) as found:
+                self.engine.end_save()
+        return RoleOutput(report=str(found.value))
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +120,12 @@ def test_wrong_steps_before_a_resume_count_in_those_in_a_row(
     resumed.call(Drawer.load_state, tmp_path / "state").result()
     with pytest.raises(WorkerError, match=r"of the 2 steps before, over training\.max_skipped=2"):
         resumed.call(Drawer.wrong_steps, 1).result()
+
+
+def test_a_rank_that_cannot_write_is_named_on_all_ranks(
+    warm_runtime: Any, tmp_path: Path, model: Path
+) -> None:
+    folder = tmp_path / "state"
+    said = built(warm_runtime, model).call(Drawer.save_on_a_full_disk, folder, 1).result()
+    named = rf"{folder}: rank 1: OSError: \[Errno 28\] No space left \(\d+ MiB are free there\)"
+    assert all(re.fullmatch(named, text) for text in said) and len(said) == 2, said

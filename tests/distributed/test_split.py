@@ -23,7 +23,7 @@ from mindspeed_rlxf.runtime.errors import WorkerError
 from mindspeed_rlxf.runtime.group import submit_together
 from mindspeed_rlxf.runtime.role_groups import ActorGroup
 from mindspeed_rlxf.trainer.preflight import Prepared
-from tests.distributed.llamas import PLAIN
+from tests.distributed.llamas import PLAIN, SHARES_GROUPS
 from tests.distributed.test_layout_invariance import (
     ARCHITECTURES,
     EOS,
@@ -53,6 +53,9 @@ SPLITS: dict[str, tuple[str, tuple[int, int], dict[str, Any], int]] = {
     "tp2 pp2 -> tp2": ("tied", (4, 2), {**TP2, **PP2}, 2),
     "tp2 dp2 ep2 -> dp2": ("mixtral", (4, 2), {**SP2, **EP2}, 1),
 }
+if SHARES_GROUPS:
+    SPLITS["dp2 -> tp2, one group"] = ("qwen3, one group", (2, 2), {}, 2)
+    SPLITS["tp2, one group -> dp2"] = ("qwen3, one group", (2, 2), TP2, 1)
 USUAL = ("tp2 -> dp2", "pp2 -> dp2")
 
 

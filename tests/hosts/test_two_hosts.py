@@ -140,7 +140,7 @@ def test_hosts_with_run_directories_of_their_own_go_on_as_the_same_run(lab: Lab)
     assert lab.head.start(stopped, log).wait(timeout=RUN_S) == 75, log.read_text()
     assert "note: node2 keep their parts of checkpoints on their own disks" in log.read_text()
     ours, theirs = (
-        {path.name for path in (host.own / "apart" / parts / "actor").glob("*.distcp")}
+        {path.name for path in (host.own / "apart" / parts / "actor").glob("state_*.safetensors")}
         for host in (lab.head, lab.worker)
     )
     assert ours and theirs and not ours & theirs

@@ -21,7 +21,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the demo's models and data under outputs/tiny."""
     folder = tmp_path_factory.mktemp("demo")
     make = [sys.executable, str(ROOT / "examples" / "tiny" / "make.py")]
-    subprocess.run([*make, "--output", "outputs/tiny"], cwd=folder, check=True, timeout=600)
+    make += ["--output", "outputs/tiny", "--reward-model"]
+    subprocess.run(make, cwd=folder, check=True, timeout=600)
     return folder
 
 

@@ -35,7 +35,9 @@ def missing() -> list[str]:
 
 def environment(kind: str, scratch: Path) -> dict[str, str]:
     """Of a process: the sources it imports, and on NPU a CANN that holds nothing."""
-    path = [REPOSITORY, only("megatron", os.environ["RLXF_MEGATRON_LM"], scratch)]
+    path = [REPOSITORY]
+    if checkout := os.environ.get("RLXF_MEGATRON_LM"):  # else the installed one, for the CPU path
+        path.append(only("megatron", checkout, scratch))
     found = dict(os.environ)
     if kind == "npu":
         path += [only("mindspeed", os.environ["RLXF_MINDSPEED"], scratch), STANDIN]
@@ -45,7 +47,9 @@ def environment(kind: str, scratch: Path) -> dict[str, str]:
         library.parent.mkdir(parents=True, exist_ok=True)
         library.touch()
         found |= {"ASCEND_HOME_PATH": str(scratch / "cann"), "LD_LIBRARY_PATH": str(library.parent)}
-    return {**found, "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
+    given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    paths = os.pathsep.join([*map(str, path), *given])
+    return {**found, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 
 def wants_kernels() -> bool:

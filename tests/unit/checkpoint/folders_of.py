@@ -33,7 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "num_experts": 4,
         "moe_router_topk": 2,
-        "moe_ffn_hidden_size": 12,
+        "moe_ffn_hidden_size": 16,
         "moe_router_pre_softmax": True,
     },
     "mixtral": {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24},

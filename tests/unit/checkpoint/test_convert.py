@@ -25,7 +25,7 @@ from tests.unit.checkpoint.folders_of import (
 
 LAYOUTS = {
     "tp1": [],
-    "tp2": ["--tp", "2"],
+    "tp8": ["--tp", "8"],  # two ranks share each of four query groups
     "tp4-pp2": ["--tp", "4", "--pp", "2"],
     "uneven": ["--tp", "2", "--pp", "3", "--num-layer-list", "1,1,2"],
     "vpp": ["--tp", "2", "--pp", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
@@ -76,10 +76,15 @@ def test_a_reward_model_comes_back_bit_by_bit(tmp_path: Path, layout: str, kind:
 
 
 @pytest.mark.parametrize(("first", "second"), [("torch", "torch_dist"), ("torch_dist", "torch")])
-def test_a_megatron_folder_is_split_again(tmp_path: Path, first: str, second: str) -> None:
+def test_a_megatron_folder_is_split_again(
+    tmp_path: Path, first: str, second: str, capsys: Any
+) -> None:
     tensors = make_folder(tmp_path / "hf", "qwen3_moe", shards=3)
-    run(tmp_path / "hf", tmp_path / "a", "--to", "mg", "--format", first, "--tp", 4, "--ep", 2)
+    run(tmp_path / "hf", tmp_path / "a", "--to", "mg", "--format", first, "--tp", 8, "--ep", 2)
+    # Four groups; a sharded checkpoint is not bound to ranks.
+    assert ("from megatron-core 0.16 on" in capsys.readouterr().out) == (first == "torch")
     run(tmp_path / "a", tmp_path / "b", "--to", "mg", "--format", second, "--tp", 2, "--pp", 2)
+    assert "megatron-core" not in capsys.readouterr().out
     run(tmp_path / "b", tmp_path / "back", "--to", "hf", "--shard-size-gb", 1e-5)
     assert_same(read_folder(tmp_path / "back"), tensors)
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())

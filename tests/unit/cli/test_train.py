@@ -90,6 +90,19 @@ def test_dry_run_prints_the_plan_and_every_problem(
     assert output.err == "error: data.train_files: no such file\nerror: second\n"
 
 
+def test_dry_run_prints_the_plan_before_what_this_host_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    replace_trainer(monkeypatch, prepare=lambda config: "prepared")
+    assert main([*TINY, "device.kind=npu", "dry_run=true"]) == 2
+    output = capsys.readouterr()
+    assert "Batch of an iteration" in output.out
+    (line,) = output.err.splitlines()
+    assert line.startswith("error: CANN needs ASCEND_HOME_PATH")
+
+
 BAD = {
     "misspelt key": ["training.trian_iters=3"],
     "misspelt section": ["trainig.train_iters=3"],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf import packages
 from mindspeed_rlxf.config import cluster
 from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.resolve import resolve
@@ -50,6 +51,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cluster, "started_here", lambda: None)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setitem(packages.SOURCES, packages.MEGATRON, lambda: "0.16.1")
 
 
 @pytest.fixture

@@ -18,9 +18,25 @@ def test_the_valid_tree_has_no_problem(problems: Problems) -> None:
     ("changes", "message"),
     [
         (
-            {"actor_rollout.tensor_model_parallel_size": 8},
-            "actor_rollout.tensor_model_parallel_size=8 must divide "
-            "model.small.num_query_groups=4; use 4",
+            # 12 heads, 3 groups, 96 wide: 1, 3, 6 or 12
+            {
+                "ref.tensor_model_parallel_size": 2,
+                "model.small.num_attention_heads": 12,
+                "model.small.num_query_groups": 3,
+                "model.small.kv_channels": 8,
+            },
+            "ref.tensor_model_parallel_size=2 must divide model.small.num_query_groups=3, or be a "
+            "multiple of it; use 1 or 3",
+        ),
+        (
+            # 8 query heads, a key and a value head, of width 2 each
+            {
+                "ref.tensor_model_parallel_size": 8,
+                "model.small.num_query_groups": 1,
+                "model.small.kv_channels": 2,
+            },
+            "ref.tensor_model_parallel_size=8 must divide the 20 rows of model.small's query, key "
+            "and value projections; use 4",
         ),
         (
             {"ref.pipeline_model_parallel_size": 8},

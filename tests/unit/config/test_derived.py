@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.errors import ConfigError
-from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.resolve import resolve, resolve_with_notes
 from mindspeed_rlxf.config.schema import RunConfig
 
 
@@ -47,3 +47,29 @@ def test_a_count_that_leaves_a_host_half_empty_is_refused(make_tree: Any) -> Non
 def test_on_this_host_a_count_is_a_count(make_tree: Any) -> None:
     tree = make_tree({"resource_pool.main": 16})
     assert resolve(tree, "test").resource_pool == {"main": [16]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        (
+            {"resource_pool.spare": []},
+            "resource_pool.spare=[]: no role uses it, as it has no devices",
+        ),
+        (
+            {"resource_pool.judge": 1, "placement.reward": "judge"},
+            "resource_pool.judge: no role computes on its devices, as a rule needs none "
+            "(reward.kind=rule)",
+        ),
+        (
+            {"resource_pool.judge": 1, "placement.reward": "judge", "reward.kind": "model"},
+            None,
+        ),
+        ({}, None),
+    ],
+)
+def test_a_pool_that_no_role_computes_on_is_noted(
+    make_tree: Any, changes: dict[str, Any], note: str | None
+) -> None:
+    _, notes = resolve_with_notes(make_tree(changes), "t")
+    assert [text for text in notes if text.startswith("resource_pool")] == ([note] if note else [])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mindspeed_rlxf import device
+from mindspeed_rlxf import device, packages
 from mindspeed_rlxf.config import host
 
 Problems = Callable[..., list[str]]
@@ -41,6 +41,26 @@ def test_devices_of_a_joined_cluster_are_not_counted_here(
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     assert problems(changes) == []
     assert problems({**changes, "runtime.address": "local"}) != []
+
+
+def test_a_megatron_core_that_shares_no_group_is_named(
+    problems: Problems, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = {"critic.tensor_model_parallel_size": 8}  # 4 groups
+    split = {"actor_rollout.num_gpus_for_train": 8, "actor_rollout.num_gpus_for_infer": 8}
+    split |= {"resource_pool.actor": 16, "placement.actor_rollout": "actor"}
+    split |= {"rollout.tensor_model_parallel_size": 8}
+    assert problems(wide) == problems(split) == []
+    for found, refused in (("0.12.1", True), ("0.15.3", True), ("0.16.0rc1", False)):
+        monkeypatch.setitem(packages.SOURCES, packages.MEGATRON, lambda found=found: found)
+        assert problems({"critic.tensor_model_parallel_size": 4}) == []
+        for key, changes in (("critic", wide), ("rollout", split)):
+            expected = (
+                f"{key}.tensor_model_parallel_size=8 must be at most model.small.num_query_groups=4"
+                f" with megatron-core {found}, which gives every rank whole key-value groups; use "
+                "4 or less, or megatron-core 0.16"
+            )
+            assert problems(changes) == ([expected] if refused else [])
 
 
 def test_cpu_processes_must_fit_in_memory(

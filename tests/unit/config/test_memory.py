@@ -52,6 +52,12 @@ def test_activations_divide_by_tensor_parallel_and_norms_by_sequence_parallel_to
     assert memory.layer_activation_bytes(MODEL, 10, 2, True, 2) == 5 * 2056 + 10 * (848 + 480)
 
 
+def test_ranks_that_share_a_group_keep_the_projections_of_all() -> None:
+    # bf16, TP 8: projections 128 + 2 x 64; queries 16 wide (rotated, output twice), keys 16
+    # attention: 2 x (256 + 3 x 16 + 16 + 4 x 16) + 4 = 772; mlp: 960 / 8 = 120
+    assert memory.layer_activation_bytes(MODEL, 10, 8, False, 2) == 10 * (2056 + 772 + 120)
+
+
 def test_normed_queries_and_keys_are_kept_in_fp32_and_again() -> None:
     normed = MODEL.model_copy(update={"qk_layernorm": True})
     plain = memory.layer_activation_bytes(MODEL, 10, 1, False, 2)
@@ -119,6 +125,8 @@ def test_largest_gradient_counts_once() -> None:
 def test_cache_holds_keys_and_values_of_every_layer_and_group() -> None:
     # 2 x 3 rows x 24 tokens x 4 layers x (4 / 2) groups x 16 x 2 bytes
     assert memory.kv_cache_bytes(3, 24, MODEL, tp=2, itemsize=2) == 36864
+    # two ranks share a group, and each has it
+    assert memory.kv_cache_bytes(3, 24, MODEL, tp=8, itemsize=2) == 36864 // 2
 
 
 @pytest.mark.parametrize(

@@ -97,13 +97,13 @@ def test_the_rollout_has_a_tensor_parallel_size_of_its_own(
     ):
         assert resolve(make_tree(SPLIT | {key: 4}), "t").rollout_layout == ParallelLayout(4, 4)
     assert problems(SPLIT | {"rollout.tensor_model_parallel_size": 3}) == [
-        # 8 heads, 4 groups, 96 wide: 1, 2 or 4
+        # 8 heads, 4 groups, 96 wide: 1, 2, 4 or 8
         "rollout.tensor_model_parallel_size=3 must divide actor_rollout.num_gpus_for_infer=4; use "
         "2 or 4",
         "rollout.tensor_model_parallel_size=3 must divide model.small.num_attention_heads=8; use "
         "2 or 4",
-        "rollout.tensor_model_parallel_size=3 must divide model.small.num_query_groups=4; use "
-        "2 or 4",
+        "rollout.tensor_model_parallel_size=3 must divide model.small.num_query_groups=4, or be a "
+        "multiple of it; use 2 or 4",
     ]
 
 
@@ -111,9 +111,9 @@ def test_the_older_key_of_it_is_named_as_it_was_written(problems: Problems) -> N
     key = "actor_rollout.inference_tensor_model_parallel_size"
     assert problems(SPLIT | {key: 77}) == [
         f"{key}=77 must divide actor_rollout.num_gpus_for_infer=4; use 4",
-        f"{key}=77 must divide model.small.num_attention_heads=8; use 4",
-        f"{key}=77 must divide model.small.num_query_groups=4; use 4",
-        f"{key}=77 must divide model.small.ffn_hidden_size=96; use 4",
+        f"{key}=77 must divide model.small.num_attention_heads=8; use 8",
+        f"{key}=77 must divide model.small.num_query_groups=4, or be a multiple of it; use 8",
+        f"{key}=77 must divide model.small.ffn_hidden_size=96; use 8",
     ]
     (problem,) = problems({key: 2})
     assert problem.startswith(f"{key}=2 must be actor_rollout.tensor_model_parallel_size=1 where")

@@ -167,7 +167,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int = 8) -> 
     adaptor.write_text(ADAPTOR, encoding="utf-8")
     look_in(monkeypatch, [folder / "Megatron-LM", folder / "MindSpeed"])
     install_cann(monkeypatch, folder / "cann")
-    for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", "HCCL_BUFFSIZE", npu.VISIBLE):
+    for name in (npu.CONNECT, npu.EXECUTE, npu.EVENT, "HCCL_BUFFSIZE", npu.VISIBLE):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     monkeypatch.setattr(packages, "_installed", VERSIONS.get)

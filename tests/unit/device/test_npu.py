@@ -244,27 +244,79 @@ def test_the_package_keeps_torch_from_loading_torch_npu_by_itself() -> None:
 def test_hccl_waits_at_least_as_long_as_we_do() -> None:
     environment: dict[str, str] = {}
     npu.set_timeouts(environment, 1860.5)
-    assert environment == {"HCCL_CONNECT_TIMEOUT": "1861", "HCCL_EXEC_TIMEOUT": "1861"}
+    assert environment == {
+        "HCCL_CONNECT_TIMEOUT": "1861", "HCCL_EXEC_TIMEOUT": "1861", "HCCL_EVENT_TIMEOUT": "1893",
+    }  # fmt: skip
     short: dict[str, str] = {}
     npu.set_timeouts(short, 30)
     assert short["HCCL_CONNECT_TIMEOUT"] == "120"  # its smallest value
+    assert short["HCCL_EVENT_TIMEOUT"] == "1868"  # its default
     npu.set_timeouts(long := {}, 10_000)
     assert long["HCCL_CONNECT_TIMEOUT"] == "7200"  # its largest
 
 
-def test_a_shorter_time_of_the_user_stays_and_is_warned_about(
+@pytest.mark.parametrize(
+    ("given", "others", "warning"),
+    [
+        (
+            {"HCCL_EXEC_TIMEOUT": "600"},
+            {"HCCL_EVENT_TIMEOUT": "1868"},
+            "HCCL_EXEC_TIMEOUT=600 is less than the 1860 s",
+        ),
+        ({"HCCL_EXEC_TIMEOUT": "3600"}, {"HCCL_EVENT_TIMEOUT": "3632"}, None),
+        ({"HCCL_EXEC_TIMEOUT": "0"}, {"HCCL_EVENT_TIMEOUT": "0"}, None),  # no limit
+        (
+            {"HCCL_EVENT_TIMEOUT": "900"},
+            {"HCCL_EXEC_TIMEOUT": "899"},
+            "HCCL_EVENT_TIMEOUT=900 is less than the 1861 s",
+        ),
+        ({"HCCL_EVENT_TIMEOUT": "7200"}, {"HCCL_EXEC_TIMEOUT": "1860"}, None),
+        ({"HCCL_EVENT_TIMEOUT": "0"}, {"HCCL_EXEC_TIMEOUT": "1860"}, None),
+        (
+            {"HCCL_EXEC_TIMEOUT": "7200", "HCCL_EVENT_TIMEOUT": "7200"},
+            {},
+            "HCCL_EVENT_TIMEOUT=7200 must be greater than HCCL_EXEC_TIMEOUT=7200",
+        ),
+    ],
+)
+def test_times_of_the_user_stay_and_the_other_one_follows(
     caplog: pytest.LogCaptureFixture,
+    given: dict[str, str],
+    others: dict[str, str],
+    warning: str | None,
 ) -> None:
-    environment = {"HCCL_CONNECT_TIMEOUT": "7200", "HCCL_EXEC_TIMEOUT": "600"}
+    environment = {"HCCL_CONNECT_TIMEOUT": "7200", **given}
     npu.set_timeouts(environment, 1860)
-    assert environment == {"HCCL_CONNECT_TIMEOUT": "7200", "HCCL_EXEC_TIMEOUT": "600"}
-    (record,) = caplog.records
-    assert "HCCL_EXEC_TIMEOUT=600 is less than the 1860 s" in record.getMessage()
+    assert environment == {"HCCL_CONNECT_TIMEOUT": "7200", **given, **others}
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (warning is not None) and all(warning in text for text in said if warning)
 
 
-def test_no_limit_is_no_short_limit(caplog: pytest.LogCaptureFixture) -> None:
-    npu.set_timeouts({"HCCL_EXEC_TIMEOUT": "0"}, 1860)
-    assert caplog.records == []
+@pytest.mark.parametrize(
+    ("execute", "event", "remedy"),
+    [
+        ("1836", "1868", None),
+        ("1836", "1836", "set HCCL_EVENT_TIMEOUT=1868"),
+        ("7200", "1868", "set HCCL_EVENT_TIMEOUT=7232"),
+        ("0", "1868", "set HCCL_EVENT_TIMEOUT=0"),
+        ("0", "0", None),
+        ("7200", "0", None),
+        ("7200", None, None),
+        (None, "60", None),
+        ("7200", "soon", None),  # HCCL reports it
+    ],
+)
+def test_an_event_timeout_must_exceed_that_of_execution(
+    execute: str | None, event: str | None, remedy: str | None
+) -> None:
+    given = {"HCCL_EXEC_TIMEOUT": execute, "HCCL_EVENT_TIMEOUT": event}
+    environment = {name: value for name, value in given.items() if value is not None}
+    problems = device.environment_problems(NPU, environment)
+    assert device.environment_problems(DeviceKind.CPU, environment) == []
+    assert len(problems) == (remedy is not None)
+    if remedy is not None:
+        rule = f"HCCL_EVENT_TIMEOUT={event} must be greater than HCCL_EXEC_TIMEOUT={execute}"
+        assert problems[0].startswith(rule) and remedy in problems[0]
 
 
 @pytest.mark.parametrize(("given", "mib"), [(None, 400), ("50", 100), ("", 400)])

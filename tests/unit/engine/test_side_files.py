@@ -34,15 +34,17 @@ def test_the_head_and_the_dtype_of_training_are_described(engine: Any, tmp_path:
     assert config["torch_dtype"] == "float32" and config["num_labels"] == 1
 
 
-def test_the_first_rank_lists_what_describes_the_model(engine: Any, tmp_path: Path) -> None:
-    for rank in (0, 1):
-        file = train_state._random_file(tmp_path, rank)
-        file.parent.mkdir(exist_ok=True)
-        file.write_text("{}")
-    save: Any = SimpleNamespace(write=lambda: None)
-    first, second = (train_state._write_and_hash(save, tmp_path, n, engine).files for n in (0, 1))
-    names = ["random/rank_00000.json", "config.json", "tokenizer.json"]
-    assert [entry["path"] for entry in first] == names
+def test_every_rank_lists_its_files_the_first_what_describes_the_model_too(
+    engine: Any, tmp_path: Path
+) -> None:
+    def written(rank: int) -> list[dict[str, Any]]:
+        share = train_state._Share(rank, [], {train_state._random_file(rank): "{}"})
+        return train_state._write_and_hash(share, tmp_path, engine).files
+
+    first, second = written(0), written(1)
+    own = ["state_00000.safetensors", "random/rank_00000.json"]
+    assert [entry["path"] for entry in first] == [*own, "config.json", "tokenizer.json"]
     content = (tmp_path / "config.json").read_bytes()
-    assert first[1]["sha256"] == hashlib.sha256(content).hexdigest()
-    assert [entry["path"] for entry in second] == ["random/rank_00001.json"]
+    assert first[2]["sha256"] == hashlib.sha256(content).hexdigest()
+    names = ["state_00001.safetensors", "random/rank_00001.json"]
+    assert [entry["path"] for entry in second] == names

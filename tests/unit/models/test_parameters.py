@@ -95,6 +95,7 @@ def coverage(
 @given(
     tp=st.sampled_from([1, 2, 4]),
     groups_per_rank=st.integers(1, 2),
+    ranks_per_group=st.sampled_from([1, 2, 4]),
     heads_per_group=st.integers(1, 3),
     head_dim=st.integers(1, 3),
     ffn_per_rank=st.integers(1, 3),
@@ -108,6 +109,7 @@ def coverage(
 def test_the_ranks_hold_every_element_once(
     tp: int,
     groups_per_rank: int,
+    ranks_per_group: int,
     heads_per_group: int,
     head_dim: int,
     ffn_per_rank: int,
@@ -118,14 +120,15 @@ def test_the_ranks_hold_every_element_once(
     norm: bool,
     experts: int | None,
 ) -> None:
+    shared = min(ranks_per_group, tp)  # by that many ranks is each group
     a = architecture(
         add_qkv_bias=bias,
         qk_layernorm=norm,
         num_layers=1,
         hidden_size=5,
-        num_query_groups=tp * groups_per_rank,
+        num_query_groups=tp // shared * (groups_per_rank if shared == 1 else 1),
         num_attention_heads=tp * groups_per_rank * heads_per_group,
-        kv_channels=head_dim,
+        kv_channels=head_dim * shared,  # so that the rows of keys and values divide too
         ffn_hidden_size=tp * ffn_per_rank,
         num_experts=experts,
         vocab_size=vocab,
@@ -158,7 +161,7 @@ def parameter_named(a: ArchitectureConfig, name: str) -> StageParameter:
     return next(p for p in stage_parameters(a, Head.LANGUAGE_MODEL) if p.name == name)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])  # 4 groups, 96 rows
 def test_query_key_value_rows_are_interleaved_by_group_as_megatron_splits_them(tp: int) -> None:
     # Megatron views its output as [groups, (queries of the group, key, value), head_dim]
     a = architecture()

@@ -82,6 +82,8 @@ def test_plan_shows_variables_of_the_workers_with_their_source(
 ) -> None:
     monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "60")
     monkeypatch.setenv("HCCL_BUFFSIZE", "100")
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
     shown = lines(make_tree, {"resource_pool.env": {"HCCL_BUFFSIZE": 256}})
     assert "HCCL_CONNECT_TIMEOUT 60 driver" in shown
+    assert "TASK_QUEUE_ENABLE 2 driver" in shown
     assert "HCCL_BUFFSIZE 256 resource_pool.env" in shown

@@ -38,6 +38,7 @@ PLAIN = ArchitectureConfig(
 FAMILIES = {
     "plain": PLAIN,
     "tied": PLAIN.model_copy(update={"untie_embeddings_and_output_weights": False}),
+    "shared groups": PLAIN.model_copy(update={"num_query_groups": 2}),  # by two ranks of four
     "biased": PLAIN.model_copy(update={"add_qkv_bias": True}),
     "experts": PLAIN.model_copy(update={"num_experts": 4, "qk_layernorm": True}),
 }
@@ -150,6 +151,24 @@ def test_a_tensor_parallel_rank_twice_as_wide_takes_from_two() -> None:
     ]  # fmt: skip
     # 13 words: 7 and, without the padding, 6
     assert found["embedding.word_embeddings.weight"] == [(0, 0, 0, 7), (1, 0, 7, 6)]
+
+
+def test_ranks_that_share_a_group_send_and_take_their_rows_of_it() -> None:
+    """Of one group: four query heads, a key head and a value head of 2, 12 rows."""
+    a = PLAIN.model_copy(update={"num_attention_heads": 4, "num_query_groups": 1})
+    qkv = "decoder.layers.0.self_attention.linear_qkv.weight"
+
+    def sent(tp: int, rollout_tp: int) -> list[tuple[int, int, int, int, int]]:
+        training = TrainingLayout(ParallelLayout(tp, tp))
+        return [
+            (m.sender, m.receiver, m.source_start, m.target_start, m.size)
+            for m in moves(a, training, ParallelLayout(rollout_tp, rollout_tp))
+            if m.target == qkv
+        ]
+
+    # ranks of four hold three rows each: q0-2, q3-5, q6-7 k0, k1 v0-1
+    assert sent(4, 2) == [(0, 0, 0, 0, 3), (1, 0, 0, 3, 3), (2, 1, 0, 0, 3), (3, 1, 0, 3, 3)]
+    assert sent(1, 4) == [(0, rank, 3 * rank, 0, 3) for rank in range(4)]
 
 
 def test_buckets_hold_no_more_than_the_limit_but_one_row() -> None:

@@ -135,6 +135,14 @@ def test_missing_files_are_named(
     assert "absent.jsonl" in line and rule in line
 
 
+@pytest.mark.parametrize(("name", "flag"), [("rm", " --reward-model"), ("sft", "")])
+def test_a_tiny_model_that_is_absent_comes_with_the_command_that_makes_it(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, flag: str
+) -> None:
+    (line,) = problems(good, capsys, f"reward.load={tmp_path}/outputs/tiny/models/{name}")
+    assert line.endswith(f"make the tiny one with `python examples/tiny/make.py{flag}`")
+
+
 def test_an_absent_data_set_is_named(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = problems(good, capsys, "data.train_files=[]", "data.data_path=./absent")
     assert "absent: must be the --output-prefix of an indexed data set" in line

@@ -1,0 +1,118 @@
+"""Checkpoints that megatron-core wrote, for versions of this package before `run_state`, go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+from mindspeed_rlxf.checkpoint.run_state import file_of
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.data.batch import RoleOutput
+from mindspeed_rlxf.engine import train_state
+from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.engine.sharded_files import save_sharded
+from mindspeed_rlxf.engine.slots import held_slots
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.roles.saved import SavedRole
+from mindspeed_rlxf.runtime.group import RoleGroup
+from tests.distributed.llamas import QWEN3_MOE, make_llama
+from tests.distributed.test_resume import whole_tensors
+
+
+class Older(SavedRole):
+    """A role in bf16 that can save as older versions did."""
+
+    def __init__(self, folder: Path, tp: int, ep: int, distributed: bool) -> None:
+        layout = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep, "bf16": True}
+        role = RoleConfig(model="t", architecture=QWEN3_MOE, load=str(folder), **layout)
+        optimizer = OptimizerConfig(lr=0.01, use_distributed_optimizer=distributed)
+        self.engine = MegatronEngine(role, Head.LANGUAGE_MODEL, 1, optimizer)
+
+    def step(self) -> RoleOutput:
+        """Two steps of Adam on random gradients that replicas and split norms agree in."""
+        engine = self.engine
+        assert engine.optimizer is not None
+        torch.manual_seed(3)
+        with engine.groups.active():
+            for _ in range(2):
+                for parameter in engine.module.parameters():
+                    parameter.main_grad.normal_()
+                engine.optimizer.step()
+        return RoleOutput()
+
+    def save_older(self, folder: Path) -> RoleOutput:
+        """Without the distributed optimizer: every slot beside its parameter."""
+        engine = self.engine
+        with engine.groups.active():
+            places = [
+                place
+                for chunk in engine.chunks
+                for place in leaves(chunk.sharded_state_dict())
+                if isinstance(place, (ShardedTensor, ShardedTensorFactory))
+            ]
+            by_parameter = {id(place.data): place for place in places}
+            state: dict[str, Any] = {"weights": dict(enumerate(places))}
+            for number, held in enumerate(held_slots(engine.optimizer)):
+                place = by_parameter[id(held.parameter)]
+                for name, slot in held.slots.items():
+                    keys = {"key": f"optimizer.state.{name}.{place.key}", "data": slot}
+                    if isinstance(place, ShardedTensor):
+                        keys["dtype"] = slot.dtype
+                    state.setdefault(name, {})[number] = replace(place, **keys)
+            folder.mkdir(exist_ok=True)
+            torch.distributed.barrier()
+            save_sharded(state, folder)
+            numbers = train_state._numbers(engine)
+        (folder / train_state.STATE).write_text(json.dumps(numbers))
+        return RoleOutput()
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict):
+        for item in tree.values():
+            yield from leaves(item)
+    else:
+        yield tree
+
+
+def built(runtime: Any, *arguments: Any) -> RoleGroup:
+    pool = runtime.create_pools({"main": [2]})["main"]
+    group = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(2, 1, 1), pool)
+    group.build(Older, *arguments).result()
+    return group
+
+
+def save(group: RoleGroup, folder: Path) -> None:
+    group.call(Older.begin_save, folder).result()
+    group.call(Older.end_save).result()
+
+
+def test_an_older_checkpoint_is_resumed_in_another_layout(
+    warm_runtime: Any, tmp_path: Path
+) -> None:
+    """Experts, a padded vocabulary, query groups and gated layers, from two tensor-parallel ranks
+    to two replicas with half of the experts and of the slots each."""
+    make_llama(tmp_path / "model", QWEN3_MOE)
+    group = built(warm_runtime, tmp_path / "model", 2, 1, False)
+    group.call(Older.step).result()
+    group.call(Older.save_older, tmp_path / "older").result()
+    save(group, tmp_path / "written")
+    assert (tmp_path / "older" / ".metadata").exists()
+    resumed = built(warm_runtime, tmp_path / "model", 1, 2, True)
+    assert resumed.call(Older.load_state, tmp_path / "older").result() == [False, False]
+    save(resumed, tmp_path / "resumed")
+    expected, found = (whole_tensors(tmp_path / name) for name in ("written", "resumed"))
+    assert found.keys() == expected.keys() and len({n.split("/")[0] for n in found}) == 4
+    assert [name for name, tensor in expected.items() if not found[name].equal(tensor)] == []
+    sizes = [file_of(tmp_path / "resumed", rank).stat().st_size for rank in range(2)]
+    assert max(sizes) < 1.2 * min(sizes), "replicas share the work"
+    numbers = [json.loads((tmp_path / n / "state.json").read_text()) for n in ("older", "resumed")]
+    assert [n["optimizer_steps"] for n in numbers] == [2, 2]

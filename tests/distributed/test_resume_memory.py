@@ -1,0 +1,142 @@
+"""A resumed rank reads what it holds, its slices of the slots among it, and unpickles nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.data.batch import RoleOutput
+from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.engine.slots import chained, held_slots
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.roles.saved import SavedRole
+from mindspeed_rlxf.runtime.group import RoleGroup
+from tests.distributed.llamas import PLAIN, make_llama
+
+MIB = 1 << 20
+RANKS = 4
+LARGE = PLAIN.model_copy(
+    update={
+        "num_layers": 6,
+        "hidden_size": 512,
+        "ffn_hidden_size": 1536,
+        "num_attention_heads": 8,
+        "num_query_groups": 8,
+        "vocab_size": 8000,
+    }
+)
+NUMBERS = 2 * 8000 * 512 + 6 * (4 * 512 * 512 + 3 * 512 * 1536 + 2 * 512) + 512
+
+
+class Saver(SavedRole):
+    """A model in fp32 whose optimizer is distributed."""
+
+    def __init__(self, folder: Path) -> None:
+        role = RoleConfig(model="t", architecture=LARGE, load=str(folder))
+        optimizer = OptimizerConfig(lr=0.01, use_distributed_optimizer=True)
+        self.engine = MegatronEngine(role, Head.LANGUAGE_MODEL, 1, optimizer)
+
+    def step(self) -> RoleOutput:
+        """One step of Adam on random gradients; report: as `moments`."""
+        engine = self.engine
+        assert engine.optimizer is not None
+        with engine.groups.active():
+            for parameter in engine.module.parameters():
+                parameter.main_grad.normal_()
+            engine.optimizer.step()
+        return self.moments()
+
+    def moments(self) -> RoleOutput:
+        """Report: number and sum of the moments on this rank."""
+        held = held_slots(self.engine.optimizer)
+        flat = torch.cat([slot.view(-1) for each in held for slot in each.slots.values()])
+        return RoleOutput(report=(flat.numel(), flat.sum().item()))
+
+    def measured_load(self, folder: Path) -> RoleOutput:
+        """As a role that has taken no step, with pickle out of order; report: bytes of memory above
+        that before, bytes read from files."""
+        for each in chained(self.engine.optimizer):
+            each.optimizer.state.clear()
+        with growth() as grown, no_pickle():
+            before = bytes_read()
+            self.engine.load_state(folder)
+        return RoleOutput(report=(grown(), bytes_read() - before))
+
+
+def field(file: str, name: str) -> int:
+    lines = Path("/proc/self", file).read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def bytes_read() -> int:
+    return field("io", "rchar:")
+
+
+@contextmanager
+def no_pickle() -> Iterator[None]:
+    with ExitStack() as stack:
+        for module, name in ((pickle, "load"), (pickle, "Unpickler"), (torch, "load")):
+            refused = AssertionError(f"{name} was called")
+            stack.enter_context(mock.patch.object(module, name, side_effect=refused))
+        yield
+
+
+@contextmanager
+def growth() -> Iterator[Callable[[], int]]:
+    """Inside, watch the anonymous memory of this process, which no file backs.
+
+    What was freed before goes back to the system first, else it would be used again unseen.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = peak = field("status", "RssAnon:")
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, field("status", "RssAnon:"))
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lambda: (peak - before) * 1024
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_resume_holds_a_slice_of_the_slots_and_a_bounded_buffer(
+    warm_runtime: Any, tmp_path: Path
+) -> None:
+    """Moments of 29 million numbers in fp32 are 219 MiB, of which a rank of four holds 55 MiB."""
+    make_llama(tmp_path / "model", LARGE)
+    pool = warm_runtime.create_pools({"main": [RANKS]})["main"]
+    group = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(RANKS, 1, 1), pool)
+    group.build(Saver, tmp_path / "model").result()
+    moments = group.call(Saver.step).result()
+    assert sum(numbers for numbers, _ in moments) == 2 * NUMBERS
+    group.call(Saver.begin_save, tmp_path / "state").result()
+    group.call(Saver.end_save).result()
+    found = group.call(Saver.measured_load, tmp_path / "state").result()
+    print("MiB grown and read:", [(a // MIB, b // MIB) for a, b in found])
+    assert group.call(Saver.moments).result() == moments
+    weights = 4 * NUMBERS
+    for (numbers, _), (grown, read) in zip(moments, found, strict=True):
+        slots = 4 * numbers
+        assert grown < slots + 48 * MIB
+        assert weights + slots < read < weights + slots + MIB

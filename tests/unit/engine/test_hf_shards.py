@@ -1,0 +1,108 @@
+"""Every number of the model is written once, whatever the layout, and read where it belongs."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mindspeed_rlxf.checkpoint.legacy import shard_shape
+from mindspeed_rlxf.engine.hf_shards import shards
+from mindspeed_rlxf.models.parameters import (
+    Head,
+    Split,
+    hf_shapes,
+    padded_vocab_size,
+    rank_parameters,
+)
+from tests.unit.checkpoint.folders_of import architecture_of
+
+
+def rank_of(family: str, tp: tuple[int, int], pp: tuple[int, int], dp: tuple[int, int],
+            ep: int = 1, chunks: int = 1) -> tuple[Any, Any]:  # fmt: skip
+    """The parameters and groups of a rank; each group as (rank, size)."""
+    a = architecture_of(family)
+    place = (*pp, chunks, dp[0] % ep, ep)
+    table = list(rank_parameters(a, Head.LANGUAGE_MODEL, *place))
+    rows = padded_vocab_size(a, tp[1]) // tp[1]
+    tensors = {
+        p.name: torch.zeros(shard_shape(p, a, *tp, rows if p.split is Split.VOCAB else None))
+        for p in table
+    }
+    groups = {
+        name: SimpleNamespace(rank=lambda r=rank: r, size=lambda s=size: s)
+        for name, (rank, size) in {"tp": tp, "pp": pp, "dp": dp, "ep": (dp[0] % ep, ep)}.items()
+    }
+    weights = SimpleNamespace(architecture=a, table=table, tensors=tensors, tp_group=groups["tp"])
+    return weights, SimpleNamespace(**groups)
+
+
+def place_of(tensor: Tensor, box: Any) -> Tensor:
+    rows = tensor[box.top : box.bottom]
+    return rows[:, box.left : box.right] if tensor.dim() == 2 else rows[:, None]
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "pp", "dp", "ep", "chunks"),
+    [
+        ("llama", 1, 1, 1, 1, 1),
+        ("llama", 4, 1, 3, 1, 1),
+        ("tied", 2, 2, 2, 1, 1),
+        ("tied", 2, 2, 1, 1, 2),
+        ("qwen2", 2, 1, 5, 1, 1),
+        ("qwen3_moe", 2, 2, 4, 2, 1),
+    ],
+)
+def test_replicas_write_every_number_once_and_about_as_many_each(
+    family: str, tp: int, pp: int, dp: int, ep: int, chunks: int
+) -> None:
+    a = architecture_of(family)
+    times = {name: torch.zeros(s) for name, s in hf_shapes(a, Head.LANGUAGE_MODEL).items()}
+    for t in range(tp):
+        for p in range(pp):
+            by_replica = []
+            for d in range(dp):
+                weights, groups = rank_of(family, (t, tp), (p, pp), (d, dp), ep, chunks)
+                written = 0
+                for shard in shards(weights, groups):
+                    flat = torch.ones(len(shard.written))
+                    for part in shard.parts(flat, shard.written):
+                        place_of(times[part.source], part.box).add_(part.tensor)
+                        written += part.box.numel
+                by_replica.append(written)
+            total = sum(by_replica)
+            # Padding and what other ranks write lie somewhere on the line that replicas share.
+            assert max(by_replica) <= total / dp + 0.25 * total, by_replica
+    assert all(bool((count == 1).all()) for count in times.values())
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_slice_of_a_shard_is_the_same_numbers_as_in_the_shard(tp: int) -> None:
+    """Each number of the model is its place; shards are filled whole and in slices."""
+    a = architecture_of("qwen2")
+    model, first = {}, 1
+    for name, shape in hf_shapes(a, Head.LANGUAGE_MODEL).items():
+        count = torch.Size(shape).numel()
+        model[name] = torch.arange(first, first + count, dtype=torch.float64).view(shape)
+        first += count
+    for rank in range(tp):
+        weights, groups = rank_of("qwen2", (rank, tp), (0, 1), (0, 1))
+        for shard in shards(weights, groups):
+            numel = shard.parameter.numel()
+            full, cut = torch.zeros(numel).double(), torch.zeros(numel).double()
+            ends = sorted({0, numel // 3, numel // 3 + 1, 2 * numel // 3, numel})
+            ranges = [range(*pair) for pair in itertools.pairwise(ends)]
+            for target, flats in ((full, [range(numel)]), (cut, ranges)):
+                for flat in flats:
+                    for part in shard.parts(target[flat.start : flat.stop], flat):
+                        part.tensor.copy_(place_of(model[part.source], part.box))
+            assert cut.equal(full)
+            filled = full[full != 0]
+            assert filled.unique().numel() == filled.numel()
+            assert numel - filled.numel() == sum(full == 0), "only padding is left"
+            if not any("embed" in b.source or "lm_head" in b.source for b in shard.blocks):
+                assert filled.numel() == numel
