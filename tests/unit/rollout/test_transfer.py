@@ -40,7 +40,8 @@ def test_the_sum_is_that_of_whole_numbers(
             expected = int(patterns[::2].sum()) + 2**16 * int(patterns[1::2].sum())
         assert bit_sum(tensor) == expected
         assert bit_sum(on_device(tensor)) == expected
-        assert bit_sum(tensor.view(2, -1)[:, 1:]) == bit_sum(tensor.view(2, -1)[:, 1:].clone())
+        columns = tensor.repeat(2, 1)[:, len(tensor) // 2 :]
+        assert bit_sum(columns) == bit_sum(columns.reshape(-1))
 
 
 @hypothesis.given(st.sampled_from(DTYPES), st.integers(0, 2**32 - 1), st.data())
