@@ -7,13 +7,17 @@ import math
 import torch
 from torch import Tensor
 
+from mindspeed_rlxf.algorithms.ratios import bounded_log_ratio
 from mindspeed_rlxf.config.enums import KlPenalty
+
+MAX_LOW_VAR_KL = 10.0
 
 
 def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: KlPenalty) -> Tensor:
     """KL estimate of each token (http://joschu.net/blog/kl-approx.html); any shape, fp32.
 
-    `kl` is k1, `mse` k2, `low_var_kl` k3 of that note.
+    `kl` is k1, `mse` k2, `low_var_kl` k3 of that note. k3 grows as exp(-d): d is held within +-20
+    and the estimate within +-10 (verl's bounds), with gradient 0 beyond them; NaN stays NaN.
     """
     difference = log_probs - ref_log_probs
     if kind is KlPenalty.KL:
@@ -23,7 +27,9 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: KlPenalty) -> T
     if kind is KlPenalty.MSE:
         return difference.square() / 2
     assert kind is KlPenalty.LOW_VAR_KL, f"unknown KL penalty {kind}"
-    return torch.exp(-difference) - 1 + difference
+    difference = bounded_log_ratio(difference)
+    estimate = torch.exp(-difference) - 1 + difference
+    return estimate.clamp(-MAX_LOW_VAR_KL, MAX_LOW_VAR_KL)
 
 
 class KlController:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from mindspeed_rlxf.algorithms.ratios import bounded_log_ratio
 from mindspeed_rlxf.config.enums import DpoLoss
 
 
@@ -39,9 +40,11 @@ def clipped_policy_loss(
 ) -> TokenLoss:
     """max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(log_probs - old_log_probs).
 
-    PPO, arXiv:1707.06347, section 3.
+    PPO, arXiv:1707.06347, section 3. The log-ratio is held within +-20: a token beyond that teaches
+    nothing, where an overflow of exp would make its gradient NaN.
     """
-    return _clipped(torch.exp(log_probs - old_log_probs), advantages, clip)
+    ratio = torch.exp(bounded_log_ratio(log_probs - old_log_probs))
+    return _clipped(ratio, advantages, clip)
 
 
 def sequence_policy_loss(
@@ -50,15 +53,16 @@ def sequence_policy_loss(
     """The clipped loss with one ratio per response, GSPO-token of arXiv:2507.18071, section 4.3.
 
     The ratio is exp(mean of log_probs - old_log_probs over the response); its gradient reaches each
-    token with weight 1.
+    token with weight 1. The mean is held within +-20, as the log-ratio of a token.
     lengths: [responses] int64, tokens of each response, summing up to [tokens]
     """
     lengths = lengths.to(log_probs.device)
     row = torch.repeat_interleave(torch.arange(len(lengths), device=log_probs.device), lengths)
     difference = (log_probs - old_log_probs).detach()
     sums = torch.zeros_like(difference[: len(lengths)]).index_add(0, row, difference)
-    ratio = (sums / lengths)[row].exp()
-    return _clipped(ratio * torch.exp(log_probs - log_probs.detach()), advantages, clip)
+    means = (sums / lengths)[row]
+    ratio = torch.exp(bounded_log_ratio(means + (log_probs - log_probs.detach())))
+    return _clipped(ratio, advantages, clip)
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> TokenLoss:
@@ -76,9 +80,10 @@ def truncated_importance(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: 
     """min(exp(old_log_probs - rollout_log_probs), cap): what a token sampled by the rollout's
     probabilities weighs under the training model's (https://fengyao.notion.site/off-policy-rl).
 
-    any shape; no gradient.
+    any shape; no gradient. The log-ratio is held within +-20.
     """
-    return torch.exp(old_log_probs - rollout_log_probs).clamp(max=cap).detach()
+    ratio = torch.exp(bounded_log_ratio(old_log_probs - rollout_log_probs))
+    return ratio.clamp(max=cap).detach()
 
 
 def clipped_value_loss(

@@ -32,6 +32,8 @@ KL_IN_LOSS = (
 """Estimators whose authors put the KL in the loss."""
 UNWHITENED = (AdvEstimator.GRPO, AdvEstimator.DR_GRPO, AdvEstimator.RLOO, AdvEstimator.REMAX)
 """Estimators whose advantages are whitened only where the YAML asks for it."""
+GSPO_CLIP = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
+"""Of arXiv:2507.18071, section 5.1: the ratio of a response is a mean over its tokens."""
 
 
 def has_critic(stage: object, section: object) -> bool:
@@ -65,6 +67,9 @@ def stage_defaults(draft: Draft) -> None:
         set_default(algorithm, "advantage_whiten", AdvantageWhiten.NONE.value)
     if actor.get("policy_loss") == PolicyLoss.GSPO.value:
         set_default(algorithm, "loss_normalizer", LossNormalizer.SEQUENCE_MEANS.value)
+        if actor.get("clip_ratio") is None:
+            for key, value in GSPO_CLIP.items():
+                set_default(actor, key, value)
     if algorithm.get("adv_estimator") == AdvEstimator.DR_GRPO.value:
         set_default(algorithm, "loss_normalizer", LossNormalizer.SEQUENCE_SUMS.value)
 

@@ -125,7 +125,7 @@ class LossNormalizer(str, Enum):
     MINIBATCH_TOKENS = "minibatch_tokens"
     MICRO_BATCH_MEAN = "micro_batch_mean"
     SEQUENCE_MEANS = "sequence_means"  # mean over responses of their means
-    SEQUENCE_SUMS = "sequence_sums"  # mean over responses of their sums
+    SEQUENCE_SUMS = "sequence_sums"  # mean over responses of their sums / max_new_tokens
 
 
 class OldLogProbs(str, Enum):

@@ -167,8 +167,12 @@ class ActorConfig(RoleConfig):
         PolicyLoss.PPO, "ratio of each token (ppo) or of each response (gspo)"
     )
     clip_ratio: float = key(0.2, "policy clip", ge=0)
-    clip_ratio_low: float | None = key(None, "clip below 1; null = clip_ratio", ge=0)
-    clip_ratio_high: float | None = key(None, "clip above 1; null = clip_ratio", ge=0)
+    clip_ratio_low: float | None = key(
+        None, "clip below 1; null = clip_ratio, or 0.0003 for gspo without clip_ratio", ge=0
+    )
+    clip_ratio_high: float | None = key(
+        None, "clip above 1; null = clip_ratio, or 0.0004 for gspo without clip_ratio", ge=0
+    )
     clip_ratio_c: float | None = key(None, "dual clip of negative advantages; null = off", gt=1)
     entropy_coeff: float = key(0.0, "weight of the entropy bonus", ge=0)
     dpo_beta: float = key(0.1, "stage ray_online_dpo: weight of the log-ratio", gt=0)

@@ -182,8 +182,8 @@ class AlgorithmConfig(Section):
     )
     loss_normalizer: Annotated[LossNormalizer, Word] = key(
         LossNormalizer.MINIBATCH_TOKENS,
-        "what token losses are divided by; absent = minibatch_tokens, sequence_sums for dr_grpo, "
-        "sequence_means for gspo",
+        "what token losses are divided by; absent = minibatch_tokens, sequence_sums (responses, "
+        "each its sum / max_new_tokens) for dr_grpo, sequence_means for gspo",
     )
     old_log_probs: Annotated[OldLogProbs, Word] = key(
         OldLogProbs.RECOMPUTE, "where the behaviour policy's log-probs come from"

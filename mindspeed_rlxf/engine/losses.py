@@ -13,29 +13,34 @@ def normalised_loss(
     loss: Tensor,
     lengths: Tensor,
     normalizer: LossNormalizer,
+    max_new_tokens: int,
     parts: dict[str, Tensor],
     per_token: dict[str, Tensor],
     coefficient: float = 1.0,
 ) -> LossOutput:
     """The loss of one micro-batch as a sum and what it is divided by.
 
-    loss:        [tokens] with gradient, response after response
-    lengths:     [responses] tokens of each
-    parts:       name -> [tokens], reported as the loss is averaged
-    per_token:   name -> [tokens], reported as means over tokens
-    coefficient: weight of the loss; metrics are reported without it
+    loss:           [tokens] with gradient, response after response
+    lengths:        [responses] tokens of each
+    max_new_tokens: what `sequence_sums` divides the sum of a response by, whatever its length
+    parts:          name -> [tokens], reported as the loss is averaged
+    per_token:      name -> [tokens], reported as means over tokens
+    coefficient:    weight of the loss; metrics are reported without it
 
-    A mean of micro-batch means is TRL's way and reports everything so.
+    A mean of micro-batch means is TRL's way and reports everything so. The constant divisor is that
+    of Dr. GRPO (arXiv:2503.20783, section 3.2), where it is the largest length of a response.
     """
     tokens, rows = loss.numel(), len(lengths)
-    scale, weight, token_weight = 1.0, tokens, tokens
+    scale, weight, token_scale, token_weight = 1.0, tokens, 1.0, tokens
     if normalizer is LossNormalizer.MICRO_BATCH_MEAN:
-        scale, weight, token_weight = 1.0 / tokens, 1, 1
+        scale, weight, token_scale, token_weight = 1.0 / tokens, 1, 1.0 / tokens, 1
     elif normalizer is not LossNormalizer.MINIBATCH_TOKENS:
         weight = rows
+    if normalizer is LossNormalizer.SEQUENCE_SUMS:
+        scale = 1.0 / max_new_tokens
     if normalizer is LossNormalizer.SEQUENCE_MEANS:
         own = torch.repeat_interleave(lengths, lengths).to(loss.device)
         loss, parts = loss / own, {name: values / own for name, values in parts.items()}
     metrics = {name: Mean.of(values, weight, scale) for name, values in parts.items()}
-    metrics |= {name: Mean.of(v, token_weight, scale) for name, v in per_token.items()}
+    metrics |= {name: Mean.of(v, token_weight, token_scale) for name, v in per_token.items()}
     return LossOutput(loss.sum() * (coefficient * scale), weight, metrics)

@@ -23,6 +23,7 @@ class CriticRole(SavedRole):
     def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
         critic = config.value_model
         self.config, self.algorithm = critic, config.algorithm
+        self.max_new_tokens = config.actor_rollout.max_new_tokens
         self.engine = build_engine(config, Role.CRITIC)
         replicas = self.engine.sum_over_replicas
         self.experience = ExperienceMaker(config, objective_of(config, replicas), replicas)
@@ -56,6 +57,7 @@ class CriticRole(SavedRole):
             token.loss,
             mask.sum(1),
             self.algorithm.loss_normalizer,
+            self.max_new_tokens,
             {"vf_loss": token.loss},
             {"vf_clipfrac": token.clipped, "vpred_mean": values},
             self.config.vf_coef,

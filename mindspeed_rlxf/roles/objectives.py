@@ -116,7 +116,14 @@ class ClippedObjective:
             parts["kl_loss"] = kl_per_token(log_probs, ref, self.algorithm.kl_penalty)
             loss = loss + kl_coef * parts["kl_loss"]
         per_token = {"pg_clipfrac": token.clipped, "ppo_kl": old - log_probs, "entropy": entropy}
-        return normalised_loss(loss, lengths, self.algorithm.loss_normalizer, parts, per_token)
+        return normalised_loss(
+            loss,
+            lengths,
+            self.algorithm.loss_normalizer,
+            self.actor.max_new_tokens,
+            parts,
+            per_token,
+        )
 
     def _step_advantages(
         self, rollouts: Rollouts, experience: Experience, rows: list[int]

@@ -33,6 +33,7 @@ SHARES_GROUPS = Version(megatron.core.__version__).release >= SHARED_GROUPS_SINC
 shares_groups = pytest.mark.skipif(
     not SHARES_GROUPS, reason=f"megatron-core {megatron.core.__version__} shares no query group"
 )
+MAX_NEW_TOKENS = 16
 VOCAB = 37  # odd: a vocabulary that tensor-parallel ranks have to pad
 PLAIN = ArchitectureConfig(
     num_layers=2,
@@ -124,7 +125,11 @@ def run_config(
     """
     role = {"model": "test", "architecture": architecture, **(layout or {})}
     learn = {"optimizer": optimizer or OptimizerConfig(lr=1e-3)}
-    actor = {"max_prompt_length": 32, "max_new_tokens": 16, **sections.get("actor_rollout", {})}
+    actor = {
+        "max_prompt_length": 32,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        **sections.get("actor_rollout", {}),
+    }
     return RunConfig(
         name="test",
         training=TrainingConfig(

@@ -9,13 +9,13 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.local import LocalRuntime
 from tests.distributed.llamas import PLAIN, locally
-from tests.distributed.test_layout_invariance import fixed_run
+from tests.distributed.test_layout_invariance import WHITENED, fixed_run
 from tests.training import train
 
 
 def main(folder: str, out: str, ranks: str) -> None:
     runtime = LocalRuntime(DeviceKind.CPU, timeout_s=60.0)
-    config, prepared = fixed_run(Path(folder), Path(out), PLAIN, int(ranks), {}, {})
+    config, prepared = fixed_run(Path(folder), Path(out), PLAIN, int(ranks), {}, WHITENED)
     config = locally(config)
     directory = runtime.from_first(lambda: RunDirectory.create(config))
     train(config, prepared, directory, runtime, writes=runtime.is_first)

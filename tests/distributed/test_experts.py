@@ -191,7 +191,8 @@ class GradientProbe:
 
         def loss_of(rows: list[int], tokens: TokenLogProbs) -> LossOutput:
             loss, mean = -main * tokens.log_probs, LossNormalizer.MINIBATCH_TOKENS
-            return normalised_loss(loss, rollouts.response_lengths[rows], mean, {"loss": loss}, {})
+            lengths = rollouts.response_lengths[rows]
+            return normalised_loss(loss, lengths, mean, 1, {"loss": loss}, {})
 
         batches = self.engine.micro_batches(rollouts, range(rollouts.num_rows))
         norm = self.engine.train_step(batches, PolicyStep(loss_of, 1.0))

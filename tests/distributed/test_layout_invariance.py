@@ -49,6 +49,7 @@ SP2 = {**TP2, "sequence_parallel": True}
 VP2 = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}  # for four layers
 TOKENS = {"max_tokens_per_micro_batch": 40}  # a sample has 2 to 35
 EP2 = {"expert_model_parallel_size": 2}
+WHITENED = {"algorithm": {"whiten_rewards": True}}  # its sums go over the replicas
 
 # name -> processes, keys of every role, keys by section
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -241,7 +242,9 @@ def outcome(
 ) -> Outcome:  # fmt: skip
     """pools: the roles of each pool, which get equal parts of the devices; None = one pool."""
     size, keys, sections = (LAYOUTS | SPARSE)[layout] if layout else (1, {}, {})
-    config, prepared = fixed_run(folder, out, ARCHITECTURES[name], size, keys, sections)
+    config, prepared = fixed_run(
+        folder, out, ARCHITECTURES[name], size, keys, {**sections, **WHITENED}
+    )
     if pools is not None:
         placed = {role: f"pool{i}" for i, pool in enumerate(pools) for role in pool}
         sizes = {pool: [NUM_DEVICES // len(pools)] for pool in placed.values()}

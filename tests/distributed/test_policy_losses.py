@@ -27,7 +27,7 @@ from mindspeed_rlxf.data.batch import Experience, Rollouts
 from mindspeed_rlxf.data.mini_batches import rank_steps
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
-from tests.distributed.llamas import TIED, make_llama, run_config
+from tests.distributed.llamas import MAX_NEW_TOKENS, TIED, make_llama, run_config
 from tests.distributed.samples import make_experience, make_rollouts
 
 EPSILON = 1e8  # of Adam, and its rate: the first step is then the gradient itself
@@ -80,7 +80,7 @@ def with_kl_and_entropy(responses: list[Response]) -> Tensor:
     losses = []
     for r in responses:
         d = r.log_probs - r.ref
-        kl = (-d).exp() - 1 + d
+        kl = ((-d).exp() - 1 + d).clamp(max=10)
         losses.append(token_losses(r) + KL_COEF * kl - 0.05 * r.entropy)
     return over_tokens(losses)
 
@@ -106,7 +106,7 @@ def dual_and_higher(responses: list[Response]) -> Tensor:
     for r in responses:
         plain = token_losses(r, 0.2, 0.4)
         bound = torch.where(r.advantages < 0, -r.advantages * 1.3, torch.inf)
-        sums.append(torch.minimum(plain, bound).sum())
+        sums.append(torch.minimum(plain, bound).sum() / MAX_NEW_TOKENS)
     return torch.stack(sums).mean()
 
 

@@ -1,11 +1,14 @@
-"""Records 20 updates of TRL's PPO trainer on fixed responses: `python tests/trl/record.py`.
+"""Records 20 updates of TRL's PPO trainer on fixed responses.
 
-Needs the extra `trl` (TRL 1.12.0 is the last release with PPO). Nothing of TRL is changed but where
-its numbers come from: generation is replaced by fixed responses with the scores of one forward
-pass. What TRL computes on the way is written to `traces/`, which the parity test reads.
+    python tests/trl/record.py [NAME ...]
+
+Without names all settings. Needs the extra `trl` (TRL 1.12.0 is the last release with PPO). Nothing
+of TRL is changed but where its numbers come from: generation is replaced by fixed responses with
+the scores of one forward pass. What TRL computes on the way is written to `traces/`, which the
+parity test reads.
 
 Settings: `minibatch` steps once per mini-batch; `epoch` is stock TRL, whose accumulation counter
-makes one step per epoch of all mini-batches.
+makes one step per epoch of all mini-batches, and whitens token rewards.
 """
 
 from __future__ import annotations
@@ -34,12 +37,19 @@ from transformers import (
 
 TRACES = Path(__file__).parent / "traces"
 PAD, EOS, VOCAB = 0, 2, 32
-UPDATES, BATCH, MINI_BATCHES, MICRO, EPOCHS = 20, 16, 4, 2, 2
+UPDATES, BATCH, MICRO, EPOCHS = 20, 16, 2, 2
+MINI_BATCHES = {"minibatch": 4, "epoch": 2}  # TRL whitens rewards from 8 samples in each on
 LONGEST_PROMPT, LONGEST_RESPONSE = 8, 12
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "minibatch": {"kl_estimator": "k1", "gamma": 0.97, "lam": 0.93, "temperature": 0.8},
-    "epoch": {"kl_estimator": "k3", "gamma": 0.99, "lam": 0.9, "temperature": 1.0},
+    "epoch": {
+        "kl_estimator": "k3",
+        "gamma": 0.99,
+        "lam": 0.9,
+        "temperature": 1.0,
+        "whiten_rewards": True,
+    },
 }
 SHARED = {
     "kl_coef": 0.05,
@@ -59,8 +69,8 @@ def main() -> None:
     TRACES.mkdir(exist_ok=True)
     models = make_models()
     save_models(models)
-    for name, settings in SETTINGS.items():
-        record(name, settings, {k: copy.deepcopy(m) for k, m in models.items()})
+    for name in sys.argv[1:] or SETTINGS:
+        record(name, SETTINGS[name], {k: copy.deepcopy(m) for k, m in models.items()})
         print(f"recorded {name}", file=sys.stderr)
 
 
@@ -184,7 +194,10 @@ class Recorder:
         return result
 
     def masked_whiten(self, values: Tensor, mask: Tensor, **keys: Any) -> Tensor:
+        """Called for the advantages and, before, for the rewards where they are whitened."""
         result = self.originals["masked_whiten"](values, mask, **keys)
+        if not keys.get("shift_mean", True):
+            return result
         for name, tensor in (("mask", mask), ("raw_advantages", values), ("advantages", result)):
             self._keep(name, tensor)
         return result
@@ -229,7 +242,7 @@ def record(name: str, settings: dict[str, Any], models: dict[str, Any]) -> None:
             output_dir=output,
             per_device_train_batch_size=MICRO,
             gradient_accumulation_steps=BATCH // MICRO,
-            num_mini_batches=MINI_BATCHES,
+            num_mini_batches=MINI_BATCHES[name],
             num_ppo_epochs=EPOCHS,
             total_episodes=UPDATES * BATCH,
             response_length=LONGEST_RESPONSE,
@@ -255,7 +268,7 @@ def record(name: str, settings: dict[str, Any], models: dict[str, Any]) -> None:
             train_dataset=Dataset.from_dict({"input_ids": prompts}),
         )
         if name == "minibatch":
-            trainer.accelerator.gradient_accumulation_steps = BATCH // MINI_BATCHES // MICRO
+            trainer.accelerator.gradient_accumulation_steps = BATCH // MINI_BATCHES[name] // MICRO
         recorder = Recorder(ppo_trainer, trainer, rng)
         with recorder.listening():
             trainer.train()

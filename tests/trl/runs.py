@@ -47,7 +47,8 @@ ARCHITECTURE = ArchitectureConfig(
     norm_epsilon=1e-6,
     untie_embeddings_and_output_weights=True,
 )
-MINI_BATCH = {"minibatch": BATCH // MINI_BATCHES, "epoch": BATCH}  # samples of one optimizer step
+# samples of one optimizer step
+MINI_BATCH = {"minibatch": BATCH // MINI_BATCHES["minibatch"], "epoch": BATCH}
 KL = {"k1": KlPenalty.KL, "k3": KlPenalty.LOW_VAR_KL}
 
 
@@ -117,6 +118,7 @@ def trl_config(trace: Trace, folder: Path, size: int, layout: dict[str, Any]) ->
             "kl_penalty": KL[settings["kl_estimator"]],
             "kl_ctrl": {"kl_coef": settings["kl_coef"]},
             "missing_eos_penalty": settings["missing_eos_penalty"],
+            "whiten_rewards": settings.get("whiten_rewards", False),
             "loss_normalizer": LossNormalizer.MICRO_BATCH_MEAN,
             "score_slot_limit": ScoreSlotLimit.BATCH_WIDTH,
             "old_log_probs": OldLogProbs.ROLLOUT,

@@ -41,6 +41,27 @@ def test_low_variance_kl_is_never_negative(log_prob: float, ref: float) -> None:
     assert kl_per_token(numbers[0], numbers[1], KlPenalty.LOW_VAR_KL) >= -1e-12
 
 
+@pytest.mark.parametrize(
+    ("difference", "value", "slope"),
+    [
+        # d = policy - reference; value exp(-d) - 1 + d, slope 1 - exp(-d)
+        (19.0, 10.0, 0.0),  # 18 + 6e-9, over the bound of the value
+        (95.0, 10.0, 0.0),
+        (-95.0, 10.0, 0.0),  # exp(95) is inf in fp32
+        (9.0, math.exp(-9) + 8, 1 - math.exp(-9)),
+        (-2.5, math.exp(2.5) - 3.5, 1 - math.exp(2.5)),
+        (math.nan, math.nan, 0.0),  # the loss says that something is wrong
+    ],
+)
+def test_low_variance_kl_is_bounded(difference: float, value: float, slope: float) -> None:
+    ref = torch.tensor([-1.0])
+    log_probs = (ref + difference).requires_grad_()
+    found = kl_per_token(log_probs, ref, KlPenalty.LOW_VAR_KL)
+    (gradient,) = torch.autograd.grad(found.sum(), log_probs)
+    assert_close(found.detach(), torch.tensor([value]), equal_nan=True)
+    assert_close(gradient, torch.tensor([slope]))
+
+
 def test_k1_and_k3_have_the_expected_value_of_the_true_kl() -> None:
     # sum over the vocabulary of p * estimate = KL(p, q), for k1 and k3
     p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.2, 0.5, 0.3])

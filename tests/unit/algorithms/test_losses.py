@@ -45,6 +45,33 @@ def test_policy_loss_by_hand(
     assert_close(slope, torch.tensor([gradient]))
 
 
+@pytest.mark.parametrize("by_response", [False, True])
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "loss", "gradient"),
+    [
+        # exp(95) is inf in fp32, and 0 * inf, the slope of a clipped loss, NaN
+        (95.0, 1.0, -1.2, 0.0),
+        (95.0, -1.0, math.exp(20), 0.0),  # held at 20: no slope
+        (-95.0, 1.0, -math.exp(-20), 0.0),
+        (19.0, -1.0, math.exp(19), math.exp(19)),  # inside as ever
+        (-19.0, 1.0, -math.exp(-19), -math.exp(-19)),
+        (math.nan, 1.0, math.nan, 0.0),  # the loss says that something is wrong
+    ],
+)
+def test_log_ratios_are_bounded(
+    log_ratio: float, advantage: float, loss: float, gradient: float, by_response: bool
+) -> None:
+    log_probs, old = torch.zeros(2).requires_grad_(), torch.full((2,), -log_ratio)
+    arguments = log_probs, old, torch.full((2,), advantage), ClipRange(0.2, 0.2)
+    if by_response:
+        token = sequence_policy_loss(*arguments, torch.tensor([2]))
+    else:
+        token = clipped_policy_loss(*arguments)
+    (slope,) = torch.autograd.grad(token.loss.sum(), log_probs)
+    assert_close(token.loss.detach(), torch.full((2,), loss), equal_nan=True)
+    assert_close(slope, torch.full((2,), gradient))
+
+
 @pytest.mark.parametrize(
     ("value", "old", "target", "loss", "clipped", "gradient"),
     [
@@ -181,6 +208,8 @@ def test_importance_of_a_token_is_cut_above_only() -> None:
     weights = truncated_importance(training, rollout, 2.0)
     assert_close(weights, torch.tensor([2.0, 0.25, 1.0]))  # ratios 4, 1/4, 1
     assert not weights.requires_grad
+    far = truncated_importance(torch.tensor([95.0, -95.0, math.nan]), torch.zeros(3), 1e30)
+    assert_close(far, torch.tensor([20.0, -20.0, math.nan]).exp(), equal_nan=True)
 
 
 @pytest.mark.parametrize(

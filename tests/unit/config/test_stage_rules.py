@@ -78,6 +78,28 @@ def test_the_stage_chooses_what_the_yaml_leaves_open(config: Callable[..., RunCo
 
 
 @pytest.mark.parametrize(
+    ("given", "low", "high"),
+    [
+        ({}, 3e-4, 4e-4),  # arXiv:2507.18071, section 5.1
+        ({"clip_ratio_high": 0.1}, 3e-4, 0.1),
+        ({"clip_ratio_low": 0.1}, 0.1, 4e-4),
+        ({"clip_ratio": 0.2}, None, None),  # clip_ratio holds on both sides
+        ({"clip_ratio": 0.2, "clip_ratio_high": 0.3}, None, 0.3),
+        ({"policy_loss": "ppo"}, None, None),
+    ],
+)
+def test_gspo_has_a_clip_range_of_its_own(
+    config: Callable[..., RunConfig],
+    given: dict[str, Any],
+    low: float | None,
+    high: float | None,
+) -> None:
+    changes = {f"actor_rollout.{key}": v for key, v in {"policy_loss": "gspo", **given}.items()}
+    actor = config({**GRPO, **changes}, WITHOUT_CRITIC).actor_rollout
+    assert (actor.clip_ratio, actor.clip_ratio_low, actor.clip_ratio_high) == (0.2, low, high)
+
+
+@pytest.mark.parametrize(
     ("changes", "rule"),
     [
         (

@@ -15,13 +15,21 @@ from mindspeed_rlxf.config.enums import LossNormalizer
 from mindspeed_rlxf.engine.engine import LossOutput
 from mindspeed_rlxf.engine.losses import normalised_loss
 
+MAX_NEW_TOKENS = 8
+
 
 def output_of(
     loss: Tensor, lengths: list[int], normalizer: LossNormalizer, coefficient: float = 1.0
 ) -> LossOutput:
     """`part` is reported as the loss is, `each` token by token."""
     return normalised_loss(
-        loss, torch.tensor(lengths), normalizer, {"part": loss}, {"each": loss}, coefficient
+        loss,
+        torch.tensor(lengths),
+        normalizer,
+        MAX_NEW_TOKENS,
+        {"part": loss},
+        {"each": loss},
+        coefficient,
     )
 
 
@@ -52,9 +60,16 @@ def test_responses_count_once_whatever_their_length() -> None:
     means = output_of(loss, [2, 1], LossNormalizer.SEQUENCE_MEANS)
     assert means.weight == 2 and float(means.loss) == 7.5  # 1.5 + 6
     assert reported(means, "part") == 3.75 and reported(means, "each") == 3.0
+
+
+def test_sums_of_responses_are_divided_by_the_largest_length() -> None:
+    # responses of 2 and 1 of at most 8 tokens: (3 / 8 + 6 / 8) / 2 = 9 / 16, each slope 1 / 16
+    loss = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
     sums = output_of(loss, [2, 1], LossNormalizer.SEQUENCE_SUMS)
-    assert sums.weight == 2 and float(sums.loss) == 9.0
-    assert reported(sums, "part") == 4.5 and reported(sums, "each") == 3.0
+    assert sums.weight == 2 and float(sums.loss) / 2 == 9 / 16
+    assert reported(sums, "part") == 9 / 16 and reported(sums, "each") == 3.0
+    (slope,) = torch.autograd.grad(sums.loss / sums.weight, loss)
+    assert slope.tolist() == [1 / 16] * 3
 
 
 def slow(loss: list[float], lengths: list[int], normalizer: LossNormalizer) -> float:
@@ -68,7 +83,7 @@ def slow(loss: list[float], lengths: list[int], normalizer: LossNormalizer) -> f
         return sum(loss) / len(loss)
     if normalizer is LossNormalizer.SEQUENCE_MEANS:
         return sum(sum(r) / len(r) for r in responses) / len(responses)
-    return sum(map(sum, responses)) / len(responses)
+    return sum(sum(r) / MAX_NEW_TOKENS for r in responses) / len(responses)
 
 
 @pytest.mark.parametrize(
