@@ -128,7 +128,8 @@ def forward(kind: str, work: Path) -> Numbers:
     _runtime, roles, source, _ = start(kind, work)
     from mindspeed_rlxf.runtime.refs import resolve
 
-    rollouts = roles.actor.generate(source.next_prompts(), seed=1).rows()
+    roles.rollout.update_weights(roles.actor, 0)
+    rollouts = roles.rollout.generate(source.next_prompts(), seed=1).rows()
     rows = resolve(roles.actor.log_probs(rollouts).rows(), lambda hs: [h.rows for h in hs])
     return {"log_probs": [round(x, 6) for x in rows.log_probs.sum(-1).tolist()]}  # type: ignore[attr-defined]
 
@@ -143,7 +144,8 @@ def generate(kind: str, work: Path) -> Numbers:
     _runtime, roles, source, _ = start(kind, work, fixed=False)
     from mindspeed_rlxf.runtime.refs import resolve
 
-    pending = roles.actor.generate(source.next_prompts(), seed=1, greedy=True)
+    roles.rollout.update_weights(roles.actor, 0)
+    pending = roles.rollout.generate(source.next_prompts(), seed=1, greedy=True)
     rows: Any = resolve(pending.rows(), lambda hs: [h.rows for h in hs])
     lengths = rows.response_lengths.tolist()
     responses = zip(rows.response_ids.tolist(), lengths, strict=True)

@@ -8,6 +8,7 @@ from typing import Any
 from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.draft import Draft, Tree, set_default
 from mindspeed_rlxf.config.enums import (
+    CONFIGURED,
     AdvantageWhiten,
     AdvEstimator,
     KlIn,
@@ -25,7 +26,7 @@ from mindspeed_rlxf.config.suggest import multiples_around, use
 MAX_DEVICES = 100_000
 SETTINGS = tuple(PoolSettings.model_fields)
 """Keys of `resource_pool` that name no pool."""
-ROLE_NAMES = {role.value for role in Role}
+ROLE_NAMES = {role.value for role in CONFIGURED}
 KL_IN_LOSS = (
     AdvEstimator.GRPO, AdvEstimator.DR_GRPO, AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE,
 )  # fmt: skip
@@ -92,7 +93,7 @@ def place_roles(draft: Draft, sections: Tree) -> None:
             draft.note("no role uses it, as it has no devices", f"resource_pool.{name}=[]")
     if not pools and not any(path.startswith("resource_pool") for path in draft.broken):
         draft.reject("resource_pool", "resource_pool is required; name a pool: `main: 2`")
-    roles = [role.value for role in Role if draft.payload[role.value] is not None]
+    roles = [role.value for role in CONFIGURED if draft.payload[role.value] is not None]
     placed = sections["placement"]
     if Role.CRITIC.value in placed and Role.CRITIC.value not in roles:
         placed = {role: pool for role, pool in placed.items() if role != Role.CRITIC.value}
@@ -189,7 +190,9 @@ def max_new_tokens(draft: Draft) -> None:
 def absolute_paths(payload: Tree) -> None:
     """Paths are meant from the folder the command runs in, also for workers elsewhere."""
     training, data = payload["training"], payload["data"]
-    places = [(payload[role.value], "load") for role in Role if payload[role.value] is not None]
+    places = [
+        (payload[role.value], "load") for role in CONFIGURED if payload[role.value] is not None
+    ]
     places += [
         (payload[role], "save") for role in ("actor_rollout", "critic") if payload[role] is not None
     ]

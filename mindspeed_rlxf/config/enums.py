@@ -6,12 +6,17 @@ from enum import Enum
 
 
 class Role(str, Enum):
-    """A model with a place in the loop; rollout is generation by the actor's own ranks."""
+    """An object in the workers' processes with a place in the loop."""
 
-    ACTOR_ROLLOUT = "actor_rollout"
+    ACTOR_ROLLOUT = "actor_rollout"  # the policy that learns
+    ROLLOUT = "rollout"  # generates with the actor's weights, in the actor's pool
     REF = "ref"
     CRITIC = "critic"
     REWARD = "reward"
+
+
+CONFIGURED = tuple(role for role in Role if role is not Role.ROLLOUT)
+"""Roles with a section and a place of their own in the configuration."""
 
 
 class LoadBalancing(str, Enum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.enums import CONFIGURED, Role
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -65,7 +65,7 @@ def role_keys(role: Role) -> set[str]:
 RULE_KEYS = ("kind", "rules", "verifier")
 """Of the section reward: all that is read where no model scores."""
 
-SHARED_KEYS = set().union(*map(role_keys, Role)) - {*RULE_KEYS, "save"}
+SHARED_KEYS = set().union(*map(role_keys, CONFIGURED)) - {*RULE_KEYS, "save"}
 """Role keys that `training` and `model.<name>` may hold as defaults for every role."""
 
 
@@ -73,14 +73,14 @@ def known_keys() -> dict[str, set[str]]:
     """Section -> its keys, for every section of the YAML but `model` and `resource_pool`."""
     known = {name: fields(section) for name, section in PLAIN_SECTIONS.items()}
     known["algorithm.kl_ctrl"] = fields(KlControlConfig)
-    known["placement"] = {role.value for role in Role}
-    known |= {role.value: role_keys(role) for role in Role}
+    known["placement"] = {role.value for role in CONFIGURED}
+    known |= {role.value: role_keys(role) for role in CONFIGURED}
     return known | {"training": fields(TrainingConfig) | SHARED_KEYS}
 
 
 TOP_LEVEL = {
     "model", "training", "resource_pool", "placement", "dry_run", NESTED_ROLES,
-    *PLAIN_SECTIONS, *(role.value for role in Role),
+    *PLAIN_SECTIONS, *(role.value for role in CONFIGURED),
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from mindspeed_rlxf.config.derived import (
     stage_defaults,
 )
 from mindspeed_rlxf.config.draft import Draft, Tree, set_default
-from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind, Role
 from mindspeed_rlxf.config.hf_config import (
     OF_WEIGHTS,
     hf_architecture,
@@ -134,7 +134,7 @@ def _training(draft: Draft, values: Tree, name: str) -> None:
 def _roles(draft: Draft, sections: Tree) -> None:
     models = _models(draft, sections["model"])
     training = {key: value for key, value in sections["training"].items() if key in SHARED_KEYS}
-    for role in Role:
+    for role in CONFIGURED:
         if role is Role.CRITIC and not has_critic(
             draft.payload["training"].get("stage"), sections[role.value]
         ):
@@ -167,7 +167,7 @@ def _roles(draft: Draft, sections: Tree) -> None:
 
 def _for_no_role(draft: Draft, training: Tree, models: Mapping[str, Tree]) -> None:
     """Tells shared keys that only a role reads which this run has not, and models of no role."""
-    sections = {role: draft.payload[role.value] or {} for role in Role}
+    sections = {role: draft.payload[role.value] or {} for role in CONFIGURED}
     roles = {role: str(keys["model"]) for role, keys in sections.items() if "model" in keys}
     read = set().union(*map(role_keys, roles))
     used = {f"model.{name}": models[name] for name in roles.values() if name in models}

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.enums import CONFIGURED, Role
 from mindspeed_rlxf.config.fields import key
 from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS, fields
 from mindspeed_rlxf.config.older_keys import ANY, NO_OP_LIST, REFUSED_LIST, NoOp
@@ -79,7 +79,7 @@ def _sections() -> dict[str, dict[str, FieldInfo]]:
             found["algorithm.kl_ctrl"] = dict(KlControlConfig.model_fields)
     found["placement"] = {
         role.value: key(role.value, REWARD_POOL if role is Role.REWARD else "its pool")
-        for role in Role
+        for role in CONFIGURED
     }
     found["resource_pool"] = {"<pool>": POOL, **PoolSettings.model_fields}
     found["the top level"] = {"dry_run": RunConfig.model_fields["dry_run"]}

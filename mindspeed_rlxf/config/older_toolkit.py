@@ -11,6 +11,7 @@ from typing import Any
 
 from mindspeed_rlxf.config.draft import Draft, Tree, set_default
 from mindspeed_rlxf.config.enums import (
+    CONFIGURED,
     AdvantageWhiten,
     AdvEstimator,
     KlIn,
@@ -301,7 +302,7 @@ def _deterministic(draft: Draft, sections: Tree) -> None:
 def _take_out(draft: Draft, sections: Tree) -> None:
     """The no-ops and the refused keys of every layer."""
     layers = {f"model.{name}": values for name, values in sections["model"].items()}
-    layers |= {name: sections[name] for name in ("training", *(role.value for role in Role))}
+    layers |= {name: sections[name] for name in ("training", *(role.value for role in CONFIGURED))}
     for section, values in layers.items():
         for key in sorted(values.keys() & (NO_OPS.keys() | REFUSED.keys())):
             path = draft.spelled.get(f"{section}.{key}", f"{section}.{key}")

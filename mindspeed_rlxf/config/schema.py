@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from mindspeed_rlxf.config.enums import Role, Stage, Verifier
+from mindspeed_rlxf.config.enums import CONFIGURED, Role, Stage, Verifier
 from mindspeed_rlxf.config.fields import Section, Word, key
 from mindspeed_rlxf.config.layout import ParallelLayout, part_of
 from mindspeed_rlxf.config.roles import (
@@ -88,7 +88,7 @@ class RunConfig(Section):
     @property
     def roles(self) -> list[Role]:
         """The roles of this run: without a critic where the stage has none."""
-        return [role for role in Role if role in self.placement]
+        return [role for role in CONFIGURED if role in self.placement]
 
     @property
     def value_model(self) -> CriticConfig:

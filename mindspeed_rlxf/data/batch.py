@@ -106,6 +106,9 @@ class Rollouts(Rows):
     rollout_log_probs: Tensor  # [batch, response] fp32, unfiltered, 0 where not trained
     ground_truths: list[str]
     data_sources: list[str]
+    # [batch, response] int32: actor updates that the weights behind each token had seen, 0 where
+    # padded
+    weights_version: Tensor
 
     def __post_init__(self) -> None:
         outside = self.trained_mask & ~self.response_mask

@@ -21,6 +21,8 @@ class Sample:
     response_ids: token ids without padding, EOS included
     score:        of the response, before penalties
     reward_parts: what the score is made of, e.g. {"accuracy": 1.0}
+    weights_version: smallest and largest number of actor updates that the weights behind a token
+                  of the response had seen
     ground_truth: of validation samples the expected answer; None is left out of the file
     """
 
@@ -31,6 +33,7 @@ class Sample:
     response_ids: list[int]
     score: float
     reward_parts: dict[str, float]
+    weights_version: tuple[int, int]
     ground_truth: str | None = None
 
 

@@ -1,8 +1,6 @@
-"""The policy: recomputes its log-probs, learns, and generates or sends its weights to who does."""
+"""The policy: recomputes its log-probs, learns, and sends its weights to the rollout ranks."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -13,14 +11,13 @@ from mindspeed_rlxf.data.batch import (
     Experience,
     ExperienceInputs,
     LogProbs,
-    Prompts,
     RoleOutput,
     Rollouts,
 )
 from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.generation import Generation, generated
+from mindspeed_rlxf.roles.generation import version_span
 from mindspeed_rlxf.roles.objectives import objective_of
 from mindspeed_rlxf.roles.reports import (
     LogProbReport,
@@ -29,53 +26,29 @@ from mindspeed_rlxf.roles.reports import (
     UpdateReport,
 )
 from mindspeed_rlxf.roles.saved import SavedRole
-from mindspeed_rlxf.rollout.hybrid import HybridModel
 from mindspeed_rlxf.rollout.transfer import WeightSender
 from mindspeed_rlxf.rollout.transfer_plan import plan_of
 
 
 class ActorRole(SavedRole):
-    """The policy; actor and rollout as one (hybrid), unless the rollout has ranks of its own."""
+    """The policy that learns; `RolloutRole` generates with its weights."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        eos_token_ids: Sequence[int],
-        build_engine: EngineFactory = megatron_engine,
-    ) -> None:
+    def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
         actor = config.actor_rollout
         self.config, self.algorithm = actor, config.algorithm
         self.engine = build_engine(config, Role.ACTOR_ROLLOUT)
-        self.hybrid: HybridModel | None = None
-        self.sender: WeightSender | None = None
-        if config.parts is None:
-            self.hybrid = HybridModel(self.engine, config.training.seed)
-        else:
+        self.sender: WeightSender | None = None  # None = the rollout shares the weights
+        if config.parts is not None:
             self.sender = WeightSender(
                 self.engine.weights.tensors, plan_of(config), worlds.whole_pool(), config.parts[0]
             )
         replicas = self.engine.sum_over_replicas
         self.objective = objective_of(config, replicas)
         self.experience = ExperienceMaker(config, self.objective, replicas)
-        self.generation = Generation(config, eos_token_ids)
-        self.sampling = self.generation.sampling
-
-    def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> RoleOutput:
-        """Responses to the prompts of this rollout replica: generated, or those that come along.
-
-        seed: of this call; with the sample ids it determines every sampled token.
-        greedy: most likely tokens whatever `do_sample` says (validation).
-        """
-        assert self.hybrid is not None, "other ranks generate"
-        with self.hybrid.ready() as model:
-            rows, stats = self.generation.respond(model, prompts, seed, greedy)
-        if self.hybrid.groups.tp.rank() != 0:
-            return RoleOutput()
-        return generated(prompts, rows, stats, self.hybrid.sync_s)
 
     def send_weights(self) -> RoleOutput:
-        """To the ranks that generate, which run `RolloutRole.receive_weights` at the same time."""
-        assert self.sender is not None, "these ranks generate themselves"
+        """To the ranks that generate, which run `RolloutRole.update_weights` at the same time."""
+        assert self.sender is not None, "the rollout shares the weights of these ranks"
         self.sender.send()
         return RoleOutput()
 
@@ -100,6 +73,7 @@ class ActorRole(SavedRole):
                 rollouts.sample_ids[row],
                 rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]].tolist(),
                 rollouts.response_ids[row, : rollouts.response_lengths[row]].tolist(),
+                version_span(rollouts, row),
             )
             for row in range(rollouts.num_rows)
         ]

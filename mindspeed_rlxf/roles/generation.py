@@ -1,43 +1,23 @@
-"""Responses to prompts with a model that is at hand: what actor and rollout have in common."""
+"""How a run samples, and the rows that come of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mindspeed_rlxf.config.schema import ActorConfig, RunConfig
+from mindspeed_rlxf.config.schema import ActorConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
-from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.roles.reports import GenerateReport
-from mindspeed_rlxf.rollout.native import GenerationStats, NativeRollout
+from mindspeed_rlxf.rollout.protocol import (
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    GenerationStats,
+)
 from mindspeed_rlxf.rollout.sampling import SamplingSettings
-
-
-class Generation:
-    """How a run samples."""
-
-    def __init__(self, config: RunConfig, eos_token_ids: Sequence[int]) -> None:
-        actor, memory_gib = config.actor_rollout, config.device.memory_gib
-        self.max_rows = actor.num_samples_per_step
-        self.device_memory = int(memory_gib * 2**30) if memory_gib else None
-        self.sampling = sampling_settings(actor, eos_token_ids, actor.do_sample)
-        self.greedy = sampling_settings(actor, eos_token_ids, False)
-
-    def respond(
-        self, model: TransformerModel, prompts: Prompts, seed: int, greedy: bool
-    ) -> tuple[Rollouts, GenerationStats]:
-        """Responses that are generated, or those that come along with the prompts."""
-        settings = self.greedy if greedy else self.sampling
-        rollout = NativeRollout(model, settings, self.max_rows, self.device_memory)
-        if any(prompts.responses):
-            tokens = prompts.responses
-            log_probs = rollout.score(prompts.token_ids, tokens)
-        else:
-            tokens, log_probs = rollout.generate(prompts.token_ids, prompts.sample_ids, seed)
-        return _rollouts(prompts, tokens, log_probs, settings), rollout.stats
 
 
 def sampling_settings(
@@ -54,13 +34,51 @@ def sampling_settings(
     )
 
 
-def generated(
-    prompts: Prompts, rows: Rollouts, stats: GenerationStats, sync_s: float
-) -> RoleOutput:
+def make_requests(
+    prompts: Prompts, settings: SamplingSettings, seed: int
+) -> list[GenerationRequest]:
+    """One for each prompt, in their order."""
+    samples = zip(prompts.sample_ids, prompts.token_ids, strict=True)
+    return [
+        GenerationRequest(place, sample_id, prompt, settings, seed)
+        for place, (sample_id, prompt) in enumerate(samples)
+    ]
+
+
+def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Rollouts:
+    """The rows of a batch in the order of its prompts, once all of them have ended."""
+    by_place = {result.place: result for result in results}
+    assert by_place.keys() == set(range(prompts.num_rows)), "one result for each prompt"
+    ordered = [by_place[place] for place in range(prompts.num_rows)]
+    mask = _padded([torch.ones(len(result.tokens)) for result in ordered], torch.bool)
+    stopped = [result.finish_reason is FinishReason.STOP for result in ordered]
+    versions = [torch.full((len(r.tokens),), r.weights_version) for r in ordered]
+    return Rollouts(
+        sample_ids=prompts.sample_ids,
+        prompt_ids=_padded([torch.from_numpy(ids) for ids in prompts.token_ids]),
+        prompt_lengths=torch.tensor([len(ids) for ids in prompts.token_ids], dtype=torch.long),
+        response_ids=_padded([torch.tensor(result.tokens) for result in ordered]),
+        response_mask=mask,
+        trained_mask=mask,
+        has_eos=torch.tensor(stopped, dtype=torch.bool),
+        rollout_log_probs=_padded([torch.tensor(r.log_probs) for r in ordered], torch.float32),
+        ground_truths=prompts.ground_truths,
+        data_sources=prompts.data_sources,
+        weights_version=_padded(versions, torch.int32),
+    )
+
+
+def version_span(rollouts: Rollouts, row: int) -> tuple[int, int]:
+    """Smallest and largest version of the weights behind the tokens of a response."""
+    versions = rollouts.weights_version[row, : rollouts.response_lengths[row]]
+    return int(versions.min()), int(versions.max())
+
+
+def generated(rows: Rollouts, stats: GenerationStats, sync_s: float) -> RoleOutput:
     """What the first rank of a replica returns. sync_s: that it waited for weights."""
     report = GenerateReport(
-        sample_ids=prompts.sample_ids,
-        data_sources=prompts.data_sources,
+        sample_ids=rows.sample_ids,
+        data_sources=rows.data_sources,
         prompt_lengths=rows.prompt_lengths.tolist(),
         response_lengths=rows.response_lengths.tolist(),
         has_eos=rows.has_eos.tolist(),
@@ -70,27 +88,6 @@ def generated(
         sync_s=sync_s,
     )
     return RoleOutput(rows, report)
-
-
-def _rollouts(
-    prompts: Prompts,
-    tokens: list[list[int]],
-    log_probs: list[list[float]],
-    settings: SamplingSettings,
-) -> Rollouts:
-    mask = _padded([torch.ones(len(t)) for t in tokens], torch.bool)
-    return Rollouts(
-        sample_ids=prompts.sample_ids,
-        prompt_ids=_padded([torch.from_numpy(ids) for ids in prompts.token_ids]),
-        prompt_lengths=torch.tensor([len(ids) for ids in prompts.token_ids], dtype=torch.long),
-        response_ids=_padded([torch.tensor(t) for t in tokens]),
-        response_mask=mask,
-        trained_mask=mask,
-        has_eos=torch.tensor([t[-1] in settings.eos_token_ids for t in tokens], dtype=torch.bool),
-        rollout_log_probs=_padded([torch.tensor(p) for p in log_probs], torch.float32),
-        ground_truths=prompts.ground_truths,
-        data_sources=prompts.data_sources,
-    )
 
 
 def _padded(rows: list[Tensor], dtype: torch.dtype = torch.long) -> Tensor:

@@ -114,8 +114,12 @@ class UpdateReport:
 
 @dataclass(frozen=True)
 class SampleText:
-    """The token ids of one sample, for the sample log."""
+    """The token ids of one sample, for the sample log.
+
+    weights_version: smallest and largest over its tokens
+    """
 
     sample_id: int
     prompt_ids: list[int]
     response_ids: list[int]
+    weights_version: tuple[int, int]

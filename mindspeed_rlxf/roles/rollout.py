@@ -1,62 +1,71 @@
-"""The policy on devices of its own: generates with the weights that the actor's ranks send."""
+"""The role that generates: an engine, and the policy's weights in it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-import torch
-
-from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
-from mindspeed_rlxf.device import megatron_versions, worlds
-from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.roles.generation import Generation, generated
-from mindspeed_rlxf.rollout.hybrid import rollout_module
-from mindspeed_rlxf.rollout.transfer import WeightReceiver
-from mindspeed_rlxf.rollout.transfer_plan import plan_of
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.generation import (
+    gather_rollouts,
+    generated,
+    make_requests,
+    sampling_settings,
+)
+from mindspeed_rlxf.rollout.fixed import FixedResponsesEngine
+from mindspeed_rlxf.rollout.protocol import RolloutEngine
+from mindspeed_rlxf.rollout.replica import native_replica
 
 
 class RolloutRole:
-    """A tensor-parallel replica of the whole model, without gradients or optimizer."""
+    """One rank of a rollout replica, beside the actor in its processes or on ranks of its own."""
 
-    def __init__(self, config: RunConfig, eos_token_ids: Sequence[int]) -> None:
-        """A collective over the ranks that generate."""
-        megatron_versions.mend()
-        device.set_deterministic(config.training.deterministic)
-        assert config.parts is not None, "a rollout of its own needs ranks of its own"
-        actor = config.actor_rollout
-        dtype = torch.bfloat16 if actor.bf16 else torch.float32
-        self.generation = Generation(config, eos_token_ids)
-        self.groups = ParallelGroups(config.rollout_layout.tp, 1, config.training.seed)
-        with self.groups.active():
-            module = rollout_module(actor.architecture, self.groups.tp.size(), dtype)
-        self.module = module.to(device=device.current_device(), dtype=dtype)
-        for parameter in self.module.parameters():
-            parameter.data.zero_()  # the vocabulary's padding, which nobody sends
-        tensors = dict(self.module.named_parameters())
-        self.receiver = WeightReceiver(
-            tensors, plan_of(config), worlds.whole_pool(), config.parts[0]
-        )
-        self.is_current = False  # weights have arrived whole
+    def __init__(
+        self, config: RunConfig, eos_token_ids: Sequence[int], actor: ActorRole | None = None
+    ) -> None:
+        """A collective over the ranks that generate.
+
+        actor: of the same process, whose weights are shared; None = other ranks train and send
+               their weights
+        """
+        policy = config.actor_rollout
+        self.replica = native_replica(config, actor.engine if actor else None)
+        self.sampling = sampling_settings(policy, eos_token_ids, policy.do_sample)
+        self.greedy = sampling_settings(policy, eos_token_ids, False)
         self.sync_s = 0.0  # spent on weights since the last report
 
-    def receive_weights(self) -> RoleOutput:
-        """Takes what `ActorRole.send_weights` sends at the same time."""
+    def update_weights(self, version: int) -> RoleOutput:
+        """Take the actor's weights, which has been updated `version` times.
+
+        Ranks of their own receive what `ActorRole.send_weights` sends at the same time.
+        """
         started = time.monotonic()
-        self.is_current = False
-        self.receiver.receive()
-        self.is_current = True
+        self.replica.take_weights(version)
         self.sync_s += time.monotonic() - started
         return RoleOutput()
 
     def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> RoleOutput:
-        """As `ActorRole.generate`."""
-        assert self.is_current, "the rollout has not received its weights"
-        with self.groups.active():
-            rows, stats = self.generation.respond(self.module, prompts, seed, greedy)
+        """Responses to the prompts of this replica: generated, or those that come along.
+
+        seed: of this call; with the sample ids it determines every sampled token.
+        greedy: most likely tokens whatever `do_sample` says (validation).
+        """
+        engine = self.replica.engine
+        answering: RolloutEngine = engine
+        if any(prompts.responses):
+            given = zip(prompts.sample_ids, prompts.responses, strict=True)
+            answering = FixedResponsesEngine(engine, dict(given))
+        requests = make_requests(prompts, self.greedy if greedy else self.sampling, seed)
+        started = time.monotonic()
+        engine.wake()
+        self.sync_s += time.monotonic() - started
+        try:
+            rows = gather_rollouts(prompts, answering.generate(requests))
+        finally:
+            engine.sleep()
         sync_s, self.sync_s = self.sync_s, 0.0
-        if self.groups.tp.rank() != 0:
+        if not self.replica.is_leader:
             return RoleOutput()
-        return generated(prompts, rows, stats, sync_s)
+        return generated(rows, engine.stats(), sync_s)

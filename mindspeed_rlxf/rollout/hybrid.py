@@ -10,36 +10,25 @@ ranks that share experts would wait for one another in vain.
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.models.parameters import (
-    Head,
     StageParameter,
     rank_parameters,
     stage_parameters,
 )
-from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
+from mindspeed_rlxf.rollout.weights import rollout_module
 
 
-def rollout_module(
-    architecture: ArchitectureConfig, tp: int, dtype: torch.dtype
-) -> TransformerModel:
-    """The whole depth with all experts, under the parallel groups that are active."""
-    config = transformer_config(architecture, tp, 1, False, dtype)
-    module = TransformerModel(config, architecture, Head.LANGUAGE_MODEL, True, True)
-    return module.requires_grad_(False)
-
-
-class HybridModel:
-    """A whole-depth copy or view of the trained model, for generation."""
+class SharedWeights:
+    """A whole-depth view of the trained model; what other ranks train is a copy while awake."""
 
     def __init__(self, engine: MegatronEngine, seed: int) -> None:
         """A collective over the world."""
@@ -50,27 +39,21 @@ class HybridModel:
             self.module = rollout_module(engine.role.architecture, tp, engine.dtype)
         self._by_source = self._parameters_by_source()
         self._shapes = {k: p.shape for k, p in self._by_source.items()}
-        self.sync_s = 0.0  # seconds that the last `ready` waited for weights
-        self._free()
+        self.sleep()
 
     def _parameters_by_source(self) -> dict[tuple[str, ...], torch.nn.Parameter]:
         named = dict(self.module.named_parameters())
         table = stage_parameters(self.engine.role.architecture, self.engine.head)
         return {p.sources: named[p.name] for p in table}
 
-    @contextlib.contextmanager
-    def ready(self) -> Iterator[TransformerModel]:
-        """The module with the current weights, under its own parallel groups."""
-        started = time.monotonic()
-        self._receive()
-        self.sync_s = time.monotonic() - started
-        try:
-            with self.groups.active():
-                yield self.module
-        finally:
-            self._free()
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        return self.groups.active()
 
-    def _receive(self) -> None:
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        raise AssertionError("these weights are those that train: only training changes them")
+
+    def wake(self) -> None:
+        """A collective over the ranks that share a pipeline or experts."""
         pipeline, experts, role = self.engine.groups.pp, self.engine.groups.ep, self.engine.role
         for stage in range(pipeline.size()):
             for ep_rank in range(experts.size()):
@@ -97,6 +80,6 @@ class HybridModel:
         if parameter.expert is not None and experts.size() > 1:
             dist.broadcast(target.data, dist.get_global_rank(experts, ep_rank), group=experts)
 
-    def _free(self) -> None:
+    def sleep(self) -> None:
         for parameter in self._by_source.values():
             parameter.data = parameter.data.new_empty(0)

@@ -6,8 +6,9 @@ tokens computed is the number of tokens produced.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,89 +23,147 @@ from mindspeed_rlxf.models.attention import PackedSequences
 from mindspeed_rlxf.models.heads import full_logits, token_log_probs
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache, Prefill
+from mindspeed_rlxf.rollout.protocol import (
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    GenerationStats,
+)
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, choose_tokens, uniform_numbers
-
-
-@dataclass
-class GenerationStats:
-    """Counts of one `generate`: what was computed, and what came of it."""
-
-    prompt_tokens: int = 0  # prompt tokens run through the model
-    decoded_tokens: int = 0  # response tokens run through the model
-    sampled_tokens: int = 0  # next-token choices made: each is a token of a response
+from mindspeed_rlxf.rollout.weights import WeightSource
 
 
 @dataclass
 class Growing:
     """One sample while it grows."""
 
-    index: int  # place in the caller's list
-    prompt: np.ndarray  # [prompt] int64
+    request: GenerationRequest
     uniforms: np.ndarray  # [max_new_tokens] fp64
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 
+    @classmethod
+    def begin(cls, request: GenerationRequest) -> Growing:
+        settings = request.settings
+        count = settings.max_new_tokens if settings.do_sample else 0
+        return cls(request, uniform_numbers(request.seed, request.sample_id, count))
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """[prompt] int64"""
+        return self.request.prompt
+
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.tokens)
+
+    @property
+    def is_finished(self) -> bool:
+        settings = self.request.settings
+        full = len(self.tokens) == settings.max_new_tokens
+        return full or FinishReason.of(self.tokens, settings) is FinishReason.STOP
+
+    def result(self, weights_version: int) -> GenerationResult:
+        reason = FinishReason.of(self.tokens, self.request.settings)
+        place = self.request.place
+        return GenerationResult(place, self.tokens, self.log_probs, reason, weights_version)
 
 
 class NativeRollout:
     """One tensor-parallel replica; all its ranks run the same steps on the same prompts."""
 
     def __init__(
-        self,
-        model: TransformerModel,
-        settings: SamplingSettings,
-        max_rows: int | None = None,
-        memory: int | None = None,
+        self, source: WeightSource, max_rows: int | None = None, memory: int | None = None
     ) -> None:
         """max_rows: sequences that grow at the same time; None = as many as fit (`kv_cache_rows`).
         memory: bytes of the device that count; None = all of them.
         """
-        self.model, self.settings, self.max_rows = model, settings, max_rows
-        self.memory = memory
-        self.stats = GenerationStats()
-        self._device = next(model.parameters()).device
+        self.source, self.max_rows, self.memory = source, max_rows, memory
+        self._stats = GenerationStats()
+        self._version: int | None = None  # None = the weights are not whole
+        self._awake = False
+        self._device = next(source.module.parameters()).device
 
-    @torch.no_grad()
-    def generate(
-        self, prompts: Sequence[np.ndarray], sample_ids: Sequence[int], seed: int
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """Response tokens (EOS included) and their log-probabilities, in the order of `prompts`.
+    @property
+    def model(self) -> TransformerModel:
+        return self.source.module
 
-        prompts: int64 arrays without padding; sample_ids: numbers that the random streams derive
-        from, unique among samples that should differ.
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        with self.replacing_weights(version):
+            self.source.load(tensors)
+
+    @contextlib.contextmanager
+    def replacing_weights(self, version: int) -> Iterator[None]:
+        """The weights are those of `version` after the block, and of no use if it fails."""
+        self._version = None
+        yield
+        self._version = version
+
+    @property
+    def weights_version(self) -> int:
+        assert self._version is not None, "the rollout has not received its weights"
+        return self._version
+
+    def stats(self) -> GenerationStats:
+        return self._stats
+
+    def wake(self) -> None:
+        self.source.wake()
+        self._awake = True
+
+    def sleep(self) -> None:
+        """The KV cache lives as long as a `generate`."""
+        self._awake = False
+        self.source.sleep()
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """The module's parallel groups are active in the block; results are handed out outside it,
+        since their receiver may run other roles of the process.
         """
+        assert self._awake, "the rollout sleeps"
+        with torch.no_grad(), self.source.active():
+            yield
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
+        """As `RolloutEngine.generate`; settings may differ between requests."""
         self.model.eval()
-        self.stats = GenerationStats()
-        if not prompts:
-            return [], []
-        finished: dict[int, Growing] = {}
-        waiting = deque(
-            self._sequence(index, prompt, sample_id, seed)
-            for index, (prompt, sample_id) in enumerate(zip(prompts, sample_ids, strict=True))
-        )
+        self._stats, version = GenerationStats(), self.weights_version
+        waiting = deque(map(Growing.begin, requests))
+        if not waiting:
+            return
         cache = self._new_cache(list(waiting))
         active: list[Growing] = []
         while waiting or active:
-            if waiting and len(active) < cache.slots:
-                admitted = self._admit(waiting, cache.slots - len(active))
-                self._prefill(admitted, len(active), cache)
-                active += admitted
-            else:
-                self._decode(active, cache)
-            active = self._retire(active, cache, finished)
-        ordered = [finished[i] for i in range(len(prompts))]
-        return [s.tokens for s in ordered], [s.log_probs for s in ordered]
+            finished: list[Growing] = []
+            with self._computing():
+                assert self.weights_version == version, "weights changed during a generation"
+                while not finished:
+                    active = self._step(waiting, active, cache)
+                    active, finished = self._retire(active, cache)
+            for sequence in finished:
+                yield sequence.result(version)
 
-    @torch.no_grad()
+    def _step(
+        self, waiting: deque[Growing], active: list[Growing], cache: KvCache
+    ) -> list[Growing]:
+        """One more token of some sequences; returns those that grow now."""
+        if waiting and len(active) < cache.slots:
+            admitted = self._admit(waiting, cache.slots - len(active))
+            self._prefill(admitted, len(active), cache)
+            return active + admitted
+        self._decode(active, cache)
+        return active
+
     def score(
-        self, prompts: Sequence[np.ndarray], responses: Sequence[Sequence[int]]
+        self,
+        prompts: Sequence[np.ndarray],
+        responses: Sequence[Sequence[int]],
+        temperature: float = 1.0,
     ) -> list[list[float]]:
-        """Log-probabilities that generation would have reported for these responses."""
+        """As `RolloutEngine.score`, several sequences in one packed pass."""
         self.model.eval()
-        self.stats = GenerationStats()
+        self._stats = GenerationStats()
         log_probs: list[list[float]] = []
         waiting = deque(zip(prompts, responses, strict=True))
         while waiting:
@@ -113,10 +172,13 @@ class NativeRollout:
             while waiting and tokens + sum(map(len, waiting[0])) <= PREFILL_TOKENS:
                 tokens += sum(map(len, waiting[0]))
                 pack.append(waiting.popleft())
-            log_probs += self._score_pack(pack)
+            with self._computing():
+                log_probs += self._score_pack(pack, temperature)
         return log_probs
 
-    def _score_pack(self, pack: list[tuple[np.ndarray, Sequence[int]]]) -> list[list[float]]:
+    def _score_pack(
+        self, pack: list[tuple[np.ndarray, Sequence[int]]], temperature: float
+    ) -> list[list[float]]:
         """One packed forward; the last token of a sequence predicts nothing and stays out."""
         prompts = [len(prompt) for prompt, _ in pack]
         lengths = [p + len(response) - 1 for p, (_, response) in zip(prompts, pack, strict=True)]
@@ -136,28 +198,25 @@ class NativeRollout:
             )
         )
         hidden = self.model(token_ids[None, :], position, PackedSequences(lengths=tuple(lengths)))
-        self.stats.prompt_tokens += sum(lengths)
+        self._stats.prompt_tokens += sum(lengths)
         found, _ = token_log_probs(
             hidden.squeeze(1)[place],
             self.model.output_weight,
             label,
             self.model.architecture.vocab_size,
             self.model.tp_group,
-            self.settings.logit_temperature,
+            temperature,
         )
         return [part.tolist() for part in found.split([len(response) for _, response in pack])]
-
-    def _sequence(self, index: int, prompt: np.ndarray, sample_id: int, seed: int) -> Growing:
-        count = self.settings.max_new_tokens if self.settings.do_sample else 0
-        return Growing(index, prompt, uniform_numbers(seed, sample_id, count))
 
     def _new_cache(self, sequences: list[Growing]) -> KvCache:
         config = self.model.config
         longest = max(len(s.prompt) for s in sequences)
+        longest_response = max(s.request.settings.max_new_tokens for s in sequences)
         shape = CacheShape(
             num_layers=config.num_layers,
             groups=groups_per_rank(config.num_query_groups, config.tensor_model_parallel_size),
-            max_length=longest + self.settings.max_new_tokens,
+            max_length=longest + longest_response,
             head_dim=config.kv_channels,
             dtype=config.params_dtype,
         )
@@ -196,7 +255,7 @@ class NativeRollout:
             position=position,
         )
         hidden = self.model(token_ids[None, :].to(self._device), position, attend).squeeze(1)
-        self.stats.prompt_tokens += len(token_ids)
+        self._stats.prompt_tokens += len(token_ids)
         self._append(sequences, hidden[(lengths.cumsum(0) - 1).to(self._device)])
 
     def _decode(self, active: list[Growing], cache: KvCache) -> None:
@@ -204,7 +263,7 @@ class NativeRollout:
         position = torch.tensor([s.length - 1 for s in active], device=self._device)
         attend = DecodeStep(cache=cache, position=position)
         hidden = self.model(token_ids[None, :], position, attend).squeeze(1)
-        self.stats.decoded_tokens += len(active)
+        self._stats.decoded_tokens += len(active)
         self._append(active, hidden)
 
     def _append(self, sequences: list[Growing], hidden: Tensor) -> None:
@@ -215,40 +274,54 @@ class NativeRollout:
             self.model.architecture.vocab_size,
             self.model.tp_group,
         )
-        uniforms = [s.uniforms[len(s.tokens)] if len(s.uniforms) else 0.0 for s in sequences]
-        tokens, log_probs = choose_tokens(
-            logits,
-            torch.tensor(uniforms, dtype=torch.float64),
-            torch.tensor([len(s.tokens) for s in sequences], device=logits.device),
-            self.settings,
-        )
+        tokens, log_probs = _chosen(logits, sequences)
         self._as_first_rank(tokens)
-        self.stats.sampled_tokens += len(sequences)
+        self._stats.sampled_tokens += len(sequences)
         for sequence, token, log_prob in zip(
             sequences, tokens.tolist(), log_probs.tolist(), strict=True
         ):
             sequence.tokens.append(token)
             sequence.log_probs.append(log_prob)
 
-    def _retire(
-        self, active: list[Growing], cache: KvCache, finished: dict[int, Growing]
-    ) -> list[Growing]:
-        """Take finished rows out; the last active rows move into their slots."""
-        kept = list(active)
+    def _retire(self, active: list[Growing], cache: KvCache) -> tuple[list[Growing], list[Growing]]:
+        """Rows that go on, and finished ones; the last active rows move into the latter's slots."""
+        kept, finished = list(active), []
         for slot in reversed(range(len(kept))):
             sequence = kept[slot]
-            if not self._is_finished(sequence):
+            if not sequence.is_finished:
                 continue
-            finished[sequence.index] = sequence
+            finished.append(sequence)
             last = kept.pop()
             if last is not sequence:
                 kept[slot] = last
                 cache.move(len(kept), slot, last.length - 1)
-        return kept
+        return kept, finished
 
-    def _is_finished(self, sequence: Growing) -> bool:
-        full = len(sequence.tokens) == self.settings.max_new_tokens
-        return full or sequence.tokens[-1] in self.settings.eos_token_ids
+
+def _chosen(logits: Tensor, sequences: Sequence[Growing]) -> tuple[Tensor, Tensor]:
+    """Next tokens [rows] int64 and their log-probs [rows] fp32, by the settings of each row."""
+    by_settings: dict[SamplingSettings, list[int]] = {}
+    for row, sequence in enumerate(sequences):
+        by_settings.setdefault(sequence.request.settings, []).append(row)
+    if len(by_settings) == 1:
+        return _chosen_alike(logits, sequences)
+    tokens = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
+    log_probs = torch.empty(len(sequences), dtype=torch.float32, device=logits.device)
+    for rows in by_settings.values():
+        found = _chosen_alike(logits[rows], [sequences[row] for row in rows])
+        tokens[rows], log_probs[rows] = found
+    return tokens, log_probs
+
+
+def _chosen_alike(logits: Tensor, sequences: Sequence[Growing]) -> tuple[Tensor, Tensor]:
+    """As `_chosen`, of rows with the same settings."""
+    uniforms = [s.uniforms[len(s.tokens)] if len(s.uniforms) else 0.0 for s in sequences]
+    return choose_tokens(
+        logits,
+        torch.tensor(uniforms, dtype=torch.float64),
+        torch.tensor([len(s.tokens) for s in sequences], device=logits.device),
+        sequences[0].request.settings,
+    )
 
 
 def _memory_of_one_process() -> int:

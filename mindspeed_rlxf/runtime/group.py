@@ -108,10 +108,6 @@ class RoleGroup:
         """The requests of `call(method, *args)`, for `submit_together`."""
         return self._requests(method.__name__, args, 0, None)[0]
 
-    def prepare_build(self, factory: Callable[..., Any], *args: Any) -> list[Request]:
-        """The requests of `build(factory, *args)`."""
-        return self._requests(BUILD, args, 0, factory)[0]
-
     def _submit(
         self,
         method: str,

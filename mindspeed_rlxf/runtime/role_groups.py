@@ -16,52 +16,26 @@ from mindspeed_rlxf.roles.reports import SampleText
 from mindspeed_rlxf.roles.reward import RewardRole
 from mindspeed_rlxf.roles.rollout import RolloutRole
 from mindspeed_rlxf.runtime.group import Pending, RoleGroup, Sharded, submit_together
-from mindspeed_rlxf.runtime.protocol import Peer, Pool, PoolPart
+from mindspeed_rlxf.runtime.protocol import Peer, Pool, PoolPart, Request
 from mindspeed_rlxf.runtime.refs import RowsRef
 from mindspeed_rlxf.runtime.saved_group import SavedGroup
 
 
 class ActorGroup(SavedGroup):
-    """The policy; its rollout replicas are the tensor-parallel groups of the same ranks, or of the
-    other part of a pool that is split."""
+    """The policy that learns."""
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         layout = config.layout(Role.ACTOR_ROLLOUT)
         self.run, self.config, self.seed = config, config.actor_rollout, config.training.seed
-        self.pool, self.is_split = pool, config.parts is not None
-        trains, generates = pool, pool
-        if config.parts is not None:
-            trains = PoolPart(pool, 0, config.parts[0])
-            generates = PoolPart(pool, *config.parts)
-        self.train = RoleGroup(Role.ACTOR_ROLLOUT, layout, trains)
-        self.rollout = RoleGroup(Role.ACTOR_ROLLOUT, config.rollout_layout, generates)
-        self.saved = self.train
-        self._rollout_is_current = not self.is_split
+        trains = PoolPart(pool, 0, config.parts[0]) if config.parts else pool
+        self.train = self.saved = RoleGroup(Role.ACTOR_ROLLOUT, layout, trains)
 
-    def build(self, eos_token_ids: Sequence[int]) -> Pending:
-        arguments = self.run, tuple(eos_token_ids)
-        if not self.is_split:
-            return self.train.build(ActorRole, *arguments)
-        trains = self.train.prepare_build(ActorRole, *arguments)
-        generates = self.rollout.prepare_build(RolloutRole, *arguments)
-        return submit_together(self.pool, trains, generates)
+    def build(self) -> Pending:
+        return self.train.build(ActorRole, self.run)
 
-    def sync_weights(self) -> None:
-        """Give the ranks that generate the weights as they are after the last update; waits.
-
-        Nothing to do where the same ranks generate. Raises WorkerError, RuntimeTimeout.
-        """
-        if not self._rollout_is_current:
-            send = self.train.prepare(ActorRole.send_weights)
-            receive = self.rollout.prepare(RolloutRole.receive_weights)
-            submit_together(self.pool, send, receive).result()
-            self._rollout_is_current = True
-
-    def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> Pending:
-        """Rows: Rollouts in the order of the prompts. Reports: GenerateReport per replica."""
-        self.sync_weights()
-        parts = prompts.split(self.rollout.layout.dp)
-        return self.rollout.call(ActorRole.generate, Sharded(parts), seed, greedy)
+    def prepare_send_weights(self) -> list[Request]:
+        """The half of a call in which the ranks that generate receive the weights."""
+        return self.train.prepare(ActorRole.send_weights)
 
     def log_probs(self, rollouts: RowsRef) -> Pending:
         """Rows: LogProbs. Reports: LogProbReport per replica."""
@@ -90,7 +64,6 @@ class ActorGroup(SavedGroup):
             iteration,
             2 if self.run.training.stage is Stage.RAY_ONLINE_DPO else 1,
         )
-        self._rollout_is_current = not self.is_split
         steps = rank_steps(orders, self.config.ppo_mini_batch_size, self.train.layout.dp)
         return self.train.call(
             ActorRole.update_policy,
@@ -99,6 +72,40 @@ class ActorGroup(SavedGroup):
             Sharded([share.steps for share in steps]),
             kl_coef,
         )
+
+
+class RolloutGroup:
+    """What generates: the tensor-parallel groups of the actor's ranks are its replicas, or those of
+    the other part of a pool that is split."""
+
+    def __init__(self, config: RunConfig, pool: Pool) -> None:
+        self.run, self.pool = config, pool
+        generates = PoolPart(pool, *config.parts) if config.parts else pool
+        self.group = RoleGroup(Role.ROLLOUT, config.rollout_layout, generates)
+        self._version: int | None = None  # of the weights that the ranks have
+
+    def build(self, eos_token_ids: Sequence[int]) -> Pending:
+        """After the actor, whose processes and weights are shared unless the pool is split."""
+        actor = None if self.run.parts else Peer(Role.ACTOR_ROLLOUT)
+        return self.group.build(RolloutRole, self.run, tuple(eos_token_ids), actor)
+
+    def update_weights(self, actor: ActorGroup, version: int) -> None:
+        """Generate with the weights of the actor, which has been updated `version` times; waits.
+
+        Nothing moves where the same ranks train. Raises WorkerError, RuntimeTimeout.
+        """
+        if version == self._version:
+            return
+        parts = [self.group.prepare(RolloutRole.update_weights, version)]
+        if self.run.parts:
+            parts.insert(0, actor.prepare_send_weights())
+        submit_together(self.pool, *parts).result()
+        self._version = version
+
+    def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> Pending:
+        """Rows: Rollouts in the order of the prompts. Reports: GenerateReport per replica."""
+        parts = Sharded(prompts.split(self.group.layout.dp))
+        return self.group.call(RolloutRole.generate, parts, seed, greedy)
 
 
 class ReferenceGroup:
@@ -173,6 +180,7 @@ class RoleGroups:
     """The roles of a run; `critic` is None where the stage has none."""
 
     actor: ActorGroup
+    rollout: RolloutGroup
     ref: ReferenceGroup
     critic: CriticGroup | None
     reward: RewardGroup
@@ -182,14 +190,16 @@ class RoleGroups:
         cls, config: RunConfig, pools: Mapping[str, Pool], eos_token_ids: Sequence[int]
     ) -> RoleGroups:
         """Make every role in its pool's processes, those of different pools at the same time."""
-        actor = ActorGroup(config, pools[config.pool_of(Role.ACTOR_ROLLOUT)])
+        policy = pools[config.pool_of(Role.ACTOR_ROLLOUT)]
+        actor, rollout = ActorGroup(config, policy), RolloutGroup(config, policy)
         ref = ReferenceGroup(config, pools[config.pool_of(Role.REF)])
         critic = None
         if config.critic is not None:
             critic = CriticGroup(config, pools[config.pool_of(Role.CRITIC)])
         reward = RewardGroup(config, pools[config.pool_of(Role.REWARD)])
-        builds = [actor.build(eos_token_ids), ref.build(), reward.build()]
+        builds = [actor.build(), rollout.build(eos_token_ids)]
+        builds += [ref.build(), reward.build()]
         builds += [critic.build()] if critic else []
         for build in builds:
             build.result()
-        return cls(actor, ref, critic, reward)
+        return cls(actor, rollout, ref, critic, reward)

@@ -58,17 +58,20 @@ class RoleHost:
             raise worker_error(error, request.role.value, self._rank, request.method) from error
 
     def _invoke(self, request: Request, args: tuple[Any, ...]) -> RoleOutput:
+        args = tuple(self._hosted(arg.role) if isinstance(arg, Peer) else arg for arg in args)
         if request.factory is not None:
             self._roles[request.role] = request.factory(*args)
             return RoleOutput()
-        hosted = self._roles.get(request.role)
-        assert hosted is not None, f"{request.role.value} has not been built in this process"
-        args = tuple(self._roles[a.role] if isinstance(a, Peer) else a for a in args)
-        output = getattr(hosted, request.method)(*args)
+        output = getattr(self._hosted(request.role), request.method)(*args)
         assert isinstance(output, RoleOutput), (
             f"{request.method} must return a RoleOutput, got {type(output).__name__}"
         )
         return output
+
+    def _hosted(self, role: Role) -> Any:
+        hosted = self._roles.get(role)
+        assert hosted is not None, f"{role.value} has not been built in this process"
+        return hosted
 
     @staticmethod
     def _checked(request: Request, output: RoleOutput, seconds: float) -> tuple[Rows | None, Reply]:

@@ -113,7 +113,7 @@ class Collector:
 
     def __init__(self, config: RunConfig, roles: RoleGroups, prompts: PromptSource) -> None:
         self.config, self.algorithm = config, config.algorithm
-        self.actor, self.reward, self.prompts = roles.actor, roles.reward, prompts
+        self.rollout, self.reward, self.prompts = roles.rollout, roles.reward, prompts
         self.group_size = config.actor_rollout.n_samples_per_prompt
         self.shaping = ScoreShaping(config)
 
@@ -132,7 +132,7 @@ class Collector:
         }
 
     def _batch(self, prompts: Prompts, greedy: bool = False) -> Batch:
-        generated = self.actor.generate(prompts, self.config.training.seed, greedy)
+        generated = self.rollout.generate(prompts, self.config.training.seed, greedy)
         return Batch(prompts, generated, self.reward.score(generated.rows()))
 
     def _one_batch(self) -> Collected:

@@ -36,7 +36,8 @@ class PpoTrainer:
     ) -> None:
         self.config, self.prompts, self.checkpoints = config, prompts, checkpoints
         self.stop = stop
-        self.actor, self.ref, self.critic = roles.actor, roles.ref, roles.critic
+        self.actor, self.rollout = roles.actor, roles.rollout
+        self.ref, self.critic = roles.ref, roles.critic
         self.collector = Collector(config, roles, prompts)
         self.validator, self.recorder = validator, recorder
         control = config.algorithm.kl_ctrl
@@ -49,7 +50,7 @@ class PpoTrainer:
         self.iteration = 0
 
     def fit(self) -> None:
-        """generate, score -> log-probs, values -> experience -> updates -> metrics.
+        """weights -> generate, score -> log-probs, values -> experience -> updates -> metrics.
 
         Raises Stopped, everything saved, when the run has to end before `train_iters`.
         """
@@ -60,6 +61,7 @@ class PpoTrainer:
             started = time.monotonic()
             self.stop.begin()
 
+            self.rollout.update_weights(self.actor, version=self.iteration - 1)
             collected = self.collector.collect()
             rollouts = collected.rollouts
             old = self.actor.log_probs(rollouts) if self._recompute else None

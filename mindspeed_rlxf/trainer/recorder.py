@@ -155,6 +155,7 @@ class Recorder:
                     response_ids=text.response_ids,
                     score=score,
                     reward_parts=part,
+                    weights_version=text.weights_version,
                     ground_truth=truth,
                 )
                 for text, score, part, truth in rows

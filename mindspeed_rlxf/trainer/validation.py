@@ -28,14 +28,18 @@ class Validator:
         count = self.prompts.num_rows
         if not count:
             return self.prompts
-        parts = math.lcm(self.roles.actor.rollout.layout.dp, self.roles.reward.group.layout.dp)
+        parts = math.lcm(self.roles.rollout.group.layout.dp, self.roles.reward.group.layout.dp)
         return self.prompts.select([i % count for i in range(count + -count % parts)])
 
     def validate(self, iteration: int) -> dict[str, float]:
-        """`val/<data source>/{score,response_length,<part>}` means and `timing/val`."""
+        """`val/<data source>/{score,response_length,<part>}` means and `timing/val`.
+
+        iteration: the last one whose updates the actor has had
+        """
         if not self.prompts.num_rows:
             return {}
-        generated = self.roles.actor.generate(self._filled, self.seed, greedy=True)
+        self.roles.rollout.update_weights(self.roles.actor, iteration)
+        generated = self.roles.rollout.generate(self._filled, self.seed, greedy=True)
         rollouts = generated.rows()
         score = self.roles.reward.score_by_rule if self.by_rule else self.roles.reward.score
         scored = score(rollouts)

@@ -10,7 +10,13 @@ import pytest
 import torch
 from packaging.version import Version
 
-from mindspeed_rlxf.config.enums import DeviceKind, RewardKind, Role, RopeScaling, RuntimeKind
+from mindspeed_rlxf.config.enums import (
+    CONFIGURED,
+    DeviceKind,
+    RewardKind,
+    RopeScaling,
+    RuntimeKind,
+)
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -150,7 +156,7 @@ def run_config(
         reward=RewardConfig(
             **{"kind": RewardKind.MODEL, **role, "load": str(scored), **sections.get("reward", {})}
         ),
-        placement=dict.fromkeys(Role, "main"),
+        placement=dict.fromkeys(CONFIGURED, "main"),
         resource_pool={"main": [pool]},
         data=DataConfig(**{"train_files": "unused", **sections.get("data", {})}),
         device=DeviceConfig(kind=DeviceKind.CPU),

@@ -7,6 +7,7 @@ import torch
 from mindspeed_rlxf.algorithms.slots import length_mask
 from mindspeed_rlxf.data.batch import Experience, Rollouts
 from tests.distributed.llamas import VOCAB
+from tests.rows import made_rollouts
 
 PROMPT_LENGTHS = (3, 11, 1, 7, 5, 2, 9, 4)
 RESPONSE_LENGTHS = (16, 1, 9, 2, 5, 13, 1, 7)
@@ -23,17 +24,12 @@ def make_rollouts(seed: int = 0) -> Rollouts:
         ids = torch.randint(0, VOCAB, (count, width), generator=generator)
         return ids * length_mask(lengths, width)
 
-    width = int(responses.max())
-    return Rollouts(
-        sample_ids=list(range(count)),
+    return made_rollouts(
         prompt_ids=tokens(prompts),
         prompt_lengths=prompts,
         response_ids=tokens(responses),
-        response_mask=length_mask(responses, width),
-        trained_mask=length_mask(responses, width),
+        response_mask=length_mask(responses, int(responses.max())),
         has_eos=torch.tensor([False, True] * (count // 2)),
-        rollout_log_probs=torch.zeros(count, width),
-        ground_truths=[""] * count,
         data_sources=["test"] * count,
     )
 

@@ -20,7 +20,6 @@ from mindspeed_rlxf.engine.losses import normalised_loss
 from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
-from mindspeed_rlxf.runtime.role_groups import ActorGroup
 from tests.distributed.llamas import (
     MIXTRAL,
     QWEN3_MOE,
@@ -28,6 +27,7 @@ from tests.distributed.llamas import (
     make_llama,
     run_config,
 )
+from tests.distributed.policies import build_policy
 from tests.distributed.probe import EngineProbe
 from tests.distributed.samples import make_rollouts
 from tests.distributed.test_parity_with_transformers import (
@@ -118,8 +118,8 @@ def test_experts_are_exported_once_each_and_generate_as_in_transformers(
     size, keys = (LAYOUTS | VIRTUAL)[layout]
     rows = {"num_samples_per_step": 2}
     config = run_config(lm, lm, architecture, keys, pool=size, actor_rollout=rows)
-    actor = ActorGroup(config, warm_runtime.create_pools({"main": [size]})["main"])
-    actor.build(eos).result()
+    pool = warm_runtime.create_pools({"main": [size]})["main"]
+    actor, rollout = build_policy(config, pool, eos)
     actor.export(tmp_path / "out", tmp_path / "megatron").result()
     before, after = read_folder(lm), read_folder(tmp_path / "out")
     assert before.keys() == after.keys()
@@ -127,7 +127,7 @@ def test_experts_are_exported_once_each_and_generate_as_in_transformers(
     reloaded = type(model).from_pretrained(tmp_path / "out").state_dict()  # by its index too
     assert all(torch.equal(t, reloaded[name]) for name, t in model.state_dict().items())
     prompts = make_prompts(8)
-    produced = actor.sample_texts(actor.generate(prompts, seed=5, greedy=True).rows(), 8)
+    produced = actor.sample_texts(rollout.generate(prompts, seed=5, greedy=True).rows(), 8)
     for text, prompt in zip(produced, prompts.token_ids, strict=True):
         with torch.no_grad():
             expected = model.generate(

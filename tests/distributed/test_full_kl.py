@@ -45,7 +45,7 @@ def test_kl_is_the_sum_over_the_vocabulary(warm_runtime: Any, tmp_path: Path, la
     pool = warm_runtime.create_pools({"main": [size]})["main"]
     actor = RoleGroup(Role.ACTOR_ROLLOUT, config.layout(Role.ACTOR_ROLLOUT), pool)
     ref = RoleGroup(Role.REF, config.layout(Role.REF), pool)
-    actor.build(ActorRole, config, (2,)).result()
+    actor.build(ActorRole, config).result()
     ref.build(ReportingReference, config).result()
     rollouts = make_rollouts()
     call = ref.call(ReportingReference.report_kl, Sharded([rollouts]), Peer(Role.ACTOR_ROLLOUT))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from mindspeed_rlxf.config.enums import KlControl, LrDecayStyle, RewardKind, Role
+from mindspeed_rlxf.config.enums import CONFIGURED, KlControl, LrDecayStyle, RewardKind, Role
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
     KlControlConfig,
@@ -131,7 +131,7 @@ def partitions(roles: list[Role]) -> Iterator[list[list[Role]]]:
 
 PLACEMENTS = {
     " | ".join(" ".join(role.value for role in pool) for pool in pools): pools
-    for pools in partitions(list(Role))
+    for pools in partitions(list(CONFIGURED))
 }
 ORDINARY_PLACEMENT = "actor_rollout | ref | critic | reward"
 

@@ -151,7 +151,7 @@ def first_gradient(
     target = tmp_path / "out"
     if kind == "actor":
         actor = ActorGroup(config, pool)
-        actor.build([2]).result()
+        actor.build().result()
         report = update(actor.train, ActorRole.update_policy, rollouts, experience)
         actor.export(target, None).result()
     else:

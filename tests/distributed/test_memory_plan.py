@@ -88,10 +88,10 @@ def test_plan_is_what_is_allocated(
         pool = warm_runtime.create_pools({"main": [size]})["main"]
         group = RoleGroup(role, config.layout(role), pool)
         if role is Role.CRITIC:
-            kind, step, arguments = MeasuredCritic, CriticRole.update_critic, ()
+            kind, step = MeasuredCritic, CriticRole.update_critic
         else:
-            kind, step, arguments = MeasuredActor, ActorRole.update_policy, ((2,),)
-        group.build(kind, config, *arguments).result()
+            kind, step = MeasuredActor, ActorRole.update_policy
+        group.build(kind, config).result()
         update(group, step, rollouts, make_experience(rollouts))
         ranks = group.call(kind.measure).result()[0]
         for rank, real in enumerate(ranks):

@@ -28,6 +28,7 @@ from tests.distributed.llamas import (
     run_config,
     shares_groups,
 )
+from tests.distributed.policies import build_policy
 from tests.distributed.probe import EngineProbe
 from tests.distributed.samples import make_rollouts
 
@@ -131,7 +132,7 @@ def test_export_gives_back_every_tensor_byte_for_byte(
     config = run_config(lm, scored, architecture, LAYOUTS[layout], pool=size)
     pool = warm_runtime.create_pools({"main": [size]})["main"]
     actor, critic = ActorGroup(config, pool), CriticGroup(config, pool)
-    for build in (actor.build([2]), critic.build()):
+    for build in (actor.build(), critic.build()):
         build.result()
     actor.export(tmp_path / "lm_out", tmp_path / "lm_megatron").result()
     critic.export(tmp_path / "scored_out", tmp_path / "scored_megatron").result()
@@ -174,10 +175,9 @@ def test_greedy_generation_equals_transformers_token_by_token(
         actor_rollout={"num_samples_per_step": 3},
     )
     pool = warm_runtime.create_pools({"main": [size]})["main"]
-    actor = ActorGroup(config, pool)
-    actor.build(eos).result()
+    actor, rollout = build_policy(config, pool, eos)
     prompts = make_prompts(8)
-    pending = actor.generate(prompts, seed=5, greedy=True)
+    pending = rollout.generate(prompts, seed=5, greedy=True)
     produced = actor.sample_texts(pending.rows(), 8)
     lengths = set()
     for text, prompt in zip(produced, prompts.token_ids, strict=True):
@@ -219,9 +219,8 @@ def test_sampled_tokens_do_not_depend_on_batch_or_layout(warm_runtime: Any, tmp_
         settings = {"do_sample": True, "top_k": 20, "top_p": 0.9, "num_samples_per_step": rows}
         config = run_config(tmp_path, tmp_path, TIED, layout, pool=size, actor_rollout=settings)
         pool = warm_runtime.create_pools({"main": [size]})["main"]
-        actor = ActorGroup(config, pool)
-        actor.build([3]).result()
-        rollouts = actor.generate(make_prompts(8), seed=11).rows()
+        actor, rollout = build_policy(config, pool, [3])
+        rollouts = rollout.generate(make_prompts(8), seed=11).rows()
         produced[name] = [text.response_ids for text in actor.sample_texts(rollouts, 8)]
     assert all(responses == produced["alone"] for responses in produced.values())
     assert len({tuple(r) for r in produced["alone"]}) == 8

@@ -76,21 +76,17 @@ def close(ours: UpdateReport, theirs: UpdateReport) -> None:
 
 
 def test_actor_and_critic_learn_the_same_over_both_engines(
-    warm_runtime: Any,
-    tmp_path: Path,
-    samples: tuple[Rollouts, Experience],
-    monkeypatch: pytest.MonkeyPatch,
+    warm_runtime: Any, tmp_path: Path, samples: tuple[Rollouts, Experience]
 ) -> None:
     rollouts, experience = samples
     config = configured(tmp_path)
     pool = warm_runtime.create_pools({"main": [1]})["main"]
     actor = RoleGroup(Role.ACTOR_ROLLOUT, config.layout(Role.ACTOR_ROLLOUT), pool)
     critic = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
-    actor.build(ReportingActor, config, (2,)).result()
+    actor.build(ReportingActor, config).result()
     critic.build(Reporting, config).result()
     rows = Sharded([rollouts]), Sharded([experience]), Sharded([STEPS])
-    monkeypatch.setattr("mindspeed_rlxf.roles.actor.HybridModel", lambda *_: None)
-    plain_actor = ReportingActor(config, (2,), PlainEngine)
+    plain_actor = ReportingActor(config, PlainEngine)
     plain_critic = Reporting(config, PlainEngine)
 
     for group, role in ((actor, plain_actor), (critic, plain_critic)):

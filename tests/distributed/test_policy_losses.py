@@ -203,7 +203,7 @@ def test_gradient_equals_a_loop_over_transformers(
     )  # fmt: skip
     pool = warm_runtime.create_pools({"main": [size]})["main"]
     group = RoleGroup(Role.ACTOR_ROLLOUT, config.layout(Role.ACTOR_ROLLOUT), pool)
-    group.build(ActorRole, config, (2,)).result()
+    group.build(ActorRole, config).result()
     shares = rank_steps([list(range(8))], 8, group.layout.dp)
     update = group.call(
         ActorRole.update_policy,

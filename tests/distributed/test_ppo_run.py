@@ -23,7 +23,7 @@ from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.roles import actor as actor_module
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
-from mindspeed_rlxf.runtime.role_groups import ActorGroup
+from mindspeed_rlxf.runtime.role_groups import ActorGroup, RolloutGroup
 from mindspeed_rlxf.trainer.preflight import prepare
 from tests.distributed.llamas import PLAIN, TIED, make_llama, run_config
 from tests.distributed.samples import make_experience
@@ -68,9 +68,11 @@ def test_first_mini_batch_has_ratio_one_and_no_clipping(warm_runtime: Any, tmp_p
     config = run_config(tmp_path, tmp_path, TIED, actor_rollout=settings)
     pool = warm_runtime.create_pools({"main": [1]})["main"]
     group = RoleGroup(Role.ACTOR_ROLLOUT, config.layout(Role.ACTOR_ROLLOUT), pool)
-    group.build(RecordingActor, config, (3,)).result()
-    actor = ActorGroup(config, pool)
-    rollouts = actor.generate(make_prompts(8), seed=3).rows()
+    group.build(RecordingActor, config).result()
+    rollout = RolloutGroup(config, pool)
+    rollout.build((3,)).result()
+    rollout.update_weights(ActorGroup(config, pool), 0)
+    rollouts = rollout.generate(make_prompts(8), seed=3).rows()
     experience = group.call(RecordingActor.with_own_log_probs, rollouts).rows()
     steps = [[0, 1, 2, 3], [4, 5, 6, 7]]
     pending = group.call(
@@ -122,9 +124,9 @@ def assert_timeline_is_that_of(metrics: list[dict[str, float]], run: RunDirector
         assert ("save" in own) == ("timing/save" in numbers)
         own = {name: e for name, e in own.items() if "." in name}  # of a role
         done = [name for name, e in sorted(own.items(), key=lambda item: item[1]["ts"])]
-        assert (done[0], done[-1]) == ("actor_rollout.generate", "actor_rollout.update_policy")
+        assert (done[0], done[-1]) == ("rollout.generate", "actor_rollout.update_policy")
         assert {"reward.score", "ref.log_probs", "critic.update_critic"} < set(done), done
-        gen = own["actor_rollout.generate"]
+        gen = own["rollout.generate"]
         assert gen["dur"] == pytest.approx(1e6 * numbers["timing/gen"], abs=1)
         for event in own.values():
             assert whole["ts"] - 2 <= event["ts"]  # rounded, and by another clock than its length

@@ -117,12 +117,20 @@ def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(
     samples = lines_of(cut.samples)
     assert samples == lines_of(whole.samples)
     assert [sample["sample_id"] for sample in samples] == list(range(16 * iterations))
+    assert_versions_count_updates(samples)
     ledger = lines_of(cut.consumed)
     assert [line["first_sample_id"] for line in ledger] == list(range(0, 16 * iterations, 16))
     taken = [prompt for line in ledger for prompt in line["prompts"]]
     assert sorted(taken[:80]) == list(range(80)) and len(set(taken[80:])) == 16
     for role in ("actor", "critic"):
         assert_a_checkpoint_is_the_final_model(cut, iterations, role, tmp_path / role)
+
+
+def assert_versions_count_updates(samples: list[dict[str, Any]]) -> None:
+    """Each token comes from the weights that the iterations before its own have made."""
+    before = [sample["iteration"] - 1 for sample in samples]
+    assert [sample["weights_version"] for sample in samples] == [[n, n] for n in before]
+    assert min(before) == 0 < max(before)
 
 
 def assert_a_checkpoint_is_the_final_model(
@@ -173,6 +181,7 @@ def test_a_run_goes_on_in_other_layouts(run: Run, tmp_path: Path, chain: str) ->
     configs = sorted(file.name for file in out.glob("config.*"))
     assert configs == [*(f"config.{n}.yaml" for n in range(1, len(layouts))), "config.yaml"]
     lines = lines_of(cut.metrics)
+    assert_versions_count_updates(lines_of(cut.samples))
     assert [line["iteration"] for line in lines] == [line["iteration"] for line in whole]
     for ours, theirs in zip(lines, whole, strict=True):
         for name in LOSSES:

@@ -20,8 +20,7 @@ from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.rollout import RolloutRole
 from mindspeed_rlxf.rollout import transfer
 from mindspeed_rlxf.runtime.errors import WorkerError
-from mindspeed_rlxf.runtime.group import submit_together
-from mindspeed_rlxf.runtime.role_groups import ActorGroup
+from mindspeed_rlxf.runtime.role_groups import ActorGroup, RolloutGroup
 from mindspeed_rlxf.trainer.preflight import Prepared
 from tests.distributed.llamas import PLAIN, SHARES_GROUPS
 from tests.distributed.test_layout_invariance import (
@@ -91,6 +90,7 @@ def outcome(runtime: Any, folder: Path, out: Path, *case: Any) -> tuple[Outcome,
     directory = RunDirectory.create(config)
     train(config, prepared, directory, runtime)
     lines = [json.loads(line) for line in directory.samples.read_text().splitlines()]
+    assert all(s["weights_version"] == [s["iteration"] - 1] * 2 for s in lines)
     return Outcome(directory), [(s["iteration"], s["sample_id"], s["response_ids"]) for s in lines]
 
 
@@ -112,7 +112,7 @@ def test_samples_and_metrics_are_those_of_ranks_that_do_both(
     assert all(line["timing/sync"] > 0 for line in other.metrics)
     train, infer = case[0]
     assert ranks_in_timeline(tmp_path / "split", "actor_rollout.update_policy") == {*range(train)}
-    assert ranks_in_timeline(tmp_path / "split", "actor_rollout.generate") == {
+    assert ranks_in_timeline(tmp_path / "split", "rollout.generate") == {
         *range(train, train + infer)
     }
 
@@ -126,10 +126,10 @@ def ranks_in_timeline(run: Path, what: str) -> set[int]:
 class TinyBuckets(ActorRole):
     """Sends a few rows at a time; flips one bit of the sixth bucket where it is told to."""
 
-    def __init__(self, config: RunConfig, eos: Any, flips: bool) -> None:
+    def __init__(self, config: RunConfig, flips: bool) -> None:
         usual, transfer.BUCKET_BYTES = transfer.BUCKET_BYTES, 512
         try:
-            super().__init__(config, eos)
+            super().__init__(config)
         finally:
             transfer.BUCKET_BYTES = usual
         assert self.sender is not None
@@ -160,16 +160,25 @@ class Mortal(RolloutRole):
         return super().generate(prompts, seed, greedy)
 
 
-def group(runtime: Any, folder: Path, out: Path, generates: Any, *actor: Any) -> ActorGroup:
+def groups(
+    runtime: Any, folder: Path, out: Path, generates: Any, *actor: Any
+) -> tuple[ActorGroup, RolloutGroup]:
     """TP 2 in training, two replicas of the rollout, with roles of the tests."""
     config, _ = run_of(folder, out, "untied", (2, 2), TP2, 1)
-    found = ActorGroup(config, runtime.create_pools({"actor": [4]}, {"actor": (2, 2)})["actor"])
+    pool = runtime.create_pools({"actor": [4]}, {"actor": (2, 2)})["actor"]
+    policy, rollout = ActorGroup(config, pool), RolloutGroup(config, pool)
     factory, *more = actor or (ActorRole,)
-    trains = found.train.prepare_build(factory, config, (EOS,), *more)
-    submit_together(
-        found.pool, trains, found.rollout.prepare_build(generates, config, (EOS,))
-    ).result()
-    return found
+    trains = policy.train.build(factory, config, *more)
+    for build in (trains, rollout.group.build(generates, config, (EOS,))):
+        build.result()
+    return policy, rollout
+
+
+def responses(policy: tuple[ActorGroup, RolloutGroup], prompts: Prompts) -> list[Any]:
+    """Reports of the replicas, with the weights that the actor has at the start."""
+    actor, rollout = policy
+    rollout.update_weights(actor, 0)
+    return rollout.generate(prompts, 3).result()
 
 
 def test_small_buckets_arrive_and_a_bit_that_flips_is_named(
@@ -177,13 +186,13 @@ def test_small_buckets_arrive_and_a_bit_that_flips_is_named(
 ) -> None:
     assert PLAIN is ARCHITECTURES["untied"]
     folder, prompts = models["untied"], make_prompts(5)  # replicas get 2 and 3
-    whole = group(warm_runtime, folder, tmp_path, RolloutRole).generate(prompts, 3).result()
-    small = group(warm_runtime, folder, tmp_path, TinyReceiver, TinyBuckets, False)
-    assert small.generate(prompts, 3).result()[1].response_lengths == whole[1].response_lengths
+    whole = responses(groups(warm_runtime, folder, tmp_path, RolloutRole), prompts)
+    small = groups(warm_runtime, folder, tmp_path, TinyReceiver, TinyBuckets, False)
+    assert responses(small, prompts)[1].response_lengths == whole[1].response_lengths
     assert [report.sample_ids for report in whole] == [[0, 1], [2, 3, 4]]
-    broken = group(warm_runtime, folder, tmp_path, TinyReceiver, TinyBuckets, True)
-    with pytest.raises(WorkerError, match="receive_weights") as error:
-        broken.sync_weights()
+    actor, rollout = groups(warm_runtime, folder, tmp_path, TinyReceiver, TinyBuckets, True)
+    with pytest.raises(WorkerError, match="update_weights") as error:
+        rollout.update_weights(actor, 0)
     # Rank 0 sends to rank 2 first: 19 rows of the embedding by 4, then a norm and rows of QKV.
     sent = "weights that rank 0 sent arrived changed at rank 2 of the pool, by the sums of their"
     assert sent + " bits: decoder.layers.0.self_attention.linear_qkv.weight;" in str(error.value)
@@ -192,8 +201,8 @@ def test_small_buckets_arrive_and_a_bit_that_flips_is_named(
 def test_a_killed_rank_of_the_rollout_is_named(
     warm_runtime: Any, tmp_path: Path, models: dict[str, Path]
 ) -> None:
-    actor = group(warm_runtime, models["untied"], tmp_path, Mortal)
+    policy = groups(warm_runtime, models["untied"], tmp_path, Mortal)
     with pytest.raises(WorkerError) as error:
-        actor.generate(make_prompts(4), 3).result()
-    assert (error.value.role, error.value.rank) == ("actor_rollout", 3)
+        responses(policy, make_prompts(4))
+    assert (error.value.role, error.value.rank) == ("rollout", 3)
     assert error.value.phase == "generate"

@@ -27,6 +27,7 @@ from mindspeed_rlxf.data.batch import (
 )
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import objective_of
+from tests.rows import made_rollouts
 
 KL_COEF = 0.1
 
@@ -35,8 +36,7 @@ def rollouts_of(lengths: list[int], has_eos: list[bool], seed: int = 0) -> Rollo
     rows, width = len(lengths), max(lengths)
     generator = torch.Generator().manual_seed(seed)
     mask = length_mask(torch.tensor(lengths), width)
-    return Rollouts(
-        sample_ids=list(range(rows)),
+    return made_rollouts(
         prompt_ids=torch.ones(rows, 2, dtype=torch.long),
         prompt_lengths=torch.full((rows,), 2),
         response_ids=torch.ones(rows, width, dtype=torch.long) * mask,
@@ -44,8 +44,6 @@ def rollouts_of(lengths: list[int], has_eos: list[bool], seed: int = 0) -> Rollo
         trained_mask=mask,
         has_eos=torch.tensor(has_eos),
         rollout_log_probs=-torch.rand(rows, width, generator=generator) * mask,
-        ground_truths=[""] * rows,
-        data_sources=[""] * rows,
     )
 
 

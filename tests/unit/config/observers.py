@@ -39,7 +39,7 @@ from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.roles import actor, critic, engines
 from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.generation import Generation
+from mindspeed_rlxf.roles.generation import sampling_settings
 from mindspeed_rlxf.roles.objectives import objective_of
 from mindspeed_rlxf.rollout.sampling import choose_tokens
 from mindspeed_rlxf.runtime import local, role_groups
@@ -144,9 +144,8 @@ def learnt(config: RunConfig) -> Any:
 
     with contextlib.ExitStack() as stack:
         made = stack.enter_context(patch.object(engines, "MegatronEngine"))
-        stack.enter_context(patch.object(actor, "HybridModel"))
         made.return_value.sum_over_replicas = alone
-        role = actor.ActorRole(config, [2])
+        role = actor.ActorRole(config)
         role.engine.train_step = train_step  # type: ignore[method-assign]
         role.engine.end_iteration = lambda: 0.0  # type: ignore[method-assign]
         report: Any = role.update_policy(rollouts_of(LENGTHS, HAS_EOS), rows, [numbers], 0.1)
@@ -184,7 +183,7 @@ def orders(config: RunConfig) -> Any:
     rows: Any = MagicMock(num_rows=config.samples_per_iteration)
     with patch.object(role_groups, "rank_steps", side_effect=lambda o, *_: found.append(o) or []):
         for group in (role_groups.ActorGroup, role_groups.CriticGroup):
-            stub: Any = MagicMock(run=config, seed=1, is_split=False)
+            stub: Any = MagicMock(run=config, seed=1)
             is_actor = group is role_groups.ActorGroup
             stub.config = config.actor_rollout if is_actor else config.value_model
             update: Any = group.update_policy if is_actor else group.update_critic  # type: ignore[attr-defined]
@@ -197,13 +196,10 @@ def log_probs(config: RunConfig) -> Any:
     rollouts = rollouts_of(LENGTHS, HAS_EOS)
     given = LogProbs(-noise(5, *rollouts.response_ids.shape))
     with contextlib.ExitStack() as stack:
-        engine, _ = (
-            stack.enter_context(patch.object(module, name))
-            for module, name in ((engines, "MegatronEngine"), (actor, "HybridModel"))
-        )
+        engine = stack.enter_context(patch.object(engines, "MegatronEngine"))
         engine.return_value.log_probs.return_value = given
         try:
-            return str(actor.ActorRole(config, [2]).log_probs(rollouts).report)
+            return str(actor.ActorRole(config).log_probs(rollouts).report)
         except ValueError as error:
             return str(error)
 
@@ -219,14 +215,17 @@ def valued(config: RunConfig) -> Any:
 
 def sampled(config: RunConfig) -> list[int]:
     """The second token of 500 responses."""
-    settings = Generation(config, [2]).sampling
+    policy = config.actor_rollout
+    settings = sampling_settings(policy, [2], policy.do_sample)
     logits, uniforms = noise(6, 500, 32) * 4, noise(7, 500).double()
     return choose_tokens(logits, uniforms, torch.ones(500).long(), settings)[0].tolist()
 
 
 def loop(config: RunConfig) -> Any:
     """The trainer with stand-ins for all that it drives."""
-    roles = SimpleNamespace(actor=MagicMock(), ref=MagicMock(), critic=None, reward=MagicMock())
+    roles = SimpleNamespace(
+        actor=MagicMock(), rollout=MagicMock(), ref=MagicMock(), critic=None, reward=MagicMock()
+    )
     prepared = SimpleNamespace(
         train_prompts=[prompt(i) for i in range(NUM_PROMPTS)],
         val_prompts=[],

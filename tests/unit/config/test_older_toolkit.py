@@ -358,7 +358,7 @@ def test_their_ppo_configurations_mean_here_what_they_meant(
     write(in_their_folder / "theirs")
     config, notes = resolved(name, in_their_folder / "theirs")
     actor, critic = config.actor_rollout, config.value_model
-    found = [config.layout(role) for role in Role]
+    found = [config.layout(role) for role in config.roles]
     assert [(layout.tp, layout.pp) for layout in found] == layouts
     assert [layout.dp for layout in found] == [1] * 4
     assert config.training.global_batch_size == prompts

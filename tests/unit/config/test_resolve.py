@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.enums import DeviceKind, KlPenalty, Role, RuntimeKind
+from mindspeed_rlxf.config.enums import CONFIGURED, DeviceKind, KlPenalty, Role, RuntimeKind
 from mindspeed_rlxf.config.keys import ARCHITECTURE_KEYS, TOP_LEVEL, known_keys
 from mindspeed_rlxf.config.resolve import resolve
 
@@ -139,7 +139,7 @@ def test_roles_have_pools_of_their_own_name_by_default(make_tree: MakeTree) -> N
     pools = {"actor_rollout": [2], "ref": 1, "critic": [1], "reward": []}
     tree = make_tree({"resource_pool": pools}, drop=("placement",))
     config = resolve(tree, "test")
-    assert [config.pool_of(role) for role in Role] == [
+    assert [config.pool_of(role) for role in CONFIGURED] == [
         "actor_rollout", "ref", "critic", "actor_rollout",
     ]  # fmt: skip
     assert config.resource_pool == {"actor_rollout": [2], "ref": [1], "critic": [1]}

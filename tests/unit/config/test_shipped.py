@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
-from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind, Role
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 
@@ -31,7 +31,7 @@ def test_tiny_scores_by_rule_on_one_pool_of_two_devices() -> None:
     config = shipped("ppo_trainer_tiny")
     assert config.reward.kind is RewardKind.RULE
     assert config.resource_pool == {"main": [2]}
-    assert config.roles_of("main") == list(Role)
+    assert config.roles_of("main") == list(CONFIGURED)
     assert config.actor_rollout.do_sample
 
 

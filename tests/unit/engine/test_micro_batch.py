@@ -16,6 +16,7 @@ from mindspeed_rlxf.engine.grouping import chunk_rows
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.engine.readouts import by_row
 from mindspeed_rlxf.models.attention import PackedSequences
+from tests.rows import made_rollouts
 
 CPU = torch.device("cpu")
 Lengths = list[tuple[int, int]]  # (prompt, response) of each row
@@ -34,18 +35,13 @@ def rollouts_of(lengths: Lengths, trained: Tensor | None = None) -> Rollouts:
         for r in rows
     ]
     response_ids = pad_sequence(responses, batch_first=True)
-    mask = length_mask(torch.tensor([r for _, r in lengths]), response_ids.size(1))
-    return Rollouts(
-        sample_ids=list(rows),
+    return made_rollouts(
         prompt_ids=pad_sequence(prompts, batch_first=True),
         prompt_lengths=torch.tensor([p for p, _ in lengths]),
         response_ids=response_ids,
-        response_mask=mask,
-        trained_mask=mask if trained is None else trained,
+        response_mask=length_mask(torch.tensor([r for _, r in lengths]), response_ids.size(1)),
+        trained_mask=trained,
         has_eos=torch.ones(len(lengths), dtype=torch.bool),
-        rollout_log_probs=torch.zeros(response_ids.shape),
-        ground_truths=[""] * len(lengths),
-        data_sources=[""] * len(lengths),
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
-from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.enums import CONFIGURED, Role
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 
@@ -87,7 +87,7 @@ def test_a_run_reads_what_the_other_scripts_of_its_model_wrote(
     for weights, variable in (("hf", "HF_DIR"), ("mcore", "SAVE_DIR")):
         _, train = commands(script, MASTER_ADDR="10.0.0.1", WEIGHTS=weights)
         config = config_of(train, monkeypatch)
-        loads = {role.value: config.role(role).load for role in Role}
+        loads = {role.value: config.role(role).load for role in CONFIGURED}
         trained, scorer = (default(model, s, variable) for s in (to_megatron, of_scorer))
         assert loads == {
             "actor_rollout": trained, "ref": trained, "critic": scorer, "reward": scorer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.enums import CONFIGURED
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
     ArchitectureConfig,
@@ -52,7 +52,7 @@ def make_config(tmp_path: Path) -> MakeConfig:
             ref=RefConfig(**model),
             critic=CriticConfig(**model, optimizer=OptimizerConfig()),
             reward=RewardConfig(**model),
-            placement=dict.fromkeys(Role, "all"),
+            placement=dict.fromkeys(CONFIGURED, "all"),
             resource_pool={"all": [1]},
             data=DataConfig(train_files=["train.jsonl"]),
         )

@@ -133,7 +133,7 @@ def test_a_kill_while_cutting_leaves_what_the_next_cut_needs(
 
 
 def test_the_sample_writer_goes_on_in_a_new_file(tmp_path: Path) -> None:
-    sample = Sample(1, "p", "r", [1], [2], 0.5, {})
+    sample = Sample(1, "p", "r", [1], [2], 0.5, {}, (0, 0))
     writer = SampleWriter(tmp_path / "samples.jsonl", "all", file_bytes=150)
     for iteration in (1, 2, 3):
         writer.write(iteration, [sample, sample])  # about 200 bytes

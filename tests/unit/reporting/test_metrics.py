@@ -19,6 +19,7 @@ SAMPLE = Sample(
     response_ids=[5, 2],
     score=1.0,
     reward_parts={"accuracy": 1.0},
+    weights_version=(3, 4),
 )
 
 
@@ -78,6 +79,7 @@ def test_a_sample_has_the_fields_of_the_contract(tmp_path):
             "response_ids": [5, 2],
             "score": 1.0,
             "reward_parts": {"accuracy": 1.0},
+            "weights_version": [3, 4],
         }
     ]
 

@@ -31,6 +31,7 @@ from mindspeed_rlxf.data.batch import (
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import objective_of
 from mindspeed_rlxf.roles.reports import ExperienceReport
+from tests.rows import made_rollouts
 
 LIMIT = 6  # max_new_tokens
 LENGTHS, HAS_EOS = [3, 5, 2, 6], [True, False, True, True]
@@ -41,8 +42,7 @@ KL_COEF = 0.1
 def rollouts_of(lengths: list[int], has_eos: list[bool]) -> Rollouts:
     rows, width = len(lengths), max(lengths)
     mask = length_mask(torch.tensor(lengths), width)
-    return Rollouts(
-        sample_ids=list(range(rows)),
+    return made_rollouts(
         prompt_ids=torch.ones(rows, 2, dtype=torch.long),
         prompt_lengths=torch.full((rows,), 2),
         response_ids=torch.ones(rows, width, dtype=torch.long) * mask,
@@ -50,8 +50,6 @@ def rollouts_of(lengths: list[int], has_eos: list[bool]) -> Rollouts:
         trained_mask=mask,
         has_eos=torch.tensor(has_eos),
         rollout_log_probs=-torch.rand(rows, width, generator=torch.Generator().manual_seed(0)),
-        ground_truths=[""] * rows,
-        data_sources=[""] * rows,
     )
 
 

@@ -7,14 +7,14 @@ import torch
 
 from mindspeed_rlxf.data.batch import LogProbs, Rollouts
 from mindspeed_rlxf.roles.actor import _check_gaps, _gaps
+from tests.rows import made_rollouts
 
 MASK = torch.tensor([[True, True, False], [True, True, True]])
 
 
 def rollouts() -> Rollouts:
     """Two responses of 2 and 3 tokens."""
-    return Rollouts(
-        sample_ids=[40, 41],
+    return made_rollouts(
         prompt_ids=torch.ones(2, 1, dtype=torch.long),
         prompt_lengths=torch.tensor([1, 1]),
         response_ids=torch.tensor([[5, 6, 0], [7, 8, 9]]),
@@ -22,8 +22,7 @@ def rollouts() -> Rollouts:
         trained_mask=MASK,
         has_eos=torch.tensor([False, False]),
         rollout_log_probs=torch.tensor([[-1.0, -2.0, 0.0], [-3.0, -4.0, -5.0]]),
-        ground_truths=["", ""],
-        data_sources=["", ""],
+        sample_ids=[40, 41],
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from mindspeed_rlxf.models.attention import Attend, PackedSequences
 from mindspeed_rlxf.rollout import native
 from mindspeed_rlxf.rollout.kv_cache import CacheShape, KvCache
 from mindspeed_rlxf.rollout.native import NativeRollout
+from mindspeed_rlxf.rollout.protocol import GenerationRequest
 from mindspeed_rlxf.rollout.sampling import SamplingSettings
 
 VOCAB, HEADS, GROUPS, DIM, EOS = 11, 4, 2, 4, 0
@@ -67,6 +70,52 @@ def settings(**keys: Any) -> SamplingSettings:
     return SamplingSettings(**(base | keys))
 
 
+class Source:
+    """Weights that are there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module: Any = model
+        self.is_active = False
+
+    @contextlib.contextmanager
+    def active(self) -> Any:
+        self.is_active = True
+        yield
+        self.is_active = False
+
+    def wake(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def load(self, tensors: Any) -> None:
+        self.module.load_state_dict(dict(tensors))
+
+
+def engine(model: nn.Module, max_rows: int | None = None, **keys: Any) -> NativeRollout:
+    """Awake, with weights."""
+    made = NativeRollout(Source(model), max_rows, **keys)
+    with made.replacing_weights(0):
+        made.wake()
+    return made
+
+
+def requests(
+    prompts: Sequence[np.ndarray], ids: Sequence[int], wanted: SamplingSettings
+) -> list[GenerationRequest]:
+    found = zip(ids, prompts, strict=True)
+    return [GenerationRequest(n, i, p, wanted, SEED) for n, (i, p) in enumerate(found)]
+
+
+def answers(
+    rollout: NativeRollout, prompts: Sequence[np.ndarray], ids: Any = None, **keys: Any
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Tokens and log-probs in the order of the prompts."""
+    asked = requests(prompts, ids or range(len(prompts)), settings(**keys))
+    found = sorted(rollout.generate(asked), key=lambda result: result.place)
+    assert [result.place for result in found] == list(range(len(prompts)))
+    return [result.tokens for result in found], [result.log_probs for result in found]
+
+
 @pytest.fixture
 def prompts() -> list[np.ndarray]:
     random = np.random.default_rng(0)
@@ -77,9 +126,8 @@ def generate(
     prompts: list[np.ndarray], max_rows: int | None = 3, ids: Any = None, **keys: Any
 ) -> tuple[list[list[int]], list[list[float]], NativeRollout, TinyModel]:
     model = TinyModel()
-    rollout = NativeRollout(model, settings(**keys), max_rows)  # type: ignore[arg-type]
-    tokens, log_probs = rollout.generate(prompts, ids or range(len(prompts)), SEED)
-    return tokens, log_probs, rollout, model
+    rollout = engine(model, max_rows)
+    return *answers(rollout, prompts, ids, **keys), rollout, model
 
 
 @torch.no_grad()
@@ -129,9 +177,9 @@ def test_without_a_number_as_many_rows_grow_as_the_cache_holds(
     three_slots = int(3 * one_slot / CACHE_SHARE) + 10
     monkeypatch.setattr(native, "_memory_of_one_process", lambda: three_slots)
     assert generate(prompts, None)[0] == expected
-    given = NativeRollout(TinyModel(), settings(), memory=three_slots)  # type: ignore[arg-type]
+    given = engine(TinyModel(), memory=three_slots)
     monkeypatch.setattr(native, "_memory_of_one_process", lambda: 2**40)
-    assert given.generate(prompts, range(len(prompts)), SEED)[0] == expected
+    assert answers(given, prompts)[0] == expected
     assert [cache.slots for cache in caches] == [len(prompts), 3, 3]
 
 
@@ -142,9 +190,10 @@ def test_a_given_response_scores_what_generating_it_reported(
     tokens, log_probs, rollout, _ = generate(prompts, **keys)
     for limit in (1, 20, 10000):  # every sequence alone, a few, all in one pack
         monkeypatch.setattr(native, "PREFILL_TOKENS", limit)
-        for ours, theirs in zip(rollout.score(prompts, tokens), log_probs, strict=True):
+        scored = rollout.score(prompts, tokens, keys.get("temperature", 1.0))
+        for ours, theirs in zip(scored, log_probs, strict=True):
             assert ours == pytest.approx(theirs, abs=1e-5)
-    assert rollout.stats.prompt_tokens == sum(map(len, prompts)) + sum(len(t) - 1 for t in tokens)
+    assert rollout.stats().prompt_tokens == sum(map(len, prompts)) + sum(len(t) - 1 for t in tokens)
 
 
 def test_ranks_of_one_replica_have_as_many_rows_as_the_first_one_says(
@@ -159,8 +208,7 @@ def test_ranks_of_one_replica_have_as_many_rows_as_the_first_one_says(
     monkeypatch.setattr(native.dist, "broadcast", broadcast)
     model = TinyModel()
     model.tp_group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
-    rollout = NativeRollout(model, settings(max_new_tokens=3), 5)  # type: ignore[arg-type]
-    tokens, _ = rollout.generate(prompts, range(len(prompts)), SEED)
+    tokens, _ = answers(engine(model, 5), prompts, max_new_tokens=3)
     assert caches[0].slots == 3 and len(tokens) == len(prompts)
 
 
@@ -202,7 +250,7 @@ def test_nothing_is_computed_beyond_what_is_produced(
 ) -> None:
     tokens, _, rollout, model = generate(prompts, max_rows, do_sample=True, temperature=2.0)
     produced, given = sum(map(len, tokens)), sum(map(len, prompts))
-    stats = rollout.stats
+    stats = rollout.stats()
     assert stats.sampled_tokens == produced
     assert stats.decoded_tokens == produced - len(prompts)  # the last token is never run
     assert stats.prompt_tokens == given
@@ -240,12 +288,12 @@ def test_prefill_passes_are_limited_by_tokens(
 def test_no_prompts_give_no_responses() -> None:
     tokens, log_probs, rollout, model = generate([])
     assert tokens == [] and log_probs == []
-    assert rollout.stats.sampled_tokens == 0 and model.calls == []
+    assert rollout.stats().sampled_tokens == 0 and model.calls == []
 
 
 def test_one_token_responses_need_no_decoding(prompts: list[np.ndarray]) -> None:
     tokens, _, rollout, _ = generate(prompts, max_new_tokens=1)
-    assert {len(row) for row in tokens} == {1} and rollout.stats.decoded_tokens == 0
+    assert {len(row) for row in tokens} == {1} and rollout.stats().decoded_tokens == 0
 
 
 def test_every_eos_token_ends_a_response_and_min_new_tokens_holds_it_back(
@@ -273,6 +321,59 @@ def test_tensor_parallel_ranks_take_the_tokens_of_the_first(
     monkeypatch.setattr(native.dist, "broadcast", broadcast)
     model = TinyModel()
     model.tp_group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
-    rollout = NativeRollout(model, settings(max_new_tokens=3), 2)  # type: ignore[arg-type]
-    tokens, _ = rollout.generate(prompts, range(len(prompts)), SEED)
+    tokens, _ = answers(engine(model, 2), prompts, max_new_tokens=3)
     assert tokens == [[7, 7, 7]] * len(prompts)
+
+
+def test_a_short_response_is_handed_out_before_a_long_one_has_ended(
+    prompts: list[np.ndarray],
+) -> None:
+    model = TinyModel()
+    rollout = engine(model, 100)
+    asked = requests(prompts, range(len(prompts)), settings(do_sample=True, temperature=2.0))
+    steps, lengths, sources = [], [], []
+    for result in rollout.generate(asked):
+        steps.append(len(model.calls))
+        lengths.append(len(result.tokens))
+        sources.append(rollout.source.is_active)  # type: ignore[attr-defined]
+    # all begin together, so that a response of n tokens has ended after n passes
+    assert steps == lengths == sorted(lengths) and len(set(lengths)) > 2
+    assert not any(sources), "the receiver of a result may run other roles"
+
+
+def test_requests_of_one_batch_may_have_settings_of_their_own(prompts: list[np.ndarray]) -> None:
+    sampling = {"do_sample": True, "temperature": 2.0, "max_new_tokens": 6}
+    sampled, sampled_logs, rollout, _ = generate(prompts, **sampling)
+    greedy, greedy_logs, _, _ = generate(prompts)
+    ids = range(len(prompts))
+    kinds = [requests(prompts, ids, settings(**keys)) for keys in (sampling, {})]
+    mixed = [kinds[i % 2][i] for i in ids]
+    found = sorted(rollout.generate(mixed), key=lambda result: result.place)
+    assert [r.tokens for r in found] == [(sampled, greedy)[i % 2][i] for i in ids]
+    for i, result in enumerate(found):
+        expected = (sampled_logs, greedy_logs)[i % 2][i]
+        assert result.log_probs == pytest.approx(expected, abs=1e-6)
+
+
+def test_an_engine_without_weights_or_asleep_does_not_generate(prompts: list[np.ndarray]) -> None:
+    rollout = NativeRollout(Source(TinyModel()), 3)
+    asked = requests(prompts, range(len(prompts)), settings())
+    rollout.wake()
+    with pytest.raises(AssertionError, match="has not received its weights"):
+        next(rollout.generate(asked))
+    state = TinyModel().state_dict()
+    rollout.update_weights(state.items(), 4)
+    assert next(rollout.generate(asked)).weights_version == 4
+    with pytest.raises(RuntimeError, match="Missing key"):
+        rollout.update_weights([], 5)
+    with pytest.raises(AssertionError, match="has not received its weights"):
+        next(rollout.generate(asked))
+    rollout.update_weights(state.items(), 5)
+    results = rollout.generate(asked)
+    assert next(results).weights_version == 5
+    rollout.update_weights(state.items(), 6)
+    with pytest.raises(AssertionError, match="weights changed during a generation"):
+        list(results)
+    rollout.sleep()
+    with pytest.raises(AssertionError, match="the rollout sleeps"):
+        next(rollout.generate(asked))

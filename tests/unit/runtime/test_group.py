@@ -149,10 +149,9 @@ def test_parts_that_wait_for_each_other_are_called_at_once() -> None:
     pool = RecordingPool(3)
     first = RoleGroup(Role.CRITIC, ParallelLayout(2, 2), PoolPart(pool, 0, 2))
     other = RoleGroup(Role.CRITIC, ParallelLayout(1), PoolPart(pool, 2, 1))
-    pending = submit_together(
-        pool, first.prepare_build(SomeRole, "a"), other.prepare(SomeRole.work, "b")
-    )
+    parts = first.prepare(SomeRole.work, "a"), other.prepare(SomeRole.work, "b")
+    pending = submit_together(pool, *parts)
     assert pending.result() == [] and pool.calls[0].waits == 1  # waited for all the same
     assert [(r.method, r.args) for r in pool.requests] == [
-        ("build", ("a",)), ("build", ("a",)), ("work", ("b",)),
+        ("work", ("a",)), ("work", ("a",)), ("work", ("b",)),
     ]  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.data.batch import RoleOutput, Rows
 from mindspeed_rlxf.runtime.errors import WorkerError
-from mindspeed_rlxf.runtime.protocol import BUILD, Reply, Request
+from mindspeed_rlxf.runtime.protocol import BUILD, Peer, Reply, Request
 from mindspeed_rlxf.runtime.refs import Piece, RowsRef
 from mindspeed_rlxf.runtime.worker import RoleHost, to_host
 
@@ -99,6 +99,20 @@ def test_a_role_that_was_not_built_is_refused() -> None:
     host = RoleHost(0, lambda handles: [])
     with pytest.raises(WorkerError, match="ref has not been built"), redirect_stderr(io.StringIO()):
         host.run(Request(Role.REF, "double", (), True))
+
+
+def test_a_role_is_built_with_the_object_of_another_in_its_process() -> None:
+    host = make_host()
+    built = Request(Role.REF, BUILD, (Peer(Role.CRITIC),), True, None, lambda d: Doubler(d.factor))
+    host.run(built)
+    rows, _ = host.run(Request(Role.REF, "double", (Numbers(torch.arange(3)),), True))
+    assert rows.numbers.tolist() == [0, 2, 4]  # type: ignore[union-attr]
+    missing = Request(Role.REF, BUILD, (Peer(Role.ACTOR_ROLLOUT),), True, None, Doubler)
+    with (
+        pytest.raises(WorkerError, match="actor_rollout has not been built in this process"),
+        redirect_stderr(io.StringIO()),
+    ):
+        host.run(missing)
 
 
 def test_the_failure_of_another_rank_passes_through_unchanged() -> None:

@@ -37,7 +37,7 @@ class Answer:
 
 @dataclass
 class Script:
-    """Actor, reward and prompts in one: batch b has the scores `scores[b]`."""
+    """Rollout, reward and prompts in one: batch b has the scores `scores[b]`."""
 
     scores: list[list[float]]
     generated: list[tuple[Prompts, bool]] = field(default_factory=list)
@@ -81,7 +81,7 @@ def collect(
         actor_rollout=SimpleNamespace(n_samples_per_prompt=SIZE, max_new_tokens=64),
         training=SimpleNamespace(global_batch_size=prompts, seed=1),
     )
-    roles = SimpleNamespace(actor=script, reward=script)
+    roles = SimpleNamespace(rollout=script, reward=script)
     collector = Collector(config, roles, script)  # type: ignore[arg-type]
     found = collector.collect()
     assert found.rollouts.num_rows == found.scores.num_rows == prompts * SIZE

@@ -33,7 +33,7 @@ class Scripted:
         self._role, self._called = role, called
 
     def __getattr__(self, method: str) -> Any:
-        def call(*_arguments: Any) -> Call:
+        def call(*_arguments: Any, **_named: Any) -> Call:
             self._called.append(f"{self._role}.{method}")
             return Call()
 
@@ -49,14 +49,14 @@ def test_roles_on_different_devices_have_work_at_the_same_time(limit: ScoreSlotL
         training=SimpleNamespace(train_iters=1, seed=1),
         validation=SimpleNamespace(before=False),
     )
-    names = ("actor", "ref", "critic", "reward")
+    names = ("actor", "rollout", "ref", "critic", "reward")
     roles: Any = SimpleNamespace(**{name: Scripted(name, called) for name in names})
     prompts: Any = SimpleNamespace(next_prompts=lambda: None)
     nobody: Any = None
     with pytest.raises(Waited):
         PpoTrainer(config, roles, prompts, nobody, nobody, nobody, StopRequest(0.0)).fit()
-    scoring = ["actor.generate", "reward.score", "actor.log_probs", "ref.log_probs"]
-    scoring.append("critic.values")
+    scoring = ["rollout.update_weights", "rollout.generate", "reward.score"]
+    scoring += ["actor.log_probs", "ref.log_probs", "critic.values"]
     updates = ["critic.make_experience", "critic.update_critic", "actor.update_policy"]
     # TRL's limit is the length of the longest response, which has to be known first
     by_width = limit is ScoreSlotLimit.BATCH_WIDTH

@@ -1,0 +1,111 @@
+"""The seam between the loop and what generates: requests in, results out as they finish.
+
+An engine holds the policy's weights of one replica. The ranks of a replica make the same calls with
+the same arguments and take as many results from `generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from mindspeed_rlxf.rollout.sampling import SamplingSettings
+
+
+class FinishReason(str, Enum):
+    """Why a response has no further token."""
+
+    STOP = "stop"  # its last token is an EOS
+    LENGTH = "length"  # it has as many tokens as it may have
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], settings: SamplingSettings) -> FinishReason:
+        """tokens: of the whole response, at least one"""
+        return cls.STOP if tokens[-1] in settings.eos_token_ids else cls.LENGTH
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationRequest:
+    """One response that is asked for.
+
+    place:     of the sample in the caller's batch; its result has the same
+    sample_id: with `seed` it determines every sampled token, whatever else is in the batch
+    prompt:    [prompt] int64, without padding
+    """
+
+    place: int
+    sample_id: int
+    prompt: np.ndarray
+    settings: SamplingSettings
+    seed: int
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """One response that has ended.
+
+    tokens:          EOS included
+    log_probs:       one per token, unfiltered, at the temperature of the request
+    weights_version: actor updates that the weights had seen
+    """
+
+    place: int
+    tokens: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    weights_version: int
+
+
+@dataclass
+class GenerationStats:
+    """Counts since the last `generate` or `score` began: what was computed, what came of it."""
+
+    prompt_tokens: int = 0  # prompt tokens run through the model
+    decoded_tokens: int = 0  # response tokens run through the model
+    sampled_tokens: int = 0  # next-token choices made: each is a token of a response
+
+
+class RolloutEngine(Protocol):
+    """One replica of the policy that generates."""
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights.
+
+        tensors: each Hugging Face tensor of the model once, with its name, in any order
+        version: actor updates that they have seen
+        Raises ValueError for a tensor that is missing or unknown, or has another shape.
+        """
+
+    def wake(self) -> None:
+        """Make ready to generate: the weights are on the device."""
+
+    def sleep(self) -> None:
+        """Free the memory that only generation needs: weights that another holds, the KV cache."""
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
+        """One result for each request, as soon as its response has ended, in no fixed order.
+
+        The engine must be awake until the last result has been taken.
+        """
+
+    def score(
+        self,
+        prompts: Sequence[np.ndarray],
+        responses: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+    ) -> list[list[float]]:
+        """Log-probs that generation would have reported for these responses, one list for each.
+
+        temperature: that divides the logits
+        """
+
+    def stats(self) -> GenerationStats: ...
+
+    @property
+    def weights_version(self) -> int:
+        """Of the weights that are loaded."""

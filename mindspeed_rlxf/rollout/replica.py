@@ -1,0 +1,81 @@
+"""Builds this rank's part of a rollout replica, and how the actor's weights get there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.device import megatron_versions, worlds
+from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.rollout.hybrid import SharedWeights
+from mindspeed_rlxf.rollout.native import NativeRollout
+from mindspeed_rlxf.rollout.protocol import RolloutEngine
+from mindspeed_rlxf.rollout.transfer import WeightReceiver
+from mindspeed_rlxf.rollout.transfer_plan import plan_of
+from mindspeed_rlxf.rollout.weights import OwnWeights, WeightSource
+
+
+@dataclass(frozen=True)
+class Replica:
+    """This rank's part of a rollout replica.
+
+    take_weights: makes the engine's weights those of the actor, who has been updated that many
+                  times; a collective with the ranks that train, where these are others
+    is_leader:    the one rank of the replica whose results are used
+    """
+
+    engine: RolloutEngine
+    take_weights: Callable[[int], None]
+    is_leader: bool
+
+
+def native_replica(config: RunConfig, trained: MegatronEngine | None) -> Replica:
+    """Generation with the Megatron model itself. A collective over the ranks that generate.
+
+    trained: the actor's engine in the same process, whose weights are shared; None = ranks that
+             train are others and send their weights
+    """
+    if trained is not None:
+        return _sharing(config, trained)
+    return _receiving(config)
+
+
+def _sharing(config: RunConfig, trained: MegatronEngine) -> Replica:
+    shared = SharedWeights(trained, config.training.seed)
+    engine = _native(config, shared)
+
+    def take_weights(version: int) -> None:
+        """Nothing moves but the number."""
+        with engine.replacing_weights(version):
+            pass
+
+    return Replica(engine, take_weights, shared.groups.tp.rank() == 0)
+
+
+def _receiving(config: RunConfig) -> Replica:
+    assert config.parts is not None, "a rollout with weights of its own needs ranks of its own"
+    megatron_versions.mend()
+    device.set_deterministic(config.training.deterministic)
+    actor, tp = config.actor_rollout, config.rollout_layout.tp
+    dtype = torch.bfloat16 if actor.bf16 else torch.float32
+    own = OwnWeights(actor.architecture, tp, dtype, config.training.seed)
+    engine = _native(config, own)
+    tensors = dict(own.module.named_parameters())
+    receiver = WeightReceiver(tensors, plan_of(config), worlds.whole_pool(), config.parts[0])
+
+    def take_weights(version: int) -> None:
+        """Raises WeightsDiffer."""
+        with engine.replacing_weights(version):
+            receiver.receive()
+
+    return Replica(engine, take_weights, own.groups.tp.rank() == 0)
+
+
+def _native(config: RunConfig, source: WeightSource) -> NativeRollout:
+    memory_gib = config.device.memory_gib
+    memory = int(memory_gib * 2**30) if memory_gib else None
+    return NativeRollout(source, config.actor_rollout.num_samples_per_step, memory)

@@ -1,0 +1,107 @@
+"""The native engine behind its protocol, on a real model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.batch import Prompts, RoleOutput
+from mindspeed_rlxf.roles.generation import make_requests, sampling_settings
+from mindspeed_rlxf.rollout.native import NativeRollout
+from mindspeed_rlxf.rollout.weights import OwnWeights
+from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
+from tests.distributed.llamas import QWEN2, QWEN3_MOE, TIED, make_llama, run_config
+from tests.distributed.policies import build_policy
+from tests.distributed.test_parity_with_transformers import LAYOUTS, make_prompts
+
+EOS, SEED, VERSION = 3, 11, 6
+
+
+class Streamed:
+    """A rank whose engine gets its weights as a stream of Hugging Face tensors."""
+
+    def __init__(self, config: RunConfig) -> None:
+        actor, self.tp = config.actor_rollout, config.rollout_layout.tp
+        source = OwnWeights(actor.architecture, self.tp, torch.float32, seed=1)
+        self.settings = sampling_settings(actor, [EOS], True)
+        self.engine, self.folder = NativeRollout(source), Path(actor.load or "")
+
+    def responses(self, prompts: Prompts) -> RoleOutput:
+        """Tokens, log-probs and version of each, in the order of the prompts."""
+
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from sorted(load_tensors(self.folder).items(), reverse=True)
+
+        self.engine.update_weights(stream(), VERSION)
+        self.engine.wake()
+        results = list(self.engine.generate(make_requests(prompts, self.settings, SEED)))
+        results.sort(key=lambda result: result.place)
+        return RoleOutput(report=[(r.tokens, r.log_probs, r.weights_version) for r in results])
+
+    def refusals(self) -> RoleOutput:
+        """What is said of streams that are not this model's."""
+        whole = load_tensors(self.folder)
+        name = "model.layers.1.self_attn.k_proj.weight"
+        broken = (
+            {k: v for k, v in whole.items() if k != name},
+            {**whole, "model.layers.2.x": whole[name]},
+            {**whole, name: whole[name][1:]},
+        )
+        said = []
+        for tensors in broken:
+            with pytest.raises(ValueError) as error:
+                self.engine.update_weights(tensors.items(), VERSION)
+            said.append(str(error.value))
+        with pytest.raises(ValueError) as error:
+            self.engine.update_weights(iter([*whole.items(), *whole.items()]), VERSION)
+        return RoleOutput(report=[*said, str(error.value)])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layout"),
+    [
+        pytest.param(TIED, "tp2", id="tied-tp2"),
+        pytest.param(QWEN2, "tp2", id="biases-tp2", marks=pytest.mark.long),
+        pytest.param(QWEN3_MOE, "tp1", id="experts-tp1"),
+    ],
+)
+def test_streamed_weights_generate_what_a_loaded_folder_does(
+    warm_runtime: Any, tmp_path: Path, architecture: Any, layout: str
+) -> None:
+    make_llama(tmp_path, architecture)
+    keys = LAYOUTS[layout]
+    size = keys.get("tensor_model_parallel_size", 1)
+    sampling = {"do_sample": True, "temperature": 0.9}
+    config = run_config(tmp_path, tmp_path, architecture, keys, pool=size, actor_rollout=sampling)
+    pool, prompts = warm_runtime.create_pools({"main": [size]})["main"], make_prompts(8)
+    actor, rollout = build_policy(config, pool, [EOS])
+    rows = rollout.generate(prompts, SEED).rows()
+    expected = actor.sample_texts(rows, 8)
+    streamed = RoleGroup(Role.ROLLOUT, config.rollout_layout, pool)
+    streamed.build(Streamed, config).result()
+    (found,) = streamed.call(Streamed.responses, Sharded([prompts])).result()
+    assert [tokens for tokens, _, _ in found] == [text.response_ids for text in expected]
+    assert len({tuple(tokens) for tokens, _, _ in found}) == 8
+    assert {version for _, _, version in found} == {VERSION}
+    recomputed = actor.log_probs(rows).result()
+    assert recomputed[0].gap.largest < 1e-4
+    if architecture is TIED:
+        missing, unknown, shape, twice = streamed.call(Streamed.refusals).result()[0]
+        name = "model.layers.1.self_attn.k_proj.weight"
+        count = len(load_tensors(tmp_path))
+        assert missing.startswith(f"1 of {count} tensors were not sent, {name}")
+        assert unknown.startswith("model.layers.2.x is no tensor of this model")
+        assert shape.startswith(f"{name} must have the shape (16, 32), not (15, 32)")
+        assert "was sent already" in twice
+
+
+def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)

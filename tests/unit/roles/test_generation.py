@@ -1,0 +1,42 @@
+"""Results of an engine become the rows of a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_rlxf.data.batch import Prompts
+from mindspeed_rlxf.roles.generation import gather_rollouts, generated, version_span
+from mindspeed_rlxf.rollout.protocol import FinishReason, GenerationResult, GenerationStats
+
+PROMPTS = Prompts(
+    [40, 41, 42], [np.array([1, 2]), np.array([3]), np.array([4, 5, 6])],
+    ["a", "b", "c"], ["x", "y", "z"], [[]] * 3,
+)  # fmt: skip
+RESULTS = [  # as they finish
+    GenerationResult(1, [7], [-1.0], FinishReason.STOP, 5),
+    GenerationResult(2, [8, 9], [-2.0, -3.0], FinishReason.LENGTH, 5),
+    GenerationResult(0, [7, 8, 9], [-4.0, -5.0, -6.0], FinishReason.STOP, 4),
+]
+
+
+def test_rows_stand_in_the_order_of_the_prompts() -> None:
+    rows = gather_rollouts(PROMPTS, iter(RESULTS))
+    assert rows.sample_ids == [40, 41, 42] and rows.ground_truths == ["a", "b", "c"]
+    assert rows.prompt_ids.tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
+    assert rows.response_ids.tolist() == [[7, 8, 9], [7, 0, 0], [8, 9, 0]]
+    assert rows.response_lengths.tolist() == [3, 1, 2]
+    assert rows.has_eos.tolist() == [True, True, False]
+    assert rows.rollout_log_probs.tolist() == [[-4.0, -5.0, -6.0], [-1.0, 0, 0], [-2.0, -3.0, 0]]
+    assert rows.weights_version.dtype == torch.int32
+    assert rows.weights_version.tolist() == [[4, 4, 4], [5, 0, 0], [5, 5, 0]]
+    assert [version_span(rows, row) for row in range(3)] == [(4, 4), (5, 5), (5, 5)]
+    report = generated(rows, GenerationStats(6, 3, 6), 0.5).report
+    assert (report.sample_ids, report.response_lengths) == ([40, 41, 42], [3, 1, 2])
+    assert (report.prompt_tokens, report.sync_s) == (6, 0.5)
+
+
+def test_a_prompt_without_a_result_is_refused() -> None:
+    with pytest.raises(AssertionError, match="one result for each prompt"):
+        gather_rollouts(PROMPTS, RESULTS[1:])

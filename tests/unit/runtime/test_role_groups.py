@@ -1,0 +1,65 @@
+"""What the groups ask of their ranks."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.runtime import role_groups
+from mindspeed_rlxf.runtime.protocol import Peer
+from mindspeed_rlxf.runtime.role_groups import ActorGroup, RolloutGroup
+from tests.unit.runtime.test_group import RecordingPool
+
+
+def groups(parts: tuple[int, int] | None) -> tuple[ActorGroup, RolloutGroup, RecordingPool]:
+    """Of four ranks, TP 2; parts: those that train, and that generate."""
+    train, generate = parts or (4, 4)
+    config: Any = SimpleNamespace(
+        parts=parts,
+        layout=lambda role: ParallelLayout(train, 2),
+        rollout_layout=ParallelLayout(generate, 2),
+        actor_rollout=None,
+        training=SimpleNamespace(seed=1),
+    )
+    pool = RecordingPool(4)
+    return ActorGroup(config, pool), RolloutGroup(config, pool), pool
+
+
+@pytest.mark.parametrize("parts", [None, (2, 2)])
+def test_weights_are_taken_once_for_each_version(parts: tuple[int, int] | None) -> None:
+    actor, rollout, pool = groups(parts)
+    for version in (0, 0, 1, 1):
+        rollout.update_weights(actor, version)
+    assert [call.waits for call in pool.calls] == [1, 1]
+    update = ("rollout", "update_weights", (1,))
+    send = ("actor_rollout", "send_weights", ())
+    wanted = [send, send, update, update] if parts else [update] * 4
+    assert [(r.role.value, r.method, r.args) for r in pool.requests] == wanted
+
+
+def test_the_rollout_is_built_with_the_actor_only_where_they_share_processes() -> None:
+    for parts, first_rank in ((None, 0), ((2, 2), 2)):
+        _, rollout, pool = groups(parts)
+        rollout.build([3])
+        assert pool.first_rank == first_rank
+        peer = pool.requests[0].args[-1]
+        assert isinstance(peer, Peer) if parts is None else peer is None
+
+
+def test_a_group_names_methods_of_its_own_role_only() -> None:
+    tree = ast.parse(inspect.getsource(role_groups))
+    found = {
+        (group.name.removesuffix("Group"), node.value.id.removesuffix("Role"))
+        for group in tree.body
+        if isinstance(group, ast.ClassDef)
+        for node in ast.walk(group)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if node.value.id.endswith("Role") and node.value.id != "Role"
+    }
+    assert {group for group, _ in found} == {"Actor", "Rollout", "Reference", "Critic", "Reward"}
+    assert all(group == role for group, role in found), found
