@@ -1,45 +1,44 @@
-"""The part of a run's checkpoints that a host keeps which does not see the driver's run directory.
+"""Files of a run's checkpoints on one host, as its agent looks at, reads and writes them.
 
-Every such host has a store below the same path: files of its own ranks, the driver's state and the
-whole manifest. All of this runs in one process of the host.
+A host that does not see the driver's run directory has a store below the same path: files of its
+own ranks, the driver's state and the whole manifest. Every function may run twice: an agent runs
+one again whose process was lost.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from mindspeed_rlxf.checkpoint import safe_folder
-from mindspeed_rlxf.checkpoint.run_files import Entry, entry_of, size_problem, write_text
-from mindspeed_rlxf.checkpoint.run_store import Manifest, RunStore
-from mindspeed_rlxf.data.batch import Rows
+from mindspeed_rlxf.checkpoint.run_files import (
+    Entry,
+    content_problem,
+    entry_of,
+    size_problem,
+    write_text,
+)
+from mindspeed_rlxf.checkpoint.run_store import MANIFEST, Manifest, RunStore
 
 CHUNK_BYTES = 64 * 2**20
+READERS = 4  # threads that read and hash files
+SEEN_WITHIN_S = 10.0
 MARK = ".shared_by_"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
 class HostView:
-    """What a rank says of its host. machine: tells hosts of one name apart."""
+    """What a process says of its host. machine: tells hosts of one name apart."""
 
     host: str
     machine: str
     sees: bool
-
-
-@dataclass(frozen=True)
-class FileChunk(Rows):
-    """Neighbouring bytes of a file."""
-
-    data: Tensor  # [1, bytes] uint8
 
 
 @cache
@@ -51,8 +50,19 @@ def machine() -> str:
         return ""
 
 
-def view(sees: bool) -> HostView:
-    return HostView(socket.gethostname(), machine(), sees)
+def look_for(file: Path) -> HostView:
+    """Whether the file is here: a network file system may take a moment to show a new one."""
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return HostView(socket.gethostname(), machine(), file.exists())
+
+
+def damage(folder: Path, entries: Sequence[Entry]) -> list[str]:
+    """What is wrong with the files; reads them all, several at a time."""
+    with ThreadPoolExecutor(READERS) as readers:
+        found = readers.map(partial(content_problem, folder), entries)
+        return [problem for problem in found if problem is not None]
 
 
 def mark(store: Path, name: str) -> None:
@@ -77,7 +87,10 @@ def commit(store: Path, manifest: str, texts: Mapping[str, str]) -> None:
     texts:    path -> contents
     """
     found = Manifest.from_json(manifest, "the driver's manifest")
-    hidden = RunStore(store).hidden(found.iteration)
+    hidden, final = RunStore(store).hidden(found.iteration), RunStore(store).path(found.iteration)
+    if not hidden.exists() and (final / MANIFEST).is_file():  # run again: it has its name
+        RunStore(store).point_to(found.iteration)
+        return
     for path, text in texts.items():
         write_text(hidden / path, text)
     RunStore(store).commit(found)
@@ -95,6 +108,8 @@ def present(folder: Path, entries: Sequence[Entry]) -> list[int]:
 
 def unsafe(folder: Path) -> str:
     """What a pickle below the folder would do that no checkpoint does; empty = nothing."""
+    from mindspeed_rlxf.checkpoint import safe_folder  # brings in torch
+
     try:
         safe_folder.check(folder)
     except ValueError as error:
@@ -102,33 +117,32 @@ def unsafe(folder: Path) -> str:
     return ""
 
 
-def read(file: Path, offset: int) -> FileChunk:
+def read(file: Path, offset: int) -> bytes:
     """Up to CHUNK_BYTES from there on."""
     with file.open("rb") as stream:
         stream.seek(offset)
-        data = bytearray(stream.read(CHUNK_BYTES))
-    if not data:
-        return FileChunk(torch.empty(1, 0, dtype=torch.uint8))
-    return FileChunk(torch.frombuffer(data, dtype=torch.uint8)[None])
+        return stream.read(CHUNK_BYTES)
 
 
-def write(folder: Path, entry: Entry, offset: int, chunk: FileChunk) -> str:
+def write(folder: Path, entry: Entry, offset: int, chunk: bytes) -> str:
     """Put bytes there; with its last ones the file gets its name, and is on the disk.
 
     Returns what is wrong where the whole is not what the manifest says.
     """
     file = folder / entry["path"]
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.partial")
-    with partial.open("wb" if offset == 0 else "r+b") as stream:
+    partial_file = file.with_name(f".{file.name}.partial")
+    if offset and not partial_file.exists() and size_problem(folder, entry) is None:
+        return ""  # run again: it has its name
+    with partial_file.open("wb" if offset == 0 else "r+b") as stream:
         stream.seek(offset)
-        stream.write(chunk.data.numpy().tobytes())
+        stream.write(chunk)
         end = stream.tell()
     if end < entry["size"]:
         return ""
-    found = entry_of(folder, partial)
+    found = entry_of(folder, partial_file)
     if (found["size"], found["sha256"]) != (entry["size"], entry["sha256"]):
-        partial.unlink()
+        partial_file.unlink()
         return f"{entry['path']} is not what was written (sha256)"
-    os.replace(partial, file)
+    os.replace(partial_file, file)
     return ""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -19,8 +19,11 @@ from mindspeed_rlxf.doctor.devices import ray_finding
 from mindspeed_rlxf.doctor.findings import Finding, Status, error, merged, ok, warning
 from mindspeed_rlxf.doctor.hunt import Party
 from mindspeed_rlxf.doctor.subject import Subject
+from mindspeed_rlxf.runtime import installed
 from mindspeed_rlxf.runtime.environment import forwarded_environment
-from mindspeed_rlxf.runtime.installed import build
+from mindspeed_rlxf.runtime.errors import HostError
+from mindspeed_rlxf.runtime.host_agent import HostAgent, outcomes
+from mindspeed_rlxf.runtime.nodes import Node
 from mindspeed_rlxf.runtime.ray_cluster import open_cluster
 
 SURVEY_S = 90.0  # checks of a host take 65 at most, its first process some to start
@@ -38,10 +41,9 @@ def facts(subject: Subject) -> Facts:
 
 def versions() -> dict[str, str]:
     """What has to be the same everywhere."""
-    found = {name: version or "none" for name, version in version_sets.installed().items()}
-    cann = version_sets.cann_version() or "none"
-    own = {"mindspeed_rlxf": build(), "python": platform.python_version()}
-    return {**own, "cann": cann, **found}
+    cann = version_sets.cann_version() or installed.NONE
+    found = installed.versions(version_sets.PACKAGES)
+    return {**found, "python": platform.python_version(), "cann": cann}
 
 
 def look(subject: Subject, address: str | None, deadline_s: float) -> list[Finding]:
@@ -63,29 +65,30 @@ def look(subject: Subject, address: str | None, deadline_s: float) -> list[Findi
 
 
 def _look(subject: Subject, end: float) -> list[Finding]:
-    from mindspeed_rlxf.runtime import ray_survey  # only now: Ray reads its environment
+    from mindspeed_rlxf.runtime.ray_agent import RayAgents, live_nodes  # after Ray's environment
 
-    nodes = ray_survey.nodes()
+    nodes = live_nodes(_resource(subject))
     environment = forwarded_environment(os.environ)
-    options = ray_survey.device_options(None, environment)
-    surveyors = [ray_survey.start(node, options) for node in nodes]
+    agents = RayAgents(environment)
     try:
         limit = min(SURVEY_S, (end - time.monotonic()) / 3)
-        replies = ray_survey.gather([each.call(facts, subject) for each in surveyors], limit)
-        found, answered, by_host = _sort(nodes, replies)
+        by_node = {node.id: agents.on(node.id, node.host) for node in nodes}
+        calls = [agent.start(facts, subject, timeout_s=limit) for agent in by_node.values()]
+        found, answered, by_host = _sort(nodes, outcomes(calls))
         found += drift(by_host)
-        there = [each for each in surveyors if each.node in answered]
-        offsets = ray_survey.clock_offsets(there, min(CLOCK_REPLY_S, end - time.monotonic()))
-        names = [each.node.name for each in there]
-        found += clock_findings(dict(zip(names, offsets, strict=True)))
+        there = [by_node[node.id] for node in answered]
+        found += clock_findings(clock_offsets(there, min(CLOCK_REPLY_S, end - time.monotonic())))
         found += _resource_findings(subject, answered)
     finally:
-        for each in surveyors:
-            each.end()
+        agents.end()
     try:
         return found + _collectives(subject, answered, environment, end)
     except Exception as problem:  # a cluster may fall apart under it; what is known stays
         return [*found, _broken("collectives", problem)]
+
+
+def _resource(subject: Subject) -> str:
+    return subject.resource or device.ray_resource(device.resolve_kind(subject.kind))
 
 
 def _broken(check: str, problem: Exception) -> Finding:
@@ -95,20 +98,18 @@ def _broken(check: str, problem: Exception) -> Finding:
 
 
 def _sort(
-    nodes: Sequence[Any], replies: Sequence[Any]
-) -> tuple[list[Finding], list[Any], dict[str, dict[str, str]]]:
+    nodes: Sequence[Node], replies: Sequence[Facts | HostError]
+) -> tuple[list[Finding], list[Node], dict[str, dict[str, str]]]:
     """Findings of all hosts, the nodes that answered, and the versions by host."""
-    from mindspeed_rlxf.runtime.ray_survey import cause, is_failure
-
     found: list[Finding] = []
     answered, by_host = [], {}
     for node, reply in zip(nodes, replies, strict=True):
-        if is_failure(reply):
+        if isinstance(reply, HostError):
             remedy = "install the same mindspeed_rlxf there, start Ray there again, or leave it out"
-            found.append(error("cluster.host", cause(reply), remedy).on(node.name))
+            found.append(error("cluster.host", reply.cause, remedy).on(node.host))
             continue
-        findings, by_host[node.name] = reply
-        found += [finding.on(node.name) for finding in findings]
+        findings, by_host[node.host] = reply
+        found += [finding.on(node.host) for finding in findings]
         answered.append(node)
     count = f"{len(answered)} of {len(nodes)} hosts answered"
     return [ok("cluster.hosts", count), *merged(found)], answered, by_host
@@ -116,21 +117,40 @@ def _sort(
 
 def drift(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
     """Hosts whose versions are not those of most hosts."""
-    names = dict.fromkeys(name for versions in by_host.values() for name in versions)
-    findings = []
-    for name in names:
-        values = {host: versions.get(name, "none") for host, versions in by_host.items()}
-        usual, count = Counter(values.values()).most_common(1)[0]
-        others: dict[str, list[str]] = {}
-        for host, value in values.items():
-            if value != usual:
-                others.setdefault(value, []).append(host)
-        for value, hosts in others.items():
-            text = f"{name} {value}, on {count} other hosts {usual}"
-            remedy = "install the same there, and start Ray there again"
-            found = Finding("cluster.versions", Status.ERROR, text, remedy, tuple(hosts))
-            findings.append(found)
+    remedy = "install the same there, and start Ray there again"
+    findings = [
+        Finding(
+            "cluster.versions",
+            Status.ERROR,
+            f"{d.name} {d.value}, on {d.others} other hosts {d.expected}",
+            remedy,
+            d.hosts,
+        )
+        for d in installed.differences(by_host.items())
+    ]
     return findings or [ok("cluster.versions", f"the same on {len(by_host)} hosts")]
+
+
+def clock_offsets(agents: Sequence[HostAgent], timeout_s: float) -> dict[str, float | None]:
+    """By host: seconds that its clock is ahead, within its round trip; None = no reply.
+
+    All are asked at the same time, each by a thread: waiting for a host that is silent would hide
+    what the others are off by.
+    """
+    with ThreadPoolExecutor(max(len(agents), 1)) as threads:
+        offsets = threads.map(partial(_offset, timeout_s=timeout_s), agents)
+        return dict(zip((agent.host for agent in agents), offsets, strict=True))
+
+
+def _offset(agent: HostAgent, timeout_s: float) -> float | None:
+    before = time.time()
+    try:
+        there = agent.call(time.time, timeout_s=timeout_s)
+    except HostError:
+        return None
+    after = time.time()
+    late = max(before - there, there - after, 0.0)
+    return late if there > after else -late
 
 
 def clock_findings(offsets: Mapping[str, float | None]) -> list[Finding]:
@@ -148,50 +168,47 @@ def clock_findings(offsets: Mapping[str, float | None]) -> list[Finding]:
     return merged(found) or [ok("cluster.clock", f"within {CLOCK_S:g} s on {len(offsets)} hosts")]
 
 
-def _resource_findings(subject: Subject, nodes: Sequence[Any]) -> list[Finding]:
+def _resource_findings(subject: Subject, nodes: Sequence[Node]) -> list[Finding]:
     """Devices that Ray offers on each host; the hosts with most devices say how many."""
     kind = device.resolve_kind(subject.kind)
     if kind is DeviceKind.CPU:
         return []
-    resource = subject.resource or device.ray_resource(kind)
-    most = max((int(node.resources.get(resource, 0)) for node in nodes), default=0)
-    return merged([ray_finding(kind, node.resources, most).on(node.name) for node in nodes])
+    most = max((node.count for node in nodes), default=0)
+    return merged(
+        [ray_finding(_resource(subject), node.count, most).on(node.host) for node in nodes]
+    )
 
 
 def _collectives(
-    subject: Subject, nodes: Sequence[Any], environment: Mapping[str, str], end: float
+    subject: Subject, nodes: Sequence[Node], environment: Mapping[str, str], end: float
 ) -> list[Finding]:
     """Processes on the free devices of all hosts, and the hunt among them."""
     from mindspeed_rlxf.doctor.all_reduce import warm_up
     from mindspeed_rlxf.doctor.ranks import RayRanks
-    from mindspeed_rlxf.runtime import ray_survey
+    from mindspeed_rlxf.runtime.ray_agent import RayAgent, device_options
 
-    kind = device.resolve_kind(subject.kind)
-    resource = subject.resource or device.ray_resource(kind)
+    kind, resource = device.resolve_kind(subject.kind), _resource(subject)
     found: list[Finding] = []
     hosts: list[Party] = []
-    processes: list[Any] = []
+    processes: list[RayAgent] = []
+    ips: list[str] = []
     for node in nodes:
-        count, held = _free_devices(kind, resource, node)
+        count, held = _free_devices(kind, node)
         if held:
             value = f"{held} of {held + count} {resource} are held by others"
             remedy = "they are left out; wait for the run that holds them to check them too"
-            found.append(warning("collectives.devices", value, remedy).on(node.name))
+            found.append(warning("collectives.devices", value, remedy).on(node.host))
         if count:
-            own = resource if node.resources.get(resource) else None
-            options = ray_survey.device_options(own, environment)
+            options = device_options(resource if node.count else None, environment)
             first = len(processes)
-            processes += [ray_survey.start(node, options) for _ in range(count)]
-            hosts.append(Party(node.name, tuple(range(first, len(processes)))))
-    ranks = RayRanks(kind, processes)
+            processes += [RayAgent(node.id, node.host, **options) for _ in range(count)]
+            ips += [node.ip] * count
+            hosts.append(Party(node.host, tuple(range(first, len(processes)))))
+    ranks = RayRanks(kind, processes, ips)
     try:
         limit = min(START_S, (end - time.monotonic()) / 2)
-        replies = ray_survey.gather([each.call(warm_up) for each in processes], limit)
-        late = {
-            process.node.name
-            for process, reply in zip(processes, replies, strict=True)
-            if ray_survey.is_failure(reply)
-        }
+        replies = outcomes([each.start(warm_up, timeout_s=limit) for each in processes])
+        late = {reply.host for reply in replies if isinstance(reply, HostError)}
         for name in sorted(late):
             remedy = "look at load, memory and Ray's logs there"
             found.append(error("collectives.start", "a process does not start", remedy).on(name))
@@ -201,9 +218,10 @@ def _collectives(
         ranks.end()
 
 
-def _free_devices(kind: DeviceKind, resource: str, node: Any) -> tuple[int, int]:
+def _free_devices(kind: DeviceKind, node: Node) -> tuple[int, int]:
     """Devices of a node that are free, and that others hold. On CPU one where none is declared."""
-    there, free = (int(of.get(resource, 0)) for of in (node.resources, node.free))
     if kind is DeviceKind.CPU:
-        return (min(free, MOST_RANKS_ON_CPU), there - free) if there else (1, 0)
-    return free, there - free
+        if not node.count:
+            return 1, 0
+        return min(node.free, MOST_RANKS_ON_CPU), node.count - node.free
+    return node.free, node.count - node.free

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -82,10 +81,8 @@ def count_finding(kind: DeviceKind, counted: int, view: DriverView, hidden: str 
     return ok("devices.torch", shown)
 
 
-def ray_finding(kind: DeviceKind, offered: Mapping[str, float], counted: int | None) -> Finding:
-    """offered: resources of this host's Ray node; counted: devices that torch sees."""
-    resource = device.ray_resource(kind)
-    count = int(offered.get(resource, 0))
+def ray_finding(resource: str, count: int, counted: int | None) -> Finding:
+    """count: devices that this host's Ray node offers; counted: that torch sees."""
     value = f"Ray offers {count} {resource}"
     if counted is None or count == counted:
         return ok("devices.ray", value)

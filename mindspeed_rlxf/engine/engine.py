@@ -21,8 +21,7 @@ from torch import Tensor
 from mindspeed_rlxf import device
 from mindspeed_rlxf.algorithms.slots import readable_slots
 from mindspeed_rlxf.checkpoint.folders import copy_side_files, described_by, open_weights
-from mindspeed_rlxf.checkpoint.host_part import HostView
-from mindspeed_rlxf.checkpoint.run_files import Entry, Written
+from mindspeed_rlxf.checkpoint.run_files import Written
 from mindspeed_rlxf.checkpoint.weights import StageWeights
 from mindspeed_rlxf.config.enums import NanPolicy
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
@@ -47,7 +46,7 @@ from mindspeed_rlxf.engine.readouts import (
     read_values,
 )
 from mindspeed_rlxf.engine.sharded_files import save_sharded
-from mindspeed_rlxf.engine.train_state import StateSaver, damage, load_state, views
+from mindspeed_rlxf.engine.train_state import StateSaver, load_state
 from mindspeed_rlxf.models.experts import weigh_balance_loss
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
@@ -311,14 +310,6 @@ class MegatronEngine:
     def load_state(self, folder: Path) -> bool:
         """Take it over; False where another layout wrote it (see `train_state.load_state`)."""
         return load_state(self, folder)
-
-    def views(self, file: Path) -> list[HostView]:
-        """By rank: its host, and whether the file is there; a collective."""
-        return views(file)
-
-    def damage(self, folder: Path, entries: list[Entry], on_each_host: bool) -> list[str]:
-        """What is wrong with files of a checkpoint; a collective, each rank reads its share."""
-        return damage(folder, entries, on_each_host)
 
     def _run(self, micro_batches: Sequence[MicroBatch], then, forward_only: bool):  # type: ignore[no-untyped-def]
         def forward_step(batches, model):  # type: ignore[no-untyped-def]

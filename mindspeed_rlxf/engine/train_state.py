@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,13 +24,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_rlxf.checkpoint import host_part
-from mindspeed_rlxf.checkpoint.host_part import HostView
 from mindspeed_rlxf.checkpoint.run_files import (
     HOST,
-    Entry,
     Written,
-    content_problem,
     entry_of,
     sync_folder,
     write_text,
@@ -52,7 +49,6 @@ if TYPE_CHECKING:
 
 STATE = "state.json"
 RANDOM = "random"
-SEEN_WITHIN_S = 10.0
 T = TypeVar("T")
 
 
@@ -99,7 +95,7 @@ class StateSaver:
         failed = _all([] if error is None else [f"rank {dist.get_rank()}: {_named(error, folder)}"])
         if failed:
             raise OSError(f"{folder}: {'; '.join(failed)}")
-        host = host_part.view(sees=True).host
+        host = socket.gethostname()
         seconds = max(_all([writing.result().seconds]))
         return Written(_all([{**entry, HOST: host} for entry in writing.result().files]), seconds)
 
@@ -149,33 +145,6 @@ def load_state(engine: MegatronEngine, folder: Path) -> bool:
         _load_random_state(engine, json.loads(text))
     dist.barrier()
     return same
-
-
-def views(file: Path) -> list[HostView]:
-    """By rank: its host, and whether `file` is there; a collective, the same everywhere.
-
-    A network file system may take a moment to show a new file to other hosts.
-    """
-    dist.barrier()  # who writes it is there too
-    deadline = time.monotonic() + SEEN_WITHIN_S
-    while not file.exists() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return _all([host_part.view(file.exists())])
-
-
-def damage(folder: Path, entries: list[Entry], on_each_host: bool) -> list[str]:
-    """What is wrong with the files; a collective, the same everywhere.
-
-    Each is read by one rank, or by one of each host, as where each has files of its own.
-    """
-    rank = dist.get_rank()
-    readers = list(range(dist.get_world_size()))
-    if on_each_host:
-        hosts = _all([host_part.view(sees=True)])
-        readers = [other for other in readers if hosts[other] == hosts[rank]]
-    mine = entries[readers.index(rank) :: len(readers)]
-    problems = [content_problem(folder, entry) for entry in mine]
-    return _all([problem for problem in problems if problem is not None])
 
 
 def _pieces(engine: MegatronEngine) -> Iterator[Piece]:

@@ -14,7 +14,6 @@ from mindspeed_rlxf.data.batch import (
     RoleOutput,
     Rollouts,
 )
-from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.generation import version_span
@@ -26,8 +25,7 @@ from mindspeed_rlxf.roles.reports import (
     UpdateReport,
 )
 from mindspeed_rlxf.roles.saved import SavedRole
-from mindspeed_rlxf.rollout.transfer import WeightSender
-from mindspeed_rlxf.rollout.transfer_plan import plan_of
+from mindspeed_rlxf.rollout.replica import weight_sender
 
 
 class ActorRole(SavedRole):
@@ -37,11 +35,7 @@ class ActorRole(SavedRole):
         actor = config.actor_rollout
         self.config, self.algorithm = actor, config.algorithm
         self.engine = build_engine(config, Role.ACTOR_ROLLOUT)
-        self.sender: WeightSender | None = None  # None = the rollout shares the weights
-        if config.parts is not None:
-            self.sender = WeightSender(
-                self.engine.weights.tensors, plan_of(config), worlds.whole_pool(), config.parts[0]
-            )
+        self.sender = weight_sender(config, self.engine)
         replicas = self.engine.sum_over_replicas
         self.objective = objective_of(config, replicas)
         self.experience = ExperienceMaker(config, self.objective, replicas)

@@ -11,10 +11,11 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.device import megatron_versions, worlds
 from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.rollout.hybrid import SharedWeights
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.protocol import RolloutEngine
-from mindspeed_rlxf.rollout.transfer import WeightReceiver
+from mindspeed_rlxf.rollout.transfer import WeightReceiver, WeightSender
 from mindspeed_rlxf.rollout.transfer_plan import plan_of
 from mindspeed_rlxf.rollout.weights import OwnWeights, WeightSource
 
@@ -33,14 +34,22 @@ class Replica:
     is_leader: bool
 
 
-def native_replica(config: RunConfig, trained: MegatronEngine | None) -> Replica:
+def weight_sender(config: RunConfig, trained: TrainEngine) -> WeightSender | None:
+    """What sends the weights of this rank to those that generate; None where these share them."""
+    if config.parts is None:
+        return None
+    tensors = _megatron(trained).weights.tensors
+    return WeightSender(tensors, plan_of(config), worlds.whole_pool(), config.parts[0])
+
+
+def native_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
     """Generation with the Megatron model itself. A collective over the ranks that generate.
 
     trained: the actor's engine in the same process, whose weights are shared; None = ranks that
              train are others and send their weights
     """
     if trained is not None:
-        return _sharing(config, trained)
+        return _sharing(config, _megatron(trained))
     return _receiving(config)
 
 
@@ -73,6 +82,11 @@ def _receiving(config: RunConfig) -> Replica:
             receiver.receive()
 
     return Replica(engine, take_weights, own.groups.tp.rank() == 0)
+
+
+def _megatron(engine: TrainEngine) -> MegatronEngine:
+    assert isinstance(engine, MegatronEngine), "the native engine takes Megatron's weights alone"
+    return engine
 
 
 def _native(config: RunConfig, source: WeightSource) -> NativeRollout:

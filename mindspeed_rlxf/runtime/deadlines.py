@@ -6,6 +6,7 @@
 | processes, worlds     | runtime.start_timeout_s                                       |
 | a role's build        | runtime.timeout_s                                             |
 | save, load of state   | runtime.timeout_s                                             |
+| files of checkpoints  | runtime.timeout_s, on each host                               |
 | a phase's first call  | runtime.timeout_s                                             |
 | its later calls       | the largest of a tenth of it, SHORTEST_S and 5 x the running  |
 |                       | median, but no longer than the first                          |
@@ -31,12 +32,7 @@ HISTORY = 15  # calls that the median is taken over
 COLLECTIVE_MARGIN_S = 60.0
 
 # Methods that read or write files: they take what the storage takes, whatever came before.
-ON_STORAGE = (
-    BUILD,
-    "export",
-    *("begin_save", "end_save", "load_state", "damage"),
-    *("begin_part", "commit_part", "keep_parts", "unsafe_part", "read_file", "write_file"),
-)
+ON_STORAGE = (BUILD, "export", "begin_save", "end_save", "load_state")
 
 Phase = tuple[str, str, int]
 

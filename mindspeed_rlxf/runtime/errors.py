@@ -90,5 +90,21 @@ class TooFewDevices(UserError):
         self.free = list(free)
 
 
-class LateReply(RuntimeError):
-    """No reply within the time given."""
+class HostError(RuntimeError):
+    """A function that runs on a host beside the workers raised, was lost, or was late.
+
+    host, phase: where, and the name of the function
+    cause:       `OSError: what it said`, how its process ended, or what was waited for
+    is_late:     no result within the time given
+    """
+
+    def __init__(
+        self, host: str, phase: str, cause: str, remote_traceback: str = "", is_late: bool = False
+    ) -> None:
+        self.host, self.phase, self.cause = host, phase, " ".join(cause.split())
+        super().__init__(f"{phase} on {host} failed: {self.cause}")
+        self.remote_traceback, self.is_late = remote_traceback, is_late
+
+    def __reduce__(self) -> tuple[type[HostError], tuple[object, ...]]:
+        state = (self.host, self.phase, self.cause)
+        return type(self), (*state, self.remote_traceback, self.is_late)

@@ -99,11 +99,6 @@ class RoleGroup:
         """
         return self._submit(method.__name__, args, rows_per_input, None)
 
-    def call_on(self, rank: int, method: Callable[..., Any], *args: Any) -> Pending:
-        """Run a method on one rank alone: no collective may be in it. args: the same, or RowsRef"""
-        request = Request(self.role, method.__name__, args, keeps_rows=True)
-        return Pending(self.pool.submit([request], rank), [0], [None])
-
     def prepare(self, method: Callable[..., Any], *args: Any) -> list[Request]:
         """The requests of `call(method, *args)`, for `submit_together`."""
         return self._requests(method.__name__, args, 0, None)[0]

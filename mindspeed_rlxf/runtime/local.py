@@ -10,6 +10,7 @@ import faulthandler
 import itertools
 import os
 import pickle
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +22,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.checkpoint.host_part import machine
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
@@ -28,11 +30,13 @@ from mindspeed_rlxf.data.batch import Rows
 from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine import shared_groups
 from mindspeed_rlxf.runtime.deadlines import collective_timeout_s
-from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.errors import HostError, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.host_agent import Function, HostAgent, HostCall, ThreadCall, outcomes
 from mindspeed_rlxf.runtime.protocol import Reply, Request
 from mindspeed_rlxf.runtime.worker import RoleHost
 
-Outcome = tuple[Rows | None, Reply]
+Outcome = Any  # of one rank: what the others get to see
+Failure = WorkerError | HostError
 T = TypeVar("T")
 
 
@@ -87,13 +91,16 @@ class LocalWorld:
         store = PrefixStore("world", self._store)
         worlds.join(device.backend(kind), store, self.rank, (self.size,), timeout)
         self._host_group = dist.new_group(backend="gloo", timeout=timeout)
+        found = self.exchange((socket.gethostname(), machine()), "the names of hosts")
+        agents = {host: LocalAgent(host[0], found.index(host), self) for host in found}
+        self.hosts: list[HostAgent] = [agents[host] for host in found]  # by rank
 
-    def exchange(self, outcome: Outcome | WorkerError, what: str) -> list[Outcome]:
+    def exchange(self, outcome: Outcome | Failure, what: str) -> list[Outcome]:
         """Outcomes by rank, on every rank. A failure on one rank is raised on all that arrive."""
         number = next(self._calls)
-        error = outcome if isinstance(outcome, WorkerError) else None
+        error = outcome if isinstance(outcome, Failure) else None
         self._store.set(self._key(number, self.rank), pickle.dumps(error).hex())  # type: ignore[arg-type]
-        if isinstance(outcome, WorkerError):
+        if isinstance(outcome, Failure):
             raise outcome
         self._await_all(number, what)
         for rank in range(self.size):
@@ -139,9 +146,39 @@ class LocalWorld:
         return f"call/{number}/{rank}"
 
 
+class LocalAgent(HostAgent):
+    """Runs functions in a thread of one rank. Every rank makes the same calls, in the same order,
+    and gets the result; to start one is to wait for all ranks."""
+
+    def __init__(self, host: str, rank: int, world: LocalWorld) -> None:
+        super().__init__(host)
+        self._rank, self._world = rank, world
+
+    def start(self, function: Function, *args: Any, timeout_s: float) -> LocalHostCall:
+        what = f"{function.__name__} on {self.host}"
+        self._world.exchange(None, what)
+        values = [arg.result() if isinstance(arg, LocalHostCall) else arg for arg in args]
+        call = None
+        if self._world.rank == self._rank:
+            call = ThreadCall(self.host, function, values, timeout_s)
+        return LocalHostCall(call, self._rank, what, self._world)
+
+
+class LocalHostCall:
+    """Implements `HostCall`. call: None on ranks that do not run it"""
+
+    def __init__(self, call: HostCall | None, rank: int, what: str, world: LocalWorld) -> None:
+        self._call, self._rank, self._what, self._world = call, rank, what, world
+
+    def result(self) -> Any:
+        (outcome,) = outcomes([self._call]) if self._call else [None]
+        return self._world.exchange(outcome, self._what)[self._rank]
+
+
 class LocalPool:
     def __init__(self, name: str, world: LocalWorld) -> None:
         self.name, self.world_size, self._world = name, world.size, world
+        self.hosts = world.hosts
         self._host = RoleHost(world.rank, lambda handles: [handle.rows for handle in handles])
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> LocalCall:

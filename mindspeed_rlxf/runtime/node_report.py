@@ -16,7 +16,7 @@ from mindspeed_rlxf import packages
 from mindspeed_rlxf.checkpoint.formats import Format, find_weights
 from mindspeed_rlxf.checkpoint.layout import RANK_FILE
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.runtime.installed import build
+from mindspeed_rlxf.runtime.installed import OURS, differences, versions
 
 PACKAGES = ("torch", "transformers", packages.MEGATRON)
 DEVICE_PACKAGES = ("torch-npu", "mindspeed")  # a driver on a node without devices may lack them
@@ -40,8 +40,7 @@ class NodeReport:
     """
 
     host: str
-    build: str
-    packages: dict[str, str]
+    versions: dict[str, str]
     files: dict[str, dict[str, str] | None]
     sees_run: bool
     devices: int | None = None
@@ -60,8 +59,7 @@ def report(
     devices, sick = _health(probe) if probe is not None else (None, ())
     return NodeReport(
         host=socket.gethostname(),
-        build=build(),
-        packages={name: packages.version(name) or "none" for name in (*PACKAGES, *DEVICE_PACKAGES)},
+        versions=versions((*PACKAGES, *DEVICE_PACKAGES)),
         files={folder: contents(folder) for folder in folders},
         sees_run=run_file is None or os.path.exists(run_file),
         devices=devices,
@@ -120,38 +118,19 @@ def problems(driver: NodeReport, nodes: Sequence[NodeReport], keys: Mapping[str,
 
     keys: folder -> the configuration keys that name it
     """
-    found = []
+    expected = {name: driver.versions[name] for name in (OURS, *PACKAGES)}
+    found = [  # packages for devices are compared among the nodes: a driver may lack them
+        f"{d.name} on {host} must be that of "
+        f"{'the driver' if d.name in expected else 'the other nodes'} ({d.expected}), not "
+        f"{d.value}; install the same there, and start Ray on that host again"
+        for d in differences(((node.host, node.versions) for node in nodes), expected)
+        for host in d.hosts
+    ]
     for node in nodes:
-        found += _installed(driver, node, PACKAGES)
-        found += _installed(nodes[0], node, DEVICE_PACKAGES, nodes[0].host)
-        for folder, expected in driver.files.items():
-            if expected is not None:  # a name of the hub; weights are looked at before
-                found += _folder(f"{keys[folder]}={folder}", node, expected, node.files[folder])
+        for folder, files in driver.files.items():
+            if files is not None:  # a name of the hub; weights are looked at before
+                found += _folder(f"{keys[folder]}={folder}", node, files, node.files[folder])
     return list(dict.fromkeys(found))
-
-
-def _installed(
-    expected: NodeReport, node: NodeReport, names: Sequence[str], whose: str = "the driver"
-) -> list[str]:
-    found = []
-    if names is PACKAGES and node.build != expected.build:
-        found.append(
-            f"mindspeed_rlxf on {node.host} must be that of {whose} ({expected.build}), not "
-            f"{node.build}; install the same there, and start Ray on that host again"
-        )
-    for name in names:
-        ours, theirs = expected.packages[name], node.packages[name]
-        if _public(ours) != _public(theirs):
-            found.append(
-                f"{name} on {node.host} must be that of {whose} ({ours}), not {theirs}; "
-                "install the same there, and start Ray on that host again"
-            )
-    return found
-
-
-def _public(version: str) -> str:
-    """Without the local part, which names the build: 2.7.1+cpu on a head without devices."""
-    return version.partition("+")[0]
 
 
 def _folder(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.runtime.host_agent import HostAgent
 from mindspeed_rlxf.runtime.refs import Handle
 
 BUILD = "build"
@@ -68,6 +69,10 @@ class Pool(Protocol):
     @property
     def world_size(self) -> int: ...
 
+    @property
+    def hosts(self) -> Sequence[HostAgent]:
+        """By rank: the agent of its host, the same object for the ranks of one host."""
+
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> Call:
         """Start one request per rank, in the order of ranks, without waiting.
 
@@ -86,6 +91,7 @@ class PoolPart:
             f"{pool.name} has {pool.world_size} ranks, not {first_rank} + {world_size}"
         )
         self.name, self.world_size = pool.name, world_size
+        self.hosts = pool.hosts[first_rank : first_rank + world_size]
         self._pool, self._first = pool, first_rank
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> Call:

@@ -12,8 +12,9 @@ import ray
 from ray.util.placement_group import placement_group
 
 from mindspeed_rlxf.runtime.errors import DevicesMissing, TooFewDevices
+from mindspeed_rlxf.runtime.node_check import NodeCheck
 from mindspeed_rlxf.runtime.nodes import MODEL_PREFIX, Node, lacking, missing, model_for, taken
-from mindspeed_rlxf.runtime.ray_nodes import NodeCheck, nodes_with
+from mindspeed_rlxf.runtime.ray_agent import live_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class DeviceClaim:
         """Of a joined cluster; none of an own one, which is this host alone."""
         if self._wait_s is None:
             return []
-        return self._check.check(nodes_with(self._resource))
+        return self._check.check([node for node in live_nodes(self._resource) if node.count])
 
     def _group(self, shape: tuple[int, ...], model: str | None) -> Any:
         bundle = {f"{MODEL_PREFIX}{model}": A_LITTLE} if model else {}
@@ -99,7 +100,8 @@ class DeviceClaim:
         )
 
     def _report(self, shapes: Shapes, late: list[str], is_last: bool) -> None:
-        nodes = [n for n in nodes_with(self._resource) if n.id not in self._check.left_out]
+        left_out = self._check.left_out
+        nodes = [n for n in live_nodes(self._resource) if n.count and n.id not in left_out]
         told = lacking(late, shapes, nodes)
         found = [missing(n, shapes[n], self._resource, self._address, nodes) for n in told]
         if not is_last:

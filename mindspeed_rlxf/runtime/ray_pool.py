@@ -15,6 +15,7 @@ from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.runtime.deadlines import Deadlines
 from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.host_agent import HostAgent
 from mindspeed_rlxf.runtime.places import Place
 from mindspeed_rlxf.runtime.process import ProcessSetup, WorkerProcess, log_of
 from mindspeed_rlxf.runtime.protocol import Reply, Request
@@ -150,11 +151,12 @@ class RayPool:
         name: str,
         workers: RayWorkers,
         setups: Sequence[ProcessSetup],
+        hosts: Sequence[HostAgent],
         deadlines: Deadlines,
         owner: RayPoolOwner,
     ) -> None:
         self.name, self.world_size, self.workers = name, len(workers.actors), workers
-        self.deadlines = deadlines
+        self.hosts, self.deadlines = hosts, deadlines
         self._setups, self._owner = setups, owner
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> RayCall:
@@ -169,9 +171,9 @@ class RayPool:
         return Origin(role, rank, host, phase, log, self.name)
 
     def watched(self) -> list[Watched]:
-        """Its workers, for who looks at them."""
-        places = zip(self._setups, self.workers.places, strict=True)
-        return [Watched(self.name, s.rank, place, log_of(s) or "") for s, place in places]
+        """Its workers, for diagnosis."""
+        ranks = zip(self._setups, self.workers.places, self.hosts, strict=True)
+        return [Watched(self.name, s.rank, at, log_of(s) or "", agent) for s, at, agent in ranks]
 
     def explain(self, error: RuntimeTimeout, inputs: Sequence[RayHandle]) -> RuntimeTimeout:
         """The same with what every rank did when the deadline passed."""

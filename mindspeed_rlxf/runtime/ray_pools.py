@@ -16,15 +16,22 @@ from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RuntimeConf
 from mindspeed_rlxf.runtime.deadlines import Deadlines, collective_timeout_s
 from mindspeed_rlxf.runtime.environment import worker_environment
 from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.node_check import NodeCheck
 from mindspeed_rlxf.runtime.places import by_rank, described
 from mindspeed_rlxf.runtime.process import ProcessSetup
+from mindspeed_rlxf.runtime.ray_agent import RayAgent, RayAgents, device_options
 from mindspeed_rlxf.runtime.ray_claim import DeviceClaim
 from mindspeed_rlxf.runtime.ray_cluster import LOOPBACK, RayCluster, resource_name
-from mindspeed_rlxf.runtime.ray_nodes import NodeCheck
 from mindspeed_rlxf.runtime.ray_pool import RayPool, RayWorker, RayWorkers
 from mindspeed_rlxf.runtime.ray_wait import Origin, RayHandle, gather
-from mindspeed_rlxf.runtime.ray_witness import ask
-from mindspeed_rlxf.runtime.witness import Producer, Sighting, examined, explained, keep_logs
+from mindspeed_rlxf.runtime.witness import (
+    Producer,
+    Sighting,
+    examined,
+    explained,
+    keep_logs,
+    look_everywhere,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +49,9 @@ class RayPools:
         keep_warm: bool,
         pool_settings: PoolSettings,
         node_check: NodeCheck,
+        agents: RayAgents,
     ) -> None:
+        self._agents = agents
         self._cluster, self._threads = cluster, device.cpu_threads
         self.deadlines = Deadlines(settings.timeout_s)
         self.start_timeout_s = settings.start_timeout_s
@@ -87,10 +96,19 @@ class RayPools:
                 if name not in claimed:
                     ray.util.remove_placement_group(group)
             raise
-        made = [RayPool(n, claimed[n], setups[n], self.deadlines, self) for n in processes_per_node]
-        pools = {pool.name: pool for pool in made}
+        pools = {
+            name: RayPool(
+                name, claimed[name], setups[name], self._hosts(claimed[name]), self.deadlines, self
+            )
+            for name in processes_per_node
+        }
         self._pools += pools.values()
+        self._agents.end(but=[agent for pool in self._pools for agent in pool.hosts])
         return pools
+
+    def _hosts(self, workers: RayWorkers) -> list[RayAgent]:
+        """The agent of each rank's host."""
+        return [self._agents.on(place.node, place.host) for place in workers.places]
 
     def end(self) -> None:
         """End every process."""
@@ -100,36 +118,35 @@ class RayPools:
         for workers in self._warm:
             workers.kill()
         self._warm.clear()
+        self._agents.end()
 
     def look(self, stacks: bool) -> dict[tuple[str, int], Sighting]:
         """At every worker, by pool and rank; brings the logs of other hosts here.
 
+        Empty where looking fails: the failure that it is to explain counts for more.
+
         stacks: have each write the stack of its threads to its log
         """
         watched = [worker for pool in self._pools for worker in pool.watched()]
-        told = ask(watched, stacks)
-        keep_logs(watched, told)
-        return told
+        try:
+            told = look_everywhere(watched, stacks)
+            keep_logs(watched, told)
+            return told
+        except Exception:  # of Ray, or a disk that is full
+            logger.exception("the workers could not be looked at")
+            return {}
 
     def explain(
         self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
     ) -> RuntimeTimeout:
         made = [(handle.origin, repr(handle)) for handle in inputs]
         producers = [Producer(o.pool, o.rank, o.host, f"{o.role}.{o.phase}", r) for o, r in made]
-        return explained(error, pool.name, producers, self._look_anyhow(stacks=True))
-
-    def _look_anyhow(self, stacks: bool) -> dict[tuple[str, int], Sighting]:
-        """`look`, where the failure that it is to explain counts for more than its own."""
-        try:
-            return self.look(stacks)
-        except Exception:  # of Ray, or a disk that is full
-            logger.exception("the workers could not be looked at")
-            return {}
+        return explained(error, pool.name, producers, self.look(stacks=True))
 
     def examined(self, error: WorkerError) -> WorkerError:
         """As `witness.examined`, after a look at all workers."""
         watched = {(w.pool, w.rank): w for pool in self._pools for w in pool.watched()}
-        told = self._look_anyhow(stacks=False)
+        told = self.look(stacks=False)
         rose = [
             sighting.oom_kills - watched[key].place.oom_kills
             for key, sighting in told.items()
@@ -168,6 +185,8 @@ class RayPools:
         for name, found in actors.items():
             ordered = by_rank([(actor, next(places)) for _, actor in found])
             workers[name] = RayWorkers(shapes[name], groups[name], *ordered)
+            for agent in self._hosts(workers[name]):
+                agent.open()  # starts while the ranks import what they need
             if not self._cluster.own:
                 logger.info("pool %s: %s", name, described(workers[name].places))
         if not self._cluster.own:
@@ -176,17 +195,11 @@ class RayPools:
         return workers
 
     def _actors(self, shape: tuple[int, ...], group: Any) -> list[tuple[int, Any]]:
-        if self._resource == "GPU":
-            wants: dict[str, Any] = {"num_gpus": 1}
-        else:
-            wants = {"resources": {self._resource: 1}}
-        if self._environment:
-            wants["runtime_env"] = {"env_vars": self._environment}
+        wants = device_options(self._resource, self._environment)
         found = []
         for bundle, count in enumerate(shape):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-            options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": strategy, **wants}
-            factory = ray.remote(RayWorker).options(**options)
+            factory = ray.remote(RayWorker).options(scheduling_strategy=strategy, **wants)
             found += [(bundle, factory.remote()) for _ in range(count)]
         return found
 

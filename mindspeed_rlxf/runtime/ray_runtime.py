@@ -41,14 +41,16 @@ class RayRuntime:
         declared = {} if resource in FOUND_BY_RAY else {resource: float(num_devices)}
         self.cluster: RayCluster = open_cluster(settings.address, declared)
         # Only now: Ray reads its environment, which depends on the cluster, when it is imported.
-        from mindspeed_rlxf.runtime.ray_nodes import NodeCheck
+        from mindspeed_rlxf.runtime.node_check import NodeCheck
+        from mindspeed_rlxf.runtime.ray_agent import RayAgents
         from mindspeed_rlxf.runtime.ray_pools import RayPools
 
         pool_settings = pool_settings or PoolSettings(wait_s=settings.start_timeout_s)
         probe = resolve_kind(device.kind) if pool_settings.bad_nodes == "leave_out" else None
-        check = NodeCheck(read_by_workers or {}, run_file, settings.start_timeout_s, probe)
+        agents, wait_s = RayAgents(), settings.start_timeout_s
+        check = NodeCheck(agents.on, read_by_workers or {}, run_file, wait_s, probe)
         arguments = (self.cluster, device, settings, num_devices, log_dir, keep_warm)
-        self.pools = RayPools(*arguments, pool_settings, check)
+        self.pools = RayPools(*arguments, pool_settings, check, agents)
 
     @classmethod
     def from_config(cls, config: RunConfig, log_dir: Path, run_file: Path) -> RayRuntime:

@@ -122,23 +122,32 @@ def _read_one(ref: Any, origin: Origin) -> Any:
 
 def as_worker_error(error: RayError, origin: Origin) -> WorkerError:
     """What Ray says about a task, in one line."""
+    died = origin.error(how_it_ended(error))
+    if not died.cause.startswith(DIED):
+        return died
+    died = origin.error(
+        died.cause + (f"; its last words are in {origin.log}" if origin.log else "")
+    )
+    died.remote_traceback = str(error)  # all that Ray knows
+    return died
+
+
+def how_it_ended(error: RayError) -> str:
+    """What was raised, or how the process ended; begins with DIED where it did."""
+    text = str(error)
     if isinstance(error, RayTaskError):
         cause = error.cause
-        return origin.error(f"{type(cause).__name__}: {cause}" if cause else str(error))
+        return f"{type(cause).__name__}: {cause}" if cause else text
     if not isinstance(error, (RayActorError, OutOfMemoryError)):
-        return origin.error(f"its result was lost ({type(error).__name__})")
-    text = str(error)
+        return f"its result was lost ({type(error).__name__})"
     if "creation task" in text:  # the process is alive, our actor class could not be made in it
-        return origin.error(text.strip().splitlines()[-1])
+        return text.strip().splitlines()[-1]
     reason = "killed, crashed or out of memory"
     if isinstance(error, OutOfMemoryError) or "low on memory" in text:
         reason = "killed by Ray because its host ran out of memory"
     elif "node has died" in text or "raylet" in text.lower():
         reason = "Ray on its host ended, or the host"
-    log = f"; its last words are in {origin.log}" if origin.log else ""
-    died = origin.error(f"{DIED} ({reason}){log}")
-    died.remote_traceback = text  # all that Ray knows
-    return died
+    return f"{DIED} ({reason})"
 
 
 def _first_cause(

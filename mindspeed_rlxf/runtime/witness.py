@@ -1,4 +1,4 @@
-"""What is to be seen of workers from beside them, on their node: when one hangs, or has died.
+"""Diagnose workers from outside the process when one hangs or has died, by their hosts' agents.
 
 The workers themselves are not asked: one that is stopped, or stuck in C, answers nothing. A signal
 makes Python write the stack of every thread of a worker to its log, also of one stuck in C; the
@@ -8,17 +8,23 @@ process table tells the rest. Free of Ray.
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import re
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rlxf.runtime.errors import DIED, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.errors import DIED, HostError, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.host_agent import HostAgent, outcomes
 from mindspeed_rlxf.runtime.places import Place
 
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 30.0  # for a host: the process of its agent may have to start first
 STACK_SIGNAL = signal.SIGUSR2
 FETCHED = "[the end of this log, fetched from "  # how a copy begins
 STDERR = 2
@@ -55,18 +61,39 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Watched:
-    """A worker by its pool and rank. log: its file on its node; empty = unknown"""
+    """A worker by its pool and rank. log: its file on its host; empty = unknown"""
 
     pool: str
     rank: int
     place: Place
     log: str
+    agent: HostAgent
 
 
 def show_stacks_on_signal() -> None:
     """In a worker: on the signal, and on a crash in C, write the stack of every thread to stderr"""
     faulthandler.enable(STDERR)
     faulthandler.register(STACK_SIGNAL, STDERR, all_threads=True)
+
+
+def look_everywhere(workers: Sequence[Watched], stacks: bool) -> dict[tuple[str, int], Sighting]:
+    """`look` on every host of these workers; by (pool, rank), of the hosts that answer in time."""
+    by_agent: dict[HostAgent, list[Watched]] = defaultdict(list)
+    for worker in workers:
+        by_agent[worker.agent].append(worker)
+    calls = [
+        agent.start(
+            look, [Subject(w.rank, w.place.pid, w.log) for w in found], stacks, timeout_s=ANSWER_S
+        )
+        for agent, found in by_agent.items()
+    ]
+    answers: dict[tuple[str, int], Sighting] = {}
+    for found, reply in zip(by_agent.values(), outcomes(calls), strict=True):
+        if isinstance(reply, HostError):
+            logger.warning("no stacks and no logs of the ranks on %s: %s", reply.host, reply.cause)
+        else:
+            answers.update({(w.pool, w.rank): t for w, t in zip(found, reply, strict=True)})
+    return answers
 
 
 def look(subjects: Sequence[Subject], stacks: bool) -> list[Sighting]:

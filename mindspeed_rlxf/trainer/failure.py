@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
-from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.errors import HostError, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.trainer.stopping import StopRequest
 
 NAMED = ("role", "rank", "host", "phase", "cause", "missing", "remote_traceback")
@@ -19,7 +19,7 @@ NAMED = ("role", "rank", "host", "phase", "cause", "missing", "remote_traceback"
 
 def message_of(error: BaseException) -> str:
     """One line that says who, where, during what and why."""
-    if isinstance(error, (WorkerError, RuntimeTimeout)):
+    if isinstance(error, (WorkerError, RuntimeTimeout, HostError)):
         return " ".join(str(error).split())
     return " ".join(f"driver: {type(error).__name__}: {error}".split())
 

@@ -1,6 +1,6 @@
 """Hosts that do not see the run directory, and the parts of checkpoints that they keep.
 
-One rank of each such host, its server, does what the driver does on its own disk: an empty hidden
+The agent of each such host does what the driver does on its own disk: an empty hidden
 folder before a save, the name after it, the removal of old ones. Before a checkpoint is loaded each
 host gets the files that its ranks may read and that others keep.
 """
@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.checkpoint import host_part
-from mindspeed_rlxf.checkpoint.host_part import CHUNK_BYTES, FileChunk, HostView
+from mindspeed_rlxf.checkpoint.host_part import CHUNK_BYTES, HostView
 from mindspeed_rlxf.checkpoint.run_files import HOST, Entry, without_host
 from mindspeed_rlxf.checkpoint.run_store import Checkpoint, Manifest, RunStore
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.runtime.group import Pending
-from mindspeed_rlxf.runtime.refs import RowsRef
-from mindspeed_rlxf.runtime.saved_group import PartOnHost, SavedGroup
+from mindspeed_rlxf.runtime.host_agent import Function, HostAgent, HostCall, call_each
 
 DRIVER = ""  # the key of every host that sees the driver's folder
 Held = Mapping[str, set[int]]
@@ -33,46 +31,56 @@ def key_of(view: HostView) -> str:
 @dataclass
 class HostParts:
     """folder: checkpoints of the run, the same path everywhere
-    groups: of the roles that are trained, by their subfolder of a checkpoint
-    views:  of their ranks, by the same
+    roles:     hosts of the roles that are trained, by their subfolder of a checkpoint
+    views:     what each of these hosts sees
+    timeout_s: for each call
     """
 
     store: RunStore
-    groups: Mapping[str, SavedGroup]
-    views: Mapping[str, list[HostView]]
-    _servers: dict[str, PartOnHost] = field(init=False)  # one that sees the driver's folder too
+    roles: Mapping[str, Sequence[HostAgent]]
+    views: Mapping[HostAgent, HostView]
+    timeout_s: float
+    _servers: dict[str, HostAgent] = field(init=False)  # one that sees the driver's folder too
     _key: dict[str, str] = field(init=False)  # of a host -> of who serves its folder
 
     def __post_init__(self) -> None:
-        servers: dict[str, PartOnHost] = {}
-        for name, views in self.views.items():
-            for rank, view in enumerate(views):
-                servers.setdefault(key_of(view), self.groups[name].part(rank))
+        servers: dict[str, HostAgent] = {}
+        for agent, view in self.views.items():
+            servers.setdefault(key_of(view), agent)
         self._key = {key: key for key in servers} | self._shared_folders(servers)
         self._servers = {key: servers[key] for key in set(self._key.values())}
 
-    def _shared_folders(self, servers: Mapping[str, PartOnHost]) -> dict[str, str]:
+    def _shared_folders(self, servers: Mapping[str, HostAgent]) -> dict[str, str]:
         """Hosts may share a folder with each other and not with the driver: one of them serves."""
         apart = {key: server for key, server in servers.items() if key != DRIVER}
         names = {f"{key}_{secrets.token_hex(8)}": key for key in apart}  # not those of a copy
-        _wait([apart[key].mark(self.store.folder, name) for name, key in names.items()])
-        calls = {key: server.marks(self.store.folder) for key, server in apart.items()}
-        return {
-            key: min(names[name] for name in _report(call) if name in names)
-            for key, call in calls.items()
-        }
+        for name, key in names.items():
+            self._start(apart[key], host_part.mark, self.store.folder, name).result()
+        seen = self._on_each(apart, host_part.marks, self.store.folder)
+        return {k: min(names[name] for name in found if name in names) for k, found in seen.items()}
+
+    def _start(self, agent: HostAgent, function: Function, *args: Any) -> HostCall:
+        return agent.start(function, *args, timeout_s=self.timeout_s)
+
+    def _on_each(
+        self, servers: Mapping[str, HostAgent], function: Function, *args: Any
+    ) -> dict[str, Any]:
+        """Results by the key of the host."""
+        found = call_each(list(servers.values()), function, *args, timeout_s=self.timeout_s)
+        return dict(zip(servers, found, strict=True))
 
     @property
     def hosts(self) -> list[str]:
         """Names of those that do not see the driver's folder."""
-        return sorted({v.host for views in self.views.values() for v in views if not v.sees})
+        return sorted({view.host for view in self.views.values() if not view.sees})
 
     @property
-    def _apart(self) -> list[PartOnHost]:
-        return [server for key, server in self._servers.items() if key != DRIVER]
+    def _apart(self) -> dict[str, HostAgent]:
+        """Those that serve a folder other than the driver's."""
+        return {key: server for key, server in self._servers.items() if key != DRIVER}
 
     def begin(self, iteration: int) -> None:
-        _wait([server.begin(self.store.folder, iteration) for server in self._apart])
+        self._on_each(self._apart, host_part.begin, self.store.folder, iteration)
 
     def kept_here(self, entry: Entry) -> Entry:
         """A file that a rank wrote; without its host where the driver sees it."""
@@ -85,13 +93,13 @@ class HostParts:
 
         texts: path -> contents of the driver's files
         """
-        content = manifest.to_json()
-        _wait([server.commit(self.store.folder, content, texts) for server in self._apart])
+        arguments = self.store.folder, manifest.to_json(), texts
+        self._on_each(self._apart, host_part.commit, *arguments)
 
     def keep(self) -> None:
         """Each host removes what the driver's disk does not have any more."""
         kept = [checkpoint.iteration for checkpoint in self.store.newest_first()]
-        _wait([server.keep(self.store.folder, kept) for server in self._apart])
+        self._on_each(self._apart, host_part.keep, self.store.folder, kept)
 
     def bring(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
         """Give each host the files of its roles; returns what is damaged or unsafe, or nothing.
@@ -101,35 +109,32 @@ class HostParts:
         Raises UserError where a host that keeps files is not one of the run.
         """
         found: list[str] = []
-        for name, views in self.views.items():
+        for name, agents in self.roles.items():
             folder, entries = checkpoint.path / name, manifest.part(name)
             held = self._held(folder, entries)
-            wanted = {self._key[key_of(view)] for view in views}
+            wanted = sorted({self._key[key_of(self.views[agent])] for agent in agents})
             lost = [e for i, e in enumerate(entries) if not any(i in h for h in held.values())]
             if lost:
                 return self._say_lost(checkpoint, name, lost)
-            for key in sorted(wanted):
+            for key in wanted:
                 for place in sorted(set(range(len(entries))) - held[key]):
                     if problem := self._copy(folder, entries[place], place, held, key):
                         found.append(f"{name}/{problem}")
             if not found:  # whole now, which the scan expects
-                scans = [_report(self._servers[key].unsafe(folder)) for key in sorted(wanted)]
-                found += [problem for problem in scans if problem]
+                servers = {key: self._servers[key] for key in wanted}
+                scans = self._on_each(servers, host_part.unsafe, folder)
+                found += [problem for problem in scans.values() if problem]
         return "; ".join(found)
 
     def _held(self, folder: Path, entries: list[Entry]) -> Held:
         """Places of the files in each folder; the driver's is looked at by the driver."""
-        asked = {
-            key: server.present(folder, entries)
-            for key, server in self._servers.items()
-            if key != DRIVER
-        }
-        held = {key: set(_report(call)) for key, call in asked.items()}
-        return held | {DRIVER: set(host_part.present(folder, entries))}
+        found = self._on_each(self._apart, host_part.present, folder, entries)
+        found[DRIVER] = host_part.present(folder, entries)
+        return {key: set(places) for key, places in found.items()}
 
     def _say_lost(self, checkpoint: Checkpoint, name: str, lost: list[Entry]) -> str:
         """A file that its host has no longer is damage, a host that is away an error."""
-        present = {view.host for views in self.views.values() for view in views}
+        present = {view.host for view in self.views.values()}
         away = sorted({entry[HOST] for entry in lost if HOST in entry} - present)
         files = f"{name}/{lost[0]['path']}" + (f" and {len(lost) - 1} more" if lost[1:] else "")
         if not away:
@@ -145,19 +150,11 @@ class HostParts:
         source = min(key for key, places in held.items() if place in places)
         writer, problem = self._servers[target], ""
         for offset in range(0, max(1, entry["size"]), CHUNK_BYTES):
-            chunk: RowsRef | FileChunk
-            if source == DRIVER:
-                chunk = host_part.read(folder / entry["path"], offset)
-            else:
-                chunk = self._servers[source].read(folder / entry["path"], offset).rows()
-            problem = _report(writer.write(folder, entry, offset, chunk))
+            file = folder / entry["path"]
+            chunk = (
+                host_part.read(file, offset)
+                if source == DRIVER
+                else self._start(self._servers[source], host_part.read, file, offset)
+            )
+            problem = self._start(writer, host_part.write, folder, entry, offset, chunk).result()
         return problem
-
-
-def _wait(calls: Sequence[Pending]) -> None:
-    for call in calls:
-        call.result()
-
-
-def _report(call: Pending) -> Any:
-    return call.result()[0]

@@ -14,7 +14,13 @@ from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
-from mindspeed_rlxf.runtime.errors import DevicesMissing, RuntimeTimeout, TooFewDevices, WorkerError
+from mindspeed_rlxf.runtime.errors import (
+    DevicesMissing,
+    HostError,
+    RuntimeTimeout,
+    TooFewDevices,
+    WorkerError,
+)
 from mindspeed_rlxf.runtime.protocol import Runtime
 from mindspeed_rlxf.runtime.role_groups import RoleGroups
 from mindspeed_rlxf.trainer import failure, supervisor
@@ -157,7 +163,7 @@ class Run:
         self.exit_code = EXIT_STOPPED
 
     def _fail(self, error: Exception) -> None:
-        if not isinstance(error, (WorkerError, RuntimeTimeout)):
+        if not isinstance(error, (WorkerError, RuntimeTimeout, HostError)):
             logger.error("the driver failed", exc_info=error)
         if self._started:  # a full disk has no room for the report otherwise
             with contextlib.suppress(OSError):

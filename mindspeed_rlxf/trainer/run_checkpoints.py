@@ -26,6 +26,7 @@ from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.runtime.host_agent import call_each
 from mindspeed_rlxf.runtime.role_groups import ActorGroup, CriticGroup, RoleGroups
 from mindspeed_rlxf.trainer import resume
 from mindspeed_rlxf.trainer.host_parts import HostParts
@@ -56,6 +57,7 @@ class RunCheckpoints:
         self.store = RunStore(directory.checkpoints)
         self.prompts_digest = prompts_digest
         self.trained = trained_roles(roles)
+        self._timeout_s = config.runtime.timeout_s
         self._clock = clock
         self._last_save = clock()
         self._files: list[Entry] = []
@@ -203,17 +205,18 @@ class RunCheckpoints:
         probe = self.store.folder / (PROBE if alone else f"{PROBE}_{secrets.token_hex(8)}")
         if self.writes:
             write_text(probe, "")
-        groups = {SAVED_AS[role]: group for role, group in self.trained.items()}
-        calls = {name: group.views(probe) for name, group in groups.items()}
-        views = {name: call.result()[0] for name, call in calls.items()}
+        roles = {SAVED_AS[role]: group.hosts for role, group in self.trained.items()}
+        agents = list(dict.fromkeys(agent for hosts in roles.values() for agent in hosts))
+        seen = call_each(agents, host_part.look_for, probe, timeout_s=self._timeout_s)
         if self.writes:
             probe.unlink(missing_ok=True)
-        blind = sorted({view.host for seen in views.values() for view in seen if not view.sees})
+        blind = sorted({view.host for view in seen if not view.sees})
         if not blind:
             return None
         self._check_apart(blind)
         note(f"note: {', '.join(blind)} keep their parts of checkpoints on their own disks")
-        return HostParts(self.store, groups, views)
+        views = dict(zip(agents, seen, strict=True))
+        return HostParts(self.store, roles, views, self._timeout_s)
 
     def _check_apart(self, blind: list[str]) -> None:
         if not self.config.training.no_shared_storage:
@@ -230,18 +233,19 @@ class RunCheckpoints:
 
     def _damage(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
         """What is wrong with the roles' files; nothing has unpickled any of them before this."""
-        if self._parts is None:
-            found = host_part.unsafe(checkpoint.path)
-        else:
-            found = self._parts.bring(checkpoint, manifest)
-        if found:
-            return found
-        calls = [
-            (SAVED_AS[role], group.damage(path, manifest.part(path.name), bool(self._parts)))
+        folder, parts = checkpoint.path, self._parts
+        unsafe = parts.bring(checkpoint, manifest) if parts else host_part.unsafe(folder)
+        if unsafe:
+            return unsafe
+        calls = [  # each host reads its share, or all where it has files of its own
+            (name, agent.start(host_part.damage, folder / name, share, timeout_s=self._timeout_s))
             for role, group in self.trained.items()
-            for path in (checkpoint.path / SAVED_AS[role],)
+            for name, entries in ((SAVED_AS[role], manifest.part(SAVED_AS[role])),)
+            for place, agent in enumerate(group.hosts)
+            for share in (entries if self._parts else entries[place :: len(group.hosts)],)
         ]
-        return "; ".join(f"{name}/{found}" for name, call in calls for found in call.result()[0])
+        found = [f"{name}/{problem}" for name, call in calls for problem in call.result()]
+        return "; ".join(dict.fromkeys(found))
 
     def _load(self, checkpoint: Checkpoint, state: dict[str, Any], note: Note) -> dict[str, Any]:
         if state["prompts_digest"] != self.prompts_digest:

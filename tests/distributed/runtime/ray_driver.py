@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 from typing import Any
 
@@ -21,10 +22,12 @@ from tests.distributed.runtime.stand_ins import StandIn
 def serve() -> None:
     runtime = RayRuntime(DeviceConfig(kind=DeviceKind.CPU), RuntimeConfig(), 1)
     try:
-        group = build(runtime.create_pools({"pool": [1]})["pool"])
+        pool = runtime.create_pools({"pool": [1]})["pool"]
+        group = build(pool)
         facts: dict[str, Any] = {"own": runtime.cluster.own}
         facts["worker"] = group.call(StandIn.process).result()[0]
         facts["forwarded"] = group.call(StandIn.environment, "NCCL_RLXF_TEST").result()[0]
+        facts["agent"] = pool.hosts[0].call(os.getpid, timeout_s=60.0)
         facts["temp_dir"] = str(runtime.cluster.temp_dir)
         busy = group.call(StandIn.nap, 600.0)
         print(json.dumps(facts), flush=True)

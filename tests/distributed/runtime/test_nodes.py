@@ -95,7 +95,8 @@ def nodes(ray_runtime: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture
 def make_pools(ray_runtime: Any, nodes: Nodes) -> Iterator[Callable[..., Any]]:
     """Pools of one more run on the cluster, as if it had joined."""
-    from mindspeed_rlxf.runtime.ray_nodes import NodeCheck
+    from mindspeed_rlxf.runtime.node_check import NodeCheck
+    from mindspeed_rlxf.runtime.ray_agent import RayAgents
     from mindspeed_rlxf.runtime.ray_pools import RayPools
 
     runs: list[Any] = []
@@ -106,7 +107,8 @@ def make_pools(ray_runtime: Any, nodes: Nodes) -> Iterator[Callable[..., Any]]:
         leave_out: Set[str] = frozenset(),
         **environment: str,
     ) -> Any:
-        check = NodeCheck({}, None, 60.0)
+        agents = RayAgents()
+        check = NodeCheck(agents.on, {}, None, 60.0)
         check.left_out |= leave_out
         run = RayPools(
             dataclasses.replace(ray_runtime.cluster, own=False),
@@ -117,6 +119,7 @@ def make_pools(ray_runtime: Any, nodes: Nodes) -> Iterator[Callable[..., Any]]:
             keep_warm=False,
             pool_settings=PoolSettings(wait_s=wait_s, env=environment),
             node_check=check,
+            agents=agents,
         )
         runs.append(run)
         return run.create(shapes, {})

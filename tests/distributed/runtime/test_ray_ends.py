@@ -54,7 +54,8 @@ def test_nothing_of_an_own_cluster_is_left_after_an_interrupt_and_after_a_kill()
         for number in (signal.SIGINT, signal.SIGKILL):
             facts = next_facts(process)
             children = psutil.Process(process.pid).children(recursive=True)
-            assert facts["own"] and facts["worker"] in [child.pid for child in children]
+            assert facts["own"]
+            assert {facts["worker"], facts["agent"]} <= {child.pid for child in children}
             # Ctrl-C reaches the whole group, a kill the driver alone.
             os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
             _, alive = psutil.wait_procs(children, timeout=20)
@@ -95,11 +96,12 @@ def test_a_joined_cluster_is_left_as_it_was(ray_runtime: Any) -> None:
     with driver(RAY_ADDRESS=address, NCCL_RLXF_TEST="on") as process:
         facts = next_facts(process)
         assert not facts["own"] and facts["forwarded"] == "on"
-        worker = psutil.Process(facts["worker"])
-        assert worker not in psutil.Process(process.pid).children(recursive=True)
+        there = [psutil.Process(facts[name]) for name in ("worker", "agent")]
+        assert not set(there) & set(psutil.Process(process.pid).children(recursive=True))
         process.kill()
         process.communicate()
-        worker.wait(timeout=20)
+        for each in there:
+            each.wait(timeout=20)
     pool = ray_runtime.create_pools({"after": [1]})["after"]
     assert build(pool).call(StandIn.rank).result() == [(0, 1)]
     pool.shutdown()

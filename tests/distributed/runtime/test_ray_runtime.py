@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.runtime.deadlines import Deadlines
-from mindspeed_rlxf.runtime.errors import DevicesMissing, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.errors import DevicesMissing, HostError, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.runtime.group import Sharded
 from tests.distributed.conftest import WARM_DEVICES
 from tests.distributed.runtime.group_checks import (
     build,
     check_failures,
+    check_host_agents,
     check_ranks_and_leaders,
     check_rows_between_layouts,
     check_two_roles_in_one_process,
@@ -62,6 +64,33 @@ def test_failures_carry_role_and_phase_and_no_tensor_reaches_the_driver(
 ) -> None:
     (pool,) = make_pools(2)
     check_failures(pool)
+
+
+def test_functions_run_on_hosts_beside_their_workers(make_pools: MakePools) -> None:
+    (pool,) = make_pools(2)
+    check_host_agents(pool)
+    pids = build(pool).call(StandIn.process).result()
+    assert pool.hosts[0].call(os.getpid, timeout_s=60.0) not in pids
+
+
+def test_an_agent_that_is_killed_is_replaced_and_one_that_keeps_dying_is_reported(
+    make_pools: MakePools,
+) -> None:
+    (pool,) = make_pools(1)
+    agent = pool.hosts[0]
+    first = agent.call(os.getpid, timeout_s=60.0)
+    nap = agent.start(time.sleep, 2.0, timeout_s=60.0)
+    time.sleep(0.5)
+    psutil.Process(first).kill()
+    assert nap.result() is None, "it is run again"
+    second = agent.call(os.getpid, timeout_s=60.0)
+    assert second != first
+    with pytest.raises(
+        HostError, match=rf"^_exit on {agent.host} failed: the process died"
+    ) as dead:
+        agent.call(os._exit, 1, timeout_s=60.0)
+    assert not dead.value.is_late
+    assert agent.call(os.getpid, timeout_s=60.0) not in (first, second)
 
 
 def test_roles_on_different_pools_run_at_the_same_time(make_pools: MakePools) -> None:

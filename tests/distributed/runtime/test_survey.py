@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from mindspeed_rlxf.doctor.all_reduce import warm_up
 from mindspeed_rlxf.doctor.collectives import check_collectives
 from mindspeed_rlxf.doctor.findings import Status
 from mindspeed_rlxf.doctor.hunt import Party
+from mindspeed_rlxf.runtime.host_agent import call_each
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 NUM_RANKS = 3
@@ -27,14 +29,14 @@ NUM_RANKS = 3
 def ranks(ray_runtime: Any) -> Iterator[Any]:
     """Three processes of the warm cluster, which stand for three hosts."""
     from mindspeed_rlxf.doctor.ranks import RayRanks
-    from mindspeed_rlxf.runtime import ray_survey
+    from mindspeed_rlxf.runtime.ray_agent import RayAgent, device_options, live_nodes
 
-    (node,) = ray_survey.nodes()
-    processes = [ray_survey.start(node, {}) for _ in range(NUM_RANKS)]
-    found = RayRanks(DeviceKind.CPU, processes)
+    (node,) = live_nodes("rlxf_cpu")
+    options = device_options(None, {})
+    processes = [RayAgent(node.id, node.host, **options) for _ in range(NUM_RANKS)]
+    found = RayRanks(DeviceKind.CPU, processes, [node.ip] * NUM_RANKS)
     try:
-        replies = ray_survey.gather([each.call(warm_up) for each in processes], 120.0)
-        assert len(set(replies)) == NUM_RANKS
+        assert len(set(call_each(processes, warm_up, timeout_s=120.0))) == NUM_RANKS
         yield found
     finally:
         found.end()
@@ -48,7 +50,8 @@ def test_real_processes_pass_and_a_killed_one_is_named(ranks: Any) -> None:
     found = check_collectives(hosts(), ranks, 120.0)
     assert [f for f in found if f.status is not Status.OK] == []
     assert found[-1].value.startswith("3 of 3 hosts together")
-    ranks.processes[1].end()  # its place is taken by a new process after it was found
+    pid = ranks.processes[1].call(warm_up, timeout_s=60.0)
+    os.kill(pid, signal.SIGKILL)  # its place is taken by a new process after it was found
     started = time.monotonic()
     found = check_collectives(hosts(), ranks, 120.0)
     bad = [f for f in found if f.status is Status.ERROR]
@@ -58,7 +61,7 @@ def test_real_processes_pass_and_a_killed_one_is_named(ranks: Any) -> None:
 
 
 def test_a_process_that_hangs_does_not_hold_up_the_others(ranks: Any) -> None:
-    ranks.processes[2].call(time.sleep, 1000)
+    ranks.processes[2].start(time.sleep, 1000, timeout_s=2000.0)
     first, second, third = ranks.run([(0,), (1,), (2,)], 20.0)
     assert first.passed and second.passed
     assert not third.passed and third.absent == (2,)

@@ -357,13 +357,13 @@ def started(config: RunConfig) -> Any:
 
 def joined(config: RunConfig) -> Any:
     """What Ray's runtime makes of a cluster that it joins: deadlines, threads, checks."""
-    from mindspeed_rlxf.runtime import ray_nodes, ray_runtime
+    from mindspeed_rlxf.runtime import node_check, ray_runtime
 
     cluster = SimpleNamespace(own=False, address="head:1")
     opens = patch.object(ray_runtime, "open_cluster", return_value=cluster)
-    with opens as opened, patch.object(ray_nodes, "NodeCheck") as check:
+    with opens as opened, patch.object(node_check, "NodeCheck") as check:
         made = ray_runtime.RayRuntime.from_config(config, Path("logs"), Path("file"))
     pools: Any = made.pools
     waits = pools.deadlines.longest_s, pools.start_timeout_s, pools.claim._wait_s
     environment = sorted(pools._environment.items())
-    return opened.call_args, check.call_args.args[2:], waits, pools._threads, environment
+    return opened.call_args, check.call_args.args[3:], waits, pools._threads, environment

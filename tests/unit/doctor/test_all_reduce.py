@@ -3,65 +3,54 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.doctor.all_reduce import Task, all_reduce, open_store
 from mindspeed_rlxf.doctor.hunt import Outcome
-from mindspeed_rlxf.runtime.errors import LateReply, WorkerError
+from mindspeed_rlxf.doctor.ranks import RayRanks, _together
+from mindspeed_rlxf.runtime.errors import HostError
+from mindspeed_rlxf.runtime.host_agent import Function, HostCall
+from tests.unit.runtime.agents import InProcess
 
 LOOPBACK = "127.0.0.1"
 
 
-class StandIn:
+class StandIn(InProcess):
     """A process of the survey: works, hangs until it is replaced, or hangs for ever."""
 
-    def __init__(self, way: str = "works") -> None:
-        self.way, self.node, self.num_replaced = way, SimpleNamespace(ip=LOOPBACK), 0
+    def __init__(self, way: str) -> None:
+        super().__init__("h")
+        self.way, self.num_replaced = way, 0
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+    def start(self, function: Function, *args: Any, timeout_s: float) -> HostCall:
+        return super().start(self.answer, function, timeout_s=timeout_s)
+
+    def answer(self, function: Function) -> Outcome | int:
         if self.way != "works":
-            return LateReply("no reply within 5 s")
-        if function is all_reduce:
-            return Outcome(True, 0.1)
-        return 1
+            raise TimeoutError("no reply within 5 s")
+        return Outcome(True, 0.1) if function is all_reduce else 1
 
-    def again(self) -> StandIn:
+    def end(self) -> None:
         self.num_replaced += 1
         if self.way == "hangs once":
             self.way = "works"
-        return self
 
 
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    from mindspeed_rlxf.doctor.ranks import RayRanks  # imports Ray
-
-    monkeypatch.setattr("mindspeed_rlxf.doctor.ranks.gather", lambda calls, timeout_s: list(calls))
-
-    def make(*ways: str) -> Any:
-        return RayRanks(DeviceKind.CPU, [StandIn(way) for way in ways])  # type: ignore[misc]
-
-    return make
+def ranks(*ways: str) -> Any:
+    return RayRanks(DeviceKind.CPU, [StandIn(way) for way in ways], [LOOPBACK] * len(ways))  # type: ignore[misc]
 
 
-def test_a_process_that_hangs_is_replaced_and_works_in_the_next_round(
-    ranks: Callable[..., Any],
-) -> None:
+def test_a_process_that_hangs_is_replaced_and_works_in_the_next_round() -> None:
     made = ranks("works", "hangs once", "works", "works")
     first = made.run([(0, 1), (2, 3)], 15.0)
     assert [o.passed for o in first] == [False, True]
     assert [o.passed for o in made.run([(0, 1), (2, 3)], 15.0)] == [True, True]
 
 
-def test_a_process_that_does_not_start_again_fails_at_once_from_then_on(
-    ranks: Callable[..., Any],
-) -> None:
+def test_a_process_that_does_not_start_again_fails_at_once_from_then_on() -> None:
     made = ranks("works", "hangs", "works", "works")
     made.run([(0, 1), (2, 3)], 15.0)
     pair, other = made.run([(1, 2), (0, 3)], 15.0)
@@ -88,12 +77,10 @@ def test_who_never_comes_is_told_at_the_deadline() -> None:
 
 
 def test_the_slowest_rank_counts_and_dead_processes_are_named_before_those_that_wait() -> None:
-    from mindspeed_rlxf.doctor.ranks import _together  # imports Ray
-
     good, slow = Outcome(True, 0.1), Outcome(True, 0.3)
     assert _together((4, 5), {4: good, 5: slow}) == Outcome(True, 0.3)
     waited = Outcome(False, 0.0, (1,), "timed out")  # rank 1 of the group is process 5
-    dead = WorkerError("doctor", 0, "h", "all_reduce", "the process died")
+    dead = HostError("h", "all_reduce", "the process died")
     assert _together((4, 5), {4: waited, 5: dead}) == Outcome(False, 0.0, (5,), "the process died")
-    late = LateReply("no reply within 5 s")
+    late = HostError("h", "all_reduce", "no reply within 5 s", is_late=True)
     assert _together((4, 5), {4: waited, 5: late}) == Outcome(False, 0.0, (5,), "timed out")

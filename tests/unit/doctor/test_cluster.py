@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-from types import SimpleNamespace
+import time
+from typing import Any
 
 import pytest
 
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.doctor import cluster
-from mindspeed_rlxf.doctor.cluster import clock_findings, drift, look, versions
+from mindspeed_rlxf.doctor.cluster import (
+    clock_findings,
+    clock_offsets,
+    drift,
+    look,
+    versions,
+)
 from mindspeed_rlxf.doctor.subject import Subject
+from mindspeed_rlxf.runtime.host_agent import Function, HostCall
+from tests.unit.runtime.agents import InProcess
 
 
 def test_hosts_with_another_version_are_named() -> None:
@@ -28,7 +35,8 @@ def test_hosts_with_another_version_are_named() -> None:
         ),
         ("error", "torch 2.6.0, on 4 other hosts 2.7.1", ("h2",)),
     ]
-    assert [f.status.value for f in drift({"h0": usual, "h1": usual})] == ["ok"]
+    built_alone = {**usual, "torch": "2.7.1+cpu"}  # a head without devices, as a run allows
+    assert [f.status.value for f in drift({"h0": usual, "h1": built_alone})] == ["ok"]
 
 
 def test_clocks_that_are_off_and_hosts_that_fall_silent_are_named() -> None:
@@ -40,82 +48,40 @@ def test_clocks_that_are_off_and_hosts_that_fall_silent_are_named() -> None:
     assert [f.value for f in clock_findings({"a": 0.2})] == ["within 1 s on 1 hosts"]
 
 
-@dataclasses.dataclass
-class Hosts:
-    """Stand-ins for Ray and its hosts, on a clock of their own.
+class Ahead(InProcess):
+    """A host whose clock is ahead, and whose reply takes a while. Counts those under way."""
 
-    ahead: seconds that the clock of each host that replies is ahead, and when its reply comes
-    """
+    under_way, most = 0, 0
 
-    ahead: dict[str, tuple[float, float]]
-    clock: float = 1000.0
+    def __init__(self, host: str, offset: float, reply_s: float) -> None:
+        super().__init__(host)
+        self._offset, self._reply_s = offset, reply_s
 
-    def time(self) -> float:
-        return self.clock
+    def start(self, function: Function, *args: Any, timeout_s: float) -> HostCall:
+        assert function is time.time
+        return super().start(self.reply, timeout_s=timeout_s)
 
-    monotonic = time
-
-    def process(self, node: SimpleNamespace, options: object) -> SimpleNamespace:
-        return SimpleNamespace(
-            node=node,
-            call=lambda function, *args: ((node.name, self.clock), None),
-            end=lambda: None,
-        )
-
-    def wait(
-        self, refs: list[tuple[str, float]], num_returns: int, timeout: float
-    ) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
-        comes = {ref: ref[1] + self.ahead[ref[0]][1] for ref in refs if ref[0] in self.ahead}
-        ready = sorted(comes, key=lambda ref: comes[ref])[:num_returns]
-        ready = [ref for ref in ready if comes[ref] <= self.clock + timeout]
-        done = comes[ready[-1]] if len(ready) == num_returns else self.clock + timeout
-        self.clock = max(self.clock, done)
-        return ready, [ref for ref in refs if ref not in ready]
-
-    def get(self, ref: tuple[str, float]) -> float:
-        offset, reply_s = self.ahead[ref[0]]
-        return ref[1] + reply_s / 2 + offset
+    def reply(self) -> float:
+        """The clock is read half way."""
+        Ahead.under_way += 1
+        Ahead.most = max(Ahead.most, Ahead.under_way)
+        time.sleep(self._reply_s / 2)
+        found = time.time() + self._offset
+        time.sleep(self._reply_s / 2)
+        Ahead.under_way -= 1
+        return found
 
 
-@pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch) -> Hosts:
-    from mindspeed_rlxf.runtime import ray_survey
-
-    hosts = Hosts({})
-    monkeypatch.setattr(ray_survey, "ray", hosts)
-    monkeypatch.setattr(ray_survey, "time", hosts)
-    monkeypatch.setattr(cluster, "time", hosts)
-    monkeypatch.setattr(ray_survey, "start", hosts.process)
-    monkeypatch.setattr(ray_survey, "gather", lambda calls, limit: [([], {})] * len(calls))
-    monkeypatch.setattr(cluster, "_collectives", lambda *arguments: [])
-    nodes = [SimpleNamespace(name=f"h{i}", resources={}) for i in range(64)]
-    monkeypatch.setattr(ray_survey, "nodes", lambda: nodes)
-    return hosts
-
-
-def clocks(left_s: float, hosts: Hosts) -> dict[str, tuple[str, ...]]:
-    """The finding about clocks with so many seconds left of the deadline: value -> hosts."""
-    found = cluster._look(Subject(DeviceKind.CPU, "/x"), hosts.clock + left_s)
-    return {f.value: f.hosts for f in found if f.check == "cluster.clock"}
-
-
-def test_all_hosts_are_asked_for_their_clocks_at_the_same_time(hosts: Hosts) -> None:
-    hosts.ahead = {"h0": (0.5, 0.2), "h1": (-3.0, 0.2), "h2": (1.6, 1.0)}
-    silent = tuple(f"h{i}" for i in range(3, 64))
-    found = clocks(60.0, hosts)
-    # The clock is read half way: of 3 s the 0.1 before it are not sure, of 1.6 the 0.5 after it.
-    assert found == {
-        "2.9 s behind": ("h1",),
-        "1.1 s ahead": ("h2",),
-        "answered once, and then no more": silent,
-    }
-    assert hosts.clock == pytest.approx(1003.0)
-
-
-def test_clocks_are_not_waited_for_beyond_the_deadline(hosts: Hosts) -> None:
-    hosts.ahead = {"h0": (0.0, 0.2)}
-    (answered,) = clocks(0.5, hosts).values()
-    assert len(answered) == 63 and hosts.clock == pytest.approx(1000.5)
+def test_all_hosts_are_asked_for_their_clocks_at_the_same_time() -> None:
+    hosts = [Ahead("a", -3.0, 0.2), Ahead("b", 1.6, 0.2)]
+    hosts += [Ahead(f"silent-{i}", 0.0, 60.0) for i in range(30)]
+    started = time.monotonic()
+    found = clock_offsets(hosts, 1.0)
+    assert time.monotonic() - started < 3 and Ahead.most == len(hosts)
+    # Of 3 s behind the 0.1 s before the reading are not sure, of 1.6 s ahead the 0.1 s after it.
+    assert found.pop("a") == pytest.approx(-2.9, abs=0.05)
+    assert found.pop("b") == pytest.approx(1.5, abs=0.05)
+    assert set(found.values()) == {None}
 
 
 def test_versions_name_this_package_and_python() -> None:

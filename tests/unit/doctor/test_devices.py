@@ -83,9 +83,9 @@ def test_torch_has_to_see_what_the_driver_offers_less_what_is_hidden() -> None:
 
 
 def test_a_count_that_ray_was_not_told_names_the_command() -> None:
-    found = devices.ray_finding(DeviceKind.NPU, {"CPU": 8.0}, 8)
+    found = devices.ray_finding("NPU", 0, 8)
     assert found.status.value == "warning" and '"NPU": 8' in found.remedy
-    assert devices.ray_finding(DeviceKind.NPU, {"NPU": 8.0}, 8).status.value == "ok"
+    assert devices.ray_finding("NPU", 8, 8).status.value == "ok"
 
 
 def test_a_missing_tool_is_a_warning_of_its_own() -> None:

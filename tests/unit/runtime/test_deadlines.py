@@ -41,10 +41,7 @@ def test_the_median_is_of_the_last_calls() -> None:
     assert deadlines.of(call("values")) == 150.0
 
 
-OF_FILES = [
-    "build", "export", "begin_save", "end_save", "load_state", "damage", "begin_part",
-    "commit_part", "keep_parts", "unsafe_part", "read_file", "write_file",
-]  # fmt: skip
+OF_FILES = ["build", "export", "begin_save", "end_save", "load_state"]
 
 
 @pytest.mark.parametrize("method", OF_FILES)

@@ -13,6 +13,7 @@ from mindspeed_rlxf.data.batch import RoleOutput, Rows
 from mindspeed_rlxf.runtime.group import RoleGroup, Sharded, submit_together
 from mindspeed_rlxf.runtime.protocol import PoolPart, Reply, Request
 from mindspeed_rlxf.runtime.refs import Piece, RowsRef
+from tests.unit.runtime.agents import InProcess
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class RecordingPool:
     name = "recording"
 
     def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+        self.world_size, self.hosts = world_size, [InProcess("here")] * world_size
         self.requests: list[Request] = []
         self.first_rank = 0
         self.calls: list[RecordingCall] = []

@@ -23,13 +23,11 @@ def test_only_the_ray_files_of_the_runtime_import_ray() -> None:
     assert importers == {
         Path("runtime") / name
         for name in (
+            "ray_agent.py",
             "ray_claim.py",
             "ray_cluster.py",
-            "ray_nodes.py",
             "ray_pool.py",
             "ray_pools.py",
-            "ray_survey.py",
             "ray_wait.py",
-            "ray_witness.py",
         )
     }

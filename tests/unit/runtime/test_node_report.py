@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.runtime.installed import build
+from mindspeed_rlxf.runtime.installed import OURS, build
 from mindspeed_rlxf.runtime.node_report import NodeReport, problems, report
 
 
@@ -25,7 +25,7 @@ def node(ours: NodeReport, host: str, **changes: object) -> NodeReport:
 
 def test_a_like_node_has_no_problem(folder: Path) -> None:
     ours = report([str(folder)], str(folder / "config.json"))
-    assert ours.sees_run and ours.build == build()
+    assert ours.sees_run and ours.versions[OURS] == build()
     assert not report([], str(folder / "nothing")).sees_run
     assert problems(ours, [node(ours, "a"), node(ours, "b")], {str(folder): "ref.load"}) == []
 
@@ -145,19 +145,20 @@ def test_contents_of_small_files_count(folder: Path) -> None:
 
 def test_other_sources_and_packages_are_named(folder: Path) -> None:
     ours = report([], None)
-    (problem,) = problems(ours, [ours, node(ours, "b", build="0.0.9, sources 0")], {})
-    assert problem.startswith(f"mindspeed_rlxf on b must be that of the driver ({build()})")
-    older = {**ours.packages, "torch": "2.1.0"}
-    (problem,) = problems(ours, [node(ours, "b", packages=older)], {})
+    other = {**ours.versions, OURS: "0.0.9, sources 0"}
+    (problem,) = problems(ours, [ours, node(ours, "b", versions=other)], {})
+    assert problem.startswith(f"mindspeed_rlxf on b must be that of the driver ({build()}), not 0.")
+    older = {**ours.versions, "torch": "2.1.0"}
+    (problem,) = problems(ours, [node(ours, "b", versions=older)], {})
     assert problem.startswith("torch on b must be that of the driver")
-    local = {**ours.packages, "torch": ours.packages["torch"].split("+")[0] + "+other"}
-    assert problems(ours, [node(ours, "b", packages=local)], {}) == []
+    local = {**ours.versions, "torch": ours.versions["torch"].split("+")[0] + "+other"}
+    assert problems(ours, [node(ours, "b", versions=local)], {}) == []
 
 
 def test_device_packages_are_compared_among_nodes_and_not_with_the_driver() -> None:
     ours = report([], None)
-    newer, older = ({**ours.packages, "torch-npu": v} for v in ("2.7.1", "2.6.0"))
-    a, b = node(ours, "a", packages=newer), node(ours, "b", packages=older)
+    newer, older = ({**ours.versions, "torch-npu": v} for v in ("2.7.1", "2.6.0"))
+    a, b = node(ours, "a", versions=newer), node(ours, "b", versions=older)
     assert problems(ours, [a, node(a, "c")], {}) == []
     (problem,) = problems(ours, [a, b], {})
-    assert problem.startswith("torch-npu on b must be that of a (2.7.1), not 2.6.0")
+    assert problem.startswith("torch-npu on b must be that of the other nodes (2.7.1), not 2.6.0")

@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mindspeed_rlxf.runtime import witness
 from mindspeed_rlxf.runtime.errors import DIED, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.host_agent import Function, HostCall
 from mindspeed_rlxf.runtime.places import Place
 from mindspeed_rlxf.runtime.witness import (
     GONE,
@@ -27,7 +29,9 @@ from mindspeed_rlxf.runtime.witness import (
     explained,
     keep_logs,
     look,
+    look_everywhere,
 )
+from tests.unit.runtime.agents import InProcess
 
 ROOT = Path(__file__).parents[3]
 WORKER = """
@@ -158,8 +162,10 @@ def test_who_has_not_made_the_rows_is_told() -> None:
 
 
 def test_logs_of_other_hosts_are_copied_and_our_own_are_left_alone(tmp_path: Path) -> None:
-    place = Place("node2", "10.0.0.2", 0, ())
-    workers = [Watched("main", rank, place, str(tmp_path / f"{rank}.log")) for rank in range(3)]
+    place, agent = Place("node2", "10.0.0.2", 0, ()), InProcess("node2")
+    workers = [
+        Watched("main", rank, place, str(tmp_path / f"{rank}.log"), agent) for rank in range(3)
+    ]
     (tmp_path / "0.log").write_text("here\n")
     told = {("main", rank): Sighting(rank, GONE, False, f"words {rank}\n") for rank in (0, 1)}
     keep_logs(workers, told)
@@ -170,6 +176,29 @@ def test_logs_of_other_hosts_are_copied_and_our_own_are_left_alone(tmp_path: Pat
     assert not (tmp_path / "2.log").exists()  # nobody told
     keep_logs(workers, {("main", 1): Sighting(1, GONE, False, "later\n")})
     assert (tmp_path / "1.log").read_text().endswith("]\nlater\n")
+
+
+class Lost(InProcess):
+    def start(self, function: Function, *args: Any, timeout_s: float) -> HostCall:
+        return super().start(int, "its node went away", timeout_s=timeout_s)
+
+
+def test_hosts_that_answer_are_heard_and_the_others_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "log").write_text("last words\n")
+    here, there = InProcess("node1"), Lost("node2")
+    place = Place("", "", 0, (), pid=os.getpid())
+    workers = [
+        Watched("main", rank, place, str(tmp_path / "log"), agent)
+        for rank, agent in enumerate([here, there, here])
+    ]
+    found = look_everywhere(workers, stacks=False)
+    assert {key: (s.rank, s.state, s.tail) for key, s in found.items()} == {
+        ("main", rank): (rank, "is alive", "last words\n") for rank in (0, 2)
+    }
+    (said,) = caplog.messages
+    assert said.startswith("no stacks and no logs of the ranks on node2: ValueError: ")
 
 
 def test_a_death_on_a_host_that_killed_for_memory_says_so() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,74 +12,58 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.checkpoint import host_part
-from mindspeed_rlxf.checkpoint.host_part import FileChunk, HostView
-from mindspeed_rlxf.checkpoint.run_files import HOST, Entry, Written, content_problem, entry_of
+from mindspeed_rlxf.checkpoint.host_part import HostView
+from mindspeed_rlxf.checkpoint.run_files import HOST, Written, entry_of
 from mindspeed_rlxf.config.enums import RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.runtime.host_agent import Function, HostCall, ThreadCall
 from mindspeed_rlxf.trainer.run_checkpoints import PROBE, RunCheckpoints
 from tests.unit.config.conftest import make_tree, no_cluster
+from tests.unit.runtime.agents import InProcess
 
 __all__ = ["make_tree", "no_cluster"]
 MakeTree = Callable[..., dict[str, Any]]
 
 
 class Answer:
-    def __init__(self, report: Any = None, rows: Any = None) -> None:
-        self._report, self._rows = report, rows
+    def __init__(self, report: Any = None) -> None:
+        self._report = report
 
     def result(self) -> list[Any]:
         return [self._report]
 
-    def rows(self) -> Any:
-        return self._rows
 
+class Machine(InProcess):
+    """A host that shows its own folder `root` where the others have `shown`."""
 
-@dataclass(frozen=True)
-class Machine:
-    """Shows its own folder `root` where the others have `shown`."""
+    runs_twice = False  # as where its process was lost at the end of each function
 
-    name: str
-    shown: Path
-    root: Path
+    def __init__(self, name: str, shown: Path, root: Path) -> None:
+        super().__init__(name)
+        self.shown, self.root = shown, root
 
     def at(self, path: Path) -> Path:
         return self.root / path.relative_to(self.shown)
 
+    def start(self, function: Function, *args: Any, timeout_s: float) -> HostCall:
+        given = [self.at(arg) if isinstance(arg, Path) else arg for arg in args]
+        if function is host_part.look_for:
+            given, function = [self.host, *given], seen_from
+        if self.runs_twice:
+            given, function = [function, *given], twice
+        return super().start(function, *given, timeout_s=timeout_s)
 
-class Part:
-    """What the server of a host does, on its folder."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._at = machine.at
+def seen_from(host: str, file: Path) -> HostView:
+    return HostView(host, "boot", file.exists())
 
-    def mark(self, store: Path, name: str) -> Answer:
-        return Answer(host_part.mark(self._at(store), name))
 
-    def marks(self, store: Path) -> Answer:
-        return Answer(host_part.marks(self._at(store)))
-
-    def begin(self, store: Path, iteration: int) -> Answer:
-        return Answer(host_part.begin(self._at(store), iteration))
-
-    def commit(self, store: Path, manifest: str, texts: dict[str, str]) -> Answer:
-        return Answer(host_part.commit(self._at(store), manifest, texts))
-
-    def keep(self, store: Path, iterations: list[int]) -> Answer:
-        return Answer(host_part.keep(self._at(store), iterations))
-
-    def present(self, folder: Path, entries: list[Entry]) -> Answer:
-        return Answer(host_part.present(self._at(folder), entries))
-
-    def unsafe(self, folder: Path) -> Answer:
-        return Answer(host_part.unsafe(self._at(folder)))
-
-    def read(self, file: Path, offset: int) -> Answer:
-        return Answer(rows=host_part.read(self._at(file), offset))
-
-    def write(self, folder: Path, entry: Entry, offset: int, chunk: FileChunk) -> Answer:
-        return Answer(host_part.write(self._at(folder), entry, offset, chunk))
+def twice(function: Function, *args: Any) -> Any:
+    given = [arg.result() if isinstance(arg, ThreadCall) else arg for arg in args]
+    function(*given)
+    return function(*given)
 
 
 class Role:
@@ -89,11 +72,9 @@ class Role:
     def __init__(self, machines: Sequence[Machine]) -> None:
         self.machines, self.state, self.loaded = machines, "", [""]
 
-    def views(self, file: Path) -> Answer:
-        return Answer([HostView(m.name, "boot", m.at(file).exists()) for m in self.machines])
-
-    def part(self, rank: int) -> Part:
-        return Part(self.machines[rank])
+    @property
+    def hosts(self) -> list[Machine]:
+        return list(dict.fromkeys(self.machines))
 
     def begin_save(self, folder: Path) -> Answer:
         self.saving = folder
@@ -105,13 +86,8 @@ class Role:
             file = machine.at(self.saving) / f"rank_{rank}"
             file.parent.mkdir(exist_ok=True)
             file.write_text(f"{self.state} of rank {rank}")
-            entries.append({**entry_of(file.parent, file), HOST: machine.name})
+            entries.append({**entry_of(file.parent, file), HOST: machine.host})
         return Answer(Written(entries, seconds=1.0))
-
-    def damage(self, folder: Path, entries: list[Entry], on_each_host: bool) -> Answer:
-        machines = self.machines if on_each_host else self.machines[:1]
-        found = [content_problem(m.at(folder), e) for m in machines for e in entries]
-        return Answer([problem for problem in found if problem])
 
     def load_state(self, folder: Path) -> Answer:
         self.loaded = [
@@ -205,6 +181,18 @@ def test_roles_may_stand_on_other_hosts_than_before(cluster: Cluster) -> None:
     assert cluster.critic.loaded == ["critic 2 of rank 0 | critic 2 of rank 1"] * 2
 
 
+def test_every_function_of_a_host_may_run_twice(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Machine, "runs_twice", True)
+    for iteration in (2, 4):
+        cluster.save(iteration)
+        assert cluster.files(cluster.c) == of(iteration, "critic/rank_1")
+    cluster.actor.machines = [cluster.c, cluster.d]
+    assert cluster.start() is not None
+    assert cluster.actor.loaded == ["actor 4 of rank 0 | actor 4 of rank 1"] * 2
+
+
 def test_a_kill_before_the_driver_names_it_goes_back_to_the_one_before(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +259,21 @@ def test_a_file_that_changed_damages_the_checkpoint(
     state = cluster.start()
     assert state is not None and state["iteration"] == 2
     assert any(f"critic/rank_{place} is not what was written" in line for line in cluster.said)
+
+
+def test_a_host_with_files_of_its_own_reads_all_of_them(
+    make_tree: MakeTree, tmp_path: Path
+) -> None:
+    cluster = Cluster(make_tree, tmp_path)
+    cluster.start()
+    cluster.save(2)
+    cluster.save(4)
+    cluster.start()  # each host of the critic has both files now
+    copy = cluster.c.at(cluster.directory.checkpoints) / "iter_0000004/critic/rank_0"
+    copy.write_text(copy.read_text().upper())
+    state = cluster.start()
+    assert state is not None and state["iteration"] == 2
+    assert any("critic/rank_0 is not what was written" in line for line in cluster.said)
 
 
 def test_a_host_that_is_away_is_named(cluster: Cluster) -> None:

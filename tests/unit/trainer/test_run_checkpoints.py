@@ -12,19 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindspeed_rlxf.checkpoint.host_part import HostView
-from mindspeed_rlxf.checkpoint.run_files import Entry, Written, content_problem, entry_of
+from mindspeed_rlxf.checkpoint import host_part
+from mindspeed_rlxf.checkpoint.run_files import Written, entry_of
 from mindspeed_rlxf.checkpoint.run_store import MANIFEST, Manifest
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.runtime.host_agent import Function, HostAgent, HostCall
 from mindspeed_rlxf.trainer.resume import beyond, cut_files, digest, is_finished, reached
 from mindspeed_rlxf.trainer.run_checkpoints import RunCheckpoints
 from tests.unit.config.conftest import make_tree, no_cluster
+from tests.unit.runtime.agents import InProcess
 
 __all__ = ["make_tree", "no_cluster"]
 MakeTree = Callable[..., dict[str, Any]]
+HERE = InProcess("host-a")
 
 
 class Answer:
@@ -40,6 +43,7 @@ class Role:
 
     def __init__(self, state: str) -> None:
         self.state, self.loaded = state, ""
+        self.hosts: list[HostAgent] = [HERE]
         self.others: dict[str, bytes] = {}  # files that it writes beside
 
     def begin_save(self, folder: Path) -> Answer:
@@ -53,13 +57,6 @@ class Role:
             (folder / name).write_bytes(data)
         entries = [entry_of(folder, folder / name) for name in ("state", *self.others)]
         return Answer(Written(entries, seconds=7.0))
-
-    def views(self, file: Path) -> Answer:
-        return Answer([HostView("host-a", "", file.exists())])
-
-    def damage(self, folder: Path, entries: list[Entry], on_each_host: bool) -> Answer:
-        problems = [content_problem(folder, entry) for entry in entries]
-        return Answer([problem for problem in problems if problem])
 
     def load_state(self, folder: Path) -> Answer:
         self.loaded = (folder / "state").read_text()
@@ -175,6 +172,31 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(
     assert pointer.read_text() == "1\n"
     case.iterate(2)  # is made anew
     assert case.lines == [1, 2]
+
+
+class Recorder(InProcess):
+    """Notes the files that it is asked to read."""
+
+    def __init__(self, host: str) -> None:
+        super().__init__(host)
+        self.read: list[str] = []
+
+    def start(self, function: Function, *args: Any, timeout_s: float) -> HostCall:
+        if function is host_part.damage:
+            self.read += [entry["path"] for entry in args[1]]
+        return super().start(function, *args, timeout_s=timeout_s)
+
+
+def test_hosts_of_a_role_share_the_reading_of_its_files(
+    make_tree: MakeTree, tmp_path: Path
+) -> None:
+    case, hosts = Case(make_tree, tmp_path), [Recorder("a"), Recorder("b")]
+    case.actor.hosts = [*hosts]
+    case.actor.others = {"one": b"1", "two": b"2"}
+    case.iterate(1)
+    case.again()
+    assert case.checkpoints.restore(case.said.append) is not None
+    assert [host.read for host in hosts] == [["state", "two"], ["one"]]
 
 
 def test_a_hostile_file_is_refused_though_its_hash_is_right(

@@ -1,36 +1,20 @@
-"""The nodes of a Ray cluster, and a look at each of them before devices are claimed."""
+"""Checks the nodes of a joined cluster before devices are claimed. Free of Ray."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.runtime.errors import HostError
+from mindspeed_rlxf.runtime.host_agent import HostAgent, outcomes
 from mindspeed_rlxf.runtime.installed import build
 from mindspeed_rlxf.runtime.node_report import NodeReport, problems, report
-from mindspeed_rlxf.runtime.nodes import Node, by_address, make_node
+from mindspeed_rlxf.runtime.nodes import Node
 
 logger = logging.getLogger(__name__)
-
-
-def nodes_with(resource: str) -> list[Node]:
-    """Live nodes that have the resource, in the order of their addresses."""
-    free = ray._private.state.available_resources_per_node()
-    found = [
-        make_node(
-            facts, resource, facts["Resources"], free.get(facts["NodeID"], {}).get(resource, 0)
-        )
-        for facts in ray.nodes()
-        if facts["Alive"]
-    ]
-    return by_address([node for node in found if node.count])
 
 
 class NodeCheck:
@@ -38,17 +22,20 @@ class NodeCheck:
 
     def __init__(
         self,
+        agent_on: Callable[[str, str], HostAgent],
         keys: Mapping[str, str],
         run_file: Path | None,
         timeout_s: float,
         probe: DeviceKind | None = None,
     ) -> None:
-        """keys: folder that workers read -> the configuration keys that name it
+        """agent_on: gives the agent of a node, by id and host
+        keys:     folder that workers read -> the configuration keys that name it
         run_file: that the driver has written, to learn which nodes share its run directory
         probe:    leave out the nodes that do not answer, differ, or have sick devices of this kind;
                   None = refuse them
         """
-        self._keys, self._timeout_s, self._probe = dict(keys), timeout_s, probe
+        self._agent_on, self._keys = agent_on, dict(keys)
+        self._timeout_s, self._probe = timeout_s, probe
         self.left_out: set[str] = set()  # ids of nodes
         self._run_file = str(run_file) if run_file is not None else None
         self._driver: NodeReport | None = None
@@ -62,7 +49,7 @@ class NodeCheck:
         new = [node for node in nodes if node.id not in {*self._seen, *self.left_out}]
         if new:
             self._driver = self._driver or report(list(self._keys), self._run_file)
-            reports, silent = self._collect(new, {node.id: self._ask(node) for node in new})
+            reports, silent = self._collect(new)
             self._seen.update(reports)
             self._judge(new, reports, silent)
         return [node for node in nodes if node.id not in self.left_out]
@@ -100,26 +87,19 @@ class NodeCheck:
                 ", ".join(apart),
             )
 
-    def _ask(self, node: Node) -> Any:
-        where = NodeAffinitySchedulingStrategy(node.id, soft=False)
-        task = ray.remote(report).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
-        return task.remote(list(self._keys), self._run_file, self._probe)
-
-    def _collect(
-        self, nodes: list[Node], refs: Mapping[str, Any]
-    ) -> tuple[dict[str, NodeReport], dict[str, str]]:
+    def _collect(self, nodes: list[Node]) -> tuple[dict[str, NodeReport], dict[str, str]]:
         """By node: reports, and what to say of those that gave none."""
-        ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._timeout_s)
+        arguments = list(self._keys), self._run_file, self._probe
+        calls = [
+            self._agent_on(node.id, node.host).start(report, *arguments, timeout_s=self._timeout_s)
+            for node in nodes
+        ]
         found, silent = {}, {}
-        for node in nodes:
-            if refs[node.id] not in ready:
-                ray.cancel(refs[node.id], force=True)
-                silent[node.id] = _silent(node, f"no answer within {self._timeout_s:g} s")
-                continue
-            try:
-                found[node.id] = ray.get(refs[node.id])
-            except RayError as error:  # an import that fails there, or a node that went away
-                silent[node.id] = _silent(node, str(error).strip().splitlines()[-1])
+        for node, reply in zip(nodes, outcomes(calls), strict=True):
+            if isinstance(reply, HostError):  # an import that fails there, or the node went away
+                silent[node.id] = _silent(node, reply.cause)
+            else:
+                found[node.id] = reply
         return found, silent
 
 
