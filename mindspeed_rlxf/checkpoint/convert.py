@@ -33,8 +33,9 @@ from mindspeed_rlxf.checkpoint.staging import StagedFolder
 from mindspeed_rlxf.checkpoint.torch_dist_writer import dist_files, write_metadata
 from mindspeed_rlxf.checkpoint.torch_file import ChangedBytes
 from mindspeed_rlxf.checkpoint.torch_file_writer import PlannedTensor
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.hf_config import hf_architecture, read_hf_config, unsupported
+from mindspeed_rlxf.config.messages import problems_of
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import (
     Head,
@@ -112,20 +113,23 @@ def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]
 
     Errors: UserError when it is missing, wrong, or describes what no model here is.
     """
+    file = f"{folder}/config.json"
     try:
         config = read_hf_config(folder)
         if found := unsupported(config):
-            raise ValueError(
-                f"{folder}/config.json asks for what no model here has (field: possible, "
-                f"config.json): {'; '.join(found)}; use another model"
+            rule = "asks for what no model here has (field: possible, config.json)"
+            raise UserError(
+                Problem(file, f"{rule}: {'; '.join(found)}", remedy="use another model")
             )
         fields = {k: v for k, v in hf_architecture(config).items() if v is not None}
         return ArchitectureConfig(**fields), config
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise UserError(f"{folder}/config.json describes no model: {wrong}; mend it") from None
+        wrong = "; ".join(map(str, problems_of(error)))
+        raise UserError(Problem(file, f"describes no model: {wrong}", remedy="mend it")) from None
+    except UserError:
+        raise
     except ValueError as error:
-        raise UserError(str(error)) from None
+        raise UserError(Problem("", str(error))) from None
 
 
 def choose_head(config: dict[str, Any], orm: bool) -> Head:
@@ -148,7 +152,7 @@ def open_source(
         refuse(source, shape_problems(weights, expected))
         refuse(source, [f"{name} is not in the model" for name in _extra(weights, expected)])
     except ValueError as error:
-        raise UserError(str(error)) from None
+        raise UserError(Problem("", str(error))) from None
     return weights
 
 
@@ -187,7 +191,7 @@ def convert(conversion: Conversion, progress: Progress) -> int:
                 staged.write(_place(c, part), write)
         _finish(c, staged, parts, sizes)
     except ChangedBytes as error:
-        raise UserError(str(error)) from None
+        raise UserError(Problem("", str(error))) from None
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -236,8 +240,11 @@ def _common_dtype(c: Conversion, parameter: StageParameter) -> torch.dtype:
     if len(set(dtypes.values())) > 1:
         named = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         raise UserError(
-            f"{parameter.name} joins tensors of one dtype, not {named}; "
-            "choose one with --params-dtype"
+            Problem(
+                parameter.name,
+                f"joins tensors of one dtype, not {named}",
+                remedy="choose one with --params-dtype",
+            )
         )
     return next(iter(dtypes.values()))
 
@@ -307,8 +314,11 @@ def _check_space(c: Conversion, needed: int) -> None:
     free = shutil.disk_usage(place).free
     if needed + SPARE_BYTES > free:
         raise UserError(
-            f"{c.target} needs {needed / 1e9:.2f} GB, its disk has {free / 1e9:.2f} GB free; "
-            "free some space or give a folder on another disk"
+            Problem(
+                f"{c.target}",
+                f"needs {needed / 1e9:.2f} GB, its disk has {free / 1e9:.2f} GB free",
+                remedy="free some space or give a folder on another disk",
+            )
         )
 
 

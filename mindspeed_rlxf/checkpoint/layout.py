@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.config.suggest import divisors, use
 from mindspeed_rlxf.config.tensor_parallel import possible_sizes, qkv_rows, whole_groups
@@ -22,6 +22,8 @@ from mindspeed_rlxf.models.parameters import (
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 RANK_FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
+TP, PP = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
+EP, CHUNK = "--target-expert-parallel-size", "--num-layers-per-virtual-pipeline-stage"
 ITERATION = 1  # of weights that come from Hugging Face
 
 
@@ -108,65 +110,64 @@ def layout_of(counts: list[int], tp: int, pp: int, ep: int, vocab_multiple: int)
     )
 
 
-def _sizes(a: ArchitectureConfig, tp: int, ep: int, vocab_multiple: int) -> Iterator[str]:
+def _sizes(a: ArchitectureConfig, tp: int, ep: int, vocab_multiple: int) -> Iterator[Problem]:
     sizes = {
         "attention heads": a.num_attention_heads,
         "rows of query, key and value": qkv_rows(a),
         "rows of the MLP": a.mlp_hidden_size,
         "hidden size": a.hidden_size,
     }
-    named = {"--target-tensor-parallel-size": tp, "--target-expert-parallel-size": ep}
-    named["--make-vocab-size-divisible-by"] = vocab_multiple
+    named = {TP: tp, EP: ep, "--make-vocab-size-divisible-by": vocab_multiple}
     for flag, value in named.items():
         if value < 1:
-            yield f"{flag}={value} must be at least 1; use 1 or more"
+            yield Problem(flag, "must be at least 1", value, "use 1 or more")
             return
     wrong = [f"{name} {size}" for name, size in sizes.items() if size % tp]
     if not whole_groups(a, tp):
         wrong.insert(0, f"query groups {a.kv_heads} (or be a multiple of them)")
     if wrong:
         good = [n for n in possible_sizes(a) if a.hidden_size % n == 0]
-        yield (
-            f"--target-tensor-parallel-size={tp} must divide the model's {', '.join(wrong)}; "
-            f"{use(good)}"
-        )
+        yield Problem(TP, f"must divide the model's {', '.join(wrong)}", tp, use(good))
     if ep > 1 and (a.num_experts or 1) % ep:
-        yield (
-            f"--target-expert-parallel-size={ep} must divide the model's "
-            f"{a.num_experts or 'one (dense)'} experts; {use(divisors(a.num_experts or 1))}"
+        yield Problem(
+            EP,
+            f"must divide the model's {a.num_experts or 'one (dense)'} experts",
+            ep,
+            use(divisors(a.num_experts or 1)),
         )
 
 
 def _layers(
     num_layers: int, pp: int, layers_per_chunk: int | None, layer_list: list[int] | None
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     if pp < 1:
-        yield f"--target-pipeline-parallel-size={pp} must be at least 1; use 1 or more"
+        yield Problem(PP, "must be at least 1", pp, "use 1 or more")
     elif layers_per_chunk is not None and layer_list is not None:
-        yield (
-            "--num-layer-list excludes --num-layers-per-virtual-pipeline-stage; remove one of them"
-        )
+        yield Problem("--num-layer-list", f"excludes {CHUNK}", remedy="remove one of them")
     elif layer_list is not None:
         text = ",".join(map(str, layer_list))
         if len(layer_list) != pp or sum(layer_list) != num_layers or min(layer_list) < 1:
-            yield (
-                f"--num-layer-list={text} must be {pp} positive numbers (one for each pipeline "
-                f"rank) with the sum {num_layers}; correct it"
+            numbers = f"{pp} positive numbers (one for each pipeline rank)"
+            yield Problem(
+                "--num-layer-list",
+                f"must be {numbers} with the sum {num_layers}",
+                text,
+                "correct it",
             )
     elif layers_per_chunk is not None:
         if pp < 2:
-            yield (
-                "--num-layers-per-virtual-pipeline-stage needs --target-pipeline-parallel-size of "
-                f"at least 2, not {pp}; remove it"
-            )
+            yield Problem(CHUNK, f"needs {PP} of at least 2, not {pp}", remedy="remove it")
         elif layers_per_chunk < 1 or num_layers % (pp * layers_per_chunk):
-            yield (
-                f"--num-layers-per-virtual-pipeline-stage={layers_per_chunk} times "
-                f"{pp} pipeline ranks must divide the model's {num_layers} layers; "
-                + use(divisors(num_layers // pp) if num_layers % pp == 0 else [])
+            yield Problem(
+                CHUNK,
+                f"times {pp} pipeline ranks must divide the model's {num_layers} layers",
+                layers_per_chunk,
+                use(divisors(num_layers // pp) if num_layers % pp == 0 else []),
             )
     elif num_layers % pp:
-        yield (
-            f"--target-pipeline-parallel-size={pp} must divide the model's {num_layers} layers; "
-            f"{use(divisors(num_layers))}, or give --num-layer-list"
+        yield Problem(
+            PP,
+            f"must divide the model's {num_layers} layers",
+            pp,
+            f"{use(divisors(num_layers))}, or give --num-layer-list",
         )

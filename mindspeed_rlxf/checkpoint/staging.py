@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 
 JOURNAL = "journal.jsonl"
 SCRATCH = "scratch"
@@ -79,7 +79,11 @@ class StagedFolder:
 
     def _check_target(self) -> None:
         if not self.replace and _occupied(self.target):
-            raise UserError(f"{self.target} must not exist yet; give another folder, or --force")
+            raise UserError(
+                Problem(
+                    f"{self.target}", "must not exist yet", remedy="give another folder, or --force"
+                )
+            )
 
     def _read_journal(self, plan: dict[str, Any]) -> bool:
         """Whether the journal is of this plan; its parts are kept then.
@@ -96,17 +100,26 @@ class StagedFolder:
     def _make(self) -> None:
         foreign = self.folder.exists() and not (self.folder / JOURNAL).exists()
         if foreign and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            raise UserError(f"{self.folder} is in the way and not ours; remove or rename it")
+            raise UserError(
+                Problem(
+                    f"{self.folder}", "is in the way and not ours", remedy="remove or rename it"
+                )
+            )
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"{self.folder} cannot be made ({error.strerror}); give another folder"
+                Problem(
+                    f"{self.folder}",
+                    f"cannot be made ({error.strerror})",
+                    remedy="give another folder",
+                )
             ) from None
 
     def _lock(self) -> IO[str]:
         path = self.folder / JOURNAL
-        busy = UserError(f"{self.target} is being written by another process; wait for it")
+        rule = "is being written by another process"
+        busy = UserError(Problem(f"{self.target}", rule, remedy="wait for it"))
         try:
             journal = path.open("a", encoding="utf-8")
         except FileNotFoundError:  # the folder got its name just now

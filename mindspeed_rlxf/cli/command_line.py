@@ -8,19 +8,31 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.suggest import closest
 
 
 class Parser(argparse.ArgumentParser):
     """Reports a bad command line like any other mistake of the user."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see --help")
+        raise UserError(Problem("", message, remedy="see --help"))
 
 
-def print_problems(problems: Sequence[str]) -> None:
+def unknown_option(word: str, flags: Sequence[str]) -> Problem:
+    flag = word.split("=")[0]
+    guess = closest(flag, flags) if flag.startswith("-") else None
+    return Problem(
+        word,
+        "no such option",
+        remedy=f"did you mean {guess}?" if guess else "remove it; --help lists the options",
+        colon=True,
+    )
+
+
+def print_problems(problems: Sequence[Problem]) -> None:
     for problem in problems:
-        print("error: " + " ".join(problem.split()), file=sys.stderr)
+        print(f"error: {problem}", file=sys.stderr)
 
 
 def speak_utf8() -> None:

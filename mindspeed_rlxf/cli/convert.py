@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 import yaml
 from tqdm import tqdm
 
-from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8
+from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8, unknown_option
 from mindspeed_rlxf.cli.convert_flags import add_old_flags, notice, refusals
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.suggest import closest
 
 if TYPE_CHECKING:
@@ -55,13 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             with _progress() as progress:
                 reused = convert(conversion, progress)
         except DiskFull as error:
-            print_problems([str(error)])
+            print_problems([Problem("", str(error))])
             return 75
     except UserError as error:
         print_problems(error.problems)
         return 2
     except KeyboardInterrupt:
-        print_problems(["interrupted; run the same command again, finished files are kept"])
+        print_problems(
+            [
+                Problem(
+                    "", "interrupted", remedy="run the same command again, finished files are kept"
+                )
+            ]
+        )
         return 75
     if reused:
         print(f"{reused / GB:.2f} GB were there from an earlier run and are verified")
@@ -112,16 +118,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     problems = refusals(arguments.refused)
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
-        problems += [_unknown(word, flags) for word in unknown]
+        problems += [unknown_option(word, flags) for word in unknown]
     if problems:
         raise UserError(problems)
     return arguments
-
-
-def _unknown(word: str, flags: Sequence[str]) -> str:
-    flag = word.split("=")[0]
-    guess = closest(flag, flags) if flag.startswith("-") else None
-    return f"{word}: no such option; " + (f"did you mean {guess}?" if guess else "see --help")
 
 
 def plan(arguments: argparse.Namespace) -> Conversion:
@@ -167,31 +167,44 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
         given = [v for v in (getattr(arguments, role), getattr(arguments, flag)) if v is not None]
         if len(given) != 1:
             name = f"--{flag.replace('_', '-')}"
-            problems.append(f"{role.upper()} or {name} must be given, once; add or remove one")
+            problems.append(
+                Problem(role.upper(), f"or {name} must be given, once", remedy="add or remove one")
+            )
     if problems:
         raise UserError(problems)
     source = Path(arguments.source or arguments.load_dir)
     target = Path(arguments.target or arguments.save_dir)
     if not source.is_dir():
-        raise UserError(f"{source} is no folder; give the folder of the weights")
+        raise UserError(
+            Problem(f"{source}", "is no folder", remedy="give the folder of the weights")
+        )
     try:
         kind, place = find_weights(source)
     except ValueError as error:
-        raise UserError(str(error)) from None
+        raise UserError(Problem("", str(error))) from None
     if roles := _roles_in(place):
         raise UserError(
-            f"{place} is a checkpoint of a run, which holds {' and '.join(roles)}; give "
-            f"{' or '.join(str(place / role) for role in roles)}"
+            Problem(
+                f"{place}",
+                f"is a checkpoint of a run, which holds {' and '.join(roles)}",
+                remedy=f"give {' or '.join(str(place / role) for role in roles)}",
+            )
         )
     is_hf = kind is Format.HF
     wanted = arguments.load_model_type
     if wanted is not None and (wanted == "hf") != is_hf:
         raise UserError(
-            f"--load-model-type={wanted}, but {source} is "
-            f"{'a Hugging Face' if is_hf else 'a Megatron'} folder; correct one of them"
+            Problem(
+                "--load-model-type",
+                f"is wrong, {source} is {'a Hugging Face' if is_hf else 'a Megatron'} folder",
+                wanted,
+                "correct one of them",
+            )
         )
     if is_hf and arguments.to == "hf":
-        raise UserError(f"{source} is a Hugging Face folder already; use --to mg")
+        raise UserError(
+            Problem(f"{source}", "is a Hugging Face folder already", remedy="use --to mg")
+        )
     config = Path(arguments.hf_config) if arguments.hf_config else source
     if arguments.to == "hf" and arguments.save_dir and not arguments.hf_config:
         # The old tool's way: --save-dir is the original, the result lies in a folder of it.
@@ -199,12 +212,20 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
             config, target = target, target / MG2HF
         elif not (source / "config.json").exists():
             raise UserError(
-                f"--save-dir={target} must be the original Hugging Face folder, with "
-                "config.json; give that, or --hf-config"
+                Problem(
+                    "--save-dir",
+                    "must be the original Hugging Face folder, with config.json",
+                    target,
+                    "give that, or --hf-config",
+                )
             )
     if config == source and not is_hf and not (source / "config.json").exists():
         raise UserError(
-            f"{source} has no config.json that describes the model; give {_original_of(source)}"
+            Problem(
+                f"{source}",
+                "has no config.json that describes the model",
+                remedy=f"give {_original_of(source)}",
+            )
         )
     _check_target(source, target)
     return source, target, config
@@ -237,28 +258,51 @@ def _original_of(source: Path) -> str:
     return f"what describes it in its run: --hf-config {load}{orm}"
 
 
-def _choice_problems(arguments: argparse.Namespace) -> list[str]:
-    problems = []
+def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:
+    problems, size = [], arguments.shard_size_gb
     if arguments.load_model_type == "optim":
-        problems.append("--load-model-type=optim: optimizer states are not converted; use hf or mg")
+        problems.append(
+            Problem(
+                "--load-model-type",
+                "optimizer states are not converted",
+                "optim",
+                "use hf or mg",
+                colon=True,
+            )
+        )
     if arguments.format == "zarr":
-        problems.append("--ckpt-format=zarr is not written; use torch or torch_dist")
-    if arguments.shard_size_gb <= 0:
-        problems.append(f"--shard-size-gb={arguments.shard_size_gb:g} must be more than 0; use 4")
+        problems.append(
+            Problem("--ckpt-format", "is not written", "zarr", "use torch or torch_dist")
+        )
+    if size <= 0:
+        problems.append(Problem("--shard-size-gb", "must be more than 0", f"{size:g}", "use 4"))
     if arguments.to == "hf":
         given = [
             f"--{name}={n}" for name in ("tp", "pp", "ep") if (n := getattr(arguments, name)) != 1
         ]
         given += ["--num-layer-list"] if arguments.num_layer_list else []
         if given:
-            problems.append(f"{', '.join(given)}: a Hugging Face folder has no ranks; remove it")
+            problems.append(
+                Problem(
+                    ", ".join(given),
+                    "a Hugging Face folder has no ranks",
+                    remedy="remove it",
+                    colon=True,
+                )
+            )
     return problems
 
 
 def _check_target(source: Path, target: Path) -> None:
     here, there = source.resolve(), target.resolve()
     if here == there or there in here.parents:
-        raise UserError(f"{target} must not be the source {source} or hold it; give another folder")
+        raise UserError(
+            Problem(
+                f"{target}",
+                f"must not be the source {source} or hold it",
+                remedy="give another folder",
+            )
+        )
 
 
 def _check_model(
@@ -268,20 +312,41 @@ def _check_model(
     family = arguments.model_type_hf
     if family is not None and family not in FAMILIES:
         guess = closest(family, FAMILIES)
-        remedy = f"did you mean {guess}?" if guess else f"use {', '.join(FAMILIES)}"
-        problems.append(f"--model-type-hf={family} is not converted; {remedy}")
+        problems.append(
+            Problem(
+                "--model-type-hf",
+                "is not converted",
+                family,
+                f"did you mean {guess}?" if guess else f"use {', '.join(FAMILIES)}",
+            )
+        )
     elif family is not None and model_type not in FAMILIES[family]:
         problems.append(
-            f"--model-type-hf={family} must agree with config.json, whose model_type is "
-            f"{model_type}; leave it out"
+            Problem(
+                "--model-type-hf",
+                f"must agree with config.json, whose model_type is {model_type}",
+                family,
+                "leave it out",
+            )
         )
     if arguments.add_qkv_bias and not architecture.add_qkv_bias:
-        problems.append(f"--add-qkv-bias: model_type {model_type} has none; leave it out")
+        problems.append(
+            Problem(
+                "--add-qkv-bias",
+                f"model_type {model_type} has none",
+                remedy="leave it out",
+                colon=True,
+            )
+        )
     true_size = arguments.true_vocab_size
     if true_size is not None and true_size != architecture.vocab_size:
         problems.append(
-            f"--true-vocab-size={true_size} must be the vocab_size={architecture.vocab_size} of "
-            "config.json; leave it out"
+            Problem(
+                "--true-vocab-size",
+                f"must be the vocab_size={architecture.vocab_size} of config.json",
+                true_size,
+                "leave it out",
+            )
         )
     if problems:
         raise UserError(problems)
@@ -295,9 +360,9 @@ def _layout(arguments: argparse.Namespace, architecture: ArchitectureConfig):  #
         try:
             layer_list = [int(number) for number in arguments.num_layer_list.split(",")]
         except ValueError:
+            rule, given = "must be numbers with commas between", arguments.num_layer_list
             raise UserError(
-                f"--num-layer-list={arguments.num_layer_list} must be numbers with commas between; "
-                "write it like 8,8,7,9"
+                Problem("--num-layer-list", rule, given, "write it like 8,8,7,9")
             ) from None
     return make_layout(
         architecture,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from mindspeed_rlxf.config.errors import Problem
+
 WITHOUT_EFFECT = {
     "--model-type": "GPT is the only one",
     "--loader": "the format of the source is recognised",
@@ -69,9 +71,9 @@ def add_old_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, dest="refused", action=_Seen, nargs="*", help=argparse.SUPPRESS)
 
 
-def refusals(flags: list[str]) -> list[str]:
+def refusals(flags: list[str]) -> list[Problem]:
     """One problem for each refused flag."""
-    return [f"{flag} is not supported: {REFUSED[flag]}" for flag in dict.fromkeys(flags)]
+    return [Problem(flag, f"is not supported: {REFUSED[flag]}") for flag in dict.fromkeys(flags)]
 
 
 def notice(flags: list[str]) -> str | None:

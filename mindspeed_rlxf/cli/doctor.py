@@ -77,7 +77,7 @@ def _config(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[Findi
         return resolve(tree, name.removesuffix(".yaml")), [ok("config", name)]
     except ConfigError as problem:
         remedy = "correct it: files and devices of this configuration are not looked at"
-        return None, [error("config", each, remedy) for each in problem.problems]
+        return None, [error("config", str(each), remedy) for each in problem.problems]
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

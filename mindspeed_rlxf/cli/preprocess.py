@@ -17,10 +17,10 @@ from dataclasses import asdict
 
 from tqdm import tqdm
 
-from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8
+from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8, unknown_option
 from mindspeed_rlxf.cli.preprocess_flags import add_older_flags, notes, refusals
 from mindspeed_rlxf.config.enums import OverlongPrompts
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.data.handlers import DEFAULT_HANDLER, HANDLERS, REFUSED_HANDLERS
 from mindspeed_rlxf.data.map_keys import Keys, default_keys, parse_map_keys
@@ -58,10 +58,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_problems(error.problems)
         return 2
     except KeyboardInterrupt:
-        print_problems(["interrupted, nothing is written; run the same command again"])
+        print_problems(
+            [Problem("", "interrupted, nothing is written", remedy="run the same command again")]
+        )
         return 75
     except BrokenProcessPool:
-        print_problems(["a worker process was killed, perhaps for memory; use fewer --workers"])
+        print_problems(
+            [
+                Problem(
+                    "",
+                    "a worker process was killed, perhaps for memory",
+                    remedy="use fewer --workers",
+                )
+            ]
+        )
         return 1
     _report(counts, arguments.output_prefix)
     return 0
@@ -97,13 +107,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [action.option_strings[-1] for action in parser._actions if action.option_strings]
-        raise UserError([_unknown(word, flags) for word in unknown])
+        raise UserError([unknown_option(word, flags) for word in unknown])
     required = ["--input", "--tokenizer-name-or-path", "--output-prefix"]
     if arguments.merge_group_keys is not None:
         required.remove("--tokenizer-name-or-path")
     missing = [flag for flag in required if not vars(arguments)[flag[2:].replace("-", "_")]]
     if missing:
-        raise UserError(f"these are required: {', '.join(missing)}; see --help")
+        raise UserError(
+            Problem("", f"these are required: {', '.join(missing)}", remedy="see --help")
+        )
     return arguments
 
 
@@ -113,13 +125,6 @@ def _default_keys() -> str:
         k: column or "" for k, column in asdict(default_keys(HANDLERS[DEFAULT_HANDLER])).items()
     }
     return ", ".join(f"{key}={column!r}" for key, column in named.items())
-
-
-def _unknown(word: str, flags: Sequence[str]) -> str:
-    flag = word.split("=")[0]
-    guess = closest(flag, flags) if flag.startswith("-") else None
-    remedy = f"did you mean {guess}?" if guess else "remove it; --help lists the options"
-    return f"{word}: no such option; {remedy}"
 
 
 def _options(arguments: argparse.Namespace) -> PreprocessOptions:
@@ -134,11 +139,16 @@ def _options(arguments: argparse.Namespace) -> PreprocessOptions:
     for flag in ("workers", "log_interval", "seq_length", "max_samples"):
         value = getattr(arguments, flag)
         if value is not None and value < 1:
-            name = flag.replace("_", "-")
-            problems.append(f"--{name}={value} must be at least 1; use 1 or more")
+            name = f"--{flag.replace('_', '-')}"
+            problems.append(Problem(name, "must be at least 1", value, "use 1 or more"))
     if arguments.overlong and arguments.seq_length is None:
         problems.append(
-            f"--overlong={arguments.overlong} needs --seq-length; give the longest prompt in tokens"
+            Problem(
+                "--overlong",
+                "needs --seq-length",
+                arguments.overlong,
+                "give the longest prompt in tokens",
+            )
         )
     handler = HANDLERS.get(arguments.handler_name, HANDLERS[DEFAULT_HANDLER])
     keys: Keys = default_keys(handler)
@@ -148,8 +158,13 @@ def _options(arguments: argparse.Namespace) -> PreprocessOptions:
         problems += error.problems
     if handler.has_responses and arguments.overlong in CUTS:
         problems.append(
-            f"--overlong={arguments.overlong} is for prompts, {handler.name} writes responses too, "
-            "which lose their end or their prompt when they are cut; use drop or error"
+            Problem(
+                "--overlong",
+                f"is for prompts, {handler.name} writes responses too, which lose their end or "
+                "their prompt when they are cut",
+                arguments.overlong,
+                "use drop or error",
+            )
         )
     if problems:
         raise UserError(problems)
@@ -177,16 +192,20 @@ def _options(arguments: argparse.Namespace) -> PreprocessOptions:
     )
 
 
-def _handler_problems(name: str) -> list[str]:
+def _handler_problems(name: str) -> list[Problem]:
     if name in REFUSED_HANDLERS:
-        return [f"--handler-name={name} is not supported: {REFUSED_HANDLERS[name]}"]
+        return [Problem("--handler-name", f"is not supported: {REFUSED_HANDLERS[name]}", name)]
     return _one_of("--handler-name", name, HANDLERS)
 
 
 def _merge(arguments: argparse.Namespace) -> None:
     if len(arguments.input) != 1 or not arguments.merge_group_keys:
         raise UserError(
-            "--merge-group-keys needs one --input folder and at least one key; give both"
+            Problem(
+                "--merge-group-keys",
+                "needs one --input folder and at least one key",
+                remedy="give both",
+            )
         )
     merged = merge(
         arguments.input[0],
@@ -198,11 +217,11 @@ def _merge(arguments: argparse.Namespace) -> None:
         print(f"written: {readable(output)}.bin and .idx, {size} sequences")
 
 
-def _one_of(flag: str, value: str, known: Collection[str]) -> list[str]:
+def _one_of(flag: str, value: str, known: Collection[str]) -> list[Problem]:
     if value in known:
         return []
     guess = closest(value, known) or next(iter(known))
-    return [f"{flag}={value} must be one of {', '.join(known)}; did you mean {guess}?"]
+    return [Problem(flag, f"must be one of {', '.join(known)}", value, f"did you mean {guess}?")]
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_rlxf.config.errors import Problem
+
 
 @dataclass(frozen=True)
 class Flag:
@@ -94,11 +96,11 @@ def notes(arguments: argparse.Namespace) -> Iterator[str]:
             yield f"{name} has no effect: {flag.meaning}"
 
 
-def refusals(arguments: argparse.Namespace) -> Iterator[str]:
+def refusals(arguments: argparse.Namespace) -> Iterator[Problem]:
     for name, flag, value in _given(arguments):
         if flag.refused(value):
-            shown = "" if value is True or isinstance(value, list) else f"={value}"
-            yield f"{name}{shown} is not supported: {flag.meaning}"
+            shown = None if value is True or isinstance(value, list) else value
+            yield Problem(name, f"is not supported: {flag.meaning}", shown)
 
 
 def _given(arguments: argparse.Namespace) -> Iterator[tuple[str, Flag, Any]]:

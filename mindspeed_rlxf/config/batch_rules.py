@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import gcd, lcm
 
 from mindspeed_rlxf.config.enums import AdvEstimator, LossNormalizer, Role, Stage
+from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, RunConfig
 from mindspeed_rlxf.config.suggest import around, divisors, multiples_around, use
 
@@ -16,71 +17,74 @@ TITLES = {
     Role.CRITIC: "the critic",
     Role.REWARD: "the reward model",
 }
+BATCH, SAMPLES = "training.global_batch_size", "actor_rollout.n_samples_per_prompt"
 
 
-def check_batches(config: RunConfig) -> list[str]:
+def check_batches(config: RunConfig) -> list[Problem]:
     """Every rule broken; all roles have whole replicas."""
     return [*_batch(config), *_mini_batches(config)]
 
 
-def token_budget(config: RunConfig, role: Role) -> Iterator[str]:
+def token_budget(config: RunConfig, role: Role) -> Iterator[Problem]:
     """`max_tokens_per_micro_batch` of one role with a model."""
-    section = config.role(role)
-    limit = section.max_tokens_per_micro_batch
-    if limit is None:
-        return
-    shown = f"{role.value}.max_tokens_per_micro_batch={limit}"
-    if limit < config.training.seq_length:
-        yield (
-            f"{shown} must be at least training.seq_length={config.training.seq_length}, so that "
-            f"every sample fits; use {config.training.seq_length} or more"
-        )
-    if not section.packed_sequences:
-        yield (
-            f"{shown} needs {role.value}.packed_sequences=true, as padding would exceed it; "
-            f"remove one of them"
+    limit, longest = config.role(role).max_tokens_per_micro_batch, config.training.seq_length
+    if limit is not None and limit < longest:
+        yield Problem(
+            f"{role.value}.max_tokens_per_micro_batch",
+            f"must be at least {ref('training.seq_length')}={longest}, so that every sample fits",
+            limit,
+            f"use {longest} or more",
         )
 
 
-def loss_by_micro_batch(config: RunConfig) -> Iterator[str]:
+def loss_by_micro_batch(config: RunConfig) -> Iterator[Problem]:
     """A mean of micro-batch means depends on what shares a micro-batch."""
     if config.algorithm.loss_normalizer is not LossNormalizer.MICRO_BATCH_MEAN:
         return
     for role in (r for r in config.roles if r in (Role.ACTOR_ROLLOUT, Role.CRITIC)):
         limit = config.role(role).max_tokens_per_micro_batch
         if limit is not None:
-            yield (
-                f"algorithm.loss_normalizer=micro_batch_mean needs micro-batches of one size, "
-                f"{role.value}.max_tokens_per_micro_batch={limit} makes others; "
-                "use null there, or algorithm.loss_normalizer=minibatch_tokens"
+            key = ref(f"{role.value}.max_tokens_per_micro_batch")
+            yield Problem(
+                "algorithm.loss_normalizer",
+                f"needs micro-batches of one size, {key}={limit} makes others",
+                LossNormalizer.MICRO_BATCH_MEAN,
+                f"use null there, or {ref('algorithm.loss_normalizer')}=minibatch_tokens",
             )
 
 
-def _batch(config: RunConfig) -> Iterator[str]:
+def _batch(config: RunConfig) -> Iterator[Problem]:
     """Every rank takes the same number of samples, those of a prompt together."""
     prompts = config.training.global_batch_size
     per_prompt = config.actor_rollout.n_samples_per_prompt
-    shown = f"training.global_batch_size={prompts}"
     remedy = use(multiples_around(prompts, _prompt_step(config)))
     broken: list[int] = []
     for share, role in sorted(_shares(config).items(), key=lambda item: -item[0].unit):
         said = any(unit % share.unit == 0 for unit in broken)
         if config.samples_per_iteration % share.unit and not said:
-            times = f" x actor_rollout.n_samples_per_prompt={per_prompt}" if per_prompt > 1 else ""
-            yield f"{shown}{times} must be a multiple of {TITLES[role]}'s {share}; {remedy}"
+            times = f"x {ref(SAMPLES)}={per_prompt} " if per_prompt > 1 else ""
+            yield Problem(
+                BATCH, f"{times}must be a multiple of {TITLES[role]}'s {share}", prompts, remedy
+            )
             broken.append(share.unit)
     dp = config.layout(Role.ACTOR_ROLLOUT).dp
     if config.samples_together > 1 and prompts % dp and not broken:
-        yield (
-            f"{shown} must be a multiple of the actor's data-parallel size {dp}, so that the "
-            f"responses to a prompt, which are compared, are on one rank; {remedy}"
+        yield Problem(
+            BATCH,
+            f"must be a multiple of the actor's data-parallel size {dp}, so that the responses to "
+            "a prompt, which are compared, are on one rank",
+            prompts,
+            remedy,
         )
     replicas = config.layout(Role.REWARD).dp
     if config.algorithm.adv_estimator is AdvEstimator.REMAX and prompts % replicas:
-        yield (
-            f"{shown} must be a multiple of the reward's data-parallel size {replicas} with "
-            "algorithm.adv_estimator=remax, which scores one more response to each prompt; "
-            f"{remedy}"
+        yield Problem(
+            BATCH,
+            f"must be a multiple of the reward's data-parallel size {replicas} with "
+            f"{ref('algorithm.adv_estimator')}=remax, which scores one more response to each "
+            "prompt",
+            prompts,
+            remedy,
         )
 
 
@@ -138,7 +142,7 @@ def _mended_samples(config: RunConfig) -> int:
     return prompts * config.actor_rollout.n_samples_per_prompt
 
 
-def _mini_batches(config: RunConfig) -> Iterator[str]:
+def _mini_batches(config: RunConfig) -> Iterator[Problem]:
     sizes = {
         Role.ACTOR_ROLLOUT: ("ppo_mini_batch_size", config.actor_rollout.ppo_mini_batch_size),
     }
@@ -150,7 +154,7 @@ def _mini_batches(config: RunConfig) -> Iterator[str]:
         if step.parts_pairs:
             yield _odd_micro_batch(step, key, size)
         else:
-            yield from _mini_batch(config, step, f"{role.value}.{key}={size}", size)
+            yield from _mini_batch(config, step, f"{role.value}.{key}", size)
 
 
 @dataclass(frozen=True)
@@ -163,18 +167,21 @@ class _Step:
     share: int  # data-parallel size, with a virtual pipeline times its stages
     micro: int  # micro_batch_size, 1 where tokens are counted
     together: int
+    by_tokens: bool
     factors: str
 
     @classmethod
     def of(cls, config: RunConfig, role: Role) -> _Step:
         section, share = config.role(role), _Share.of(config, role)
         micro, factors = 1, str(replace(share, together=1))
-        if section.max_tokens_per_micro_batch is None:
+        by_tokens = section.max_tokens_per_micro_batch is not None
+        if not by_tokens:
             micro = section.micro_batch_size
-            factors += f" x {role.value}.micro_batch_size={micro}"
+            factors += f" x {ref(f'{role.value}.micro_batch_size')}={micro}"
         samples = _mended_samples(config)
         whole = samples == config.samples_per_iteration
-        return cls(role, samples, whole, share.dp * share.stages, micro, share.together, factors)
+        width = share.dp * share.stages
+        return cls(role, samples, whole, width, micro, share.together, by_tokens, factors)
 
     @property
     def unit(self) -> int:
@@ -183,7 +190,7 @@ class _Step:
     @property
     def parts_pairs(self) -> bool:
         """Micro-batches hold half a pair. (Where tokens are counted another rule says so.)"""
-        return "micro_batch_size" in self.factors and self.micro % self.together > 0
+        return not self.by_tokens and self.micro % self.together > 0
 
     def sizes(self, micro: int) -> list[int]:
         """Good mini-batches with micro-batches of this size."""
@@ -198,35 +205,41 @@ class _Step:
             return use(around(size, good))
         fits = around(self.micro, self.micros())[0]
         return (
-            f"no size fits, so use {self.role.value}.micro_batch_size={fits} and a mini-batch of "
-            f"{fits * self.share}"
+            f"no size fits, so use {ref(f'{self.role.value}.micro_batch_size')}={fits} and a "
+            f"mini-batch of {fits * self.share}"
         )
 
 
-def _odd_micro_batch(step: _Step, key: str, size: int) -> str:
+def _odd_micro_batch(step: _Step, key: str, size: int) -> Problem:
     """The remedy is good for the mini-batch too."""
-    name = f"{step.role.value}.micro_batch_size"
     near = sorted(step.micros(), key=lambda micro: abs(micro - step.micro))
     fitting = [micro for micro in near if size in step.sizes(micro)]
     if fitting:
         remedy = use(sorted(fitting[:2]))
     else:
         good = around(size, step.sizes(near[0])) or [size]
-        remedy = f"use {near[0]}, and {step.role.value}.{key}={good[0]}"
-    return (
-        f"{name}={step.micro} must be even with training.stage=ray_online_dpo, whose loss needs "
-        f"both responses of a pair; {remedy}"
+        remedy = f"use {near[0]}, and {ref(f'{step.role.value}.{key}')}={good[0]}"
+    return Problem(
+        f"{step.role.value}.micro_batch_size",
+        f"must be even with {ref('training.stage')}=ray_online_dpo, whose loss needs both "
+        "responses of a pair",
+        step.micro,
+        remedy,
     )
 
 
-def _mini_batch(config: RunConfig, step: _Step, shown: str, size: int) -> Iterator[str]:
+def _mini_batch(config: RunConfig, step: _Step, key: str, size: int) -> Iterator[Problem]:
     """A mini-batch divides the iteration's samples and fills whole micro-batches on each rank."""
     if step.whole and step.samples % size:
-        yield (
-            f"{shown} must divide the {step.samples} samples of an iteration "
-            f"(training.global_batch_size={config.training.global_batch_size} x "
-            f"actor_rollout.n_samples_per_prompt={config.actor_rollout.n_samples_per_prompt}); "
-            f"{step.remedy(size)}"
+        yield Problem(
+            key,
+            f"must divide the {step.samples} samples of an iteration "
+            f"({ref(BATCH)}={config.training.global_batch_size} x "
+            f"{ref(SAMPLES)}={config.actor_rollout.n_samples_per_prompt})",
+            size,
+            step.remedy(size),
         )
     elif size % step.unit:
-        yield (f"{shown} must be a multiple of {step.unit} ({step.factors}); {step.remedy(size)}")
+        yield Problem(
+            key, f"must be a multiple of {step.unit} ({step.factors})", size, step.remedy(size)
+        )

@@ -6,7 +6,6 @@ into them. A plain `key=value` also works for keys that the YAML does not mentio
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.errors import ConfigError, Problem
 from mindspeed_rlxf.config.quoting import quoted
 from mindspeed_rlxf.config.suggest import closest
 
@@ -62,19 +61,22 @@ def compose(
     return {str(name): value for name, value in tree.items()}
 
 
-def _explain(error: Exception, config_name: str, directories: Sequence[Path]) -> str:
-    """What hydra, omegaconf or the YAML parser found wrong, as one line."""
+def _explain(error: Exception, config_name: str, directories: Sequence[Path]) -> Problem:
+    """What hydra, omegaconf or the YAML parser found wrong."""
     if isinstance(error, MissingConfigException):
         return _missing_part(config_name, error, directories)
     if isinstance(error, yaml.YAMLError):
         return _bad_yaml(config_name, error)
     if isinstance(error, OverrideParseException):
-        return (
-            f"{error.override.removeprefix('++')}: cannot be read; write key=value, and quotes "
-            "around a value with unusual signs, as in key='\"a(b)\"'"
+        return Problem(
+            error.override.removeprefix("++"),
+            "cannot be read",
+            remedy="write key=value, and quotes around a value with unusual signs, as in "
+            "key='\"a(b)\"'",
+            colon=True,
         )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"config {config_name} cannot be composed: {'; '.join(lines)}"
+    return Problem(f"config {config_name}", f"cannot be composed: {'; '.join(lines)}")
 
 
 def _hydra(directory: Path) -> initialize_config_dir:
@@ -88,7 +90,9 @@ def _directories(config_dir: str | Path | None) -> list[Path]:
         return [builtin]
     chosen = Path(config_dir).expanduser().absolute()
     if not chosen.is_dir():
-        raise ConfigError(f"--config-dir {config_dir} must be a folder; give one that exists")
+        raise ConfigError(
+            Problem(f"--config-dir {config_dir}", "must be a folder", remedy="give one that exists")
+        )
     return [chosen, builtin] if builtin.is_dir() else [chosen]
 
 
@@ -107,8 +111,13 @@ def _holder_first(config_name: str, directories: list[Path]) -> list[Path]:
     for part in sorted(chosen.glob("*/*.yaml")):
         if (builtin / part.relative_to(chosen)).is_file():
             raise ConfigError(
-                f"--config-dir {chosen}: {part.relative_to(chosen)} stands for the built-in one "
-                f"only beside a config of that folder; copy {builtin / file} there too"
+                Problem(
+                    f"--config-dir {chosen}",
+                    f"{part.relative_to(chosen)} stands for the built-in one only beside a config "
+                    "of that folder",
+                    remedy=f"copy {builtin / file} there too",
+                    colon=True,
+                )
             )
     return [builtin, chosen]
 
@@ -120,9 +129,11 @@ def _check_name(config_name: str, directories: Sequence[Path]) -> None:
     guess = closest(config_name, names)
     places = " or ".join(map(str, directories))
     remedy = f"did you mean {guess}? " if guess else ""
+    remedy += f"there are: {', '.join(names) or 'none'}"
     raise ConfigError(
-        f"--config-name {config_name}: no such config in {places}; {remedy}there are: "
-        + (", ".join(names) or "none")
+        Problem(
+            f"--config-name {config_name}", f"no such config in {places}", remedy=remedy, colon=True
+        )
     )
 
 
@@ -139,17 +150,23 @@ def _add_if_new(override: str, directories: Sequence[Path]) -> str:
 
 def _missing_part(
     config_name: str, error: MissingConfigException, directories: Sequence[Path]
-) -> str:
+) -> Problem:
     missing = str(error.missing_cfg_file or "")
     group = str(Path(missing).parent)
     names = ", ".join(config_names(directories, group)) or "none"
-    return (
-        f"config {config_name}: defaults name {missing}, which does not exist; there are: {names}"
+    return Problem(
+        f"config {config_name}",
+        f"defaults name {missing}, which does not exist",
+        remedy=f"there are: {names}",
+        colon=True,
     )
 
 
-def _bad_yaml(config_name: str, error: yaml.YAMLError) -> str:
+def _bad_yaml(config_name: str, error: yaml.YAMLError) -> Problem:
     mark = getattr(error, "problem_mark", None)
-    place = f"{mark.name}:{mark.line + 1}:{mark.column + 1}" if mark else f"config {config_name}"
-    problem = getattr(error, "problem", None) or re.sub(r"\s+", " ", str(error))
-    return f"{place}: not valid YAML: {problem}; mend that line"
+    return Problem(
+        f"{mark.name}:{mark.line + 1}:{mark.column + 1}" if mark else f"config {config_name}",
+        f"not valid YAML: {getattr(error, 'problem', None) or error}",
+        remedy="mend that line",
+        colon=True,
+    )

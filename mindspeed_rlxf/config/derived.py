@@ -20,6 +20,7 @@ from mindspeed_rlxf.config.enums import (
     RuntimeKind,
     Stage,
 )
+from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.sections import DeviceConfig, PoolSettings
 from mindspeed_rlxf.config.suggest import multiples_around, use
 
@@ -92,15 +93,19 @@ def place_roles(draft: Draft, sections: Tree) -> None:
         elif size == [] and underscored not in ROLE_NAMES:  # `reward: []` says that there is none
             draft.note("no role uses it, as it has no devices", f"resource_pool.{name}=[]")
     if not pools and not any(path.startswith("resource_pool") for path in draft.broken):
-        draft.reject("resource_pool", "resource_pool is required; name a pool: `main: 2`")
+        draft.reject(Problem("resource_pool", "is required", remedy="name a pool: `main: 2`"))
     roles = [role.value for role in CONFIGURED if draft.payload[role.value] is not None]
     placed = sections["placement"]
     if Role.CRITIC.value in placed and Role.CRITIC.value not in roles:
         placed = {role: pool for role, pool in placed.items() if role != Role.CRITIC.value}
+        stage = draft.payload["training"]["stage"]
         draft.reject(
-            "placement.critic",
-            f"placement.critic: training.stage={draft.payload['training']['stage']} has no critic; "
-            "remove it ('~placement.critic' on the command line)",
+            Problem(
+                "placement.critic",
+                f"{ref('training.stage')}={stage} has no critic",
+                remedy="remove it ('~placement.critic' on the command line)",
+                colon=True,
+            )
         )
     chosen = draft.known("placement", placed, set(roles))
     placement = {role: role for role in roles} | chosen
@@ -128,9 +133,12 @@ def _environment(draft: Draft) -> None:
     }
     for name in settings["env"]:
         if "VISIBLE_DEVICES" in name:
-            path = f"resource_pool.env.{name}"
             draft.reject(
-                path, f"{path} must not be set, because Ray hands out the devices; remove it"
+                Problem(
+                    f"resource_pool.env.{name}",
+                    "must not be set, because Ray hands out the devices",
+                    remedy="remove it",
+                )
             )
 
 
@@ -149,9 +157,14 @@ def _node_sizes(draft: Draft, name: str, size: Any, per_node: Any) -> list[int]:
     list is a pool that is not there."""
     sizes = size if isinstance(size, list) else [size]
     if not all(type(count) is int and 0 < count <= MAX_DEVICES for count in sizes):
-        path = f"resource_pool.{name}"
-        rule = f"must be a number of devices from 1 to {MAX_DEVICES}, or a list of such per node"
-        draft.reject(path, f"{path}={size!r} {rule}; use 1 or [8, 8]")
+        draft.reject(
+            Problem(
+                f"resource_pool.{name}",
+                f"must be a number of devices from 1 to {MAX_DEVICES}, or a list of such per node",
+                repr(size),
+                "use 1 or [8, 8]",
+            )
+        )
         return []
     if type(size) is int and type(per_node) is int and size > per_node > 0:
         return _whole_nodes(draft, name, size, per_node)
@@ -160,11 +173,14 @@ def _node_sizes(draft: Draft, name: str, size: Any, per_node: Any) -> list[int]:
 
 def _whole_nodes(draft: Draft, name: str, size: int, per_node: int) -> list[int]:
     if size % per_node:
-        path = f"resource_pool.{name}"
+        sizes = use(multiples_around(size, per_node))
         draft.reject(
-            path,
-            f"{path}={size} must fill whole hosts of {per_node} devices (device.devices_per_node); "
-            f"{use(multiples_around(size, per_node))}, or give a list with a number per host",
+            Problem(
+                f"resource_pool.{name}",
+                f"must fill whole hosts of {per_node} devices ({ref('device.devices_per_node')})",
+                size,
+                f"{sizes}, or give a list with a number per host",
+            )
         )
         return []
     return [per_node] * (size // per_node)
@@ -180,10 +196,14 @@ def max_new_tokens(draft: Draft) -> None:
         return
     actor["max_new_tokens"] = max(total - prompt, 1)
     if total <= prompt:
+        longest = f"{ref('actor_rollout.max_prompt_length')}={prompt}"
         draft.reject(
-            "training.seq_length",
-            f"training.seq_length={total} must exceed actor_rollout.max_prompt_length={prompt}, to "
-            f"leave room for a response; use {prompt + 1} or more, or a shorter prompt",
+            Problem(
+                "training.seq_length",
+                f"must exceed {longest}, to leave room for a response",
+                total,
+                f"use {prompt + 1} or more, or a shorter prompt",
+            )
         )
 
 

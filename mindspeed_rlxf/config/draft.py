@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.keys import unknown_key
 from mindspeed_rlxf.config.suggest import written
 
@@ -25,14 +26,14 @@ class Draft:
     payload: Tree = field(default_factory=dict)
     origins: dict[tuple[str, str], str] = field(default_factory=dict)  # (role, key) -> YAML key
     spelled: dict[str, str] = field(default_factory=dict)  # usual key -> as the YAML nests it
-    problems: list[str] = field(default_factory=list)
-    moved: dict[str, str] = field(default_factory=dict)  # key -> older one that the YAML has
+    problems: list[Problem] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)  # YAML keys that later rules must not judge
     notes: dict[str, list[str]] = field(default_factory=dict)  # what it means -> of which keys
 
-    def reject(self, path: str, problem: str) -> None:
+    def reject(self, problem: Problem, path: str = "") -> None:
+        """path: what is broken, where it is not the problem's key"""
         self.problems.append(problem)
-        self.broken.add(path)
+        self.broken.add(path or problem.key)
 
     def note(self, meaning: str, key: str) -> None:
         """A legal key whose meaning here is worth a line; said once for all keys it is true of."""
@@ -40,16 +41,17 @@ class Draft:
         if key not in keys:
             keys.append(key)
 
-    def as_written(self, problem: str) -> str:
-        """A rule's sentence with the keys that the user wrote in place of what they became."""
-        for key, path in self.moved.items():
-            problem = re.sub(rf"\b{re.escape(key)}\b", path, problem)
-        return problem
+    def judge(self, found: Iterable[Problem]) -> None:
+        """Keeps the problems of rules that depend on no broken key, in keys as the user wrote
+        them."""
+        for problem in found:
+            if not problem.judges(self.broken):
+                self.problems.append(problem.spelled(lambda key: self.path(key.split("."))))
 
     def note_lines(self) -> list[str]:
         return [f"{', '.join(keys)}: {meaning}" for meaning, keys in self.notes.items()]
 
-    def path(self, loc: tuple[int | str, ...]) -> str:
+    def path(self, loc: Sequence[int | str]) -> str:
         """The YAML key that a place in the payload came from."""
         parts = [str(part) for part in loc if part not in ("architecture", "optimizer")]
         if parts[0] == "pool_settings":
@@ -66,7 +68,7 @@ class Draft:
         if value is None or isinstance(value, dict):
             return value or {}
         self.reject(
-            path, f"{path}={written(value)} must be a section of keys; write `key: value` lines"
+            Problem(path, "must be a section of keys", written(value), "write `key: value` lines")
         )
         return {}
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationInfo, model_validator
+
+from mindspeed_rlxf.config.errors import ConfigError, Problem
 
 Resume: TypeAlias = Literal["fixed", "reshard", "free"]
 """May a resumed run change the key: never, with the layout, or freely."""
@@ -14,6 +17,9 @@ Word = Strict(False)
 Strings: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
 Integers: TypeAlias = Annotated[tuple[int, ...], Strict(False)]
 
+RULES_LATER = "rules later"
+"""As the context of a validation: types and limits alone; who asks for it judges `broken_rules`."""
+
 
 class Section(BaseModel):
     """A section of the configuration: written once, no unknown keys, no silent conversion."""
@@ -21,6 +27,16 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    def broken_rules(self) -> Iterator[Problem]:
+        """Rules between the section's own keys that it breaks; keys are named as fields here."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _keep_rules(self, info: ValidationInfo) -> Section:
+        if info.context != RULES_LATER and (broken := list(self.broken_rules())):
+            raise ConfigError(broken)
+        return self
 
 
 def key(default: Any, description: str, resume: Resume = "fixed", **limits: Any) -> Any:

@@ -14,6 +14,7 @@ from packaging.version import Version
 from mindspeed_rlxf import packages
 from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.enums import DeviceKind, RuntimeKind
+from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.split_rules import ROLLOUT_TP
 from mindspeed_rlxf.config.tensor_parallel import SHARED_GROUPS_SINCE
@@ -23,8 +24,8 @@ PROCESS_BYTES = GIB // 2
 """What one worker process takes before its model: interpreter, torch, Megatron."""
 
 
-def check_host(config: RunConfig) -> list[str]:
-    """What is missing here, each `rule, value, remedy`; empty when nothing is."""
+def check_host(config: RunConfig) -> list[Problem]:
+    """What is missing here: devices, memory, a version of megatron-core; empty when nothing is."""
     problems = list(_shared_groups(config))
     if config.runtime.kind is RuntimeKind.LOCAL:
         problems += _local_world(config)
@@ -44,19 +45,20 @@ def _pool_sizes(config: RunConfig) -> dict[str, int]:
     return {pool: config.pool_size(pool) for pool in config.resource_pool}
 
 
-def _local_world(config: RunConfig) -> Iterator[str]:
+def _local_world(config: RunConfig) -> Iterator[Problem]:
     """The local runtime runs every pool on the processes that torchrun started."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     for pool, size in _pool_sizes(config).items():
         if size != world:
-            yield (
-                f"resource_pool.{pool}={size} must equal the {world} processes of this run with "
-                f"runtime.kind=local; use {world}, or start {size} with "
-                f"torchrun --nproc-per-node {size}"
+            yield Problem(
+                f"resource_pool.{pool}",
+                f"must equal the {world} processes of this run with {ref('runtime.kind')}=local",
+                size,
+                f"use {world}, or start {size} with torchrun --nproc-per-node {size}",
             )
 
 
-def _shared_groups(config: RunConfig) -> Iterator[str]:
+def _shared_groups(config: RunConfig) -> Iterator[Problem]:
     """More tensor-parallel ranks than key-value groups need a megatron-core that shares a group."""
     sizes = [
         (f"{role.value}.tensor_model_parallel_size", section.tensor_model_parallel_size, section)
@@ -72,27 +74,33 @@ def _shared_groups(config: RunConfig) -> Iterator[str]:
     since = ".".join(map(str, SHARED_GROUPS_SINCE))
     for key, tp, section in shared:
         groups = section.architecture.kv_heads
-        yield (
-            f"{key}={tp} must be at most model.{section.model}.num_query_groups={groups} with "
-            f"megatron-core {found}, which gives every rank whole key-value groups; use {groups} "
-            f"or less, or megatron-core {since}"
+        limit = f"{ref(f'model.{section.model}.num_query_groups')}={groups}"
+        yield Problem(
+            key,
+            f"must be at most {limit} with megatron-core {found}, which gives every rank whole "
+            "key-value groups",
+            tp,
+            f"use {groups} or less, or megatron-core {since}",
         )
 
 
-def _resource(config: RunConfig) -> Iterator[str]:
+def _resource(config: RunConfig) -> Iterator[Problem]:
     """Ray gives each worker a device of its own for its own resources only."""
     from mindspeed_rlxf import device
 
     kind, name = device.resolve_kind(config.device.kind), config.device.resource_name
     own = device.ray_resource(kind)
     if kind is not DeviceKind.CPU and name not in (None, own):
-        yield (
-            f"device.resource_name={name} must be {own} with device.kind={kind.value}, because Ray "
-            f"hands out devices one by one for {own} only; remove it"
+        yield Problem(
+            "device.resource_name",
+            f"must be {own} with {ref('device.kind')}={kind.value}, because Ray hands out devices "
+            f"one by one for {own} only",
+            name,
+            "remove it",
         )
 
 
-def _devices(config: RunConfig, wanted: int) -> Iterator[str]:
+def _devices(config: RunConfig, wanted: int) -> Iterator[Problem]:
     from mindspeed_rlxf import device
 
     kind = config.device.kind
@@ -101,25 +109,28 @@ def _devices(config: RunConfig, wanted: int) -> Iterator[str]:
         kind = device.resolve_kind(kind)
         there = device.device_count(kind)
     except ValueError as error:
-        yield str(error)
+        yield Problem("", str(error))
         return
     if kind is DeviceKind.CPU:
         yield from _cpu_memory(pools, wanted)
     elif there is not None and wanted > there:
-        yield (
-            f"resource_pool ({pools}) needs {wanted} {kind.value} devices and this host has "
-            f"{there}; use fewer, put roles on one pool with placement, or join a cluster with "
-            "runtime.address"
+        yield Problem(
+            "resource_pool",
+            f"({pools}) needs {wanted} {kind.value} devices and this host has {there}",
+            remedy="use fewer, put roles on one pool with placement, or join a cluster with "
+            "runtime.address",
         )
 
 
-def _cpu_memory(pools: str, wanted: int) -> Iterator[str]:
+def _cpu_memory(pools: str, wanted: int) -> Iterator[Problem]:
     from mindspeed_rlxf import device
 
     memory = device.host_memory()
     room = memory // PROCESS_BYTES
     if wanted > room:
-        yield (
-            f"resource_pool ({pools}) needs {wanted} processes of 0.5 GiB each and the memory of "
-            f"this host, {memory / GIB:.1f} GiB, holds {room}; use {room} or fewer"
+        yield Problem(
+            "resource_pool",
+            f"({pools}) needs {wanted} processes of 0.5 GiB each and the memory of this host, "
+            f"{memory / GIB:.1f} GiB, holds {room}",
+            remedy=f"use {room} or fewer",
         )

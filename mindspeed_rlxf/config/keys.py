@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from mindspeed_rlxf.config.enums import CONFIGURED, Role
+from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -84,13 +85,13 @@ TOP_LEVEL = {
 }  # fmt: skip
 
 
-def unknown_key(section: str, name: str, known: set[str], path: str = "") -> str:
-    """The error for a key that `section` (`""` = top level) does not have.
+def unknown_key(section: str, name: str, known: set[str], path: str = "") -> Problem:
+    """The problem for a key that `section` (`""` = top level) does not have.
 
     path: how the YAML spells the key where that differs from `section.name`.
     """
     dotted = f"{section}.{name}" if section else name
-    return f"{path or dotted}: unknown key; {_remedy(section, name, known)}"
+    return Problem(path or dotted, "unknown key", remedy=_remedy(section, name, known), colon=True)
 
 
 def _remedy(section: str, name: str, known: set[str]) -> str:

@@ -20,6 +20,7 @@ from mindspeed_rlxf.config.derived import (
 )
 from mindspeed_rlxf.config.draft import Draft, Tree, set_default
 from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind, Role
+from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.hf_config import (
     OF_WEIGHTS,
     hf_architecture,
@@ -93,7 +94,9 @@ def _underscored(draft: Draft, tree: Mapping[Any, Any], prefix: str) -> Tree:
     for spelled, value in tree.items():
         name = str(spelled).replace("-", "_")
         if name in result:
-            draft.problems.append(f"{prefix}{name} is given twice, as {spelled} too; keep one")
+            draft.problems.append(
+                Problem(f"{prefix}{name}", f"is given twice, as {spelled} too", remedy="keep one")
+            )
         is_section = isinstance(value, dict) and name not in VERBATIM
         result[name] = _underscored(draft, value, f"{prefix}{name}.") if is_section else value
     return result
@@ -111,7 +114,9 @@ def _unfold(draft: Draft, sections: Tree) -> None:
             path = f"{NESTED_ROLES}.{role}.{key}"
             there = sections[role].setdefault(key, value)
             if there is not value and there != value:  # a nan equals nothing
-                draft.reject(path, f"{path} and {role}.{key} are the same key; keep one")
+                draft.reject(
+                    Problem(path, f"and {ref(f'{role}.{key}')} are the same key", remedy="keep one")
+                )
             draft.spelled[f"{role}.{key}"] = path
 
 
@@ -183,9 +188,13 @@ def _no_critic(draft: Draft, sections: Tree) -> None:
     if sections[Role.CRITIC.value]:
         stage = draft.payload["training"]["stage"]
         draft.reject(
+            Problem(
+                "training.stage",
+                "has no critic",
+                stage,
+                "remove the section critic ('~critic' on the command line)",
+            ),
             "critic",
-            f"training.stage={stage} has no critic; remove the section critic ('~critic' on the "
-            "command line)",
         )
 
 
@@ -198,12 +207,12 @@ def _from_folder(draft: Draft, role: Role, load: Any) -> Tree | None:
         config = read_hf_config(Path(load).expanduser(), OF_WEIGHTS)
         if found := unsupported(config):
             raise ValueError(
-                f"config.json asks for what no model here has (field: possible, config.json): "
+                "config.json asks for what no model here has (field: possible, config.json): "
                 f"{'; '.join(found)}; use another model"
             )
         architecture = hf_architecture(config)
     except ValueError as error:
-        draft.reject(path, f"{path}={load}: {error}")
+        draft.reject(Problem(path, str(error), f"{load}", colon=True))
         return None
     return {name: value for name, value in architecture.items() if value is not None}
 
@@ -247,6 +256,8 @@ def _report_missing_model(
     path = draft.origins.get((role.value, "model"), f"{role.value}.model")
     guess = closest(str(chosen), models)
     remedy = f"did you mean {guess}?" if guess else "add its file to the defaults list, or use auto"
-    there = ", ".join(models) or "none"
-    problem = f"{path}={chosen!r}: no such model" if chosen is not None else f"{path} is required"
-    draft.reject(path, f"{problem}; {remedy} (models loaded: {there})")
+    remedy += f" (models loaded: {', '.join(models) or 'none'})"
+    if chosen is None:
+        draft.reject(Problem(path, "is required", remedy=remedy))
+    else:
+        draft.reject(Problem(path, "no such model", repr(chosen), remedy, colon=True))

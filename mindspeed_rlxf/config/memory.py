@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import lcm
 
-from mindspeed_rlxf.config.roles import ArchitectureConfig, RoleConfig
+from mindspeed_rlxf.config.architecture import ArchitectureConfig
+from mindspeed_rlxf.config.roles import RoleConfig
 from mindspeed_rlxf.config.tensor_parallel import groups_per_rank, qkv_rows
 
 FP32 = 4

@@ -1,11 +1,13 @@
-"""A pydantic error as one line: key, value, rule, remedy."""
+"""Pydantic's errors as problems: key, value, rule, remedy."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.suggest import closest, written
 
 TYPES = {
@@ -27,14 +29,32 @@ LIMITS = {
 }
 
 
-def explain(path: str, errors: list[ErrorDetails]) -> str:
-    """One line for all errors of one key; several when the key is a union of types."""
+def explain(path: str, errors: list[ErrorDetails]) -> Problem:
+    """One problem for all errors of one key; several when the key is a union of types."""
     if errors[0]["type"] == "missing":
-        return f"{path} is required; add it to the YAML or give {path}=... on the command line"
+        return Problem(
+            path, "is required", remedy=f"add it to the YAML or give {path}=... on the command line"
+        )
     rules, remedies = zip(*map(_rule, errors), strict=True)
-    value = errors[0]["input"]
-    rule = " or ".join(dict.fromkeys(rules)).replace(" or must be ", " or ")
-    return f"{path}={written(value)} {rule}; {remedies[0]}"
+    return Problem(
+        path,
+        " or ".join(dict.fromkeys(rules)).replace(" or must be ", " or "),
+        written(errors[0]["input"]),
+        remedies[0],
+    )
+
+
+def problems_of(error: ValidationError) -> list[Problem]:
+    """The problems of a section that is built alone; keys are named as its fields."""
+    return [
+        problem
+        for detail in error.errors(include_url=False)
+        for problem in (
+            detail["ctx"]["error"].problems  # of rules between its keys
+            if detail["type"] == "value_error"
+            else [explain(".".join(map(str, detail["loc"])), [detail])]
+        )
+    ]
 
 
 def _rule(error: ErrorDetails) -> tuple[str, str]:

@@ -14,12 +14,13 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.enums import CONFIGURED, Role
 from mindspeed_rlxf.config.fields import key
 from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS, fields
 from mindspeed_rlxf.config.older_keys import ANY, NO_OP_LIST, REFUSED_LIST, NoOp
 from mindspeed_rlxf.config.older_toolkit import MOVED
-from mindspeed_rlxf.config.roles import ArchitectureConfig, OptimizerConfig, RoleConfig
+from mindspeed_rlxf.config.roles import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.sections import KlControlConfig, PoolSettings, TrainingConfig
 from mindspeed_rlxf.config.suggest import written

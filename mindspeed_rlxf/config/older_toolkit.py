@@ -21,6 +21,7 @@ from mindspeed_rlxf.config.enums import (
     Role,
     Stage,
 )
+from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.hf_config import read_hf_config
 from mindspeed_rlxf.config.older_keys import NO_OPS, REFUSED
 from mindspeed_rlxf.config.suggest import written
@@ -75,9 +76,9 @@ def tokenizer_vocabulary(draft: Draft, sections: Tree, model: str, architecture:
         if type(found) is not int:
             raise ValueError(f"its config.json has vocab_size={written(found)}; correct it")
     except ValueError as error:
-        tokenizer = f"training.tokenizer_name_or_path={folder}"
+        tokenizer = f"{ref('training.tokenizer_name_or_path')}={folder}"
         draft.reject(
-            key, f"{key} is required, and {tokenizer} does not tell it: {error}, or add the key"
+            Problem(key, f"is required, and {tokenizer} does not tell it: {error}, or add the key")
         )
         return
     architecture["vocab_size"] = found
@@ -98,15 +99,20 @@ def _query_groups(draft: Draft, path: str, values: Tree) -> None:
         return
     flag, groups = values.pop("group_query_attention"), values.get("num_query_groups")
     if not isinstance(flag, bool):
-        name = f"{path}.group_query_attention"
-        draft.reject(name, f"{name}={written(flag)} must be true or false; use true")
+        draft.reject(_not_a_flag(f"{path}.group_query_attention", flag))
     elif flag:
         values["num_query_groups"] = 1 if groups is None else groups
     elif groups not in (None, values.get("num_attention_heads")):
         name = f"{path}.group_query_attention"
         draft.reject(
-            name, f"{name}=false contradicts num_query_groups={written(groups)}; remove one of them"
+            Problem(
+                name, f"contradicts num_query_groups={written(groups)}", False, "remove one of them"
+            )
         )
+
+
+def _not_a_flag(path: str, value: Any) -> Problem:
+    return Problem(path, "must be true or false", written(value), "use true")
 
 
 def _strongest(draft: Draft, sections: Tree, key: str) -> tuple[str, Any] | None:
@@ -127,8 +133,13 @@ def _move(draft: Draft, sections: Tree, path: str, value: Any, target: str) -> N
     section, key = target.split(".")
     there = sections[section].setdefault(key, value)
     if there != value:
-        problem = f"{path} and {target}={written(there)} say the same thing differently; keep one"
-        draft.reject(path, problem)
+        draft.reject(
+            Problem(
+                path,
+                f"and {ref(target)}={written(there)} say the same thing differently",
+                remedy="keep one",
+            )
+        )
     else:
         draft.origins.setdefault((section, key), path)
 
@@ -160,11 +171,11 @@ def _data(draft: Draft, sections: Tree) -> None:
         if isinstance(value, bool):
             _move(draft, sections, path, not value, "data.shuffle")
         else:
-            draft.reject(path, f"{path}={written(value)} must be true or false; use true")
+            draft.reject(_not_a_flag(path, value))
     if found := _strongest(draft, sections, "dataset_with_labels"):
         path, value = found
         if not isinstance(value, bool):
-            draft.reject(path, f"{path}={written(value)} must be true or false; use true")
+            draft.reject(_not_a_flag(path, value))
         elif value:
             set_default(data, "ground_truth_key", "labels")
             draft.note("data.ground_truth_key=labels", f"{path}=true")
@@ -172,7 +183,7 @@ def _data(draft: Draft, sections: Tree) -> None:
         path, value = found
         names = value.replace(",", " ").split() if isinstance(value, str) else value
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            draft.reject(path, f"{path}={written(value)} must be names of columns; use labels")
+            draft.reject(Problem(path, "must be names of columns", written(value), "use labels"))
         else:
             if "labels" in names:
                 set_default(data, "ground_truth_key", "labels")
@@ -200,9 +211,13 @@ def _prefixes(draft: Draft, path: str, value: Any) -> Any:
         if len(parts) > 2:
             names = ", ".join(parts[1::2])
             draft.reject(
-                path,
-                f"{path}={value}: data sets are not blended by weight; use data.data_path="
-                f"[{names}], where each prompt counts once",
+                Problem(
+                    path,
+                    "data sets are not blended by weight",
+                    value,
+                    f"use {ref('data.data_path')}=[{names}], where each prompt counts once",
+                    colon=True,
+                )
             )
         parts = parts[1::2]
     return parts
@@ -236,10 +251,14 @@ def _category(draft: Draft, sections: Tree) -> None:
             draft.note(f"{by} scores every prompt", f"dataset_category={value}")
         else:
             draft.reject(
-                path,
-                f"{path}={written(value)}: one reward scores every prompt here; use {wanted} (1 = "
-                "reward.verifier, 0 = reward model), or reward.kind=rule with a rule for each data "
-                "source",
+                Problem(
+                    path,
+                    "one reward scores every prompt here",
+                    written(value),
+                    f"use {wanted} (1 = reward.verifier, 0 = reward model), or reward.kind=rule "
+                    "with a rule for each data source",
+                    colon=True,
+                )
             )
     if reward.get("verifier") is True:
         set_default(reward, "kind", RewardKind.RULE.value)
@@ -270,10 +289,14 @@ def _group_norm(draft: Draft, algorithm: Tree) -> None:
     set_default(algorithm, "advantage_whiten", AdvantageWhiten.BATCH.value)
     gamma = algorithm.get("gamma", 1.0)
     if gamma != 1.0:
+        estimator = f"{ref('algorithm.adv_estimator')}=group_norm"
         draft.reject(
-            "algorithm.gamma",
-            f"algorithm.gamma={written(gamma)} must be 1 with algorithm.adv_estimator=group_norm, "
-            "where a score counts for every token alike; use 1.0, or reinforce_plus_plus",
+            Problem(
+                "algorithm.gamma",
+                f"must be 1 with {estimator}, where a score counts for every token alike",
+                written(gamma),
+                "use 1.0, or reinforce_plus_plus",
+            )
         )
     penalty = algorithm.get("kl_penalty")
     if algorithm.get("kl_in") in (None, KlIn.LOSS.value) and penalty == KlPenalty.KL.value:
@@ -289,7 +312,6 @@ def _rollout_layout(draft: Draft, sections: Tree) -> None:
     key = "inference_tensor_model_parallel_size"
     if found := _strongest(draft, sections, key):
         _move(draft, sections, *found, MOVED[key])
-        draft.moved[MOVED[key]] = found[0]
 
 
 def _deterministic(draft: Draft, sections: Tree) -> None:
@@ -310,19 +332,23 @@ def _take_out(draft: Draft, sections: Tree) -> None:
 
 
 def _take(draft: Draft, path: str, key: str, value: Any) -> None:
-    shown = f"{path}={written(value)}"
     if key in REFUSED:
         refusal = REFUSED[key]
         if not refusal.is_neutral(value):
-            draft.reject(path, f"{shown} is not to be had: {refusal.why}; {refusal.remedy}")
+            draft.reject(
+                Problem(path, f"is not to be had: {refusal.why}", written(value), refusal.remedy)
+            )
         return
     entry = NO_OPS[key]
     if entry.allows(value):
         draft.note(entry.meaning, f"{key}={written(value)}")
         return
     good = " or ".join(written(word) for word in entry.allowed[:2])
-    remedy = entry.remedy or good
-    draft.reject(path, f"{shown} must be {good}: {entry.meaning}; use {remedy}")
+    draft.reject(
+        Problem(
+            path, f"must be {good}: {entry.meaning}", written(value), f"use {entry.remedy or good}"
+        )
+    )
 
 
 def _what_differs(draft: Draft, sections: Tree) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,22 +12,30 @@ from pydantic_core import ErrorDetails
 
 from mindspeed_rlxf.config.checks import check
 from mindspeed_rlxf.config.draft import Draft
-from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.errors import ConfigError, Problem
+from mindspeed_rlxf.config.fields import RULES_LATER, Section
 from mindspeed_rlxf.config.host import check_host
 from mindspeed_rlxf.config.idle_keys import idle_keys
 from mindspeed_rlxf.config.layers import make_draft
 from mindspeed_rlxf.config.messages import explain
 from mindspeed_rlxf.config.notices import notices
-from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.schema import (
+    ActorConfig,
+    ArchitectureConfig,
+    RunConfig,
+    TrainingConfig,
+)
 
 LAYOUT_KEYS = ("parallel_size", "resource_pool", "placement")
 """While one of these is wrong, sizes derived from it mean nothing."""
 
 STAND_INS: Mapping[str, Any] = {
-    "tokenizer_name_or_path": "-",
-    "model": "-",
+    name: "-" if field.annotation is str else 2
+    for section in (TrainingConfig, ActorConfig, ArchitectureConfig)
+    for name, field in section.model_fields.items()
+    if field.is_required()
 }
-"""For required texts; a required number is stood in for by 2."""
+"""Good values for the required texts and numbers."""
 
 
 def resolve(tree: Mapping[str, Any], name: str) -> RunConfig:
@@ -43,45 +51,50 @@ def resolve(tree: Mapping[str, Any], name: str) -> RunConfig:
 def resolve_with_notes(tree: Mapping[str, Any], name: str) -> tuple[RunConfig, list[str]]:
     """As `resolve`, with a line for keys that mean little, nothing or something else here."""
     draft = make_draft(tree, name)
-    config = _validate(draft)
-    if config is not None and not any(k in path for path in draft.broken for k in LAYOUT_KEYS):
-        # A dry run shows its plan before what this host lacks: see `cli.train`.
-        found = [*check(config), *([] if config.dry_run else check_host(config))]
-        good = [text for text in found if not _mentions(text, draft.broken)]
-        draft.problems += map(draft.as_written, good)
+    if (config := _typed(draft)) is not None:
+        draft.judge(_section_rules(draft, config))
+        if not any(key in path for path in draft.broken for key in LAYOUT_KEYS):
+            # A dry run shows its plan before what this host lacks: see `cli.train`.
+            draft.judge([*check(config), *([] if config.dry_run else check_host(config))])
     if draft.problems:
-        raise ConfigError(list(dict.fromkeys(draft.problems)))
+        raise ConfigError(list({str(problem): problem for problem in draft.problems}.values()))
     assert config is not None, "no problems, hence a configuration"
     for meaning, key in idle_keys(config, draft.origins):
         draft.note(meaning, key)
     return config, [*draft.note_lines(), *notices(config)]
 
 
-def _mentions(problem: str, paths: Iterable[str]) -> bool:
-    return any(re.search(rf"\b{re.escape(path)}[.=:]", problem) for path in paths)
-
-
-def _validate(draft: Draft) -> RunConfig | None:
-    """The typed payload. Wrong values become problems and are stood in for by good ones, so that
-    rules about the other values can still be checked; None where that is not possible."""
+def _typed(draft: Draft) -> RunConfig | None:
+    """The payload with its types. Pydantic gives no part of a model whose other part is wrong, so
+    wrong values are reported, and stood in for in a second validation: rules about the others can
+    be judged then. None where a model is missing, which nothing stands in for."""
+    try:
+        return RunConfig.model_validate(draft.payload, context=RULES_LATER)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    _report(draft, details)
+    if any(detail["loc"][-1] == "architecture" for detail in details):
+        return None
     payload = copy.deepcopy(draft.payload)
-    for attempt in range(4):
-        try:
-            return RunConfig.model_validate(payload)
-        except ValidationError as error:
-            details = error.errors(include_url=False)
-        if attempt == 0:
-            _report(draft, details)
-        for detail in details:
-            _patch(payload, detail)
-    return None
+    for detail in details:
+        _stand_in(payload, _place(draft.payload, detail))
+    return RunConfig.model_validate(payload, context=RULES_LATER)
+
+
+def _section_rules(draft: Draft, section: Section, loc: tuple[str, ...] = ()) -> Iterator[Problem]:
+    """Rules that the sections break between their own keys, each key as the user wrote it."""
+    for problem in section.broken_rules():
+        yield problem.spelled(lambda key: draft.path((*loc, *key.split("."))))
+    for name, value in section:
+        if isinstance(value, Section):
+            yield from _section_rules(draft, value, (*loc, name))
 
 
 def _report(draft: Draft, details: list[ErrorDetails]) -> None:
     by_path: dict[str, list[ErrorDetails]] = {}
     reported = frozenset(draft.broken)
     for detail in details:
-        loc = _place(draft.payload, detail["loc"])
+        loc = _place(draft.payload, detail)
         path = draft.path(loc)
         if path in reported or loc[-1] == "architecture":
             continue  # a model that is missing
@@ -93,12 +106,12 @@ def _report(draft: Draft, details: list[ErrorDetails]) -> None:
     draft.problems += [explain(path, errors) for path, errors in by_path.items()]
 
 
-def _place(payload: Any, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """`loc` without the tags that pydantic adds for members of a union."""
+def _place(payload: Any, detail: ErrorDetails) -> tuple[int | str, ...]:
+    """Where the error is, without the tags that pydantic adds for members of a union."""
     node = payload
     place: list[int | str] = []
-    for part in loc:
-        if isinstance(node, dict):
+    for part in detail["loc"]:
+        if isinstance(node, dict) and (part in node or detail["type"] == "missing"):
             node = node.get(part)
         elif isinstance(node, list) and isinstance(part, int):
             node = node[part] if part < len(node) else None
@@ -108,16 +121,12 @@ def _place(payload: Any, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     return tuple(place)
 
 
-def _patch(payload: dict[str, Any], detail: ErrorDetails) -> None:
-    """Takes a wrong value away, or puts a stand-in where a required one is missing."""
-    *parents, last = _place(payload, detail["loc"])
+def _stand_in(payload: dict[str, Any], place: tuple[int | str, ...]) -> None:
+    """Takes a wrong value away, or puts a good one where the key is required."""
+    *parents, last = takewhile(lambda part: isinstance(part, str), place)  # a whole list
     holder: Any = payload
     for part in parents:
-        if isinstance(holder[part], list):
-            last = part  # one bad element takes its whole list away
-            break
         holder = holder[part]
-    if detail["type"] == "missing":
-        holder[str(last)] = STAND_INS.get(str(last), 2)
-    else:
-        holder.pop(str(last), None)
+    holder[last] = STAND_INS.get(str(last))
+    if holder[last] is None:
+        del holder[last]

@@ -1,76 +1,22 @@
-"""Sections of the roles: architecture, optimizer, layout and what each role does."""
+"""Sections of the roles: optimizer, layout and what each role does."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
+from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.enums import (
     DpoLoss,
-    LoadBalancing,
     LrDecayStyle,
     PolicyLoss,
     RewardKind,
-    RopeScaling,
 )
+from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.fields import Integers, Section, Word, key
+from mindspeed_rlxf.config.suggest import around, divisors, use
 
-
-class ArchitectureConfig(Section):
-    """A decoder of the Llama, Qwen or Mixtral family, in Megatron's names; `model.<name>` in the
-    YAML. With `num_experts` the MLP of every layer is a mixture of experts."""
-
-    num_layers: int = key(..., "transformer layers", ge=1)
-    hidden_size: int = key(..., "width of the residual stream", ge=1)
-    ffn_hidden_size: int = key(..., "width of the gated MLP", ge=1)
-    num_attention_heads: int = key(..., "query heads", ge=1)
-    num_query_groups: int | None = key(None, "key and value heads; null = one per query head", ge=1)
-    kv_channels: int | None = key(None, "width of a head; null = hidden_size / heads", ge=1)
-    vocab_size: int = key(..., "tokens of the checkpoint's embedding", ge=1)
-    max_position_embeddings: int = key(..., "longest sequence, tokens", ge=1)
-    rotary_base: float = key(10000.0, "rotary base frequency", gt=0)
-    rope_scaling_type: Annotated[RopeScaling | None, Word] = key(None, "rotary scaling; null = off")
-    rope_scaling_factor: float = key(1.0, "how far rotary positions are stretched", ge=1)
-    low_freq_factor: float = key(1.0, "llama3 scaling: low frequency bound", gt=0)
-    high_freq_factor: float = key(4.0, "llama3 scaling: high frequency bound", gt=0)
-    original_max_position_embeddings: int | None = key(
-        None, "llama3 scaling: longest sequence before stretching, tokens", ge=1
-    )
-    add_qkv_bias: bool = key(False, "query, key and value projections have a bias (Qwen2)")
-    qk_layernorm: bool = key(False, "queries and keys of each head are normed (Qwen3)")
-    norm_epsilon: float = key(1e-5, "RMSNorm epsilon", gt=0)
-    untie_embeddings_and_output_weights: bool = key(False, "output layer has its own weights")
-    init_method_std: float = key(0.02, "standard deviation of new weights", gt=0)
-    num_experts: int | None = key(None, "experts of each layer; null = one dense MLP", ge=2)
-    moe_router_topk: int = key(2, "experts that compute a token", ge=1)
-    moe_ffn_hidden_size: int | None = key(None, "width of one expert; null = ffn_hidden_size", ge=1)
-    moe_router_pre_softmax: bool = key(
-        False, "weights of the chosen experts sum to less than 1 (norm_topk_prob: false)"
-    )
-    moe_router_load_balancing_type: Annotated[LoadBalancing, Word] = key(
-        LoadBalancing.AUX_LOSS, "aux_loss or none", "free"
-    )
-    moe_aux_loss_coeff: float = key(0.0, "weight of the load-balancing loss", "free", ge=0)
-
-    @property
-    def kv_heads(self) -> int:
-        """Key and value heads."""
-        return self.num_query_groups or self.num_attention_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    @property
-    def mlp_hidden_size(self) -> int:
-        """Width of a layer's MLP, or of one expert."""
-        return (self.num_experts and self.moe_ffn_hidden_size) or self.ffn_hidden_size
-
-    @property
-    def balances_experts(self) -> bool:
-        """Training adds the load-balancing loss."""
-        wanted = self.moe_router_load_balancing_type is LoadBalancing.AUX_LOSS
-        return self.num_experts is not None and wanted and self.moe_aux_loss_coeff > 0
+PIPELINE, CHUNK = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 
 
 class OptimizerConfig(Section):
@@ -86,6 +32,15 @@ class OptimizerConfig(Section):
     adam_eps: float = key(1e-8, "added to the root of the second moment", "free", gt=0)
     clip_grad: float = key(1.0, "largest gradient norm; 0 = no clipping", "free", ge=0)
     use_distributed_optimizer: bool = key(False, "shard optimizer state over DP", "reshard")
+
+    def broken_rules(self) -> Iterator[Problem]:
+        if self.min_lr > self.lr:  # Megatron asserts it for a constant rate too
+            yield Problem(
+                "min_lr",
+                f"must be at most {ref('lr')}={self.lr:g}",
+                f"{self.min_lr:g}",
+                f"use {self.lr:g} or less",
+            )
 
 
 class RoleConfig(Section):
@@ -124,6 +79,75 @@ class RoleConfig(Section):
     def micro_batch_multiple(self) -> int:
         """What the interleaved schedule wants the number of micro-batches to be a multiple of."""
         return self.pipeline_model_parallel_size if self.model_chunks > 1 else 1
+
+    def broken_rules(self) -> Iterator[Problem]:
+        if self.architecture is None:  # that of a rule is
+            return
+        if self.max_tokens_per_micro_batch is not None and not self.packed_sequences:
+            yield Problem(
+                "max_tokens_per_micro_batch",
+                f"needs {ref('packed_sequences')}=true, as padding would exceed it",
+                self.max_tokens_per_micro_batch,
+                "remove one of them",
+            )
+        yield from self._pipeline()
+        if self.architecture.num_experts is None and self.expert_model_parallel_size > 1:
+            yield Problem(
+                "expert_model_parallel_size",
+                f"needs experts, model.{self.model} is dense",
+                self.expert_model_parallel_size,
+                f"use 1, or set {ref('architecture.num_experts')}",
+                reads=("architecture.num_experts",),
+            )
+
+    def _pipeline(self) -> Iterator[Problem]:
+        layers, pp = self.architecture.num_layers, self.pipeline_model_parallel_size
+        per_chunk = self.num_layers_per_virtual_pipeline_stage
+        reads = ("architecture.num_layers",)
+        if layers % pp:
+            yield Problem(
+                PIPELINE,
+                f"must divide the {layers} layers of {self.model}",
+                pp,
+                use(around(pp, divisors(layers))),
+                reads=reads,
+            )
+        elif per_chunk is not None and pp == 1:
+            yield Problem(
+                CHUNK,
+                f"needs {ref(PIPELINE)} above 1",
+                per_chunk,
+                f"raise it, or use {ref(CHUNK)}=null",
+            )
+        elif per_chunk is not None and layers // pp % per_chunk:
+            yield Problem(
+                CHUNK,
+                f"must divide the {layers // pp} layers of a pipeline stage of {self.model}",
+                per_chunk,
+                use(around(per_chunk, divisors(layers // pp))),
+                reads=(*reads, PIPELINE),
+            )
+
+
+def _rules_of_learning(section: RoleConfig) -> Iterator[Problem]:
+    """Rules of roles that are trained, which the layers of a mixture of experts bring."""
+    a, tp = section.architecture, section.tensor_model_parallel_size
+    if a.num_experts is not None and tp > 1 and not section.sequence_parallel:
+        yield Problem(
+            "sequence_parallel",
+            f"must be true where a model with experts learns with tensor_model_parallel_size={tp}",
+            False,
+            f"use {ref('sequence_parallel')}=true",
+            reads=("tensor_model_parallel_size", "architecture.num_experts"),
+        )
+    if a.balances_experts and section.pipeline_model_parallel_size > 1:
+        yield Problem(
+            "architecture.moe_aux_loss_coeff",
+            f"needs {ref(PIPELINE)}=1, not {section.pipeline_model_parallel_size}, whose last "
+            "stage alone knows the weight of a micro-batch",
+            f"{a.moe_aux_loss_coeff:g}",
+            "use 0, or one stage",
+        )
 
 
 class ActorConfig(RoleConfig):
@@ -187,6 +211,42 @@ class ActorConfig(RoleConfig):
         training alike."""
         return self.temperature if self.do_sample else 1.0
 
+    def broken_rules(self) -> Iterator[Problem]:
+        yield from [*super().broken_rules(), *_rules_of_learning(self)]
+        if self.min_new_tokens > self.max_new_tokens:
+            yield Problem(
+                "min_new_tokens",
+                f"must be at most {ref('max_new_tokens')}={self.max_new_tokens}",
+                self.min_new_tokens,
+                f"use {self.max_new_tokens} or less",
+            )
+        if self.n_samples_per_prompt > 1 and not self.do_sample:
+            yield Problem(
+                "n_samples_per_prompt",
+                f"must be 1 with {ref('do_sample')}=false, where every sample would be the same",
+                self.n_samples_per_prompt,
+                f"use {ref('do_sample')}=true",
+            )
+        vocab_size = self.architecture.vocab_size
+        if outside := [i for i in self.stop_token_ids if not 0 <= i < vocab_size]:
+            yield Problem(
+                "stop_token_ids",
+                f"must be token ids below vocab_size={vocab_size}",
+                outside,
+                "remove them",
+                reads=("architecture.vocab_size",),
+            )
+        train, infer = self.num_gpus_for_train, self.num_gpus_for_infer
+        if (train is None) != (infer is None):
+            names = ("num_gpus_for_train", "num_gpus_for_infer")
+            missing, given = names if train is None else reversed(names)
+            yield Problem(
+                missing,
+                f"is required with {ref(given)}={infer or train}",
+                remedy="give both, which add up to the pool's devices, or remove both: then all "
+                "of them train and generate",
+            )
+
 
 class RefConfig(RoleConfig):
     """The frozen policy that the KL penalty is measured against."""
@@ -207,6 +267,9 @@ class CriticConfig(RoleConfig):
     vf_coef: float = key(1.0, "weight of the value loss", ge=0)
     shuffle_minibatch: bool = key(False, "shuffle samples before they are cut in mini-batches")
 
+    def broken_rules(self) -> Iterator[Problem]:
+        yield from [*super().broken_rules(), *_rules_of_learning(self)]
+
 
 class RewardConfig(RoleConfig):
     """What scores responses; a rule needs no model and computes on the CPU."""
@@ -219,3 +282,19 @@ class RewardConfig(RoleConfig):
     verifier: bool = key(
         False, "score every prompt by algorithm.verifier_function; kind is rule then"
     )
+
+    def broken_rules(self) -> Iterator[Problem]:
+        yield from super().broken_rules()
+        if self.verifier and self.kind is RewardKind.MODEL:
+            yield Problem(
+                "verifier",
+                f"scores by rule, {ref('kind')}=model by a model",
+                True,
+                "remove one of them",
+            )
+        if self.verifier and self.rules:
+            yield Problem(
+                "rules",
+                f"choose a rule by data source, {ref('verifier')}=true scores all alike",
+                remedy="remove one of them",
+            )

@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.enums import CONFIGURED, Role, Stage, Verifier
 from mindspeed_rlxf.config.fields import Section, Word, key
 from mindspeed_rlxf.config.layout import ParallelLayout, part_of
 from mindspeed_rlxf.config.roles import (
     ActorConfig,
-    ArchitectureConfig,
     CriticConfig,
     OptimizerConfig,
     RefConfig,

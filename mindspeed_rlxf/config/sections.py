@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -24,6 +25,7 @@ from mindspeed_rlxf.config.enums import (
     Stage,
     Verifier,
 )
+from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.fields import Section, Strings, Word, key
 
 CONSOLE_METRICS = (
@@ -209,6 +211,18 @@ class AlgorithmConfig(Section):
     def _null_disables(cls, value: Any) -> Any:
         return 0.0 if value is None else value
 
+    def broken_rules(self) -> Iterator[Problem]:
+        if self.old_log_probs is not OldLogProbs.RECOMPUTE:
+            rule = f"needs {ref('old_log_probs')}=recompute, which is what it compares"
+            for name in ("max_log_prob_gap", "rollout_is_threshold"):
+                if (limit := getattr(self, name)) is not None:
+                    yield Problem(name, rule, f"{limit:g}", "remove one of them")
+        names = self.verifier_function
+        if len(set(names)) < len(names):
+            yield Problem(
+                "verifier_function", "must name each function once", remedy="add up their weights"
+            )
+
 
 class RolloutConfig(Section):
     """Generation, where it has devices of its own (`actor_rollout.num_gpus_for_infer`)."""
@@ -240,6 +254,22 @@ class DataConfig(Section):
         if value is None:
             return []
         return [value] if isinstance(value, str) else value
+
+    def broken_rules(self) -> Iterator[Problem]:
+        if not self.train_files and not self.data_path:
+            yield Problem(
+                "train_files",
+                "is required",
+                remedy="name files of prompts, or an indexed data set by "
+                f"{ref('data_path')}=PREFIX",
+            )
+        for files, prefixes in (("train_files", "data_path"), ("val_files", "val_data_path")):
+            if getattr(self, files) and getattr(self, prefixes):
+                yield Problem(
+                    files,
+                    f"and {ref(prefixes)} must not both be given, each names all prompts",
+                    remedy="remove one of them",
+                )
 
 
 class ValidationConfig(Section):

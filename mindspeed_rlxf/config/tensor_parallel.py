@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import gcd
 
-from mindspeed_rlxf.config.roles import ArchitectureConfig
+from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.suggest import divisors
 
 SHARED_GROUPS_SINCE = (0, 16)

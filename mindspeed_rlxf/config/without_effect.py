@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from mindspeed_rlxf.config.enums import AdvEstimator, KlControl, Stage
+from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.schema import RunConfig
 
 OF_PAIRS = ("dpo_beta", "dpo_loss_type")
@@ -22,44 +23,44 @@ OF_PLACES = ("score_position", "score_slot_limit")  # no place in the total of a
 OF_ADAPTIVE_KL = ("target_kl", "horizon")
 
 
-def without_effect(config: RunConfig) -> Iterator[str]:
-    """One line for each such key that differs from its default."""
+def without_effect(config: RunConfig) -> Iterator[Problem]:
+    """A problem for each such key that differs from its default."""
     stage, algorithm, actor = config.training.stage, config.algorithm, config.actor_rollout
-    named, estimator = f"training.stage={stage.value}", algorithm.adv_estimator
+    named, estimator = f"{ref('training.stage')}={stage.value}", algorithm.adv_estimator
     if stage is Stage.RAY_ONLINE_DPO:
         keys = (*OF_ADVANTAGES, *OF_TOKEN_REWARDS, *OF_PLACES)
         yield from _unread(config, "algorithm", keys, named)
         yield from _unread(config, "actor_rollout", OF_POLICY_LOSS, named)
     else:
         yield from _unread(config, "actor_rollout", OF_PAIRS, named)
-        named = f"algorithm.adv_estimator={estimator.value}"
+        named = f"{ref('algorithm.adv_estimator')}={estimator.value}"
         if estimator is not AdvEstimator.GAE:
             yield from _unread(config, "algorithm", ("lam",), named)
         if not estimator.discounts:
             yield from _unread(config, "algorithm", OF_PLACES, named)
         if algorithm.kl_ctrl.type is KlControl.FIXED:
-            named_kl = "algorithm.kl_ctrl.type=fixed"
+            named_kl = f"{ref('algorithm.kl_ctrl.type')}=fixed"
             yield from _unread(config, "algorithm.kl_ctrl", OF_ADAPTIVE_KL, named_kl)
         # ReMax subtracts a plain score, which fits neither a discounted nor a rescaled return.
         if not estimator.discounts or estimator is AdvEstimator.REMAX:
             yield from _unread(config, "algorithm", OF_TOKEN_REWARDS, named)
         if actor.clip_ratio_low is not None and actor.clip_ratio_high is not None:
-            named = "both actor_rollout.clip_ratio_low and clip_ratio_high"
+            named = f"both {ref('actor_rollout.clip_ratio_low')} and clip_ratio_high"
             yield from _unread(config, "actor_rollout", ("clip_ratio",), named)
     if not algorithm.filter_groups:
-        key = ("max_num_gen_batches",)
-        yield from _unread(config, "algorithm", key, "algorithm.filter_groups=false")
+        reader = f"{ref('algorithm.filter_groups')}=false"
+        yield from _unread(config, "algorithm", ("max_num_gen_batches",), reader)
     if not algorithm.overlong_buffer_len:
-        key = ("overlong_penalty_factor",)
-        yield from _unread(config, "algorithm", key, "algorithm.overlong_buffer_len=0")
+        reader = f"{ref('algorithm.overlong_buffer_len')}=0"
+        yield from _unread(config, "algorithm", ("overlong_penalty_factor",), reader)
 
 
-def _unread(config: RunConfig, section: str, keys: tuple[str, ...], reader: str) -> Iterator[str]:
+def _unread(
+    config: RunConfig, section: str, keys: tuple[str, ...], reader: str
+) -> Iterator[Problem]:
     values = attrgetter(section)(config)
     for key in keys:
         value = getattr(values, key)
         if value != type(values).model_fields[key].default:
-            word = str(getattr(value, "value", value))
-            shown = f"={word.lower() if isinstance(value, bool) else word}"
-            shown = "" if key == "kl_ctrl" else shown
-            yield f"{section}.{key}{shown} has no effect with {reader}; remove it"
+            shown = None if key == "kl_ctrl" else value
+            yield Problem(f"{section}.{key}", f"has no effect with {reader}", shown, "remove it")

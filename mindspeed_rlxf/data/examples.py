@@ -28,11 +28,14 @@ def example_of(row: Row, keys: Keys, handler: Handler) -> Example:
     else:
         example = _sharegpt(row, keys, handler)
     for response in example.responses:
-        if problem := unicode_problem(response):
-            raise UnusableRow("invalid unicode", problem)
+        if found := unicode_problem(response):
+            raise UnusableRow("invalid unicode", found.rule, found.remedy)
     if handler.output is Output.ANSWERED and example.responses and not example.responses[0].strip():
-        rule = "an answer must hold more than white space, this one does not"
-        raise UnusableRow("empty response", f"{rule}; complete or remove the row")
+        raise UnusableRow(
+            "empty response",
+            "an answer must hold more than white space, this one does not",
+            "complete or remove the row",
+        )
     return example
 
 
@@ -60,8 +63,11 @@ def _response(row: Row, column: str | None, turns: list[Turn]) -> str:
     *before, last = messages_of(value, "response", last="assistant")
     if before and before != turns:
         problem = "messages of a response must begin with those of the prompt, or be one"
-        remedy = 'name the column of the prompt, and its system and history, or "" for none'
-        raise UnusableRow("another prompt", f"{problem}, {column!r} begins otherwise; {remedy}")
+        raise UnusableRow(
+            "another prompt",
+            f"{problem}, {column!r} begins otherwise",
+            'name the column of the prompt, and its system and history, or "" for none',
+        )
     return last.text
 
 
@@ -71,7 +77,7 @@ def _sharegpt(row: Row, keys: ShareGptKeys, handler: Handler) -> Example:
     expected = "user" if is_pair else "assistant"
     if turns[-1].role != expected:
         problem = f"the last message must be of the {expected}, it is of the {turns[-1].role}"
-        raise UnusableRow("wrong roles", f"{problem}; complete or remove the row")
+        raise UnusableRow("wrong roles", problem, "complete or remove the row")
     if not is_pair:
         return Example(turns[:-1], (turns[-1].text,))
     pair = (_judged(row, keys.chosen, keys), _judged(row, keys.rejected, keys))
@@ -85,7 +91,7 @@ def _judged(row: Row, column: str | None, keys: ShareGptKeys) -> str:
     turn = sharegpt_turn(value, keys.tags, f"{column!r}")
     if turn.role != "assistant":
         problem = f"{column!r} must be a message of the assistant, this one is of the {turn.role}"
-        raise UnusableRow("wrong roles", f"{problem}; mend the row")
+        raise UnusableRow("wrong roles", problem, "mend the row")
     return turn.text
 
 
@@ -95,6 +101,7 @@ def _present(row: Row, column: str | None) -> Any:
     if value is None:
         found = "here it is null" if column in row else f"this one has {describe_keys(row)}"
         problem = f"a row must have the response {column!r}, {found}"
-        remedy = "name its column in --map-keys, or complete the row"
-        raise UnusableRow("no response", f"{problem}; {remedy}")
+        raise UnusableRow(
+            "no response", problem, "name its column in --map-keys, or complete the row"
+        )
     return value

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from mindspeed_rlxf.config.errors import Problem
 
 MAX_PROBLEMS_PER_FILE = 10  # different ones; equal problems of many rows count as one
 MAX_KEYS_SHOWN = 12
@@ -15,30 +17,42 @@ MAX_SHOWN = 60  # characters of a value
 Row = dict[str, Any]
 
 
+def fault(rule: str, remedy: str) -> Problem:
+    """The problem of a row or a file that gets its place later."""
+    return Problem("", rule, remedy=remedy)
+
+
 class FileProblems:
     """Problems of one file; the same problem in many rows becomes one line with a count."""
 
     def __init__(self, file: str) -> None:
         self._file = file
-        self._rows: dict[str, list[int]] = {}
+        self._rows: dict[Problem, list[int]] = {}
 
-    def add(self, row: int, message: str) -> None:
-        """`row` counts from 1: line of a jsonl file, row of a parquet file; 0 = the whole file."""
-        self._rows.setdefault(message, []).append(row)
+    def add(self, row: int, problem: Problem) -> None:
+        """problem: of the row, without its place, see `fault`
+        row:     from 1, line of a jsonl file, row of a parquet file; 0 = the whole file
+        """
+        self._rows.setdefault(problem, []).append(row)
 
-    def lines(self) -> list[str]:
-        """`file:row: message`, at most MAX_PROBLEMS_PER_FILE, then a line that counts the rest."""
+    def located(self) -> list[Problem]:
+        """Keyed by `file:row`, at most MAX_PROBLEMS_PER_FILE, then one that counts the rest."""
         items = sorted(self._rows.items(), key=lambda item: item[1][0])
-        lines = [self._line(message, rows) for message, rows in items[:MAX_PROBLEMS_PER_FILE]]
+        found = [self._located(*item) for item in items[:MAX_PROBLEMS_PER_FILE]]
         if rest := items[MAX_PROBLEMS_PER_FILE:]:
-            count = sum(len(rows) for _, rows in rest)
-            lines.append(f"{self._file}: {count} more rows with problems like these")
-        return lines
+            found.append(
+                Problem(
+                    self._file,
+                    f"{sum(len(rows) for _, rows in rest)} more rows with problems like these",
+                    colon=True,
+                )
+            )
+        return found
 
-    def _line(self, message: str, rows: list[int]) -> str:
+    def _located(self, problem: Problem, rows: list[int]) -> Problem:
         where = f"{self._file}:{rows[0]}" if rows[0] else self._file
         more = f" ({len(rows) - 1} more rows have the same problem)" if len(rows) > 1 else ""
-        return f"{where}: {message}{more}"
+        return replace(problem, key=where, colon=True, remedy=problem.remedy + more)
 
 
 @dataclass(frozen=True)
@@ -46,21 +60,20 @@ class BadRow:
     """A row that could not be read.
 
     reason:  what counts of dropped rows call it
-    problem: `rule, value; remedy`
     raw:     the row as it stands in the file
     """
 
     reason: str
-    problem: str
+    problem: Problem
     raw: str
 
 
 class BrokenFile(ValueError):
     """A file that is not what its name says; `row` is the last one that was good."""
 
-    def __init__(self, row: int, problem: str) -> None:
-        super().__init__(problem)
-        self.row = row
+    def __init__(self, row: int, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.row, self.problem = row, problem
 
 
 def scan_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
@@ -79,7 +92,10 @@ def read_rows(file: str, problems: FileProblems) -> Iterator[tuple[int, Row]]:
     if suffix not in READERS:
         problems.add(
             0,
-            f"a data file must be .jsonl, .json or .parquet, not {suffix!r}; convert or rename it",
+            fault(
+                f"a data file must be .jsonl, .json or .parquet, not {suffix!r}",
+                "convert or rename it",
+            ),
         )
         return
     try:
@@ -90,16 +106,18 @@ def read_rows(file: str, problems: FileProblems) -> Iterator[tuple[int, Row]]:
                 count += 1
                 yield number, row
     except BrokenFile as error:
-        problems.add(error.row, str(error))
+        problems.add(error.row, error.problem)
     except FileNotFoundError:
-        problems.add(0, "no such file; correct data.train_files or data.val_files")
+        problems.add(0, fault("no such file", "correct data.train_files or data.val_files"))
         return
     except OSError as error:
-        problems.add(0, f"cannot be read: {error.strerror or error}; check the path and its rights")
-        return
-    if count == 0 and not problems.lines():
         problems.add(
-            0, "a data file must hold at least one row, this one is empty; fill or drop it"
+            0, fault(f"cannot be read: {error.strerror or error}", "check the path and its rights")
+        )
+        return
+    if count == 0 and not problems.located():
+        problems.add(
+            0, fault("a data file must hold at least one row, this one is empty", "fill or drop it")
         )
 
 
@@ -124,14 +142,16 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
-def unicode_problem(text: str) -> str:
-    """Why UTF-8 cannot hold a prompt, or ""."""
+def unicode_problem(text: str) -> Problem | None:
+    """Why UTF-8 cannot hold a prompt."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
-        return f"a prompt must be valid Unicode, {half} is half a character; repair the row"
-    return ""
+        return fault(
+            f"a prompt must be valid Unicode, {half} is half a character", "repair the row"
+        )
+    return None
 
 
 def describe_keys(row: Iterable[str]) -> str:
@@ -157,8 +177,8 @@ def _parse_line(line: bytes) -> Row | BadRow:
         return _unreadable(line, error)
     if isinstance(row, dict):
         return row
-    rule = "a line must be one JSON object, this one is"
-    problem = f"{rule} {type(row).__name__}; write one {{...}} per line"
+    rule = f"a line must be one JSON object, this one is {type(row).__name__}"
+    problem = fault(rule, "write one {...} per line")
     return BadRow("not an object", problem, line.decode("utf-8").strip())
 
 
@@ -167,12 +187,12 @@ def _unreadable(line: bytes, error: Exception) -> BadRow:
     rule, remedy = "a line must be one JSON object, this one is", "repair or remove the line"
     if isinstance(error, UnicodeDecodeError):
         bad = line[error.start]
-        problem = f"text must be UTF-8, byte 0x{bad:02x} is not; save the file as UTF-8"
+        problem = fault(f"text must be UTF-8, byte 0x{bad:02x} is not", "save the file as UTF-8")
         return BadRow("invalid unicode", problem, raw)
     if isinstance(error, json.JSONDecodeError):
         found = f"{error.msg.removesuffix(' at')} at column {error.colno}: {raw[:40]!r}"
-        return BadRow("not JSON", f"{rule} not JSON ({found}); {remedy}", raw)
-    return BadRow("not JSON", f"{rule} too long or too deep ({error}); {remedy}", raw)
+        return BadRow("not JSON", fault(f"{rule} not JSON ({found})", remedy), raw)
+    return BadRow("not JSON", fault(f"{rule} too long or too deep ({error})", remedy), raw)
 
 
 def _json_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
@@ -185,17 +205,18 @@ def _json_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
     try:
         rows = json.loads(Path(file).read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        problem = (
-            f"must be a JSON array of objects ({error}); repair it or write one {{...}} a line"
-        )
-        raise BrokenFile(0, problem) from error
+        rule, remedy = f"must be a JSON array of objects ({error})", "write one {...} a line"
+        raise BrokenFile(0, fault(rule, f"repair it or {remedy}")) from error
     for number, row in enumerate(rows, start=1):
         yield number, row if isinstance(row, dict) else _not_an_object(row)
 
 
 def _not_an_object(row: Any) -> BadRow:
-    problem = f"an element must be an object, this one is {type(row).__name__}; write {{...}}"
-    return BadRow("not an object", problem, json.dumps(row))
+    return BadRow(
+        "not an object",
+        fault(f"an element must be an object, this one is {type(row).__name__}", "write {...}"),
+        json.dumps(row),
+    )
 
 
 def _parquet_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
@@ -211,7 +232,7 @@ def _parquet_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
                     yield number, row
     except (pa.ArrowException, ValueError) as error:  # ValueError: a value Python has no type for
         message = str(error).splitlines()[0]
-        problem = f"must be a parquet file ({message}); write it again or use jsonl"
+        problem = fault(f"must be a parquet file ({message})", "write it again or use jsonl")
         raise BrokenFile(number, problem) from error
 
 

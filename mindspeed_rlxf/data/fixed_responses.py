@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.data.files import FileProblems, read_rows
+from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.data.files import FileProblems, fault, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,12 +57,14 @@ class FixedResponses:
         return [i for i in range(num_samples) if i not in self._by_sample_id]
 
 
-def other_prompt(sample_id: int, count: int = 1) -> str:
+def other_prompt(sample_id: int, count: int = 1) -> Problem:
     """The problem of a response that was given to another prompt, the first of `count`."""
     more = f" ({count - 1} more samples differ)" if count > 1 else ""
-    return (
-        f"{KEY}: the response to sample {sample_id} must answer its prompt, the file says "
-        f"another{more}; use the data, seed, shuffle and batch size of the run it is from"
+    return Problem(
+        KEY,
+        f"the response to sample {sample_id} must answer its prompt, the file says another{more}",
+        remedy="use the data, seed, shuffle and batch size of the run it is from",
+        colon=True,
     )
 
 
@@ -77,16 +79,16 @@ def load_fixed_responses(
     """All responses of `file`.
 
     num_samples: samples of the whole run, each of which needs a response
-    Raises UserError with every problem, each `file:row: rule, value, remedy`.
+    Raises UserError with every problem, each keyed by `file:row`.
     """
-    problems = FileProblems(file)
+    problems = FileProblems(f"{KEY}: {file}")
     reader = _Reader(tokenizer, tuple(eos_token_ids), vocab_size, max_new_tokens)
     found: dict[int, list[int]] = {}
     prompts: dict[int, list[int]] = {}
     texts: dict[int, str] = {}
     named: set[bool] = set()
     if Path(file).suffix.lower() != ".jsonl":
-        raise UserError(f"{KEY}={file} must be a .jsonl file; convert or rename it")
+        raise UserError(Problem(KEY, "must be a .jsonl file", file, "convert or rename it"))
     for number, row in read_rows(file, problems):
         sample_id = row.get("sample_id", len(found))
         named.add("sample_id" in row)
@@ -94,7 +96,7 @@ def load_fixed_responses(
         if type(sample_id) is not int or sample_id in found:
             problem = f"a sample_id must be a number that no earlier row has, not {sample_id!r:.40}"
         if problem:
-            problems.add(number, f"{problem}; repair or remove the row")
+            problems.add(number, fault(problem, "repair or remove the row"))
         place = sample_id if type(sample_id) is int else -number
         found[place] = ids
         if "prompt_ids" in row:
@@ -102,18 +104,21 @@ def load_fixed_responses(
         elif isinstance(row.get("prompt"), str):
             texts[place] = row["prompt"]
     if len(named) > 1:
-        problems.add(0, "all rows or none must have a sample_id; complete or remove them")
+        problems.add(0, fault("all rows or none must have a sample_id", "complete or remove them"))
     responses = FixedResponses(found, prompts, texts)
     lacking = responses.missing(num_samples)
-    if lacking and not problems.lines():
+    if lacking and not problems.located():
         problems.add(
             0,
-            f"the run's {num_samples} samples must have a response each, {len(lacking)} have none "
-            f"(the first: {lacking[0]}); lower training.train_iters, or complete the file "
-            "(logging.samples=all writes every response of a run)",
+            fault(
+                f"the run's {num_samples} samples must have a response each, {len(lacking)} have "
+                f"none (the first: {lacking[0]})",
+                "lower training.train_iters, or complete the file (logging.samples=all writes "
+                "every response of a run)",
+            ),
         )
-    if problems.lines():
-        raise UserError([f"{KEY}: {line}" for line in problems.lines()])
+    if found_wrong := problems.located():
+        raise UserError(found_wrong)
     return responses
 
 

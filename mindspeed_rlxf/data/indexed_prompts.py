@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DataConfig
-from mindspeed_rlxf.data.files import FileProblems, Row, look_up
+from mindspeed_rlxf.data.files import FileProblems, Row, fault, look_up
 from mindspeed_rlxf.data.handlers import LABELS, SEQUENCES, Output
 from mindspeed_rlxf.data.indexed import AnyArray, BrokenIndex, IndexedReader
 from mindspeed_rlxf.data.lengths import LengthLimit
@@ -72,7 +72,7 @@ def load_indexed_prompts(
     Raises UserError with every problem: a data set that is not there or not whole, a tokenizer
     that is not the data set's, rows that cannot be used.
     """
-    problems: list[str] = []
+    problems: list[Problem] = []
     prompts: list[Prompt] = []
     stop_ids: set[int] = set()
     for prefix in prefixes:
@@ -138,11 +138,11 @@ class _DataSet:
         for name in names:
             if self._open(name).dtype == np.uint8:  # ours, and not of the older toolkit
                 file = sidecar_path(Path(self._prefix)).name
-                raise UserError(f"{self._prefix}: must be whole, there is no {file}; {REMEDY}")
+                raise self._broken(f"must be whole, there is no {file}")
         return dict(zip(names, names, strict=True))
 
     def prompts(self, first_index: int, max_prompt_length: int) -> list[Prompt]:
-        """Raises UserError with every problem, each `prefix:row: rule, value, remedy`."""
+        """Raises UserError with every problem, each keyed by `prefix:row`."""
         found = FileProblems(self._prefix)
         limit = LengthLimit(self._prefix, max_prompt_length, self._data.overlong_prompts)
         kept: list[tuple[Int64Array, str, str]] = []
@@ -157,7 +157,7 @@ class _DataSet:
             if ids is not None:
                 kept.append((ids, truth, source))
         limit.report(len(self._token_ids), found)
-        if problems := found.lines():
+        if problems := found.located():
             raise UserError(problems)
         texts = self._decoded([ids for ids, _, _ in kept])
         return [
@@ -173,11 +173,13 @@ class _DataSet:
                 row = {name: self._value(name, place) for name in self._columns}
                 yield place + 1, ids, row
             else:
-                rule = f"a token id must be from 0 to {self._largest_id}, there are"
+                found = f"there are {ids.min()} to {ids.max()}"
                 problems.add(
                     place + 1,
-                    f"{rule} {ids.min()} to {ids.max()}; give the tokenizer that made the data set "
-                    f"({KEY})",
+                    fault(
+                        f"a token id must be from 0 to {self._largest_id}, {found}",
+                        f"give the tokenizer that made the data set ({KEY})",
+                    ),
                 )
 
     def _prompt_ids(self, place: int) -> Int64Array:
@@ -197,8 +199,9 @@ class _DataSet:
             try:
                 return json.loads(stored.tobytes())
             except ValueError as error:
-                where = f"{self._prefix}:{place + 1}: column {name!r}"
-                raise UserError(f"{where} must be JSON, {error}; {REMEDY}") from error
+                raise self._broken(
+                    f"column {name!r} must be JSON, {error}", row=f":{place + 1}"
+                ) from error
         ids = stored.astype(np.int64)
         if not self._is_vocabulary(ids):  # -100 and the like: no text
             ids = ids[(ids >= 0) & (ids <= self._largest_id)]
@@ -215,28 +218,31 @@ class _DataSet:
             reader = IndexedReader(path)
         except FileNotFoundError as error:
             if (partial_folder(Path(self._prefix)) / MOVES).exists():
-                raise UserError(
-                    f"{self._prefix}: must be in place, its writer was stopped when it was whole; "
-                    "run the same preprocess_data.py again, which puts it there"
+                raise self._broken(
+                    "must be in place, its writer was stopped when it was whole",
+                    "run the same preprocess_data.py again, which puts it there",
                 ) from error
-            raise UserError(
-                f"{self._prefix}: must be the --output-prefix of an indexed data set, there is no "
-                f"{Path(error.filename).name}; correct data.data_path or data.val_data_path"
+            found = f"there is no {Path(error.filename).name}"
+            raise self._broken(
+                f"must be the --output-prefix of an indexed data set, {found}",
+                "correct data.data_path or data.val_data_path",
             ) from error
         except (BrokenIndex, OSError) as error:
-            raise UserError(f"{self._prefix}: must be whole, {error}; {REMEDY}") from error
+            raise self._broken(f"must be whole, {error}") from error
         rows = len(reader) if column == self._ids_column else len(self._token_ids)
         if len(reader) != rows or not rows:
-            problem = f"{path.name} must have {rows or 'some'} rows, it has {len(reader)}"
-            raise UserError(f"{self._prefix}: {problem}; {REMEDY}")
+            raise self._broken(f"{path.name} must have {rows or 'some'} rows, it has {len(reader)}")
         return reader
+
+    def _broken(self, rule: str, remedy: str = REMEDY, row: str = "") -> UserError:
+        return UserError(Problem(f"{self._prefix}{row}", rule, remedy=remedy, colon=True))
 
     def _check_tokenizer(self, sidecar: Sidecar) -> None:
         own = vocabulary_hash(self._tokenizer)
         if own != sidecar.tokenizer.sha256:
-            raise UserError(
-                f"{self._prefix}: the tokenizer must be the one it was made with, "
-                f"{sidecar.tokenizer.path!r} (sha256 {sidecar.tokenizer.sha256[:12]}), not "
-                f"{self._tokenizer.name_or_path!r} (sha256 {own[:12]}); correct {KEY} or run "
-                "preprocess_data.py with that tokenizer"
+            theirs = sidecar.tokenizer
+            raise self._broken(
+                f"the tokenizer must be the one it was made with, {theirs.path!r} (sha256 "
+                f"{theirs.sha256[:12]}), not {self._tokenizer.name_or_path!r} (sha256 {own[:12]})",
+                f"correct {KEY} or run preprocess_data.py with that tokenizer",
             )

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
-from mindspeed_rlxf.data.files import FileProblems
+from mindspeed_rlxf.data.files import FileProblems, fault
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +39,24 @@ class LengthLimit:
         """The ids to keep; None for a prompt that is a problem, or dropped."""
         length = len(token_ids)
         if length == 0:
-            rule = "a prompt must have a token, the tokenizer makes none of this one"
-            problems.add(row, f"{rule}; remove the row")
+            problems.add(
+                row,
+                fault(
+                    "a prompt must have a token, the tokenizer makes none of this one",
+                    "remove the row",
+                ),
+            )
             return None
         if length <= self._max_length:
             return token_ids
         if self._policy is OverlongPrompts.ERROR:
+            limit = f"actor_rollout.max_prompt_length={self._max_length}"
             problems.add(
                 row,
-                f"a prompt must fit actor_rollout.max_prompt_length={self._max_length}, this one "
-                f"has {length} tokens; raise it or set data.overlong_prompts=drop",
+                fault(
+                    f"a prompt must fit {limit}, this one has {length} tokens",
+                    "raise it or set data.overlong_prompts=drop",
+                ),
             )
             return None
         self._num_over += 1
@@ -61,7 +69,9 @@ class LengthLimit:
         count = f"{self._num_over} of {num_rows} prompts are over {self._max_length} tokens"
         dropped = self._policy is OverlongPrompts.DROP
         if dropped and self._num_over == num_rows:
-            problems.add(0, f"{count} and none is left; raise actor_rollout.max_prompt_length")
+            problems.add(
+                0, fault(f"{count} and none is left", "raise actor_rollout.max_prompt_length")
+            )
             return
         end = "first" if self._policy is OverlongPrompts.KEEP_HEAD else "last"
         done = "dropped" if dropped else f"cut to their {end} {self._max_length}"

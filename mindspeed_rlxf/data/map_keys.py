@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.data.files import describe_keys
 from mindspeed_rlxf.data.handlers import DEFAULT_HANDLER, Handler, Output, RowStyle
@@ -102,11 +102,11 @@ def parse_map_keys(text: str, handler: Handler) -> Keys:
     defaults, example = default_keys(handler), '{"prompt": "question", "query": ""}'
     if isinstance(defaults, ShareGptKeys):
         example = '{"messages": "conversations", "tags": {"user_tag": "user"}}'
-    given = _json_object(text, f"--map-keys must be a JSON object such as {example}")
+    given = _json_object(text, f"must be a JSON object such as {example}")
     first = "prompt" if isinstance(defaults, MapKeys) else "messages"
     problems = [p for key, value in given.items() for p in _key_problems(key, value, handler)]
     if not given.get(first, True):
-        problems.append(f"--map-keys: {first} must name a column, it is empty; name it")
+        problems.append(_wrong(f"{first} must name a column, it is empty", "name it"))
     if problems:
         raise UserError(problems)
     columns: dict[str, Any] = {
@@ -126,7 +126,7 @@ def parse_map_keys(text: str, handler: Handler) -> Keys:
 
 def missing_columns(
     keys: Keys, handler: Handler, columns: dict[str, None], extra: Iterable[str] = ()
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Problems of columns that were asked for and that no row has; no column, no problem.
 
     The column of a response that is not read may be absent.
@@ -135,80 +135,88 @@ def missing_columns(
     asked = {k: v for k, v in asdict(keys).items() if isinstance(v, str) and v != defaults[k]}
     if handler.output is Output.PROMPT:
         asked.pop("response", None)
-    named = [
-        (f"--map-keys: {k} must name a column", v, ', or "" for none') for k, v in asked.items()
-    ]
-    rule = "--dataset-additional-keys must name columns"
-    for rule, column, none in [*named, *((rule, column, "") for column in extra)]:
+    named = [_wrong(f"{key} must name a column", 'name one, or "" for none') for key in asked]
+    other = Problem("--dataset-additional-keys", "must name columns", remedy="name one")
+    pairs = [*zip(named, asked.values(), strict=True), *((other, column) for column in extra)]
+    for problem, column in pairs:
         if column in columns or column.split(".")[0] in columns:
             continue
         guess = closest(column, columns)
-        remedy = f"did you mean {guess}?" if guess else f"name one{none}"
-        yield f"{rule}, no row has {column!r} (there are {describe_keys(columns)}); {remedy}"
+        found = f"no row has {column!r} (there are {describe_keys(columns)})"
+        remedy = f"did you mean {guess}?" if guess else problem.remedy
+        yield replace(problem, rule=f"{problem.rule}, {found}", remedy=remedy)
+
+
+def _wrong(rule: str, remedy: str) -> Problem:
+    return Problem("--map-keys", rule, remedy=remedy, colon=True)
 
 
 def _json_object(text: str, rule: str) -> dict[str, Any]:
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{rule}, {text!r} is not ({error}); put it in single quotes") from error
+        raise UserError(
+            Problem(
+                "--map-keys", f"{rule}, {text!r} is not ({error})", remedy="put it in single quotes"
+            )
+        ) from error
     if not isinstance(given, dict):
-        raise UserError(f"{rule}, {text!r} is not; write {{...}}")
+        raise UserError(Problem("--map-keys", f"{rule}, {text!r} is not", remedy="write {...}"))
     return given
 
 
-def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[str]:
+def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[Problem]:
     known = known_keys(handler)
     if key == "tags" and key in known:
         yield from _tag_problems(value)
     elif key in known:
         if value is not None and not isinstance(value, str):
-            yield f"--map-keys: {key}={value!r} must name a column; write it as text"
+            yield _wrong(f"{key}={value!r} must name a column", "write it as text")
     elif key in NOT_RENDERED:
         if value:
-            yield f"--map-keys: {key!r} has no use here: {NOT_RENDERED[key]}"
+            yield _wrong(f"{key!r} has no use here: {NOT_RENDERED[key]}", "")
     elif value or key not in MapKeys.__dataclass_fields__:
         guess = closest(key, known)
-        remedy = f"did you mean {guess}?" if guess else "remove it"
-        yield f"--map-keys: {key!r} must be one of {', '.join(known)}; {remedy}"
+        yield _wrong(
+            f"{key!r} must be one of {', '.join(known)}",
+            f"did you mean {guess}?" if guess else "remove it",
+        )
 
 
-def _tag_problems(tags: Any) -> Iterator[str]:
+def _tag_problems(tags: Any) -> Iterator[Problem]:
     known = Tags.__dataclass_fields__
     if tags is not None and not isinstance(tags, dict):
-        yield f'--map-keys: tags={tags!r} must be an object; write {{"user_tag": "user"}}'
+        yield _wrong(f"tags={tags!r} must be an object", 'write {"user_tag": "user"}')
         return
     for tag, value in (tags or {}).items():
         if tag not in known:
             guess = closest(tag, known)
-            remedy = f"did you mean {guess}?" if guess else "remove it"
-            yield f"--map-keys: tag {tag!r} must be one of {', '.join(known)}; {remedy}"
+            yield _wrong(
+                f"tag {tag!r} must be one of {', '.join(known)}",
+                f"did you mean {guess}?" if guess else "remove it",
+            )
         elif not isinstance(value, str) or not value:
-            yield f"--map-keys: tag {tag}={value!r} must be a word; write it as text"
+            yield _wrong(f"tag {tag}={value!r} must be a word", "write it as text")
 
 
-def _same_columns(keys: Keys) -> Iterator[str]:
+def _same_columns(keys: Keys) -> Iterator[Problem]:
     if isinstance(keys, MapKeys):
         used = [c for c in (keys.prompt, keys.query, keys.history, keys.system) if c]
         if twice := [column for column in used if used.count(column) > 1]:
-            yield (
-                "--map-keys: prompt, query, history and system must be different columns, "
-                f"{twice[0]!r} is named twice; keep one"
-            )
+            rule = "prompt, query, history and system must be different columns"
+            yield _wrong(f"{rule}, {twice[0]!r} is named twice", "keep one")
 
 
-def _unnamed_responses(keys: Keys, handler: Handler) -> Iterator[str]:
+def _unnamed_responses(keys: Keys, handler: Handler) -> Iterator[Problem]:
     """A handler whose output has responses needs the columns that hold them."""
     needed = {Output.PAIR: ("chosen", "rejected"), Output.INSTRUCTION: ("response",)}
     for key in needed.get(handler.output, ()):
         if getattr(keys, key, "messages") is None:
-            yield (
-                f"--map-keys: {key} must name a column for {handler.name}, it is empty; name it, "
-                f"or make prompts alone with {DEFAULT_HANDLER}"
+            yield _wrong(
+                f"{key} must name a column for {handler.name}, it is empty",
+                f"name it, or make prompts alone with {DEFAULT_HANDLER}",
             )
     answered = handler.output in (Output.ANSWERED, Output.INSTRUCTION)
     if answered and isinstance(keys, MapKeys) and keys.response == keys.prompt:
-        yield (
-            f"--map-keys: response and prompt must be different columns for {handler.name}, both "
-            f"are {keys.prompt!r}; name the column of the answers"
-        )
+        rule = f"response and prompt must be different columns for {handler.name}"
+        yield _wrong(f"{rule}, both are {keys.prompt!r}", "name the column of the answers")

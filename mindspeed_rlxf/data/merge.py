@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.data.indexed import BrokenIndex, IndexedReader, IndexedWriter
-from mindspeed_rlxf.data.merge_own import in_the_way, merge_own, own_prefixes
+from mindspeed_rlxf.data.merge_own import KEYS, in_the_way, merge_own, own_prefixes
+from mindspeed_rlxf.data.prompt_set_writer import not_new, not_written
 
 
 def merge(
@@ -23,22 +24,24 @@ def merge(
     """
     place, prefix = Path(folder), Path(output_prefix).absolute()
     if not place.is_dir():
-        raise UserError(f"--input {folder}: with --merge-group-keys it must be one folder; name it")
-    problems, groups = [], {}
+        raise UserError(
+            Problem(
+                f"--input {folder}",
+                "with --merge-group-keys it must be one folder",
+                remedy="name it",
+                colon=True,
+            )
+        )
+    problems: list[Problem] = []
+    groups = {}
     for key in keys:
         groups[key], found = _pairs(place, key, prefix.with_name(f"{prefix.name}_{key}"))
         problems += found
         if prefix.with_name(f"{prefix.name}_{key}.idx").exists() and not overwrite:
-            problems.append(
-                f"--output-prefix={output_prefix} must be new, {prefix.name}_{key}.idx exists; "
-                "take another prefix or give --overwrite"
-            )
+            problems.append(not_new(output_prefix, f"{prefix.name}_{key}.idx"))
     own = own_prefixes(place, groups)
-    if own and not overwrite and not problems and (found := in_the_way(prefix)):
-        problems.append(
-            f"--output-prefix={output_prefix} must be new, {found[0]} exists; take another prefix "
-            "or give --overwrite"
-        )
+    if own and not overwrite and not problems and (in_way := in_the_way(prefix)):
+        problems.append(not_new(output_prefix, in_way[0]))
     if problems:
         raise UserError(problems)
     sizes = {key: sum(len(reader) for _, reader in pairs) for key, pairs in groups.items()}
@@ -51,16 +54,13 @@ def merge(
             for key, pairs in groups.items():
                 _write(prefix.with_name(f"{prefix.name}_{key}"), pairs)
     except OSError as error:
-        raise UserError(
-            f"--output-prefix={output_prefix} cannot be written: {error.strerror or error}; check "
-            "the folder, its rights and the space on the disk"
-        ) from error
+        raise UserError(not_written(output_prefix, error)) from error
     return {f"{output_prefix}_{key}": size for key, size in sizes.items()}
 
 
 def _pairs(
     folder: Path, key: str, output: Path
-) -> tuple[list[tuple[Path, IndexedReader]], list[str]]:
+) -> tuple[list[tuple[Path, IndexedReader]], list[Problem]]:
     """The data sets (paths without ending) whose name holds `key`, and what is wrong with them."""
     files = [f for f in folder.iterdir() if f.suffix in (".bin", ".idx") and f.is_file()]
     stems = sorted({f.with_name(f.name[:-4]) for f in files if key in f.name[:-4]} - {output})
@@ -70,20 +70,43 @@ def _pairs(
             pairs.append((stem, IndexedReader(stem)))
         except FileNotFoundError as error:
             missing = Path(error.filename).name
-            problems.append(f"{stem}: must be a pair, there is no {missing}; complete or remove it")
+            problems.append(
+                Problem(
+                    f"{stem}",
+                    f"must be a pair, there is no {missing}",
+                    remedy="complete or remove it",
+                    colon=True,
+                )
+            )
         except (BrokenIndex, OSError) as error:
-            problems.append(f"{stem}: must be whole, {error}; write it again or remove it")
+            problems.append(
+                Problem(
+                    f"{stem}",
+                    f"must be whole, {error}",
+                    remedy="write it again or remove it",
+                    colon=True,
+                )
+            )
     if not stems:
         names = sorted({f.name[:-4] for f in files})[:12]
+        there = ", ".join(names) or "no .bin and .idx files"
         problems.append(
-            f"--merge-group-keys: {key!r} must be in the name of a file of {folder} (there are "
-            f"{', '.join(names) or 'no .bin and .idx files'}); correct the key"
+            Problem(
+                KEYS,
+                f"{key!r} must be in the name of a file of {folder} (there are {there})",
+                remedy="correct the key",
+                colon=True,
+            )
         )
     kinds = {str(reader.dtype) for _, reader in pairs}
     if len(kinds) > 1:
         problems.append(
-            f"--merge-group-keys: the sets of {key!r} must be of one type, they are "
-            f"{' and '.join(sorted(kinds))}; merge those of one type"
+            Problem(
+                KEYS,
+                f"the sets of {key!r} must be of one type, they are {' and '.join(sorted(kinds))}",
+                remedy="merge those of one type",
+                colon=True,
+            )
         )
     return pairs, problems
 
@@ -94,8 +117,14 @@ def _check_lengths(groups: dict[str, list[tuple[Path, IndexedReader]]]) -> None:
     first, *others = lengths.values()
     if any(other != first for other in others):
         found = ", ".join(f"{key} {'+'.join(map(str, n))}" for key, n in lengths.items())
-        rule = "columns of one data set must have equally many sequences"
-        raise UserError(f"--merge-group-keys: {rule} ({found}); merge what belongs together")
+        raise UserError(
+            Problem(
+                KEYS,
+                f"columns of one data set must have equally many sequences ({found})",
+                remedy="merge what belongs together",
+                colon=True,
+            )
+        )
 
 
 def _write(output: Path, pairs: Sequence[tuple[Path, IndexedReader]]) -> None:

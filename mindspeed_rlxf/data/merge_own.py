@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.data.handlers import HANDLERS
 from mindspeed_rlxf.data.indexed import IndexedReader
 from mindspeed_rlxf.data.prompt_set_writer import (
@@ -22,6 +22,8 @@ from mindspeed_rlxf.data.sidecar import Sidecar, data_path, read_sidecar, reject
 
 SIDECAR_ENDING = "_packed_meta.json"
 Pairs = Sequence[tuple[Path, IndexedReader]]
+
+KEYS = "--merge-group-keys"
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def in_the_way(output: Path) -> list[str]:
 def _open(prefixes: Sequence[Path], groups: Mapping[str, Pairs]) -> list[OwnSet]:
     readers = {stem: reader for pairs in groups.values() for stem, reader in pairs}
     sets: list[OwnSet] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
     known: set[Path] = set()
     for prefix in prefixes:
         try:
@@ -93,15 +95,18 @@ def _open(prefixes: Sequence[Path], groups: Mapping[str, Pairs]) -> list[OwnSet]
     return sets
 
 
-def _foreign(stems: Sequence[Path], prefixes: Sequence[Path]) -> Iterator[str]:
+def _foreign(stems: Sequence[Path], prefixes: Sequence[Path]) -> Iterator[Problem]:
     for stem in stems:
-        yield (
-            f"{stem}: no {SIDECAR_ENDING} says how it was made, as {prefixes[0].name}"
-            f"{SIDECAR_ENDING} does; merge sets of one kind"
+        like = f"as {prefixes[0].name}{SIDECAR_ENDING} does"
+        yield Problem(
+            f"{stem}",
+            f"no {SIDECAR_ENDING} says how it was made, {like}",
+            remedy="merge sets of one kind",
+            colon=True,
         )
 
 
-def _differences(sets: Sequence[OwnSet]) -> Iterator[str]:
+def _differences(sets: Sequence[OwnSet]) -> Iterator[Problem]:
     """What decides the token ids or the columns, and is not the same in all sets."""
     first = sets[0]
     for each in sets[1:]:
@@ -109,13 +114,19 @@ def _differences(sets: Sequence[OwnSet]) -> Iterator[str]:
             theirs = _makers(each.sidecar)[name]
             if ours != theirs:
                 listed = ",".join(str(one.prefix) for one in sets)
-                yield (
-                    f"--merge-group-keys: sets must be made alike, {name} of {first.prefix.name} "
-                    f"is {_shown(ours, theirs)}, of {each.prefix.name} {_shown(theirs, ours)}; "
-                    f"preprocess them alike, or train on data.data_path=[{listed}]"
+                yield Problem(
+                    KEYS,
+                    f"sets must be made alike, {name} of {first.prefix.name} is "
+                    f"{_shown(ours, theirs)}, of {each.prefix.name} {_shown(theirs, ours)}",
+                    remedy=f"preprocess them alike, or train on data.data_path=[{listed}]",
+                    colon=True,
                 )
     if first.sidecar.handler not in HANDLERS:
-        yield f"{first.prefix}: handler {first.sidecar.handler!r} is not known here; write it again"
+        yield _again(first, f"handler {first.sidecar.handler!r} is not known here")
+
+
+def _again(each: OwnSet, rule: str) -> Problem:
+    return Problem(f"{each.prefix}", rule, remedy="write it again", colon=True)
 
 
 def _makers(sidecar: Sidecar) -> dict[str, Any]:
@@ -135,28 +146,29 @@ def _shown(value: Any, other: Any) -> str:
     return f"with {', '.join(sorted(value - other))}" if value - other else "without more"
 
 
-def _key_problems(groups: Mapping[str, Pairs], sidecar: Sidecar) -> Iterator[str]:
+def _key_problems(groups: Mapping[str, Pairs], sidecar: Sidecar) -> Iterator[Problem]:
     """A set without one of its columns, or under other names, could not be read."""
     keys = [f"packed_{column.file}_document" for column in sidecar.columns]
     if set(groups) != set(keys):
-        yield (
-            f"--merge-group-keys must name all columns of sets with {SIDECAR_ENDING}, it is "
-            f"{' '.join(groups)}; give {' '.join(keys)}"
+        yield Problem(
+            KEYS,
+            f"must name all columns of sets with {SIDECAR_ENDING}, it is {' '.join(groups)}",
+            remedy=f"give {' '.join(keys)}",
         )
 
 
-def _damage(each: OwnSet) -> Iterator[str]:
+def _damage(each: OwnSet) -> Iterator[Problem]:
     for column in each.sidecar.columns:
         if column.file not in each.readers:
             path = data_path(each.prefix, column.file)
-            yield f"{each.prefix}: must be whole, there is no {path.name}.idx; write it again"
+            yield _again(each, f"must be whole, there is no {path.name}.idx")
         elif str(each.readers[column.file].dtype) != column.dtype:
             kind = each.readers[column.file].dtype
-            yield f"{each.prefix}: {column.file} must be {column.dtype}, not {kind}; write it again"
+            yield _again(each, f"{column.file} must be {column.dtype}, not {kind}")
     lengths = {file: len(reader) for file, reader in each.readers.items()}
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{file} {length}" for file, length in lengths.items())
-        yield f"{each.prefix}: columns must have equally many rows ({found}); write it again"
+        yield _again(each, f"columns must have equally many rows ({found})")
 
 
 def _sum(all_counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

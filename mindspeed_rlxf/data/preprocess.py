@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.data.files import fault
 from mindspeed_rlxf.data.handlers import DEFAULT_HANDLER, HANDLERS, LABELS, Handler, Output
 from mindspeed_rlxf.data.map_keys import Keys, MapKeys, missing_columns
 from mindspeed_rlxf.data.preprocess_worker import start_worker, work
@@ -22,6 +23,8 @@ from mindspeed_rlxf.data.prompt_set_writer import (
     PromptSetWriter,
     existing_files,
     finish_interrupted,
+    not_new,
+    not_written,
 )
 from mindspeed_rlxf.data.row_encoder import TOO_LONG, EncodedChunk, NumberedRow, RowEncoder
 from mindspeed_rlxf.data.row_source import (
@@ -99,10 +102,7 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
             )
             writer.commit(sidecar, has_rejected=bool(counts.dropped))
     except OSError as error:
-        raise UserError(
-            f"--output-prefix={readable(str(prefix))} cannot be written: "
-            f"{error.strerror or error}; check the folder, its rights and the space on the disk"
-        ) from error
+        raise UserError(not_written(readable(str(prefix)), error)) from error
     return counts
 
 
@@ -120,8 +120,11 @@ def _row_encoder(
     eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
     if options.append_eod and eos is None:
         raise UserError(
-            "--append-eod needs the tokenizer's EOS token, it has none; set eos_token in its "
-            "tokenizer_config.json or leave --append-eod out"
+            Problem(
+                "--append-eod",
+                "needs the tokenizer's EOS token, it has none",
+                remedy="set eos_token in its tokenizer_config.json or leave --append-eod out",
+            )
         )
     kept = options.additional_columns
     return RowEncoder(
@@ -154,17 +157,16 @@ def _write_rows(
 
 
 def _checked_prefix(options: PreprocessOptions) -> Path:
-    shown = f"--output-prefix={readable(options.output_prefix)}"
+    shown = readable(options.output_prefix)
     if not os.path.basename(options.output_prefix):
-        raise UserError(f"{shown} must end in a name, not in a folder; add a name")
+        raise UserError(
+            Problem("--output-prefix", "must end in a name, not in a folder", shown, "add a name")
+        )
     prefix = Path(os.path.abspath(os.path.expanduser(options.output_prefix)))
     finish_interrupted(prefix)
     found = existing_files(prefix)
     if found and not options.overwrite:
-        raise UserError(
-            f"{shown} must be new, {readable(found[0].name)} exists; take another prefix or give "
-            "--overwrite"
-        )
+        raise UserError(not_new(shown, readable(found[0].name)))
     return prefix
 
 
@@ -200,16 +202,17 @@ def _check_result(
 ) -> None:
     """Raises UserError when what was read must not become a data set."""
     if options.overlong is OverlongPrompts.ERROR and counts.dropped[TOO_LONG]:
-        raise UserError(refusals.lines(TOO_LONG))
+        raise UserError(refusals.located(TOO_LONG))
     if not counts.rows_written:
         reasons = ", ".join(f"{number} {reason}" for reason, number in counts.dropped.items())
         found = f"dropped: {reasons}" if reasons else "the files hold none"
         remedy = "correct --map-keys or the rows" if reasons else "name files that have rows"
-        summary = f"a row must be left, of {counts.rows_read} rows none is ({found}); {remedy}"
-        raise UserError([summary, *refusals.lines()])
+        summary = fault(f"a row must be left, of {counts.rows_read} rows none is ({found})", remedy)
+        raise UserError([summary, *refusals.located()])
     if options.strict and counts.dropped:
-        summary = f"--strict: no row may be dropped, {counts.dropped.total()} are; mend them"
-        raise UserError([summary, *refusals.lines()])
+        rule = f"no row may be dropped, {counts.dropped.total()} are"
+        summary = Problem("--strict", rule, remedy="mend them", colon=True)
+        raise UserError([summary, *refusals.located()])
     handler, extra = HANDLERS[options.handler], options.additional_columns or ()
     own = {LABELS} if handler.output is Output.ANSWERED else set()
     problems = list(
@@ -218,8 +221,11 @@ def _check_result(
     response = getattr(options.map_keys, "response", "")
     if own & columns.keys() and response not in (None, LABELS):
         problems.append(
-            f"{handler.name} writes the answers as {LABELS!r}, the rows have such a column; "
-            'map "response" to it or rename it'
+            Problem(
+                handler.name,
+                f"writes the answers as {LABELS!r}, the rows have such a column",
+                remedy='map "response" to it or rename it',
+            )
         )
     if problems:
         raise UserError(problems)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.data.prompts import num_appended_eos
 from mindspeed_rlxf.data.templates import (
     EOS,
@@ -50,9 +50,14 @@ class PromptEncoder:
         self._tokenizer, self._template = tokenizer, TEMPLATES[template_name]
         self._ids = _token_ids(tokenizer, template_name, self._template)
         if with_responses and EOS in self._template.response and not self._ids[EOS]:
+            found = f"{tokenizer.name_or_path!r} has none"
             raise UserError(
-                f"--prompt-type={template_name} ends a response with the tokenizer's EOS token, "
-                f"{tokenizer.name_or_path!r} has none; set eos_token in its tokenizer_config.json"
+                Problem(
+                    "--prompt-type",
+                    f"ends a response with the tokenizer's EOS token, {found}",
+                    template_name,
+                    "set eos_token in its tokenizer_config.json",
+                )
             )
         self.stop_token_ids = [self._ids[word][0] for word in self._template.stop_words]
         self._is_plain = not self._template.special_tokens
@@ -178,14 +183,14 @@ def _token_ids(
     needed = dict.fromkeys((*template.special_tokens, *template.stop_words))
     remedy = "use the template or the tokenizer of the model's family"
     if missing := [token for token in needed if token not in vocabulary]:
+        found = f"the tokenizer {tokenizer.name_or_path!r} does not have it"
         raise UserError(
-            f"--prompt-type={name} needs the token {missing[0]!r}, the tokenizer "
-            f"{tokenizer.name_or_path!r} does not have it; {remedy}"
+            Problem("--prompt-type", f"needs the token {missing[0]!r}, {found}", name, remedy)
         )
     if foreign := [text for text in template.text_only if text in vocabulary]:
+        found = f"in the tokenizer {tokenizer.name_or_path!r} it is one token"
         raise UserError(
-            f"--prompt-type={name} writes {foreign[0]!r} as text, in the tokenizer "
-            f"{tokenizer.name_or_path!r} it is one token; {remedy}"
+            Problem("--prompt-type", f"writes {foreign[0]!r} as text, {found}", name, remedy)
         )
     eos = tokenizer.eos_token_id
     ids = {token: [int(vocabulary[token])] for token in needed}

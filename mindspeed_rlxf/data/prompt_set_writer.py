@@ -19,7 +19,7 @@ from typing import IO, Literal
 
 import numpy as np
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.data.handlers import Handler
 from mindspeed_rlxf.data.indexed import IndexedReader, IndexedWriter
 from mindspeed_rlxf.data.row_encoder import EncodedChunk
@@ -39,6 +39,7 @@ from mindspeed_rlxf.data.sidecar import (
 
 logger = logging.getLogger(__name__)
 
+PREFIX = "--output-prefix"
 MAX_COLUMNS = 256  # each holds a file open
 
 
@@ -109,7 +110,8 @@ class PromptSetWriter:
             values = chunk.columns.get(name) or [None] * chunk.num_rows
             _add_values(self._writers[file], values)
         for reject in chunk.rejected:
-            self._rejected.write(json.dumps(asdict(reject), ensure_ascii=False) + "\n")
+            line = {**asdict(reject), "problem": str(reject.problem)}
+            self._rejected.write(json.dumps(line, ensure_ascii=False) + "\n")
         self.num_rows += chunk.num_rows
 
     def append(self, columns: Mapping[str, IndexedReader]) -> None:
@@ -156,8 +158,11 @@ class PromptSetWriter:
     def _start_column(self, name: str) -> None:
         if len(self._files) == MAX_COLUMNS:
             raise UserError(
-                f"rows must have at most {MAX_COLUMNS} different columns, {name!r} is one more; "
-                "put what differs from row to row into one nested column"
+                Problem(
+                    "rows",
+                    f"must have at most {MAX_COLUMNS} different columns, {name!r} is one more",
+                    remedy="put what differs from row to row into one nested column",
+                )
             )
         self._files[name] = file_name(name, set(self._writers))
         writer = IndexedWriter(self._folder / self._files[name], np.uint8)
@@ -199,6 +204,26 @@ def _moves(folder: Path) -> list[list[str]]:
     return moves
 
 
+def not_new(output_prefix: str, found: str) -> Problem:
+    """A data set is in the way."""
+    return Problem(
+        PREFIX,
+        f"must be new, {found} exists",
+        output_prefix,
+        "take another prefix or give --overwrite",
+    )
+
+
+def not_written(output_prefix: str, error: OSError) -> Problem:
+    """What the disk refuses."""
+    return Problem(
+        PREFIX,
+        f"cannot be written: {error.strerror or error}",
+        output_prefix,
+        "check the folder, its rights and the space on the disk",
+    )
+
+
 def _locked(folder: Path, prefix: Path) -> IO[str]:
     lock = open(folder / "lock", "w")  # noqa: SIM115
     try:
@@ -206,8 +231,12 @@ def _locked(folder: Path, prefix: Path) -> IO[str]:
     except BlockingIOError as error:
         lock.close()
         raise UserError(
-            f"--output-prefix={prefix} must have one writer, another process is writing it; "
-            "wait for it or take another prefix"
+            Problem(
+                PREFIX,
+                "must have one writer, another process is writing it",
+                prefix,
+                "wait for it or take another prefix",
+            )
         ) from error
     return lock
 

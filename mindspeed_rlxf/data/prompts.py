@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.files import (
     FileProblems,
     describe_keys,
+    fault,
     look_up,
     read_rows,
     shown,
@@ -70,11 +71,11 @@ def load_prompts(
     some tokenizers append, or a list of chat messages, put through the tokenizer's chat template
     with the generation prompt. Prompts over `max_prompt_length` tokens are problems, or dropped or
     cut, counted and logged (`data.overlong_prompts`).
-    Raises UserError with every problem, each `file:row: rule, value, remedy`.
+    Raises UserError with every problem, each keyed by `file:row`.
     """
     names = [files] if isinstance(files, str) else list(files)
     num_eos = num_appended_eos(tokenizer)
-    problems: list[str] = []
+    problems: list[Problem] = []
     prompts: list[Prompt] = []
     for name in names:
         found = FileProblems(name)
@@ -86,7 +87,7 @@ def load_prompts(
                 text = row.text if kept is token_ids else str(tokenizer.decode(kept))
                 prompts.append(_prompt(len(prompts), row, text, kept))
         limit.report(len(rows), found)
-        problems += found.lines()
+        problems += found.located()
     if problems:
         raise UserError(problems)
     return prompts
@@ -100,21 +101,20 @@ def _text_rows(
         prompt = look_up(row, data.prompt_key)
         text, problem = _prompt_text(prompt, tokenizer)
         if prompt is None:
-            problem = (
-                f"a row must have a {data.prompt_key!r}, this one has {describe_keys(row)}; "
-                "set data.prompt_key to the key of the prompt, or complete the row"
-            )
+            rule = f"a row must have a {data.prompt_key!r}, this one has {describe_keys(row)}"
+            remedy = "set data.prompt_key to the key of the prompt, or complete the row"
+            problem = fault(rule, remedy)
         ground_truth, ground_truth_problem = ground_truth_of(look_up(row, data.ground_truth_key))
         source, source_problem = data_source_of(look_up(row, data.data_source_key), data)
         found = [p for p in (problem, ground_truth_problem, source_problem) if p]
-        for message in found:
-            problems.add(number, message)
+        for each in found:
+            problems.add(number, each)
         if not found:
             yield _TextRow(number, text, not isinstance(prompt, str), ground_truth, source)
 
 
-def _prompt_text(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """(text, "") of a prompt value, or ("", problem)."""
+def _prompt_text(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Problem | None]:
+    """(text, None) of a prompt value, or ("", problem)."""
     rule = "a prompt must be text or a list of chat messages {role, content}"
     if isinstance(prompt, str):
         text = prompt
@@ -126,16 +126,16 @@ def _prompt_text(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[str, 
             )
         except Exception as error:  # a template is code of the tokenizer's folder: any kind
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            return "", (
-                f"the tokenizer's chat template must accept the messages: {reason}; give the "
-                "tokenizer's folder a fitting chat template, or write the prompt as text"
+            return "", fault(
+                f"the tokenizer's chat template must accept the messages: {reason}",
+                "give the tokenizer's folder a fitting chat template, or write the prompt as text",
             )
     else:
-        return "", f"{rule}, this one is {shown(prompt)}; write it as text"
+        return "", fault(f"{rule}, this one is {shown(prompt)}", "write it as text")
     if not text.strip():
-        return "", f"{rule} and not empty; complete or remove the row"
+        return "", fault(f"{rule} and not empty", "complete or remove the row")
     problem = unicode_problem(text)
-    return ("", problem) if problem else (text, "")
+    return ("", problem) if problem else (text, None)
 
 
 def _is_message(message: Any) -> bool:
@@ -146,27 +146,26 @@ def _is_message(message: Any) -> bool:
     )
 
 
-def ground_truth_of(value: Any) -> tuple[str, str]:
-    """(text, "") of a ground truth, absent = "", or ("", problem)."""
+def ground_truth_of(value: Any) -> tuple[str, Problem | None]:
+    """(text, None) of a ground truth, absent = "", or ("", problem)."""
     if value is None:
-        return "", ""
+        return "", None
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        return str(value), ""
-    return (
-        "",
-        f"a ground truth must be text or a number, this one is {value!r:.60}; write it as text",
+        return str(value), None
+    return "", fault(
+        f"a ground truth must be text or a number, this one is {value!r:.60}", "write it as text"
     )
 
 
-def data_source_of(value: Any, data: DataConfig) -> tuple[str, str]:
-    """(name, "") of a row's data source, or ("", problem)."""
+def data_source_of(value: Any, data: DataConfig) -> tuple[str, Problem | None]:
+    """(name, None) of a row's data source, or ("", problem)."""
     if value is None:
         value = data.default_data_source
     if isinstance(value, str) and value:
-        return value, ""
+        return value, None
     rule = f"a row must name its data source in {data.data_source_key!r}"
     found = "it has none" if value is None else f"this one is {value!r:.60}"
-    return "", f"{rule}, {found}; add it to the rows or set data.default_data_source"
+    return "", fault(f"{rule}, {found}", "add it to the rows or set data.default_data_source")
 
 
 def _tokenized(

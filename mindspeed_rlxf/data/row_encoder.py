@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
+from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.data.conversation import UnusableRow
 from mindspeed_rlxf.data.examples import Example, example_of
-from mindspeed_rlxf.data.files import BadRow, Row
+from mindspeed_rlxf.data.files import BadRow, Row, fault
 from mindspeed_rlxf.data.handlers import LABELS, Handler, Output
 from mindspeed_rlxf.data.lengths import cut
 from mindspeed_rlxf.data.map_keys import Keys
@@ -37,12 +38,12 @@ class NumberedRow:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A row that is not written, and why (`rule, value; remedy`)."""
+    """A row that is not written, and why."""
 
     file: str
     row: int
     reason: str
-    problem: str
+    problem: Problem
     raw: str
 
 
@@ -119,7 +120,7 @@ class RowEncoder:
         try:
             return example_of(row.row, self.keys, self.handler)
         except UnusableRow as error:
-            rejected.append(_rejected(row, error.reason, str(error)))
+            rejected.append(_rejected(row, error.reason, error.problem))
             return None
 
     def _id_rows(self, examples: Sequence[Example]) -> list[IdRows]:
@@ -142,8 +143,16 @@ class RowEncoder:
 
     def _fitting(self, row: NumberedRow, ids: IdRows, rejected: list[Rejected]) -> IdRows | None:
         if not all(ids):
-            problem = "a prompt must have a token, the tokenizer makes none of this one"
-            rejected.append(_rejected(row, "no token", f"{problem}; remove the row"))
+            rejected.append(
+                _rejected(
+                    row,
+                    "no token",
+                    fault(
+                        "a prompt must have a token, the tokenizer makes none of this one",
+                        "remove the row",
+                    ),
+                )
+            )
             return None
         longest = max(map(len, ids))
         if self.max_length is None or longest <= self.max_length:
@@ -153,8 +162,8 @@ class RowEncoder:
             name, remedy = "prompt", "raise it or use --overlong keep-tail"
             if len(ids) > 1:
                 name, remedy = "conversation", "raise it"
-            problem = f"a {name} must fit --seq-length={self.max_length}, this one has {longest}"
-            rejected.append(_rejected(row, TOO_LONG, f"{problem} tokens; {remedy}"))
+            rule = f"a {name} must fit --seq-length={self.max_length}, this one has {longest}"
+            rejected.append(_rejected(row, TOO_LONG, fault(f"{rule} tokens", remedy)))
             return None
         return (kept,)
 
@@ -212,6 +221,6 @@ def _as_text(value: Any) -> str:
 _UTF8_JSON = json.JSONEncoder(ensure_ascii=False, default=_as_text)
 
 
-def _rejected(row: NumberedRow, reason: str, problem: str) -> Rejected:
+def _rejected(row: NumberedRow, reason: str, problem: Problem) -> Rejected:
     raw = row.row.raw if isinstance(row.row, BadRow) else json_bytes(row.row).decode("utf-8")
     return Rejected(row.file, row.number, reason, problem, raw[:MAX_RAW])

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.data.files import READERS, BadRow, BrokenFile, FileProblems, scan_rows
 from mindspeed_rlxf.data.row_encoder import EncodedChunk, NumberedRow, Rejected
 
@@ -72,20 +72,27 @@ def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
             files += good
             if not good:
                 problems.append(
-                    f"--input {name}: the folder must hold {endings} files, it has none"
+                    _of_input(name, f"the folder must hold {endings} files, it has none")
                 )
         elif not path.exists():
-            problems.append(f"--input {name}: no such file or folder; correct the path")
+            problems.append(_of_input(name, "no such file or folder", "correct the path"))
         elif path.suffix.lower() not in READERS:
             problems.append(
-                f"--input {name}: a data file must end in {endings}, not in {path.suffix!r}; "
-                "convert or rename it"
+                _of_input(
+                    name,
+                    f"a data file must end in {endings}, not in {readable(path.suffix)!r}",
+                    "convert or rename it",
+                )
             )
         else:
             files.append(name)
     if problems:
-        raise UserError([readable(problem) for problem in problems])
+        raise UserError(problems)
     return files
+
+
+def _of_input(name: str, rule: str, remedy: str = "") -> Problem:
+    return Problem(f"--input {readable(name)}", rule, remedy=remedy, colon=True)
 
 
 def readable(path: str) -> str:
@@ -130,11 +137,17 @@ class RowSource:
             if not os.path.isfile(file) or os.path.getsize(file):  # an empty file is of no type
                 yield from scan_rows(file)
         except BrokenFile as error:
-            where = f":{error.row}" if error.row else ""
-            raise UserError(f"--input {readable(file)}{where}: {error}") from error
+            name = f"{file}:{error.row}" if error.row else file
+            found = _of_input(name, error.problem.rule, error.problem.remedy)
+            raise UserError(found) from error
         except OSError as error:
-            reason = f"cannot be read ({error.strerror or error}); check the path and its rights"
-            raise UserError(f"--input {readable(file)}: {reason}") from error
+            raise UserError(
+                _of_input(
+                    file,
+                    f"cannot be read ({error.strerror or error})",
+                    "check the path and its rights",
+                )
+            ) from error
 
     def _note_id(self, value: Any) -> None:
         if isinstance(value, (str, int)):
@@ -176,7 +189,7 @@ class Refusals:
         found = self._found.setdefault((reject.reason, reject.file), FileProblems(reject.file))
         found.add(reject.row, reject.problem)
 
-    def lines(self, only: str | None = None) -> list[str]:
-        """`file:row: problem`; `only`: of this reason."""
+    def located(self, only: str | None = None) -> list[Problem]:
+        """Keyed by `file:row`; `only`: of this reason."""
         chosen = [f for (reason, _), f in self._found.items() if only in (None, reason)]
-        return [line for found in chosen for line in found.lines()]
+        return [problem for found in chosen for problem in found.located()]

@@ -19,23 +19,29 @@ def sharegpt_turns(row: Row, keys: ShareGptKeys) -> list[Turn]:
     if messages is None:
         found = "here it is null" if keys.messages in row else f"this one has {describe_keys(row)}"
         problem = f"a row must have {keys.messages!r}, {found}"
-        remedy = "name the column of the messages in --map-keys, or complete the row"
-        raise UnusableRow("no messages", f"{problem}; {remedy}")
+        raise UnusableRow(
+            "no messages",
+            problem,
+            "name the column of the messages in --map-keys, or complete the row",
+        )
     if not isinstance(messages, list) or not messages:
         rule = "messages must be a list that is not empty"
-        raise UnusableRow("wrong type", f"{rule}, this one is {shown(messages)}; mend the row")
+        raise UnusableRow("wrong type", f"{rule}, this one is {shown(messages)}", "mend the row")
     turns = [
         sharegpt_turn(message, keys.tags, f"message {place + 1}")
         for place, message in enumerate(messages)
     ]
     if any(turn.role == "system" for turn in turns[1:]):
         problem = "only the first message may be the system's, a later one is too"
-        raise UnusableRow("wrong roles", f"{problem}; mend the row")
+        raise UnusableRow("wrong roles", problem, "mend the row")
     turns = with_system(turns, text_of(row, keys.system, "system"), keys.system)
     check_turns(turns)
     if any(turn.role == "user" and not turn.text.strip() for turn in turns):
-        rule = "a prompt must hold more than white space, this one does not"
-        raise UnusableRow("empty prompt", f"{rule}; complete or remove the row")
+        raise UnusableRow(
+            "empty prompt",
+            "a prompt must hold more than white space, this one does not",
+            "complete or remove the row",
+        )
     return turns
 
 
@@ -49,14 +55,12 @@ def sharegpt_turn(message: Any, tags: Tags, name: str) -> Turn:
     )
     if not isinstance(role, str) or not isinstance(text, str):
         problem = f"{rule}, {name} is {shown(message)}"
-        raise UnusableRow(
-            "wrong type", f"{problem}; mend it or name the keys as tags of --map-keys"
-        )
+        raise UnusableRow("wrong type", problem, "mend it or name the keys as tags of --map-keys")
     if role in (tags.observation_tag, tags.function_tag):
         problem = f"calls of tools are not rendered, {name} is of {role!r}"
-        raise UnusableRow("tool turns", f"{problem}; remove the row")
+        raise UnusableRow("tool turns", problem, "remove the row")
     roles = {tags.user_tag: "user", tags.assistant_tag: "assistant", tags.system_tag: "system"}
     if role not in roles:
         problem = f"a role must be one of {', '.join(roles)}, {name} is of {role!r}"
-        raise UnusableRow("wrong roles", f"{problem}; name it as a tag of --map-keys")
+        raise UnusableRow("wrong roles", problem, "name it as a tag of --map-keys")
     return Turn(roles[role], text)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.fields import Integers, Section
 
 FORMAT_VERSION = 1
@@ -102,19 +102,29 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
         text = file.read_text(encoding="utf-8")
         version = _version(json.loads(text))
         if version != FORMAT_VERSION:
-            rule = f"format_version must be {FORMAT_VERSION}, this one is {version!r}"
-            raise UserError(f"{file}: {rule}; {remedy}")
+            raise UserError(
+                Problem(
+                    f"{file}",
+                    f"format_version must be {FORMAT_VERSION}, this one is {version!r}",
+                    remedy=remedy,
+                    colon=True,
+                )
+            )
         return Sidecar.model_validate_json(text)
     except FileNotFoundError:
         return None
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise UserError(f"{file}: {place} is not valid ({first['msg']}); {remedy}") from error
+        raise UserError(
+            Problem(f"{file}", f"{place} is not valid ({first['msg']})", remedy=remedy, colon=True)
+        ) from error
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{file}: must be a JSON object ({error}); {remedy}") from error
+        raise UserError(
+            Problem(f"{file}", f"must be a JSON object ({error})", remedy=remedy, colon=True)
+        ) from error
 
 
 def _version(tree: Any) -> Any:

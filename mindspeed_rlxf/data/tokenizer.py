@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,9 +32,9 @@ def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
         tokenizer = _load(path)
     except Exception as error:  # transformers and tokenizers raise many kinds, bare ones too
         found = _first_line(error) if Path(path).is_dir() else "there is no such folder"
-        raise UserError([_missing(key, path, found)]) from error
+        raise UserError(_missing(key, path, found)) from error
     if _is_empty(tokenizer):
-        raise UserError([_missing(key, path, "its tokenizer files are missing")])
+        raise UserError(_missing(key, path, "its tokenizer files are missing"))
     return tokenizer
 
 
@@ -119,15 +119,19 @@ def describe_stop_tokens(
     return f"responses end with: {'; '.join(shown) or 'nothing but max_new_tokens'}"
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[Problem]:
     """Problems of using the tokenizer with a model of `vocab_size` embeddings: none, or one."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest < vocab_size:
         return []
+    named = f"{largest} ({KEY}={tokenizer.name_or_path!r})"
     return [
-        f"vocab_size={vocab_size} must be larger than the tokenizer's largest token id {largest} "
-        f"({KEY}={tokenizer.name_or_path!r}); use the tokenizer of this model, or a model with "
-        f"vocab_size >= {largest + 1}"
+        Problem(
+            "vocab_size",
+            f"must be larger than the tokenizer's largest token id {named}",
+            vocab_size,
+            f"use the tokenizer of this model, or a model with vocab_size >= {largest + 1}",
+        )
     ]
 
 
@@ -148,17 +152,24 @@ def _generation_config_eos(file: Path) -> list[int]:
         eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
         return [] if eos is None else [int(i) for i in (eos if isinstance(eos, list) else [eos])]
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        message = (
-            f"{file}: must be a JSON object whose eos_token_id is an id or a list of ids; "
-            f"{_first_line(error)}; repair the file or remove it"
-        )
-        raise UserError([message]) from error
+        wanted = "must be a JSON object whose eos_token_id is an id or a list of ids"
+        raise UserError(
+            Problem(
+                f"{file}",
+                f"{wanted}; {_first_line(error)}",
+                remedy="repair the file or remove it",
+                colon=True,
+            )
+        ) from error
 
 
-def _missing(key: str, path: str, found: str) -> str:
-    return (
-        f"{key}={path!r} must be a folder with a Hugging Face tokenizer (tokenizer.json or "
-        f"tokenizer.model): {found}; give the folder of the model's tokenizer"
+def _missing(key: str, path: str, found: str) -> Problem:
+    files = "(tokenizer.json or tokenizer.model)"
+    return Problem(
+        key,
+        f"must be a folder with a Hugging Face tokenizer {files}: {found}",
+        repr(path),
+        "give the folder of the model's tokenizer",
     )
 
 

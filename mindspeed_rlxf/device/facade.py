@@ -221,8 +221,10 @@ def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
     return found
 
 
-def environment_problems(kind: DeviceKind, environment: Mapping[str, str]) -> list[str]:
-    """Variables of the device's libraries that contradict each other, each `rule, value, remedy`.
+def environment_problems(
+    kind: DeviceKind, environment: Mapping[str, str]
+) -> list[npu.Contradiction]:
+    """Variables of the device's libraries that contradict each other.
 
     environment: of the workers
     """

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -134,21 +134,31 @@ def set_timeouts(environment: Any, deadline_s: float) -> None:
                 "saying for whom it waited", name, value, wanted[name],
             )  # fmt: skip
     if problem := timeout_problem(environment):
-        logger.warning("%s", problem)
+        logger.warning("%s=%s %s; %s", problem.key, problem.value, problem.rule, problem.remedy)
 
 
-def timeout_problem(environment: Mapping[str, str]) -> str | None:
-    """The contradiction between the two timeouts of HCCL, with its remedy; None where it is good.
+class Contradiction(NamedTuple):
+    """A variable that another one contradicts, in the parts of a `config.errors.Problem`."""
+
+    key: str
+    rule: str
+    value: str
+    remedy: str
+
+
+def timeout_problem(environment: Mapping[str, str]) -> Contradiction | None:
+    """The contradiction between the two timeouts of HCCL; None where there is none.
 
     An absent one contradicts nothing, because `set_timeouts` fits it to the other.
     """
     execute, event = _seconds(environment, EXECUTE), _seconds(environment, EVENT)
     if execute is None or not event or event > execute > 0:
         return None
-    return (
-        f"{EVENT}={environment[EVENT]} must be greater than {EXECUTE}={environment[EXECUTE]} "
-        f"(0 = no limit); set {EVENT}={_event_after(execute)}, or unset both, which then follow "
-        "runtime.timeout_s"
+    return Contradiction(
+        EVENT,
+        f"must be greater than {EXECUTE}={environment[EXECUTE]} (0 = no limit)",
+        environment[EVENT],
+        f"set {EVENT}={_event_after(execute)}, or unset both, which then follow runtime.timeout_s",
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.data.files import scan_rows
 from mindspeed_rlxf.doctor.redact import Redactor, is_open_variable
 from mindspeed_rlxf.doctor.report import Report
@@ -44,8 +44,12 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
     run = RunDirectory(folder.absolute())
     if not (run.config.is_file() or run.failure.is_file() or run.logs.is_dir()):
         raise UserError(
-            f"--bundle={folder} must be the folder of a run, it has no config.yaml, failure.json "
-            "or logs; give the `run directory:` that the run printed"
+            Problem(
+                "--bundle",
+                "must be the folder of a run, it has no config.yaml, failure.json or logs",
+                folder,
+                "give the `run directory:` that the run printed",
+            )
         )
     redactor = Redactor(os.environ, private_texts(run))
     target = _free_name(target_dir, run.path.name)
@@ -56,7 +60,11 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
     except OSError as error:
         target.unlink(missing_ok=True)
         raise UserError(
-            f"{target} cannot be written: {error.strerror}; run the command in another folder"
+            Problem(
+                f"{target}",
+                f"cannot be written: {error.strerror}",
+                remedy="run the command in another folder",
+            )
         ) from error
     return target
 

@@ -11,7 +11,7 @@ from functools import partial
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.device import version_sets
 from mindspeed_rlxf.doctor import local
 from mindspeed_rlxf.doctor.collectives import check_collectives
@@ -51,8 +51,12 @@ def look(subject: Subject, address: str | None, deadline_s: float) -> list[Findi
     end = time.monotonic() + deadline_s
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
         raise UserError(
-            "--cluster needs a Ray cluster and none is named; set RAY_ADDRESS, runtime.address or "
-            "--address, for example to auto for one that runs on this host"
+            Problem(
+                "--cluster",
+                "needs a Ray cluster and none is named",
+                remedy="set RAY_ADDRESS, runtime.address or --address, for example to auto for "
+                "one that runs on this host",
+            )
         )
     try:
         cluster = open_cluster(address, {})

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
+from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.host import GIB
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.table import pairs, table
@@ -26,9 +27,10 @@ MIB = 1024**2
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes wanted and there; None = unknown, for the reason `unknown`. `what` and `remedy` are
-    parts of the error."""
+    """Bytes wanted and there; None = unknown, for the reason `unknown`. The others are parts of
+    the problem."""
 
+    key: str
     what: str
     wanted: int
     there: int | None
@@ -36,10 +38,15 @@ class Need:
     unknown: str
 
     @property
-    def problem(self) -> str | None:
+    def problem(self) -> Problem | None:
         if self.there is None or self.wanted <= self.there:
             return None
-        return f"{self.what} needs {size(self.wanted)}, has {size(self.there)}; {self.remedy}"
+        return Problem(
+            self.key,
+            f"{self.what}needs {size(self.wanted)}, has {size(self.there)}",
+            remedy=self.remedy,
+            colon=bool(self.what),
+        )
 
     @property
     def verdict(self) -> str:
@@ -55,7 +62,7 @@ class Fit:
     """Sections of the plan, by title, and what does not fit."""
 
     sections: dict[str, str]
-    problems: list[str]
+    problems: list[Problem]
 
 
 def fit(config: RunConfig) -> Fit:
@@ -104,7 +111,8 @@ def _line(name: str, roles: Sequence[RoleMemory], other: int, phase: Phase) -> l
 
 def _device_need(config: RunConfig, pool: PoolMemory) -> Need:
     return Need(
-        f"resource_pool.{pool.pool}: a device{f' of the {pool.part}' if pool.part else ''}",
+        f"resource_pool.{pool.pool}",
+        f"a device {f'of the {pool.part} ' if pool.part else ''}",
         pool.total,
         available.device_memory(config),
         _remedy(config, pool),
@@ -172,7 +180,8 @@ def _elsewhere(
         title: (
             memory_rows,
             Need(
-                "resource_pool: the host",
+                "resource_pool",
+                "the host ",
                 host.total,
                 available.host_memory(config),
                 "use fewer processes, smaller micro-batches, or more hosts",
@@ -183,6 +192,7 @@ def _elsewhere(
             disk_rows,
             Need(
                 f"training.output_dir={str(folder)!r}",
+                "",
                 disk.total,
                 available.free_disk(folder),
                 "free some space, or set training.output_dir to another disk",

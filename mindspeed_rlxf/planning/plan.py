@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mindspeed_rlxf.config import memory
 from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
+from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.config.table import pairs, table
 from mindspeed_rlxf.planning.fit import fit
@@ -19,10 +20,10 @@ NONE = "-"
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan as text, and what does not fit, each `rule, value, remedy`."""
+    """The plan as text, and what does not fit."""
 
     text: str
-    problems: list[str]
+    problems: list[Problem]
 
 
 def plan(config: RunConfig) -> Plan:

@@ -13,11 +13,12 @@ from typing import Any
 import yaml
 
 from mindspeed_rlxf.config.dump import to_yaml
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.resume import Change, changes
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting import run_lock
 
+KEY = "training.output_dir"
 LATER_CONFIG = re.compile(r"config\.(\d+)\.yaml")
 
 
@@ -111,7 +112,7 @@ class RunDirectory:
         self.unlock()
 
     @classmethod
-    def check(cls, config: RunConfig) -> list[str]:
+    def check(cls, config: RunConfig) -> list[Problem]:
         """Problems of taking the folder: it holds another run, or cannot be written, or a live run
         is in it. Writes nothing."""
         directory = cls.choose(config)
@@ -124,23 +125,31 @@ class RunDirectory:
             return [_not_writable(directory.path, f"no right to write in {parent}")]
         return []
 
-    def _resume_problems(self, config: RunConfig) -> list[str]:
+    def _resume_problems(self, config: RunConfig) -> list[Problem]:
         free = _next_free(self.path)
         if config.training.resume == "never" or not self.config.exists():
+            there = self.config if self.config.exists() else self.metrics
+            other = "set another training.run_name or training.output_dir, or training.new_run=true"
             return [
-                f"training.output_dir={str(self.path)!r} must not hold another run, it has "
-                f"{self.config.name if self.config.exists() else self.metrics.name}; set another "
-                "training.run_name or training.output_dir, or training.new_run=true to take "
-                f"{free}"
+                Problem(
+                    KEY,
+                    f"must not hold another run, it has {there.name}",
+                    repr(str(self.path)),
+                    f"{other} to take {free}",
+                )
             ]
         if found := run_lock.problem(self.path):
             return [found]
         fixed = [str(change) for change in self.changes_to(config) if change.rule == "fixed"]
         if fixed:
+            differ = f"these keys differ (there -> here): {'; '.join(fixed)}"
             return [
-                f"training.output_dir={str(self.path)!r} must hold the same run to go on with it, "
-                f"these keys differ (there -> here): {'; '.join(fixed)}; put them back, or set "
-                f"training.new_run=true to take {free}"
+                Problem(
+                    KEY,
+                    f"must hold the same run to go on with it, {differ}",
+                    repr(str(self.path)),
+                    f"put them back, or set training.new_run=true to take {free}",
+                )
             ]
         return []
 
@@ -153,9 +162,13 @@ class RunDirectory:
             before: Any = yaml.safe_load(latest.read_text(encoding="utf-8"))
             assert isinstance(before, dict)
         except (OSError, yaml.YAMLError, UnicodeDecodeError, AssertionError):
+            free = _next_free(self.path)
             raise UserError(
-                f"{latest} must be what the run wrote, and cannot be read; put it back, or set "
-                f"training.new_run=true to take {_next_free(self.path)}"
+                Problem(
+                    f"{latest}",
+                    "must be what the run wrote, and cannot be read",
+                    remedy=f"put it back, or set training.new_run=true to take {free}",
+                )
             ) from None
         return changes(before, yaml.safe_load(to_yaml(config)))
 
@@ -185,10 +198,12 @@ def _candidates(path: Path) -> Iterator[Path]:
     yield from (path.with_name(f"{path.name}-{n}") for n in count(2))
 
 
-def _not_writable(path: Path, found: str) -> str:
-    return (
-        f"training.output_dir={str(path)!r} must be a folder that can be written: {found}; "
-        "set training.output_dir to another one"
+def _not_writable(path: Path, found: str) -> Problem:
+    return Problem(
+        KEY,
+        f"must be a folder that can be written: {found}",
+        repr(str(path)),
+        "set training.output_dir to another one",
     )
 
 

@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 from typing import IO
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 
 LOCK = "run.lock"
 _held: dict[Path, IO[str]] = {}
@@ -66,7 +66,7 @@ def release(folder: Path) -> None:
         stream.close()
 
 
-def problem(folder: Path) -> str | None:
+def problem(folder: Path) -> Problem | None:
     """Why the lock cannot be taken at this moment; takes nothing."""
     file = folder / LOCK
     if file in _held or not file.exists():
@@ -97,8 +97,10 @@ def _is_alive(host: str, pid: int) -> bool:
     return pid > 0 and Path(f"/proc/{pid}").exists()
 
 
-def _refusal(folder: Path, host: str, pid: int) -> str:
-    return (
-        f"training.output_dir={str(folder)!r} must not be in use, process {pid} on {host} runs in "
-        f"it; wait for it, end it, or set training.new_run=true (if it is gone, remove {LOCK})"
+def _refusal(folder: Path, host: str, pid: int) -> Problem:
+    return Problem(
+        "training.output_dir",
+        f"must not be in use, process {pid} on {host} runs in it",
+        repr(str(folder)),
+        f"wait for it, end it, or set training.new_run=true (if it is gone, remove {LOCK})",
     )

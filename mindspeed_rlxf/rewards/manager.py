@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from mindspeed_rlxf.config.enums import Verifier
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.rewards.rules import BUILTIN_RULES, RULES, RewardResult, Rule
 from mindspeed_rlxf.rewards.verifiers import NEED_TRUTH, verify
@@ -25,9 +25,10 @@ class RewardManager:
     ) -> None:
         unknown = {source: name for source, name in rules.items() if name not in RULES}
         if unknown:
+            rule, remedy = "must name a rule", f"use one of {_listed(RULES)}"
             raise UserError(
                 [
-                    f"reward.rules.{source}={name!r} must name a rule; use one of {_listed(RULES)}"
+                    Problem(f"reward.rules.{source}", rule, repr(name), remedy)
                     for source, name in unknown.items()
                 ]
             )
@@ -50,7 +51,7 @@ class RewardManager:
         rows = zip(response_texts, ground_truths, data_sources, strict=True)
         return [self._rules[source](response, truth) for response, truth, source in rows]
 
-    def check(self, prompts: Iterable[Prompt]) -> list[str]:
+    def check(self, prompts: Iterable[Prompt]) -> list[Problem]:
         """Problems that would make rows of a data set unscorable, before anything is started.
 
         A data source without a rule; a ground truth that is absent, or that its own rule would
@@ -64,34 +65,44 @@ class RewardManager:
         for source, count in Counter(prompt.data_source for prompt in unscorable).items():
             first = next(p for p in unscorable if p.data_source == source)
             problems.append(
-                f"every row of data source {source!r} must have a ground truth that its rule "
-                f"{self._rules[source].__name__} accepts as an answer; {count} have not, the first "
-                f"is prompt {first.index} ({first.text!r:.40}) with {first.ground_truth!r:.40}; "
-                "correct the rows, data.ground_truth_key or reward.rules"
+                Problem(
+                    f"every row of data source {source!r}",
+                    f"must have a ground truth that its rule {self._rules[source].__name__} "
+                    f"accepts as an answer; {count} have not, the first is prompt {first.index} "
+                    f"({first.text!r:.40}) with {first.ground_truth!r:.40}",
+                    remedy="correct the rows, data.ground_truth_key or reward.rules",
+                )
             )
         return problems
 
-    def _without_truth(self, prompts: list[Prompt]) -> list[str]:
+    def _without_truth(self, prompts: list[Prompt]) -> list[Problem]:
         """Rows that a verifier which compares answers would always find wrong."""
         names = [rule.value for rule, _ in self._verifiers if rule in NEED_TRUTH]
         empty = [prompt for prompt in prompts if not prompt.ground_truth.strip()]
         if not names or not empty:
             return []
         return [
-            f"every row must have a ground truth with algorithm.verifier_function={names[0]}; "
-            f"{len(empty)} have none, the first is prompt {empty[0].index} "
-            f"({empty[0].text!r:.40}); correct the rows or data.ground_truth_key"
+            Problem(
+                "every row",
+                f"must have a ground truth with algorithm.verifier_function={names[0]}; "
+                f"{len(empty)} have none, the first is prompt {empty[0].index} "
+                f"({empty[0].text!r:.40})",
+                remedy="correct the rows or data.ground_truth_key",
+            )
         ]
 
     def _scorable(self, prompt: Prompt) -> bool:
         truth = prompt.ground_truth
         return bool(truth.strip()) and self._rules[prompt.data_source](truth, truth).score > 0
 
-    def _unknown_sources(self, data_sources: Iterable[str]) -> list[str]:
+    def _unknown_sources(self, data_sources: Iterable[str]) -> list[Problem]:
         counts = Counter(source for source in data_sources if source not in self._rules)
         return [
-            f"data source {source!r} ({count} rows) must have a rule; known are "
-            f"{_listed(self._rules)}; set reward.rules.{source} to one of {_listed(RULES)}"
+            Problem(
+                f"data source {source!r} ({count} rows)",
+                f"must have a rule; known are {_listed(self._rules)}",
+                remedy=f"set reward.rules.{source} to one of {_listed(RULES)}",
+            )
             for source, count in counts.items()
         ]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.errors import Problem
 
 FORWARDED = ("HCCL_", "ASCEND_", "GLOO_", "TP_", "NCCL_")  # settings of communication libraries
 FORWARDED_NAMES = (  # torch on NPU, and what `training.deterministic` sets beside HCCL's
@@ -48,12 +49,13 @@ def worker_environment(given: Mapping[str, str], inherits: bool) -> dict[str, st
     return dict(given) if inherits else {**forwarded_environment(os.environ), **given}
 
 
-def problems(kind: DeviceKind, given: Mapping[str, str]) -> list[str]:
+def problems(kind: DeviceKind, given: Mapping[str, str]) -> list[Problem]:
     """Variables that workers on `kind` would get and that contradict each other.
 
     given: `resource_pool.env`
     """
-    return device.environment_problems(kind, worker_environment(given, inherits=False))
+    given = worker_environment(given, inherits=False)
+    return [Problem(*found) for found in device.environment_problems(kind, given)]
 
 
 def variables(given: Mapping[str, str]) -> list[Variable]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 
 DIED = "the process died"  # how the cause begins where a worker raised nothing
 
@@ -85,7 +85,7 @@ class DevicesMissing(RuntimeError):
 class TooFewDevices(UserError):
     """An own cluster, to which nobody adds any, has too few devices. free: as `DevicesMissing`"""
 
-    def __init__(self, problems: Sequence[str], free: Sequence[int] = ()) -> None:
+    def __init__(self, problems: Sequence[Problem], free: Sequence[int] = ()) -> None:
         super().__init__(problems)
         self.free = list(free)
 

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from mindspeed_rlxf import device
 from mindspeed_rlxf.checkpoint.host_part import machine
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Rows
 from mindspeed_rlxf.device import worlds
@@ -73,7 +73,7 @@ def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
     try:
         device.setup(kind, threads, local_rank, deadline_s=collective_timeout_s(timeout_s))
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise UserError(Problem("", str(error))) from error
 
 
 class LocalWorld:
@@ -230,8 +230,12 @@ class LocalRuntime:
         assert not parts, "refused by the rules of the configuration"
         size = self.world.size
         problems = [
-            f"resource_pool.{name}={list(counts)} must add up to the {size} processes of "
-            f"runtime=local; use {size}, or start {sum(counts)} with torchrun"
+            Problem(
+                f"resource_pool.{name}",
+                f"must add up to the {size} processes of runtime=local",
+                list(counts),
+                f"use {size}, or start {sum(counts)} with torchrun",
+            )
             for name, counts in processes_per_node.items()
             if sum(counts) != size
         ]

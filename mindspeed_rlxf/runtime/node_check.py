@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.runtime.errors import HostError
 from mindspeed_rlxf.runtime.host_agent import HostAgent, outcomes
 from mindspeed_rlxf.runtime.installed import build
@@ -62,7 +62,7 @@ class NodeCheck:
             wrong = list(silent.values())
             wrong += problems(self._driver, list(reports.values()), self._keys)
             if wrong:
-                raise UserError(wrong)
+                raise UserError([Problem("", text) for text in wrong])
             return
         for node in nodes:
             found = [silent[node.id]] if node.id in silent else self._faults(node, reports[node.id])

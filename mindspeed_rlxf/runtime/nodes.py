@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 
 MAX_SHOWN = 16  # nodes in one message
 MODEL_PREFIX = "accelerator_type:"  # Ray's own resource for the model of a node's devices
@@ -86,8 +86,12 @@ def model_for(pool: str, shape: Sequence[int], nodes: Sequence[Node]) -> str | N
     if not fits(shape, [node.count for node in nodes]):
         return None  # nodes that are not there yet may be of one model
     raise UserError(
-        f"resource_pool.{pool}={list(shape)} must be on devices of one model; the cluster has "
-        f"{listed(nodes)}; make the pool smaller, or add nodes of the same model"
+        Problem(
+            f"resource_pool.{pool}",
+            f"must be on devices of one model; the cluster has {listed(nodes)}",
+            list(shape),
+            "make the pool smaller, or add nodes of the same model",
+        )
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group
 
+from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.runtime.errors import DevicesMissing, TooFewDevices
 from mindspeed_rlxf.runtime.node_check import NodeCheck
 from mindspeed_rlxf.runtime.nodes import MODEL_PREFIX, Node, lacking, missing, model_for, taken
@@ -109,7 +110,7 @@ class DeviceClaim:
             return
         free = [node.free for node in nodes]
         if self._wait_s is None:
-            raise TooFewDevices(found, free)
+            raise TooFewDevices([Problem("", text) for text in found], free)
         waited = f"waited {self._wait_s:g} s (resource_pool.wait_s) for devices: "
         raise DevicesMissing(waited + "; ".join(found), free)
 

@@ -23,7 +23,7 @@ import psutil  # type: ignore[import-untyped]
 
 from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.config.cluster import choose_cluster, knock
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DeviceConfig
 
 logger = logging.getLogger(__name__)
@@ -107,9 +107,13 @@ def _join(address: str, found: bool) -> RayCluster:
     # A ConnectionError of Ray is an OSError, another version of Ray or Python a RuntimeError.
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"runtime.address={address} must be that of a running Ray cluster "
-            f"({' '.join(str(error).split())}); start one, correct it, set RAY_AUTH_MODE=token if "
-            "it asks for a token, or runtime.address=local for an own cluster"
+            Problem(
+                "runtime.address",
+                f"must be that of a running Ray cluster ({error})",
+                address,
+                "start one, correct it, set RAY_AUTH_MODE=token if it asks for a token, or "
+                "runtime.address=local for an own cluster",
+            )
         ) from error
     return RayCluster(own=False, address=context.address_info["address"])
 

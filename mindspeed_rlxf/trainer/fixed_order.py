@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, other_prompt
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
@@ -14,7 +15,7 @@ def order_problems(
     source: PromptSource,
     iterations: int,
     decode: Callable[[list[int]], str],
-) -> list[str]:
+) -> list[Problem]:
     """The problem of responses to other prompts than the next `iterations` batches; empty = none.
 
     source: at the position where the run starts; it is moved on

@@ -17,7 +17,7 @@ from mindspeed_rlxf.checkpoint import host_part
 from mindspeed_rlxf.checkpoint.host_part import CHUNK_BYTES, HostView
 from mindspeed_rlxf.checkpoint.run_files import HOST, Entry, without_host
 from mindspeed_rlxf.checkpoint.run_store import Checkpoint, Manifest, RunStore
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.runtime.host_agent import Function, HostAgent, HostCall, call_each
 
 DRIVER = ""  # the key of every host that sees the driver's folder
@@ -139,10 +139,14 @@ class HostParts:
         files = f"{name}/{lost[0]['path']}" + (f" and {len(lost) - 1} more" if lost[1:] else "")
         if not away:
             return f"{files} is on no host of this run"
+        hosts = f"this run's hosts are {', '.join(sorted(present))}"
         raise UserError(
-            f"{checkpoint.path} has files that only {', '.join(away)} kept ({files}), and this "
-            f"run's hosts are {', '.join(sorted(present))}; bring the host back, copy the folder "
-            "from it to one of these, or set training.new_run=true"
+            Problem(
+                f"{checkpoint.path}",
+                f"has files that only {', '.join(away)} kept ({files}), and {hosts}",
+                remedy="bring the host back, copy the folder from it to one of these, or set "
+                "training.new_run=true",
+            )
         )
 
     def _copy(self, folder: Path, entry: Entry, place: int, held: Held, target: str) -> str:

@@ -11,7 +11,7 @@ from mindspeed_rlxf.checkpoint.folders import described_by, open_weights
 from mindspeed_rlxf.checkpoint.hf_folder import shape_problems
 from mindspeed_rlxf.checkpoint.reader import WeightReader
 from mindspeed_rlxf.config.enums import RewardKind, Role
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, disagreements, read_hf_config
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
@@ -56,7 +56,7 @@ def prepare(config: RunConfig) -> Prepared:
 
     Raises UserError with all problems.
     """
-    problems: list[str] = []
+    problems: list[Problem] = []
     prepared = Prepared()
     problems += RunDirectory.check(config)
     problems += environment.problems(config.device.kind, config.pool_settings.env)
@@ -131,7 +131,7 @@ def _weights(section: RoleConfig) -> WeightReader:
     return open_weights(section.load, section.architecture)
 
 
-def _collect(problems: list[str], action: Callable[[], T]) -> T | None:
+def _collect(problems: list[Problem], action: Callable[[], T]) -> T | None:
     try:
         return action()
     except UserError as error:
@@ -139,20 +139,17 @@ def _collect(problems: list[str], action: Callable[[], T]) -> T | None:
         return None
 
 
-def _eos_problems(eos_token_ids: tuple[int, ...], vocab_size: int) -> list[str]:
-    return [
-        f"EOS id {i} must be below vocab_size={vocab_size}; correct actor_rollout.stop_token_ids, "
-        "or the generation_config.json of actor_rollout.load"
-        for i in eos_token_ids
-        if i >= vocab_size
-    ]
+def _eos_problems(eos_token_ids: tuple[int, ...], vocab_size: int) -> list[Problem]:
+    rule, remedy = f"must be below vocab_size={vocab_size}", "correct actor_rollout.stop_token_ids"
+    remedy += ", or the generation_config.json of actor_rollout.load"
+    return [Problem(f"EOS id {i}", rule, remedy=remedy) for i in eos_token_ids if i >= vocab_size]
 
 
-def _missing_files(config: RunConfig) -> list[str]:
+def _missing_files(config: RunConfig) -> list[Problem]:
     data = config.data
     keys = {"data.train_files": data.train_files, "data.val_files": data.val_files}
     return [
-        f"{key}={name}: no such file; correct the path"
+        Problem(key, "no such file", name, "correct the path", colon=True)
         for key, names in keys.items()
         for name in names
         if not Path(name).exists()
@@ -164,7 +161,7 @@ def _prompts(
     prepared: Prepared,
     files: tuple[str, ...],
     prefixes: tuple[str, ...],
-    problems: list[str],
+    problems: list[Problem],
 ) -> IndexedPrompts:
     """The prompts of files, which name no stop tokens, or of indexed data sets."""
     arguments = prepared.tokenizer, config.data, config.actor_rollout.max_prompt_length
@@ -174,7 +171,7 @@ def _prompts(
     return IndexedPrompts(_collect(problems, lambda: load_prompts(files, *arguments)) or [])
 
 
-def weight_problems(config: RunConfig, role: Role) -> list[str]:
+def weight_problems(config: RunConfig, role: Role) -> list[Problem]:
     """What is wrong with the folder that a role loads from; reads headers only."""
     section = config.role(role)
     if role is Role.REWARD and config.reward.kind is RewardKind.RULE:
@@ -182,34 +179,37 @@ def weight_problems(config: RunConfig, role: Role) -> list[str]:
     key = f"{role.value}.load"
     if section.load is None:
         return [
-            f"{key} must name a folder of weights, Hugging Face's or Megatron's; set {key}=FOLDER"
+            Problem(
+                key,
+                "must name a folder of weights, Hugging Face's or Megatron's",
+                remedy=f"set {key}=FOLDER",
+            )
         ]
     try:
-        tokenizer = config.training.tokenizer_name_or_path
-        return [f"{key}={section.load}: {p}" for p in _folder_problems(section, role, tokenizer)]
+        rules, remedy = _broken_by(section, role, config.training.tokenizer_name_or_path)
     except ValueError as error:
-        return [f"{key}={section.load}: {error}{_how_to_make(Path(section.load))}"]
+        rules, remedy = [str(error)], _how_to_make(Path(section.load))
+    return [Problem(key, rule, section.load, remedy, colon=True) for rule in rules]
 
 
 def _how_to_make(folder: Path) -> str:
-    """The rest of a remedy where the folder is one of the shipped tiny configurations."""
+    """The remedy where the folder is one of the shipped tiny configurations."""
     if folder.exists() or folder.parts[-4:-1] != TINY_MODELS:
         return ""
     more = " --reward-model" if folder.name == "rm" else ""
-    return f", or make the tiny one with `python examples/tiny/make.py{more}`"
+    return f"or make the tiny one with `python examples/tiny/make.py{more}`"
 
 
-def _folder_problems(section: RoleConfig, role: Role, tokenizer: str) -> list[str]:
+def _broken_by(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[str], str]:
+    """Rules that the role's folder breaks, and the remedy for all of them."""
     assert section.load is not None and section.architecture is not None
     head = HEADS[role]
     hf_config = read_hf_config(described_by(section.load, tokenizer), OF_WEIGHTS)
     differing = disagreements(section.architecture, hf_config, scored=head is Head.SCORE)
     if differing:
-        return [
-            "config.json must agree with the model YAML "
-            f"(field: model.{section.model}, config.json): {'; '.join(differing)}; "
-            "correct the YAML or give the folder of that model"
-        ]
+        fields = f"(field: model.{section.model}, config.json): {'; '.join(differing)}"
+        rule = f"config.json must agree with the model YAML {fields}"
+        return [rule], "correct the YAML or give the folder of that model"
     folder = _weights(section)  # after config.json, by which a Megatron folder is read
     expected = hf_shapes(section.architecture, head)
     if role is Role.CRITIC and "score.weight" not in folder:
@@ -218,7 +218,7 @@ def _folder_problems(section: RoleConfig, role: Role, tokenizer: str) -> list[st
     shown = found[:MAX_SHAPE_PROBLEMS]
     if len(found) > len(shown):
         shown.append(f"and {len(found) - len(shown)} more tensors")
-    return [f"{problem}; give the folder of model.{section.model}" for problem in shown]
+    return shown, f"give the folder of model.{section.model}"
 
 
 def _fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | None:
@@ -235,7 +235,9 @@ def _fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | 
     )
 
 
-def _order_problems(config: RunConfig, prepared: Prepared, directory: RunDirectory) -> list[str]:
+def _order_problems(
+    config: RunConfig, prepared: Prepared, directory: RunDirectory
+) -> list[Problem]:
     """Fixed responses that answer other prompts than the sampler will hand out from here on."""
     if prepared.fixed_responses is None or not prepared.train_prompts:
         return []
@@ -250,9 +252,9 @@ def _order_problems(config: RunConfig, prepared: Prepared, directory: RunDirecto
     return order_problems(prepared.fixed_responses, source, remaining, prepared.tokenizer.decode)
 
 
-def _reward_problems(config: RunConfig, prepared: Prepared) -> list[str]:
+def _reward_problems(config: RunConfig, prepared: Prepared) -> list[Problem]:
     """Rules have to know the data sources; without them a reward model scores validation too."""
-    problems: list[str] = []
+    problems: list[Problem] = []
     manager = _collect(problems, lambda: RewardManager(dict(config.reward.rules), config.verifiers))
     if manager is None:
         return problems

@@ -11,7 +11,7 @@ from typing import Any
 
 from mindspeed_rlxf.checkpoint.run_files import content_problem
 from mindspeed_rlxf.checkpoint.run_store import Checkpoint, Manifest, RunStore, missing_parts
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.reporting.line_file import LineFile
@@ -88,14 +88,19 @@ def newest_state(config: RunConfig, directory: RunDirectory) -> dict[str, Any] |
     return read_state(whole[0][0]) if whole else None
 
 
-def beyond(config: RunConfig, done: int) -> list[str]:
+def beyond(config: RunConfig, done: int) -> list[Problem]:
     """The problem of a run that has gone further than `train_iters`. done: see `reached`"""
     wanted = config.training.train_iters
     if done <= wanted:
         return []
+    folder = RunDirectory.choose(config).path
     return [
-        f"training.train_iters={wanted} must be at least the {done} iterations that the run in "
-        f"{RunDirectory.choose(config).path} has done; use {done} or more, or training.new_run=true"
+        Problem(
+            "training.train_iters",
+            f"must be at least the {done} iterations that the run in {folder} has done",
+            wanted,
+            f"use {done} or more, or training.new_run=true",
+        )
     ]
 
 
@@ -131,7 +136,7 @@ def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
         try:
             file.cut(positions.get(file.path.name, 0))
         except ValueError as error:
-            raise UserError(str(error)) from None
+            raise UserError(Problem("", str(error))) from None
 
 
 def lacking(directory: RunDirectory, positions: dict[str, int]) -> str:

@@ -23,7 +23,7 @@ from mindspeed_rlxf.checkpoint.run_files import (
 from mindspeed_rlxf.checkpoint.run_store import Checkpoint, Manifest, RunStore
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.host_agent import call_each
@@ -187,8 +187,11 @@ class RunCheckpoints:
             return self._load(checkpoint, state, note)
         if problems:  # to start again would remove what there is
             raise UserError(
-                f"no checkpoint of {self.directory.path} can be gone on from: "
-                f"{'; '.join(problems)}; put the files back, or set training.new_run=true"
+                Problem(
+                    f"no checkpoint of {self.directory.path}",
+                    f"can be gone on from: {'; '.join(problems)}",
+                    remedy="put the files back, or set training.new_run=true",
+                )
             )
         if self.writes:
             self._start_again(note)
@@ -221,14 +224,23 @@ class RunCheckpoints:
     def _check_apart(self, blind: list[str]) -> None:
         if not self.config.training.no_shared_storage:
             raise UserError(
-                f"training.output_dir={self.directory.path} must be on storage that all hosts "
-                f"share, {', '.join(blind)} do not see it; use such a folder, or "
-                "training.no_shared_storage=true: each host then keeps its part of a checkpoint"
+                Problem(
+                    "training.output_dir",
+                    f"must be on storage that all hosts share, {', '.join(blind)} do not see it",
+                    self.directory.path,
+                    "use such a folder, or training.no_shared_storage=true: each host then keeps "
+                    "its part of a checkpoint",
+                )
             )
         if self.config.runtime.kind is RuntimeKind.LOCAL:
             raise UserError(
-                "training.no_shared_storage=true must be with runtime=ray, which brings files from "
-                f"host to host; {', '.join(blind)} do not see {self.directory.path}"
+                Problem(
+                    "training.no_shared_storage",
+                    "must be with runtime=ray, which brings files from host to host; "
+                    f"{', '.join(blind)} do not see {self.directory.path}",
+                    True,
+                    "use runtime=ray, or a folder that all hosts share",
+                )
             )
 
     def _damage(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
@@ -249,10 +261,13 @@ class RunCheckpoints:
 
     def _load(self, checkpoint: Checkpoint, state: dict[str, Any], note: Note) -> dict[str, Any]:
         if state["prompts_digest"] != self.prompts_digest:
+            place = f"the run in {self.directory.path}"
             raise UserError(
-                f"data.train_files must give the prompts of the run in {self.directory.path}, with "
-                "this tokenizer they are others; put files and tokenizer back, or set "
-                "training.new_run=true"
+                Problem(
+                    "data.train_files",
+                    f"must give the prompts of {place}, with this tokenizer they are others",
+                    remedy="put files and tokenizer back, or set training.new_run=true",
+                )
             )
         calls = {
             role: group.load_state(checkpoint.path / SAVED_AS[role])

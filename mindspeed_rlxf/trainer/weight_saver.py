@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.role_groups import ActorGroup, CriticGroup
@@ -50,23 +51,31 @@ def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Pa
     return final / f"{SAVED_AS[role]}_{HF}", final / f"{SAVED_AS[role]}_{MEGATRON}"
 
 
-def save_problems(config: RunConfig) -> list[str]:
+def save_problems(config: RunConfig) -> list[Problem]:
     """Folders named by `save` that hold something already: nothing is written over."""
     problems = []
     for role in (role for role in config.roles if role in SAVED_AS):
-        folder = config.save_folder(role)
+        folder, key = config.save_folder(role), f"{role.value}.save"
         if folder is None:
             continue
         for path in (folder / HF, folder / MEGATRON):
             if path.is_dir() and any(path.iterdir()):
                 problems.append(
-                    f"{role.value}.save={str(folder)!r} must not hold weights, they would be "
-                    f"written over in {path}; give another folder, or move them away"
+                    Problem(
+                        key,
+                        f"must not hold weights, they would be written over in {path}",
+                        repr(str(folder)),
+                        "give another folder, or move them away",
+                    )
                 )
         above = next(p for p in (folder, *folder.parents) if p.exists())
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
             problems.append(
-                f"{role.value}.save={str(folder)!r} must be a folder that can be written, {above} "
-                "cannot; give another one"
+                Problem(
+                    key,
+                    f"must be a folder that can be written, {above} cannot",
+                    repr(str(folder)),
+                    "give another one",
+                )
             )
     return problems

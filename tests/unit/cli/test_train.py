@@ -13,7 +13,7 @@ import yaml
 
 from mindspeed_rlxf import cli
 from mindspeed_rlxf.cli.train import main
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import RunConfig
 
 TINY = ["--config-name", "ppo_trainer_tiny", "device.kind=cpu"]
@@ -49,7 +49,9 @@ def replace_trainer(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
 
 
 def refuse(_config: RunConfig) -> str:
-    raise UserError(["data.train_files: no such\n file", "second"])
+    raise UserError(
+        [Problem("data.train_files", "no such\n file", colon=True), Problem("second", "")]
+    )
 
 
 def test_run_gets_the_configuration_and_gives_the_exit_code(started: list[RunConfig]) -> None:

@@ -85,7 +85,7 @@ def problems(make_tree: Callable[..., Tree]) -> Callable[..., list[str]]:
         try:
             resolve(make_tree(changes, drop), "test")
         except ConfigError as error:
-            return error.problems
+            return [str(problem) for problem in error.problems]
         return []
 
     return run

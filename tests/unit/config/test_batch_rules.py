@@ -133,7 +133,7 @@ def test_batch_fills_a_virtual_pipeline(problems: Problems) -> None:
         ),
         (
             {"critic.max_tokens_per_micro_batch": 24, "training.packed_sequences": False},
-            "critic.max_tokens_per_micro_batch=24 needs critic.packed_sequences=true, as padding "
+            "critic.max_tokens_per_micro_batch=24 needs training.packed_sequences=true, as padding "
             "would exceed it; remove one of them",
         ),
         (

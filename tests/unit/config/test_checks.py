@@ -139,7 +139,8 @@ def test_the_valid_tree_has_no_problem(problems: Problems) -> None:
         ),
         (
             {"model.small.kv_channels": 7},
-            "model.small: the head width 7 must be even for rotary positions; change it",
+            "model.small.kv_channels: the head width 7 must be even for rotary positions; "
+            "change it",
         ),
         (
             {"model.small.rope_scaling_type": "llama3"},

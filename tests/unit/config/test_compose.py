@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 def error(folder: Path, name: str, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         compose(name, overrides, folder)
-    (problem,) = caught.value.problems
+    (problem,) = map(str, caught.value.problems)
     return problem
 
 

@@ -37,7 +37,7 @@ def test_a_count_beyond_one_host_fills_whole_hosts(
 def test_a_count_that_leaves_a_host_half_empty_is_refused(make_tree: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         pools(make_tree, 12)
-    (problem,) = caught.value.problems
+    (problem,) = map(str, caught.value.problems)
     assert problem == (
         "resource_pool.main=12 must fill whole hosts of 8 devices (device.devices_per_node); "
         "use 8 or 16, or give a list with a number per host"

@@ -485,7 +485,7 @@ def test_their_real_files_resolve(in_their_folder: Path) -> None:
         try:
             resolved(name, folder)
         except ConfigError as error:
-            failed[name] = error.problems
+            failed[name] = list(map(str, error.problems))
     # Two data sets blended by weight, one scored by a model and one by rule: refused with a remedy.
     assert {name: len(found) for name, found in failed.items()} in (
         {}, {"grpo_trainer_qwen25_7b_all": 2},
@@ -499,7 +499,7 @@ def test_a_tokenizer_that_cannot_tell_the_vocabulary_is_named(in_their_folder: P
     def told() -> list[str]:
         with pytest.raises(ConfigError) as refused:
             resolved("ppo_trainer_llama2_7b", in_their_folder / "theirs")
-        return refused.value.problems
+        return list(map(str, refused.value.problems))
 
     start = (
         "model.llama2-7b.vocab_size is required, and "

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from mindspeed_rlxf.config import roles, sections
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.errors import ConfigError, UserError
+from mindspeed_rlxf.config.errors import ConfigError, Problem, UserError
 from mindspeed_rlxf.config.fields import Section
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.resolve import resolve
@@ -93,6 +93,7 @@ def test_run_config_answers_where_roles_live(make_tree: Callable[..., Any]) -> N
 
 
 def test_user_error_keeps_its_problems_across_processes() -> None:
-    error = pickle.loads(pickle.dumps(ConfigError(["one", "two"])))
-    assert isinstance(error, UserError) and error.problems == ["one", "two"]
-    assert str(error) == "one\ntwo"
+    problems = [Problem("one", "is required"), Problem("two", "must be 2", 3, "use 2")]
+    error = pickle.loads(pickle.dumps(ConfigError(problems)))
+    assert isinstance(error, UserError) and error.problems == problems
+    assert str(error) == "one is required\ntwo=3 must be 2; use 2"

@@ -57,7 +57,7 @@ def load(tokenizer: str, *prefixes: str, limit: int = 100, **keys: Any) -> Index
 def problems_of(tokenizer: str, *prefixes: str, **keys: Any) -> list[str]:
     with pytest.raises(UserError) as error:
         load(tokenizer, *prefixes, **keys)
-    return error.value.problems
+    return list(map(str, error.value.problems))
 
 
 def essence(prompts: list[Prompt]) -> list[tuple[int, list[int], str, str]]:

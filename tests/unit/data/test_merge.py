@@ -16,7 +16,7 @@ def problems_of(folder: Path, *keys: str, output: str = "out/all") -> list[str]:
     with pytest.raises(UserError) as error:
         merge(str(folder), keys, str(folder / output))
     assert not list((folder / "out").glob("*")) if (folder / "out").exists() else True
-    return error.value.problems
+    return list(map(str, error.value.problems))
 
 
 def test_pairs_are_joined_in_the_order_of_their_names(tmp_path: Path) -> None:

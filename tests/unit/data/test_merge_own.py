@@ -67,7 +67,7 @@ def problems_of(sets: Path, keys: tuple[str, ...] = KEYS) -> list[str]:
     with pytest.raises(UserError) as error:
         merge(str(sets), keys, str(sets.parent / "out" / "all"))
     assert not (sets.parent / "out").exists()
-    return error.value.problems
+    return list(map(str, error.value.problems))
 
 
 def test_the_merged_set_is_trained_on_as_its_parts_are(sets: Path, tokenizer: str) -> None:

@@ -55,7 +55,7 @@ class Bench:
         with pytest.raises(UserError) as error:
             self.run(*inputs, **options)
         assert self.files() == before
-        return error.value.problems
+        return list(map(str, error.value.problems))
 
     def files(self) -> list[Path]:
         return [path for path in self.prefix.parent.rglob("*") if path.is_file()]

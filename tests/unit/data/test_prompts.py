@@ -29,7 +29,7 @@ def data(**keys):
 def problems_of(files, tokenizer, config=None, max_prompt_length=100):
     with pytest.raises(UserError) as error:
         load_prompts(files, tokenizer, config or data(), max_prompt_length)
-    return error.value.problems
+    return list(map(str, error.value.problems))
 
 
 def test_rows_of_several_files_come_in_order_with_all_fields(make_tokenizer, ids_of, write_jsonl):

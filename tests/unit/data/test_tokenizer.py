@@ -23,7 +23,7 @@ from tests.unit.data.byte_tokenizer import byte_tokenizer
 def problem_of(path) -> str:
     with pytest.raises(UserError) as error:
         load_tokenizer(str(path))
-    (problem,) = error.value.problems
+    (problem,) = map(str, error.value.problems)
     assert problem.startswith(
         f"training.tokenizer_name_or_path={str(path)!r} must be a folder with a Hugging Face "
     )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.device import facade, npu, npu_versions, visible
 from tests.unit.device import npu_recorder
 from tests.unit.device.npu_recorder import OutOfOrder, Recorder
@@ -316,7 +317,7 @@ def test_an_event_timeout_must_exceed_that_of_execution(
     assert len(problems) == (remedy is not None)
     if remedy is not None:
         rule = f"HCCL_EVENT_TIMEOUT={event} must be greater than HCCL_EXEC_TIMEOUT={execute}"
-        assert problems[0].startswith(rule) and remedy in problems[0]
+        assert str(Problem(*problems[0])).startswith(rule) and remedy in problems[0].remedy
 
 
 @pytest.mark.parametrize(("given", "mib"), [(None, 400), ("50", 100), ("", 400)])

@@ -51,7 +51,7 @@ def test_known_memory_that_is_enough(config: Callable[..., RunConfig]) -> None:
 def test_too_little_memory_is_a_problem_with_a_remedy(config: Callable[..., RunConfig]) -> None:
     # a process takes 512 MiB without any tensor
     run = config({**JOINED, "device.memory_gib": 0.25})
-    (problem,) = fit(run).problems
+    (problem,) = map(str, fit(run).problems)
     assert problem.startswith("resource_pool.main: a device needs ")
     assert "has 256.0 MiB; " in problem
     assert "does not fit: needs" in section(run, "Memory per device, pool main")
@@ -60,7 +60,7 @@ def test_too_little_memory_is_a_problem_with_a_remedy(config: Callable[..., RunC
 def test_remedy_for_a_large_model_spreads_it(config: Callable[..., RunConfig]) -> None:
     large = {"model.small.vocab_size": 10**6, "actor_rollout.use_distributed_optimizer": True}
     run = config({**JOINED, **large, "device.memory_gib": 0.5})
-    (problem,) = fit(run).problems
+    (problem,) = map(str, fit(run).problems)
     assert problem.endswith(
         "; set critic.use_distributed_optimizer=true or raise tensor_model_parallel_size or "
         "raise pipeline_model_parallel_size or place roles on pools of their own"
@@ -70,10 +70,12 @@ def test_remedy_for_a_large_model_spreads_it(config: Callable[..., RunConfig]) -
 def test_remedy_for_experts_names_what_spreads_them(config: Callable[..., RunConfig]) -> None:
     experts = {"model.small.num_experts": 8, "model.small.moe_ffn_hidden_size": 10**5}
     run = config({**JOINED, **experts, "device.memory_gib": 0.5})
-    (problem,) = fit(run).problems
+    (problem,) = map(str, fit(run).problems)
     assert "raise actor_rollout.expert_model_parallel_size or " in problem
     most = {"training.expert_model_parallel_size": 8}
-    (problem,) = fit(config({**JOINED, **experts, **most, "device.memory_gib": 0.5})).problems
+    (problem,) = map(
+        str, fit(config({**JOINED, **experts, **most, "device.memory_gib": 0.5})).problems
+    )
     assert "expert_model_parallel_size" not in problem
 
 
@@ -107,7 +109,7 @@ LONG = {
 def test_remedy_lowers_the_largest_part(
     config: Callable[..., RunConfig], changes: dict[str, Any], remedy: str
 ) -> None:
-    (problem,) = fit(config({**LONG, **changes})).problems
+    (problem,) = map(str, fit(config({**LONG, **changes})).problems)
     assert problem.endswith("; " + remedy)
 
 
@@ -131,7 +133,7 @@ def test_disk_that_is_full_is_a_problem(
 ) -> None:
     run = config({})
     monkeypatch.setattr(available.shutil, "disk_usage", lambda path: Usage(10, 10, 0))
-    (problem,) = fit(run).problems
+    (problem,) = map(str, fit(run).problems)
     assert problem.startswith("training.output_dir=") and "has 0; free some space" in problem
 
 

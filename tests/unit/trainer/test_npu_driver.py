@@ -31,13 +31,13 @@ print("driver", os.getpid())
 # All that the driver does, in one process, up to the first call of a Ray that runs.
 DRIVER = """
 from types import SimpleNamespace
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 main([*line, "dry_run=true", f"training.output_dir={sys.argv[2]}/dry"])
 from mindspeed_rlxf.runtime import ray_pools, ray_runtime
 def no_cluster(*args):
     return SimpleNamespace(own=True, address="", close=lambda: None)
 def reached(*args):
-    raise UserError("as far as the pools")
+    raise UserError(Problem("", "as far as the pools"))
 ray_runtime.open_cluster, ray_pools.RayPools.create = no_cluster, reached
 assert main([*line, f"training.output_dir={sys.argv[2]}/run"]) == 2
 from mindspeed_rlxf.config.enums import DeviceKind

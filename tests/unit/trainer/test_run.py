@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.errors import DevicesMissing, TooFewDevices
@@ -129,7 +129,7 @@ def test_devices_that_are_missing_later_are_told_and_end_with_75(
 
 
 def test_too_few_devices_of_an_own_cluster_are_told_and_are_a_mistake(command: Command) -> None:
-    command.lacking = TooFewDevices(["8 devices are needed"], FREE)
+    command.lacking = TooFewDevices([Problem("", "8 devices are needed")], FREE)
     with pytest.raises(UserError, match="8 devices are needed"):
         command.give()
     assert command.told()["free"] == FREE
@@ -137,7 +137,7 @@ def test_too_few_devices_of_an_own_cluster_are_told_and_are_a_mistake(command: C
 
 
 def test_another_mistake_says_nothing_of_devices(command: Command) -> None:
-    command.lacking = UserError("of another kind")
+    command.lacking = UserError(Problem("", "of another kind"))
     with pytest.raises(UserError, match="of another kind"):
         command.give()
     assert "free" not in command.told() and command.told()["directory"] == str(command.folder)

@@ -1,0 +1,161 @@
+"""The architecture of a model: `model.<name>` in the YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from mindspeed_rlxf.config.enums import LoadBalancing, RopeScaling
+from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.fields import Section, Word, key
+from mindspeed_rlxf.config.suggest import around, divisors, use
+
+OF_EXPERTS = (
+    "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
+    "moe_router_load_balancing_type", "moe_aux_loss_coeff",
+)  # fmt: skip
+"""Keys of an architecture that ask for nothing without `num_experts`."""
+
+
+class ArchitectureConfig(Section):
+    """A decoder of the Llama, Qwen or Mixtral family, in Megatron's names; `model.<name>` in the
+    YAML. With `num_experts` the MLP of every layer is a mixture of experts."""
+
+    num_layers: int = key(..., "transformer layers", ge=1)
+    hidden_size: int = key(..., "width of the residual stream", ge=1)
+    ffn_hidden_size: int = key(..., "width of the gated MLP", ge=1)
+    num_attention_heads: int = key(..., "query heads", ge=1)
+    num_query_groups: int | None = key(None, "key and value heads; null = one per query head", ge=1)
+    kv_channels: int | None = key(None, "width of a head; null = hidden_size / heads", ge=1)
+    vocab_size: int = key(..., "tokens of the checkpoint's embedding", ge=1)
+    max_position_embeddings: int = key(..., "longest sequence, tokens", ge=1)
+    rotary_base: float = key(10000.0, "rotary base frequency", gt=0)
+    rope_scaling_type: Annotated[RopeScaling | None, Word] = key(None, "rotary scaling; null = off")
+    rope_scaling_factor: float = key(1.0, "how far rotary positions are stretched", ge=1)
+    low_freq_factor: float = key(1.0, "llama3 scaling: low frequency bound", gt=0)
+    high_freq_factor: float = key(4.0, "llama3 scaling: high frequency bound", gt=0)
+    original_max_position_embeddings: int | None = key(
+        None, "llama3 scaling: longest sequence before stretching, tokens", ge=1
+    )
+    add_qkv_bias: bool = key(False, "query, key and value projections have a bias (Qwen2)")
+    qk_layernorm: bool = key(False, "queries and keys of each head are normed (Qwen3)")
+    norm_epsilon: float = key(1e-5, "RMSNorm epsilon", gt=0)
+    untie_embeddings_and_output_weights: bool = key(False, "output layer has its own weights")
+    init_method_std: float = key(0.02, "standard deviation of new weights", gt=0)
+    num_experts: int | None = key(None, "experts of each layer; null = one dense MLP", ge=2)
+    moe_router_topk: int = key(2, "experts that compute a token", ge=1)
+    moe_ffn_hidden_size: int | None = key(None, "width of one expert; null = ffn_hidden_size", ge=1)
+    moe_router_pre_softmax: bool = key(
+        False, "weights of the chosen experts sum to less than 1 (norm_topk_prob: false)"
+    )
+    moe_router_load_balancing_type: Annotated[LoadBalancing, Word] = key(
+        LoadBalancing.AUX_LOSS, "aux_loss or none", "free"
+    )
+    moe_aux_loss_coeff: float = key(0.0, "weight of the load-balancing loss", "free", ge=0)
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def mlp_hidden_size(self) -> int:
+        """Width of a layer's MLP, or of one expert."""
+        return (self.num_experts and self.moe_ffn_hidden_size) or self.ffn_hidden_size
+
+    @property
+    def balances_experts(self) -> bool:
+        """Training adds the load-balancing loss."""
+        wanted = self.moe_router_load_balancing_type is LoadBalancing.AUX_LOSS
+        return self.num_experts is not None and wanted and self.moe_aux_loss_coeff > 0
+
+    def broken_rules(self) -> Iterator[Problem]:
+        yield from self._heads()
+        unstretched = self.original_max_position_embeddings
+        if self.rope_scaling_type is RopeScaling.LLAMA3 and unstretched is None:
+            yield Problem(
+                "original_max_position_embeddings",
+                "is required with rope_scaling_type=llama3",
+                remedy="take it from the checkpoint's config.json",
+                reads=("rope_scaling_type",),
+            )
+        if self.num_experts is None:
+            yield from self._dense()
+        else:
+            yield from self._routing(self.num_experts)
+
+    def _heads(self) -> Iterator[Problem]:
+        heads, width = self.num_attention_heads, self.hidden_size
+        sizes = ("num_attention_heads", "hidden_size", "kv_channels")
+        if self.kv_channels is None and width % heads:
+            yield Problem(
+                "num_attention_heads",
+                f"must divide hidden_size={width} where kv_channels is not given",
+                heads,
+                use(around(heads, divisors(width))),
+                reads=sizes,
+            )
+        elif self.head_dim % 2:
+            yield Problem(
+                "kv_channels",
+                f"the head width {self.head_dim} must be even for rotary positions",
+                remedy="change it",
+                colon=True,
+                reads=sizes,
+            )
+        if heads % self.kv_heads:
+            yield Problem(
+                "num_query_groups",
+                f"must divide num_attention_heads={heads}",
+                self.kv_heads,
+                use(around(self.kv_heads, divisors(heads))),
+                reads=("num_attention_heads",),
+            )
+
+    def _dense(self) -> Iterator[Problem]:
+        rule, reads = "needs num_experts, the model is dense", ("num_experts",)
+        for name in OF_EXPERTS:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                yield Problem(name, rule, value, "remove it", reads=reads)
+
+    def _routing(self, experts: int) -> Iterator[Problem]:
+        if self.moe_router_topk > experts:
+            yield Problem(
+                "moe_router_topk",
+                f"must be at most num_experts={experts}",
+                self.moe_router_topk,
+                f"use {experts} or less",
+                reads=("num_experts",),
+            )
+        if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
+            yield Problem(
+                "moe_router_topk",
+                "needs moe_router_pre_softmax=true, or every expert's weight is 1 and the router "
+                "learns nothing",
+                1,
+                "use moe_router_pre_softmax=true, or 2 experts",
+                reads=("moe_router_pre_softmax",),
+            )
+        if self.add_qkv_bias:
+            yield Problem(
+                "add_qkv_bias",
+                "has no model with num_experts here (Qwen3-MoE and Mixtral have no biases)",
+                True,
+                "use false",
+                reads=("num_experts",),
+            )
+        if self.moe_aux_loss_coeff and not self.balances_experts:
+            kind = self.moe_router_load_balancing_type.value
+            yield Problem(
+                "moe_aux_loss_coeff",
+                f"has no effect with moe_router_load_balancing_type={kind}",
+                f"{self.moe_aux_loss_coeff:g}",
+                "use 0, or aux_loss",
+                reads=("moe_router_load_balancing_type",),
+            )

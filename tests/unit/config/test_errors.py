@@ -1,0 +1,117 @@
+"""Problems: how they read, which keys they judge, how keys are renamed; all come at once."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from mindspeed_rlxf.config.enums import OldLogProbs
+from mindspeed_rlxf.config.errors import Problem, UserError, ref
+from mindspeed_rlxf.config.messages import problems_of
+from mindspeed_rlxf.config.sections import AlgorithmConfig
+
+PACKAGE = Path(__file__).parents[3] / "mindspeed_rlxf"
+Problems = Callable[..., list[str]]
+
+
+@pytest.mark.parametrize(
+    ("problem", "line"),
+    [
+        (Problem("a.b", "must be 2", 3, "use 2"), "a.b=3 must be 2; use 2"),
+        (Problem("a.b", "must be 2", False, "use 2"), "a.b=false must be 2; use 2"),
+        (Problem("a.b", "must be 2", OldLogProbs.ROLLOUT), "a.b=rollout must be 2"),
+        (Problem("a.b", "must be 2", Path("/x y")), "a.b=/x y must be 2"),
+        (Problem("a.b", "is required", remedy="give it"), "a.b is required; give it"),
+        (
+            Problem("f.jsonl:3", "no row", remedy="mend it", colon=True),
+            "f.jsonl:3: no row; mend it",
+        ),
+        (Problem("a", "no such file", "f", colon=True), "a=f: no such file"),
+        (Problem("", "nothing\n is   left"), "nothing is left"),
+        (Problem("a", f"needs {ref('b')}=1", 2, f"drop {ref('b')}"), "a=2 needs b=1; drop b"),
+    ],
+)
+def test_a_problem_is_one_line(problem: Problem, line: str) -> None:
+    assert str(problem) == line
+    assert str(UserError([problem, problem])) == f"{line}\n{line}"
+
+
+def test_an_error_takes_problems_and_no_text() -> None:
+    with pytest.raises(AssertionError, match="parts, and not a text"):
+        UserError("a=2 must be 1; use 1")  # type: ignore[arg-type]
+
+
+def test_a_problem_judges_the_keys_of_its_rule_and_not_of_its_remedy() -> None:
+    problem = Problem("a.b", f"needs {ref('c.d')}=1", 2, f"use {ref('e.f')}", reads=("g.h",))
+    assert problem.keys == ("a.b", "g.h", "c.d")
+    assert problem.judges(["c.d"]) and problem.judges({"g"}) and problem.judges(["x", "a.b"])
+    assert not problem.judges(["e.f"])
+    assert not problem.judges(["a.bc", "c.d.e", "a.b.c"])  # another key, and keys inside one
+
+
+def test_keys_are_renamed_wherever_they_stand() -> None:
+    problem = Problem("a", f"needs {ref('b')}=b", 1, f"use {ref('a')}=2", reads=("b",))
+    renamed = problem.spelled({"a": "old.a", "b": "old.b"}.__getitem__)
+    assert str(renamed) == "old.a=1 needs old.b=b; use old.a=2"
+    assert renamed.keys == ("old.a", "old.b", "old.b")
+
+
+def test_a_section_alone_keeps_its_rules() -> None:
+    keys: dict[str, Any] = {"old_log_probs": "rollout", "max_log_prob_gap": 0.5}
+    with pytest.raises(ValidationError) as caught:
+        AlgorithmConfig(**keys)
+    (problem,) = problems_of(caught.value)
+    assert (problem.key, problem.value) == ("max_log_prob_gap", "0.5")
+    assert problem.keys == ("max_log_prob_gap", "old_log_probs")
+
+
+def test_rules_of_broken_sections_and_across_them_come_at_once(problems: Problems) -> None:
+    found = problems(
+        {
+            "actor_rollout.top_p": 2,  # a limit, in the section of the next one
+            "actor_rollout.min_new_tokens": 20,
+            "training.global_batch_size": 100,
+        }
+    )
+    assert [line.partition(" must ")[0] for line in found] == [
+        "actor_rollout.top_p=2",
+        "actor_rollout.min_new_tokens=20",
+        "training.global_batch_size=100",
+    ]
+
+
+@pytest.mark.parametrize(
+    "broken", ["model.small.num_layers", "training.num_layers", "ref.num_layers"]
+)
+def test_a_rule_that_depends_on_a_broken_key_is_not_judged(problems: Problems, broken: str) -> None:
+    """The rule shows the number of layers and not its key."""
+    (problem,) = problems({broken: 0, "ref.pipeline_model_parallel_size": 4})
+    assert problem.startswith(f"{broken}=0 must be at least 1")
+
+
+def test_keys_are_named_where_the_user_wrote_them(problems: Problems) -> None:
+    within = {"training.min_lr": 1.0, "training.lr_decay_style": "cosine"}
+    line = "training.min_lr=1 must be at most actor_rollout.lr=0.0001; use 0.0001 or less"
+    assert line in problems(within)
+    (across,) = problems({"training.max_tokens_per_micro_batch": 23})  # of three roles
+    assert across.startswith("training.max_tokens_per_micro_batch=23 must be at least training.se")
+
+
+def test_nothing_that_makes_problems_reads_english() -> None:
+    """Values of YAML have patterns, texts of problems have parts."""
+    of_values = {"config/sections.py", "config/quoting.py"}  # times of schedulers, hydra's quotes
+    places = ("config", "planning", "cli", "trainer")
+    files = [file for place in places for file in (PACKAGE / place).glob("*.py")]
+    importing = {
+        str(file.relative_to(PACKAGE))
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        and "re" in {getattr(node, "module", None), *(name.name for name in node.names)}
+    }
+    assert importing == of_values
