@@ -69,7 +69,9 @@ class OutputGradient:
     def step(self, rollouts: Rollouts, chunk: int) -> RoleOutput:
         def loss_of(rows: list[int], tokens: TokenLogProbs) -> LossOutput:
             loss, mean = -tokens.log_probs, LossNormalizer.MINIBATCH_TOKENS
-            return normalised_loss(loss, rollouts.response_lengths[rows], mean, {"loss": loss}, {})
+            return normalised_loss(
+                loss, rollouts.response_lengths[rows], mean, 1, {"loss": loss}, {}
+            )
 
         batches = self.engine.micro_batches(rollouts, range(rollouts.num_rows))
         with pytest.MonkeyPatch.context() as patch:  # the process serves other tests too

@@ -20,7 +20,7 @@ from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
 from mindspeed_rlxf.data.map_keys import MapKeys
 from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
-from mindspeed_rlxf.roles import actor as actor_module
+from mindspeed_rlxf.roles import objectives
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
 from mindspeed_rlxf.runtime.role_groups import ActorGroup, RolloutGroup
@@ -41,17 +41,17 @@ class RecordingActor(ActorRole):
     def update_and_record(
         self, rollouts: Rollouts, experience: Experience, steps: list[list[int]]
     ) -> RoleOutput:
-        original, distances = actor_module.clipped_policy_loss, []
+        original, distances = objectives.clipped_policy_loss, []
 
         def recording(log_probs: Any, old: Any, *arguments: Any) -> Any:
             distances.append(float((torch.exp(log_probs - old) - 1).abs().max()))
             return original(log_probs, old, *arguments)
 
-        actor_module.clipped_policy_loss = recording
+        objectives.clipped_policy_loss = recording
         try:
             report = self.update_policy(rollouts, experience, steps).report
         finally:
-            actor_module.clipped_policy_loss = original
+            objectives.clipped_policy_loss = original
         return RoleOutput(report=(distances, report))
 
     def with_own_log_probs(self, rollouts: Rollouts) -> RoleOutput:

@@ -20,7 +20,10 @@ from mindspeed_rlxf.config.sections import AlgorithmConfig
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 KNOWN = known_keys()
-FUNCTIONS = {"device.setup"}  # named in log.md and npu.md
+FUNCTIONS = {
+    "device.setup", "actor_rollout.generate", "actor_rollout.send_weights",
+    "rollout.generate", "rollout.update_weights",
+}  # fmt: skip
 
 
 def code_words(document: Path) -> set[str]:

@@ -78,7 +78,7 @@ def test_experts_shared_by_every_role_are_accepted(problems: Problems) -> None:
         ),
         (
             {**SPARSE, "model.small.moe_ffn_hidden_size": 45, **keys("training", **TP2)},
-            "actor_rollout.tensor_model_parallel_size=2 must divide "
+            "training.tensor_model_parallel_size=2 must divide "
             "model.small.moe_ffn_hidden_size=45; use 1",
         ),
     ],

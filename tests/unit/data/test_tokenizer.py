@@ -122,7 +122,7 @@ def test_the_vocabulary_has_to_hold_the_largest_id(make_tokenizer):
     tokenizer = make_tokenizer()
     largest = max(tokenizer.get_vocab().values())
     assert check_vocabulary(tokenizer, largest + 1) == []
-    (problem,) = check_vocabulary(tokenizer, largest)
+    problem = str(*check_vocabulary(tokenizer, largest))
     assert problem.startswith(
         f"vocab_size={largest} must be larger than the tokenizer's largest token id {largest}"
     )

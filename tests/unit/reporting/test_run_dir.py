@@ -88,7 +88,7 @@ def test_free_keys_that_changed_are_kept_beside_the_first_configuration(make_con
 def test_fixed_keys_that_changed_are_refused_by_name(make_config):
     folder = RunDirectory.create(make_config()).path
     other = make_config(seed=7, global_batch_size=8, train_iters=50)
-    (problem,) = RunDirectory.check(other)
+    problem = str(*RunDirectory.check(other))
     assert (
         "(there -> here): training.global_batch_size: 4 -> 8; training.seed: 1234 -> 7;" in problem
     )
@@ -101,7 +101,7 @@ def test_fixed_keys_that_changed_are_refused_by_name(make_config):
 
 def test_resume_never_refuses_a_used_folder(make_config):
     folder = RunDirectory.create(make_config()).path
-    (problem,) = RunDirectory.check(make_config(resume="never"))
+    problem = str(*RunDirectory.check(make_config(resume="never")))
     assert problem.startswith(f"training.output_dir='{folder}' must not hold another run, it has")
 
 
@@ -110,7 +110,7 @@ def test_metrics_without_a_configuration_are_refused(make_config):
     folder = Path(config.training.output_dir)
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("")
-    (problem,) = RunDirectory.check(config)
+    problem = str(*RunDirectory.check(config))
     assert "must not hold another run, it has metrics.jsonl" in problem
 
 
@@ -140,7 +140,7 @@ def test_a_second_live_run_is_refused_and_a_killed_one_is_not(make_config):
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"
-        (problem,) = RunDirectory.check(config)
+        problem = str(*RunDirectory.check(config))
         assert f"must not be in use, process {holder.pid} on {socket.gethostname()} runs" in problem
         with pytest.raises(UserError, match="must not be in use"):
             RunDirectory.create(config)
@@ -194,7 +194,7 @@ def test_a_relative_output_dir_becomes_absolute(make_config, tmp_path, monkeypat
 
 def test_a_file_on_the_way_is_a_user_error(make_config, tmp_path):
     (tmp_path / "outputs").write_text("")
-    (problem,) = RunDirectory.check(make_config())
+    problem = str(*RunDirectory.check(make_config()))
     assert problem.endswith(
         f"must be a folder that can be written: {tmp_path / 'outputs'} is a file; "
         "set training.output_dir to another one"
@@ -205,7 +205,7 @@ def test_a_folder_without_the_right_to_write_is_a_user_error(make_config, tmp_pa
     """Simulated: tests may run as root, who may write anywhere."""
     asked = []
     monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)))
-    (problem,) = RunDirectory.check(make_config())
+    problem = str(*RunDirectory.check(make_config()))
     assert f"no right to write in {tmp_path};" in problem
     assert asked == [(tmp_path, os.W_OK | os.X_OK)]
 

@@ -64,7 +64,7 @@ def test_check_finds_sources_without_a_rule_and_ground_truths_without_an_answer(
         prompt(3, " ", "arithmetic"),
         prompt(4, "7", "math"),
     ]
-    unknown, arithmetic, gsm8k = RewardManager({}).check(prompts)
+    unknown, arithmetic, gsm8k = map(str, RewardManager({}).check(prompts))
     assert unknown.startswith("data source 'math' (1 rows) must have a rule")
     assert (
         "data source 'arithmetic' must have a ground truth that its rule exact_match" in arithmetic

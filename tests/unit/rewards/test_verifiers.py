@@ -105,7 +105,7 @@ def test_the_score_is_the_weighted_sum_for_whatever_data_source() -> None:
 
 def test_rows_without_a_ground_truth_are_found_before_the_run() -> None:
     prompts = [Prompt(0, "2+2", np.array([1]), "4", "x"), Prompt(1, "2+3", np.array([1]), " ", "x")]
-    (problem,) = RewardManager({}, [(Verifier.ACC, 1.0)]).check(prompts)
+    problem = str(*RewardManager({}, [(Verifier.ACC, 1.0)]).check(prompts))
     assert problem.startswith("every row must have a ground truth with algorithm.verifier_function")
     assert "1 have none, the first is prompt 1" in problem
     assert RewardManager({}, [(Verifier.STEP, 1.0)]).check(prompts) == []

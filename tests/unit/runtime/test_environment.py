@@ -50,6 +50,6 @@ def test_variables_of_the_pool_come_before_the_drivers(monkeypatch: pytest.Monke
 
 def test_a_contradiction_is_found_between_driver_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HCCL_EVENT_TIMEOUT", "1868")
-    (problem,) = problems(DeviceKind.NPU, {"HCCL_EXEC_TIMEOUT": "3600"})
+    problem = str(*problems(DeviceKind.NPU, {"HCCL_EXEC_TIMEOUT": "3600"}))
     assert problem.startswith("HCCL_EVENT_TIMEOUT=1868 must be greater than HCCL_EXEC_TIMEOUT=3600")
     assert problems(DeviceKind.NPU, {"HCCL_EXEC_TIMEOUT": "60"}) == []

@@ -47,7 +47,7 @@ def check(prompts: Any = None, texts: Any = None, after: int = 0) -> list[str]:
     for _ in range(after):
         drawn.next_prompts()
     resumed.load_state_dict(drawn.state_dict())
-    return order_problems(fixed, resumed, 4 - after, decode)
+    return [str(found) for found in order_problems(fixed, resumed, 4 - after, decode)]
 
 
 def test_the_order_of_the_sampler_is_accepted_in_each_form() -> None:

@@ -77,7 +77,7 @@ def test_nothing_is_written_over(make_tree: MakeTree, tmp_path: Path) -> None:
     assert save_problems(config) == []
     (tmp_path / "c" / "megatron" / "x").write_text("")
     (problem,) = save_problems(config)
-    assert problem.startswith(f"critic.save={str(tmp_path / 'c')!r} must not hold weights")
+    assert str(problem).startswith(f"critic.save={str(tmp_path / 'c')!r} must not hold weights")
 
 
 def test_an_interval_beyond_the_run_is_told(make_tree: MakeTree) -> None:
