@@ -19,6 +19,8 @@ from mindspeed_rlxf.algorithms.groups import (
     rloo_advantages,
 )
 from mindspeed_rlxf.config.enums import AdvEstimator
+from mindspeed_rlxf.config.estimators import TRAITS, EstimatorTraits
+from mindspeed_rlxf.config.registry import add
 
 
 @dataclass(frozen=True)
@@ -96,3 +98,19 @@ ESTIMATORS: dict[str, Estimator] = {
     AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE.value: of_group(dr_grpo_advantages),
     AdvEstimator.REMAX.value: remax,
 }
+"""What each needs stands in `config.estimators.TRAITS`, under the same names."""
+
+
+def register_estimator(name: str, traits: EstimatorTraits) -> Callable[[Estimator], Estimator]:
+    """Decorator: the function becomes a choice of `algorithm.adv_estimator`.
+
+    traits: what the configuration has to provide; where `whitens`, advantages are whitened after
+            the estimator. Raises ValueError for a name that is taken.
+    """
+
+    def register(estimator: Estimator) -> Estimator:
+        add(ESTIMATORS, name, estimator, "advantage estimator")
+        TRAITS[name] = traits
+        return estimator
+
+    return register

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import gcd, lcm
 
-from mindspeed_rlxf.config.enums import AdvEstimator, LossNormalizer, Role, Stage
+from mindspeed_rlxf.config.enums import LossNormalizer, Role, Stage
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, RunConfig
 from mindspeed_rlxf.config.suggest import around, divisors, multiples_around, use
@@ -77,12 +77,12 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
             remedy,
         )
     replicas = config.layout(Role.REWARD).dp
-    if config.algorithm.adv_estimator is AdvEstimator.REMAX and prompts % replicas:
+    if config.algorithm.estimator.reads_greedy and prompts % replicas:
+        estimator = f"{ref('algorithm.adv_estimator')}={config.algorithm.adv_estimator}"
         yield Problem(
             BATCH,
-            f"must be a multiple of the reward's data-parallel size {replicas} with "
-            f"{ref('algorithm.adv_estimator')}=remax, which scores one more response to each "
-            "prompt",
+            f"must be a multiple of the reward's data-parallel size {replicas} with {estimator}, "
+            "which scores one more response to each prompt",
             prompts,
             remedy,
         )
@@ -94,7 +94,7 @@ def _prompt_step(config: RunConfig) -> int:
     steps = [share.unit // gcd(share.unit, per_prompt) for share in _shares(config)]
     if config.samples_together > 1:
         steps.append(config.layout(Role.ACTOR_ROLLOUT).dp)
-    if config.algorithm.adv_estimator is AdvEstimator.REMAX:
+    if config.algorithm.estimator.reads_greedy:
         steps.append(config.layout(Role.REWARD).dp)
     return lcm(*steps)
 

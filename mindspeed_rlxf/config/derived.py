@@ -21,6 +21,7 @@ from mindspeed_rlxf.config.enums import (
     Stage,
 )
 from mindspeed_rlxf.config.errors import Problem, ref
+from mindspeed_rlxf.config.estimators import TRAITS
 from mindspeed_rlxf.config.sections import DeviceConfig, PoolSettings
 from mindspeed_rlxf.config.suggest import multiples_around, use
 
@@ -28,12 +29,6 @@ MAX_DEVICES = 100_000
 SETTINGS = tuple(PoolSettings.model_fields)
 """Keys of `resource_pool` that name no pool."""
 ROLE_NAMES = {role.value for role in CONFIGURED}
-KL_IN_LOSS = (
-    AdvEstimator.GRPO, AdvEstimator.DR_GRPO, AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE,
-)  # fmt: skip
-"""Estimators whose authors put the KL in the loss."""
-UNWHITENED = (AdvEstimator.GRPO, AdvEstimator.DR_GRPO, AdvEstimator.RLOO, AdvEstimator.REMAX)
-"""Estimators whose advantages are whitened only where the YAML asks for it."""
 GSPO_CLIP = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
 """Of arXiv:2507.18071, section 5.1: the ratio of a response is a mean over its tokens."""
 
@@ -61,19 +56,19 @@ def stage_defaults(draft: Draft) -> None:
         return
     if stage == Stage.RAY_GRPO.value:
         set_default(algorithm, "adv_estimator", AdvEstimator.GRPO.value)
-        if algorithm["adv_estimator"] in KL_IN_LOSS:
-            set_default(algorithm, "kl_in", KlIn.LOSS.value)
-    if algorithm.get("kl_in") == KlIn.LOSS.value:
-        set_default(algorithm, "kl_penalty", KlPenalty.LOW_VAR_KL.value)
-    if algorithm.get("adv_estimator") in UNWHITENED:
-        set_default(algorithm, "advantage_whiten", AdvantageWhiten.NONE.value)
     if actor.get("policy_loss") == PolicyLoss.GSPO.value:
         set_default(algorithm, "loss_normalizer", LossNormalizer.SEQUENCE_MEANS.value)
         if actor.get("clip_ratio") is None:
             for key, value in GSPO_CLIP.items():
                 set_default(actor, key, value)
-    if algorithm.get("adv_estimator") == AdvEstimator.DR_GRPO.value:
-        set_default(algorithm, "loss_normalizer", LossNormalizer.SEQUENCE_SUMS.value)
+    word = algorithm.get("adv_estimator")
+    if isinstance(word, str) and (traits := TRAITS.get(word)) is not None:
+        if not traits.whitens:
+            set_default(algorithm, "advantage_whiten", AdvantageWhiten.NONE.value)
+        for key, default in traits.defaults.items():
+            set_default(algorithm, key, default)
+    if algorithm.get("kl_in") == KlIn.LOSS.value:
+        set_default(algorithm, "kl_penalty", KlPenalty.LOW_VAR_KL.value)
 
 
 def place_roles(draft: Draft, sections: Tree) -> None:

@@ -35,7 +35,7 @@ class Stage(str, Enum):
 
 
 class AdvEstimator(str, Enum):
-    """How advantages are estimated."""
+    """Advantage estimators of the package; what they need: `config.estimators`."""
 
     GAE = "gae"  # needs a critic
     GRPO = "grpo"  # z-score within the group of a prompt
@@ -46,21 +46,6 @@ class AdvEstimator(str, Enum):
         "reinforce_plus_plus_baseline"  # minus the group's mean, whitened
     )
     REMAX = "remax"  # rewards to go, minus the score of the greedy response
-
-    @property
-    def compares_group(self) -> bool:
-        """Needs several responses to a prompt."""
-        return self in (
-            AdvEstimator.GRPO,
-            AdvEstimator.DR_GRPO,
-            AdvEstimator.RLOO,
-            AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE,
-        )
-
-    @property
-    def discounts(self) -> bool:
-        """Works with the reward of each token; the others with the total of a response."""
-        return self in (AdvEstimator.GAE, AdvEstimator.REINFORCE_PLUS_PLUS, AdvEstimator.REMAX)
 
 
 class KlPenalty(str, Enum):

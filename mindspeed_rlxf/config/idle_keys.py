@@ -14,7 +14,6 @@ from operator import attrgetter
 from pydantic import BaseModel
 
 from mindspeed_rlxf.config.enums import (
-    AdvEstimator,
     KlControl,
     LrDecayStyle,
     NanPolicy,
@@ -155,7 +154,7 @@ def _actor(config: RunConfig) -> Iterator[Idle]:
     if actor.fixed_responses is not None:
         when = "with actor_rollout.fixed_responses"
         yield Idle(name, ("top_k", "top_p"), when)
-        greedy = config.algorithm.adv_estimator is AdvEstimator.REMAX
+        greedy = config.algorithm.estimator.reads_greedy
         if not (greedy or data.val_files or data.val_data_path):  # nothing else is generated
             yield Idle(name, ("min_new_tokens", "num_samples_per_step"), when)
 

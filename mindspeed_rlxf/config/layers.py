@@ -20,7 +20,7 @@ from mindspeed_rlxf.config.derived import (
 )
 from mindspeed_rlxf.config.draft import Draft, Tree, set_default
 from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind, Role
-from mindspeed_rlxf.config.errors import Problem, ref
+from mindspeed_rlxf.config.errors import Problem, UserError, ref
 from mindspeed_rlxf.config.hf_config import (
     OF_WEIGHTS,
     hf_architecture,
@@ -41,6 +41,7 @@ from mindspeed_rlxf.config.keys import (
     unknown_key,
 )
 from mindspeed_rlxf.config.older_toolkit import tokenizer_vocabulary, translate
+from mindspeed_rlxf.config.plugins import read_and_load
 from mindspeed_rlxf.config.schema import KlControlConfig, TrainingConfig
 from mindspeed_rlxf.config.suggest import closest, written
 
@@ -61,6 +62,7 @@ def make_draft(tree: Mapping[str, Any], name: str) -> Draft:
         draft.payload[section] = draft.known(section, sections[section], fields(schema))
     _kl_ctrl(draft)
     _training(draft, sections["training"], name)
+    _plugins(draft)
     _roles(draft, sections)
     stage_defaults(draft)
     place_roles(draft, sections)
@@ -134,6 +136,19 @@ def _training(draft: Draft, values: Tree, name: str) -> None:
     set_default(training, "run_name", name)
     set_default(training, "output_dir", os.path.join("outputs", str(training["run_name"])))
     draft.payload["training"] = training
+
+
+def _plugins(draft: Draft) -> None:
+    """Loads them, as what they add may stand in any key."""
+    training, loaded = draft.payload["training"], []
+    given = training.pop("plugins", None) or []
+    for entry in given if isinstance(given, list) else [given]:
+        try:
+            loaded.append(read_and_load(entry))
+        except UserError as error:
+            for problem in error.problems:
+                draft.reject(problem)
+    training["plugins"] = loaded
 
 
 def _roles(draft: Draft, sections: Tree) -> None:

@@ -99,7 +99,7 @@ class RunConfig(Section):
     @property
     def samples_together(self) -> int:
         """Neighbouring samples that have to stay on one data-parallel rank: those of a prompt."""
-        compares = self.algorithm.adv_estimator.compares_group
+        compares = self.algorithm.estimator.compares_group
         pairs = self.training.stage is Stage.RAY_ONLINE_DPO
         return self.actor_rollout.n_samples_per_prompt if compares or pairs else 1
 

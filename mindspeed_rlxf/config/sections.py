@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
@@ -26,6 +27,7 @@ from mindspeed_rlxf.config.enums import (
     Verifier,
 )
 from mindspeed_rlxf.config.errors import Problem, ref
+from mindspeed_rlxf.config.estimators import TRAITS, EstimatorTraits
 from mindspeed_rlxf.config.fields import Section, Strings, Word, key
 
 CONSOLE_METRICS = (
@@ -41,6 +43,13 @@ CONSOLE_METRICS = (
 )
 
 
+class PluginConfig(Section):
+    """A Python file that adds parts by name. In the YAML its path alone will do."""
+
+    file: str = key(..., "path, absolute")
+    sha256: str = key(..., "of its text; a run is not resumed with another")
+
+
 class TrainingConfig(Section):
     """The run as a whole. In the YAML this section may also hold keys of roles, as defaults."""
 
@@ -50,6 +59,9 @@ class TrainingConfig(Section):
     seq_length: int = key(..., "longest prompt and response together, tokens", ge=2)
     tokenizer_type: Literal["PretrainedFromHF"] = key("PretrainedFromHF", "kind of tokenizer")
     tokenizer_name_or_path: str = key(..., "Hugging Face folder of the tokenizer")
+    plugins: Annotated[tuple[PluginConfig, ...], Word] = key(
+        (), "Python files that add estimators, reward rules, rollout engines; see docs/plugins.md"
+    )
     seed: int = key(1234, "every random stream derives from it", ge=0)
     max_restarts: int = key(
         3,
@@ -145,8 +157,8 @@ class KlControlConfig(Section):
 class AlgorithmConfig(Section):
     """Rewards, advantages and losses."""
 
-    adv_estimator: Annotated[AdvEstimator, Word] = key(
-        AdvEstimator.GAE, "advantage estimator; absent = gae, or grpo in stage ray_grpo"
+    adv_estimator: str = key(
+        AdvEstimator.GAE.value, "advantage estimator; absent = gae, or grpo in stage ray_grpo"
     )
     gamma: float = key(1.0, "discount", ge=0, le=1)
     lam: float = key(0.95, "lambda of GAE", ge=0, le=1)
@@ -201,6 +213,18 @@ class AlgorithmConfig(Section):
         gt=0,
     )
 
+    @property
+    def estimator(self) -> EstimatorTraits:
+        """What `adv_estimator` needs."""
+        return TRAITS[self.adv_estimator]
+
+    @field_validator("adv_estimator")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if name not in TRAITS:
+            raise PydanticCustomError("enum", "no such estimator", {"expected": ", ".join(TRAITS)})
+        return str(name)
+
     @field_validator("verifier_function", "verifier_weight", mode="before")
     @classmethod
     def _null_is_absent(cls, value: Any) -> Any:
@@ -225,8 +249,10 @@ class AlgorithmConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Generation, where it has devices of its own (`actor_rollout.num_gpus_for_infer`)."""
+    """What generates, and how it is laid out on devices of its own
+    (`actor_rollout.num_gpus_for_infer`)."""
 
+    engine: str = key("native", "what generates: native, or the name that a plugin gave its engine")
     tensor_model_parallel_size: int | None = key(
         None, "ranks that share a layer in generation; null = as in training", "reshard", ge=1
     )

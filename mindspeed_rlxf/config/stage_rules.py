@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
-    AdvEstimator,
     KlIn,
     KlPenalty,
     RewardKind,
@@ -38,14 +37,15 @@ def check_stage(config: RunConfig) -> Iterator[Problem]:
 
 def _estimator(config: RunConfig) -> Iterator[Problem]:
     estimator, stage = config.algorithm.adv_estimator, config.training.stage
-    if stage is Stage.RAY_PPO and estimator is not AdvEstimator.GAE:
+    traits = config.algorithm.estimator
+    if stage is Stage.RAY_PPO and not traits.needs_critic:
         yield Problem(
             ESTIMATOR,
             f"works without the critic of {ref(STAGE)}=ray_ppo",
             estimator,
             f"use gae, or {ref(STAGE)}=ray_grpo",
         )
-    if stage is not Stage.RAY_PPO and estimator is AdvEstimator.GAE:
+    if stage is not Stage.RAY_PPO and traits.needs_critic:
         yield Problem(
             ESTIMATOR,
             f"needs a critic, which {ref(STAGE)}={stage.value} has not",
@@ -109,9 +109,8 @@ def _one_vocabulary(config: RunConfig) -> Iterator[Problem]:
 
 def _samples_per_prompt(config: RunConfig) -> Iterator[Problem]:
     samples, algorithm = config.actor_rollout.n_samples_per_prompt, config.algorithm
-    estimator = algorithm.adv_estimator
     needs = {
-        f"{ref(ESTIMATOR)}={estimator.value}": estimator.compares_group,
+        f"{ref(ESTIMATOR)}={algorithm.adv_estimator}": algorithm.estimator.compares_group,
         f"{ref(FILTER)}=true": algorithm.filter_groups,
     }
     for name, needed in needs.items():
@@ -165,11 +164,11 @@ def _rewards(config: RunConfig) -> Iterator[Problem]:
             True,
             "remove one of them",
         )
-    estimator, pairs = algorithm.adv_estimator, config.training.stage is Stage.RAY_ONLINE_DPO
-    if not (estimator.compares_group or pairs):
+    pairs = config.training.stage is Stage.RAY_ONLINE_DPO
+    if not (algorithm.estimator.compares_group or pairs):
         yield Problem(
             FILTER,
-            f"drops prompts that {ref(ESTIMATOR)}={estimator.value} learns from",
+            f"drops prompts that {ref(ESTIMATOR)}={algorithm.adv_estimator} learns from",
             True,
             "remove it, or use grpo, dr_grpo, rloo or reinforce_plus_plus_baseline",
         )

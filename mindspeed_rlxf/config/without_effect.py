@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from mindspeed_rlxf.config.enums import AdvEstimator, KlControl, Stage
+from mindspeed_rlxf.config.enums import KlControl, Stage
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.schema import RunConfig
 
@@ -26,23 +26,23 @@ OF_ADAPTIVE_KL = ("target_kl", "horizon")
 def without_effect(config: RunConfig) -> Iterator[Problem]:
     """A problem for each such key that differs from its default."""
     stage, algorithm, actor = config.training.stage, config.algorithm, config.actor_rollout
-    named, estimator = f"{ref('training.stage')}={stage.value}", algorithm.adv_estimator
+    named, estimator = f"{ref('training.stage')}={stage.value}", algorithm.estimator
     if stage is Stage.RAY_ONLINE_DPO:
         keys = (*OF_ADVANTAGES, *OF_TOKEN_REWARDS, *OF_PLACES)
         yield from _unread(config, "algorithm", keys, named)
         yield from _unread(config, "actor_rollout", OF_POLICY_LOSS, named)
     else:
         yield from _unread(config, "actor_rollout", OF_PAIRS, named)
-        named = f"{ref('algorithm.adv_estimator')}={estimator.value}"
-        if estimator is not AdvEstimator.GAE:
+        named = f"{ref('algorithm.adv_estimator')}={algorithm.adv_estimator}"
+        if not estimator.needs_critic:
             yield from _unread(config, "algorithm", ("lam",), named)
         if not estimator.discounts:
             yield from _unread(config, "algorithm", OF_PLACES, named)
         if algorithm.kl_ctrl.type is KlControl.FIXED:
             named_kl = f"{ref('algorithm.kl_ctrl.type')}=fixed"
             yield from _unread(config, "algorithm.kl_ctrl", OF_ADAPTIVE_KL, named_kl)
-        # ReMax subtracts a plain score, which fits neither a discounted nor a rescaled return.
-        if not estimator.discounts or estimator is AdvEstimator.REMAX:
+        # A greedy response has a plain score: it fits no discounted and no rescaled return.
+        if not estimator.discounts or estimator.reads_greedy:
             yield from _unread(config, "algorithm", OF_TOKEN_REWARDS, named)
         if actor.clip_ratio_low is not None and actor.clip_ratio_high is not None:
             named = f"both {ref('actor_rollout.clip_ratio_low')} and clip_ratio_high"

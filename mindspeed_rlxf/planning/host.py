@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from mindspeed_rlxf.checkpoint.hf_folder import HfFolder
 from mindspeed_rlxf.config import memory
-from mindspeed_rlxf.config.enums import AdvEstimator, Role, RuntimeKind
+from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.host import PROCESS_BYTES
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.models.sizes import HEADS, model_numbers
@@ -77,7 +77,7 @@ def _generated(config: RunConfig) -> int:
     """Responses of an iteration at most, those that are not learnt from among them."""
     algorithm, samples = config.algorithm, config.samples_per_iteration
     batches = algorithm.max_num_gen_batches if algorithm.filter_groups else 1
-    greedy = algorithm.adv_estimator is AdvEstimator.REMAX
+    greedy = algorithm.estimator.reads_greedy
     return batches * samples + (config.training.global_batch_size if greedy else 0)
 
 

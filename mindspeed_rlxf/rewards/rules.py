@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import TypeAlias
 
+from mindspeed_rlxf.config.registry import add
+
 
 @dataclass(frozen=True)
 class RewardResult:
@@ -57,6 +59,17 @@ BUILTIN_RULES: dict[str, Rule] = {
     "openai/gsm8k": gsm8k,
 }
 """Data sources whose rule needs no configuration."""
+
+
+def register_rule(name: str) -> Callable[[Rule], Rule]:
+    """Decorator: the function becomes a choice of `reward.rules`. Raises ValueError for a name that
+    is taken."""
+
+    def register(rule: Rule) -> Rule:
+        add(RULES, name, rule, "reward rule")
+        return rule
+
+    return register
 
 
 def _right_or_wrong(right: bool) -> RewardResult:

@@ -74,7 +74,7 @@ class ClippedObjective:
 
     def estimate(self, given: Rewarded) -> Estimate:
         """By `algorithm.adv_estimator`; returns are made before whitening."""
-        found = ESTIMATORS[self.algorithm.adv_estimator.value](given)
+        found = ESTIMATORS[self.algorithm.adv_estimator](given)
         advantages = found.advantages
         if self.algorithm.advantage_whiten is AdvantageWhiten.BATCH:
             advantages = masked_whiten(advantages, given.trained_mask, self.sum_over_replicas)

@@ -16,7 +16,7 @@ from mindspeed_rlxf.roles.generation import (
 )
 from mindspeed_rlxf.rollout.fixed import FixedResponsesEngine
 from mindspeed_rlxf.rollout.protocol import RolloutEngine
-from mindspeed_rlxf.rollout.replica import native_replica
+from mindspeed_rlxf.rollout.replica import build_replica
 
 
 class RolloutRole:
@@ -31,7 +31,7 @@ class RolloutRole:
                their weights
         """
         policy = config.actor_rollout
-        self.replica = native_replica(config, actor.engine if actor else None)
+        self.replica = build_replica(config, actor.engine if actor else None)
         self.sampling = sampling_settings(policy, eos_token_ids, policy.do_sample)
         self.greedy = sampling_settings(policy, eos_token_ids, False)
         self.sync_s = 0.0  # spent on weights since the last report

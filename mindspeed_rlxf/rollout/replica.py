@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.device import megatron_versions, worlds
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.protocol import TrainEngine
+from mindspeed_rlxf.rollout.engines import ENGINES, NATIVE
 from mindspeed_rlxf.rollout.hybrid import SharedWeights
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.protocol import RolloutEngine
@@ -42,15 +44,28 @@ def weight_sender(config: RunConfig, trained: TrainEngine) -> WeightSender | Non
     return WeightSender(tensors, plan_of(config), worlds.whole_pool(), config.parts[0])
 
 
-def native_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
-    """Generation with the Megatron model itself. A collective over the ranks that generate.
+def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
+    """The engine of `rollout.engine`. A collective over the ranks that generate.
 
-    trained: the actor's engine in the same process, whose weights are shared; None = ranks that
-             train are others and send their weights
+    trained: the actor's engine in the same process, whose weights it gets or shares; None = ranks
+             that train are others and send their weights
     """
+    if config.rollout.engine != NATIVE:
+        assert trained is not None, "only the native engine generates on ranks of its own"
+        return _fed(config, trained)
     if trained is not None:
         return _sharing(config, _megatron(trained))
     return _receiving(config)
+
+
+def _fed(config: RunConfig, trained: TrainEngine) -> Replica:
+    """An engine of a plugin, which gets every weight as a whole tensor."""
+    engine = ENGINES[config.rollout.engine](config, trained)
+
+    def take_weights(version: int) -> None:
+        engine.update_weights(trained.hf_tensors(), version)
+
+    return Replica(engine, take_weights, config.rollout_layout.is_leader(dist.get_rank()))
 
 
 def _sharing(config: RunConfig, trained: MegatronEngine) -> Replica:

@@ -14,6 +14,7 @@ from typing import Any
 
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.plugins import with_plugins
 from mindspeed_rlxf.data.batch import Rows
 from mindspeed_rlxf.runtime.protocol import BUILD, Call, Pool, Reply, Request
 from mindspeed_rlxf.runtime.refs import Piece, RowsRef, find_refs, split_refs
@@ -86,8 +87,8 @@ class RoleGroup:
         self.role, self.layout, self.pool = role, layout, pool
 
     def build(self, factory: Callable[..., Any], *args: Any) -> Pending:
-        """Make the role's object in every process: `factory(*args)`."""
-        return self._submit(BUILD, args, 0, factory)
+        """Make the role's object in every process: `factory(*args)`, after the plugins."""
+        return self._submit(BUILD, args, 0, with_plugins(factory))
 
     def call(self, method: Callable[..., Any], *args: Any, rows_per_input: int = 1) -> Pending:
         """Run a method of the role's class on every rank.

@@ -10,7 +10,6 @@ from typing import TypeVar
 import torch
 
 from mindspeed_rlxf.algorithms.groups import groups_that_differ
-from mindspeed_rlxf.config.enums import AdvEstimator
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.rewards.shaping import ScoreShaping
@@ -119,7 +118,7 @@ class Collector:
 
     def collect(self) -> Collected:
         found = self._filtered() if self.algorithm.filter_groups else self._one_batch()
-        if self.algorithm.adv_estimator is AdvEstimator.REMAX:
+        if self.algorithm.estimator.reads_greedy:
             found = self._with_greedy(found)
         return found
 

@@ -14,6 +14,7 @@ from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, disagreements, read_hf_config
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
+from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
@@ -27,6 +28,7 @@ from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.sizes import HEADS
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.rewards.manager import RewardManager
+from mindspeed_rlxf.rollout.engines import ENGINES, NATIVE
 from mindspeed_rlxf.runtime import environment
 from mindspeed_rlxf.trainer.fixed_order import order_problems
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
@@ -66,6 +68,7 @@ def prepare(config: RunConfig) -> Prepared:
         problems += save_problems(config)
     for role in config.roles:
         problems += weight_problems(config, role)
+    problems += _engine_problems(config)
     actor = config.actor_rollout
     described = _described(config)
     prepared.tokenizer = _collect(
@@ -137,6 +140,17 @@ def _collect(problems: list[Problem], action: Callable[[], T]) -> T | None:
     except UserError as error:
         problems += error.problems
         return None
+
+
+def _engine_problems(config: RunConfig) -> list[Problem]:
+    key, name, known = "rollout.engine", config.rollout.engine, [NATIVE, *ENGINES]
+    if name not in known:
+        remedy = f"use {closest(name, known) or NATIVE}, or add its file to training.plugins"
+        return [Problem(key, f"must be one of {', '.join(known)}", name, remedy)]
+    if name != NATIVE and config.parts:
+        rule = "generates beside the training, not on ranks of its own (num_gpus_for_infer)"
+        return [Problem(key, rule, name, f"use {NATIVE}, or remove num_gpus_for_infer")]
+    return []
 
 
 def _eos_problems(eos_token_ids: tuple[int, ...], vocab_size: int) -> list[Problem]:

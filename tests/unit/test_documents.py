@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
@@ -63,7 +63,7 @@ def leaves(section: type[BaseModel], path: str = "") -> Iterator[tuple[str, type
     for name, field in section.model_fields.items():
         kinds = [field.annotation, *get_args(field.annotation)]
         inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        if inner:
+        if inner and get_origin(field.annotation) is not tuple:  # a list is one key
             yield from leaves(inner[0], f"{path}{name}.")
         else:
             yield f"{path}{name}", section

@@ -115,8 +115,9 @@ def test_imports_point_down(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if layer(name) == "algorithms"])
-def test_algorithms_import_torch_and_the_enums_only(name: str) -> None:
-    own = (f"{PACKAGE}.algorithms", f"{PACKAGE}.config.enums")
+def test_algorithms_import_torch_and_words_of_the_configuration_only(name: str) -> None:
+    words = ("enums", "estimators", "registry")
+    own = (f"{PACKAGE}.algorithms", *(f"{PACKAGE}.config.{module}" for module in words))
     ours = {m for m in imports_of(name) if layer(m) and not m.startswith(own)}
     assert not ours, f"{name} imports {sorted(ours)}"
     libraries = {m.split(".")[0] for m in imports_of(name)} - {PACKAGE}

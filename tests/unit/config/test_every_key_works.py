@@ -93,6 +93,7 @@ TRAINING: dict[str, Any] = {
     "global_batch_size": Case(192),
     "seq_length": Case(32),
     "tokenizer_name_or_path": Case("elsewhere"),
+    "plugins": Shown("config/test_plugins.py", "test_rules_read_what_an_estimator_needs"),
     "seed": Case(7, see.driven),
     "max_restarts": Case(9, see.supervised),
     "node_wait_s": Case(9.0, see.supervised),
@@ -289,7 +290,10 @@ RUNTIME: dict[str, Any] = {
     "timeout_s": Case(7.0, see.joined),
     "start_timeout_s": Case(7.0, see.joined),
 }
-ROLLOUT = {"tensor_model_parallel_size": Case(2, base=SPLIT)}
+ROLLOUT = {
+    "engine": Shown("trainer/test_bad_files.py", "test_the_engine_has_to_be_known"),
+    "tensor_model_parallel_size": Case(2, base=SPLIT),
+}
 ONE_VALUE = {"tokenizer_type"}
 """Reviewed: keys of which one value alone is accepted, which asks for what happens anyway."""
 

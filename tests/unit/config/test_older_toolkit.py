@@ -259,7 +259,7 @@ NO_CRITIC = ("critic", "placement.critic")
 
 def test_group_norm_is_grpo_whitened_with_their_kl(make_tree: MakeTree) -> None:
     algorithm = resolve(make_tree(GRPO, NO_CRITIC), "test").algorithm
-    assert algorithm.adv_estimator is AdvEstimator.GRPO
+    assert algorithm.adv_estimator == AdvEstimator.GRPO
     assert algorithm.advantage_whiten is AdvantageWhiten.BATCH
     assert (algorithm.kl_in, algorithm.kl_penalty) == (KlIn.LOSS, KlPenalty.LOW_VAR_KL)
     plain = {**GRPO, "algorithm.advantage_whiten": False}
@@ -420,7 +420,7 @@ def test_their_configurations_without_a_critic_plan(
         False, None if "dpo" in name else True,
     )  # fmt: skip
     if "grpo" in name:
-        assert algorithm.adv_estimator is AdvEstimator.GRPO
+        assert algorithm.adv_estimator == AdvEstimator.GRPO
         assert (algorithm.kl_in, algorithm.kl_penalty) == (KlIn.LOSS, KlPenalty.LOW_VAR_KL)
         assert (algorithm.kl_ctrl.kl_coef, actor.entropy_coeff) == (0.05, 0.001)
     shown = [" ".join(line.split()) for line in plan(config).text.splitlines()]

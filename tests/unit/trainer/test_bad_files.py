@@ -25,6 +25,7 @@ from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.data.map_keys import MapKeys
 from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
+from mindspeed_rlxf.rollout.engines import ENGINES
 from mindspeed_rlxf.trainer.preflight import prepare
 
 VOCAB = 12
@@ -293,6 +294,18 @@ def test_an_eos_id_beyond_the_vocabulary_is_refused(
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 99]}))
     (line,) = problems(good, capsys, f"actor_rollout.load={folder}")
     assert "EOS id 99" in line
+
+
+def test_the_engine_has_to_be_known(
+    good: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (line,) = problems(good, capsys, "rollout.engine=nativ")
+    assert line.startswith("error: rollout.engine=nativ must be one of native; use native, or add")
+    monkeypatch.setitem(ENGINES, "other", lambda *_: None)
+    split = ["num_gpus_for_train=1", "num_gpus_for_infer=1"]
+    words = [*(f"actor_rollout.{word}" for word in split), "resource_pool.actor_rollout=2"]
+    (line,) = problems(good, capsys, "rollout.engine=other", *words)
+    assert line.startswith("error: rollout.engine=other generates beside the training")
 
 
 def test_all_problems_are_told_at_once(good: Path, capsys: pytest.CaptureFixture[str]) -> None:

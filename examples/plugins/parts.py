@@ -1,0 +1,62 @@
+"""Three parts of one's own: an advantage estimator, a reward rule and a rollout engine."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mindspeed_rlxf.algorithms import estimators
+from mindspeed_rlxf.config.estimators import EstimatorTraits
+from mindspeed_rlxf.rewards.rules import RewardResult, register_rule
+from mindspeed_rlxf.rollout import engines, protocol, sampling
+
+
+@estimators.register_estimator("over_median", EstimatorTraits(compares_group=True))
+def over_median(given: estimators.Rewarded) -> estimators.Estimate:
+    """Total reward less the median of the responses to the prompt, for each token."""
+    groups = given.rewards.sum(1).view(-1, given.group_size)
+    over = (groups - groups.median(1, keepdim=True).values).flatten()
+    return estimators.Estimate(over[:, None] * given.trained_mask)
+
+
+@register_rule("last_digit")
+def last_digit(response: str, ground_truth: str) -> RewardResult:
+    """1 for the whole answer, 0.5 where its last digit alone is right."""
+    right, close = response == ground_truth, response[-1:] == ground_truth[-1:]
+    return RewardResult(1.0 if right else 0.5 * close, {"last_digit": float(close)})
+
+
+@engines.register_rollout_engine("transformers")
+class TransformersRollout(protocol.RolloutEngine):
+    """A transformers model on the CPU, one response after the other, without a cache."""
+
+    weights_version = -1
+
+    def __init__(self, config, trained):
+        described = AutoConfig.from_pretrained(config.actor_rollout.load)
+        self.model, self.counts = AutoModelForCausalLM.from_config(described), None
+
+    def update_weights(self, tensors, version):
+        missing, unknown = self.model.load_state_dict(dict(tensors), strict=False)
+        assert not unknown and set(missing) <= {"lm_head.weight"}, (missing, unknown)  # tied
+        self.weights_version = version
+
+    def stats(self):
+        return self.counts
+
+    @torch.no_grad()
+    def generate(self, requests):
+        self.counts = protocol.GenerationStats()
+        for request in requests:
+            asked, tokens, logs = request.settings, list[int](), list[float]()
+            numbers = request.seed, request.sample_id, asked.max_new_tokens
+            for uniform in sampling.uniform_numbers(*numbers):
+                logits = self.model(torch.tensor([[*request.prompt, *tokens]])).logits[:, -1]
+                at = torch.tensor([uniform]), torch.tensor([len(tokens)])
+                token, log_prob = sampling.choose_tokens(logits, *at, asked)
+                tokens.append(int(token))
+                logs.append(float(log_prob))
+                if tokens[-1] in asked.eos_token_ids:
+                    break
+            self.counts.sampled_tokens += len(tokens)
+            ended = protocol.FinishReason.of(tokens, asked)
+            result = request.place, tokens, logs, ended, self.weights_version
+            yield protocol.GenerationResult(*result)

@@ -1,0 +1,46 @@
+"""What rules of the configuration have to know about an advantage estimator, by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mindspeed_rlxf.config.enums import AdvEstimator, KlIn, LossNormalizer
+
+
+@dataclass(frozen=True)
+class EstimatorTraits:
+    """needs_critic:   reads values; for stage ray_ppo, the others for ray_grpo
+    compares_group: needs several responses to a prompt, which stay on one rank
+    reads_greedy:   needs the score of a greedy response to each prompt
+    discounts:      works with the reward of each token; the others with the total of a response
+    whitens:        advantages are whitened over the batch where the YAML does not say
+    defaults:       other keys of `algorithm` -> words that hold where the YAML is silent
+    """
+
+    needs_critic: bool = False
+    compares_group: bool = False
+    reads_greedy: bool = False
+    discounts: bool = False
+    whitens: bool = False
+    defaults: Mapping[str, str] = field(default_factory=dict)
+
+
+KL_IN_LOSS = {"kl_in": KlIn.LOSS.value}
+"""Of estimators whose authors put the KL there."""
+
+TRAITS: dict[str, EstimatorTraits] = {
+    AdvEstimator.GAE.value: EstimatorTraits(needs_critic=True, discounts=True, whitens=True),
+    AdvEstimator.GRPO.value: EstimatorTraits(compares_group=True, defaults=KL_IN_LOSS),
+    AdvEstimator.DR_GRPO.value: EstimatorTraits(
+        compares_group=True,
+        defaults={**KL_IN_LOSS, "loss_normalizer": LossNormalizer.SEQUENCE_SUMS.value},
+    ),
+    AdvEstimator.RLOO.value: EstimatorTraits(compares_group=True),
+    AdvEstimator.REINFORCE_PLUS_PLUS.value: EstimatorTraits(discounts=True, whitens=True),
+    AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE.value: EstimatorTraits(
+        compares_group=True, whitens=True, defaults=KL_IN_LOSS
+    ),
+    AdvEstimator.REMAX.value: EstimatorTraits(reads_greedy=True, discounts=True),
+}
+"""By the word of `algorithm.adv_estimator`; `algorithms.estimators` has the functions."""

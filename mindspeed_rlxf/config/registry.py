@@ -1,0 +1,15 @@
+"""Dictionaries of parts by the name that the configuration gives them."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def add(registry: dict[str, T], name: str, part: T, what: str) -> None:
+    """Put a part under its name. Raises ValueError for a name that is taken."""
+    if name in registry:
+        taken = ", ".join(sorted(registry))
+        raise ValueError(f"{what} {name!r} is there already; choose a name other than {taken}")
+    registry[name] = part

@@ -1,0 +1,50 @@
+"""The example file of one's own parts trains: estimator, reward rule and rollout engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.trainer.preflight import prepare
+from tests.golden.runs import golden_config
+from tests.registries import forgotten
+from tests.training import train
+
+PARTS = Path(__file__).parents[2] / "examples" / "plugins" / "parts.py"
+OWN = {
+    "training.plugins": f"[{PARTS}]",
+    "algorithm.adv_estimator": "over_median",
+    "+reward.rules": "{arithmetic: last_digit}",
+    "training.train_iters": 4,
+}
+
+
+@pytest.fixture
+def registries() -> Iterator[None]:
+    with forgotten():
+        yield
+
+
+def test_a_file_of_ones_own_parts_trains_the_tiny_task(
+    warm_runtime: Any, tmp_path: Path, registries: None
+) -> None:
+    """Its engine draws the tokens that the native one draws, from the weights of each iteration."""
+    found = {}
+    for engine in ("native", "transformers"):
+        config = golden_config("grpo", tmp_path / engine, {**OWN, "rollout.engine": engine})
+        directory = RunDirectory.create(config)
+        train(config, prepare(config), directory, warm_runtime)
+        found[engine] = [json.loads(line) for line in directory.samples.read_text().splitlines()]
+        metrics = [json.loads(line)["metrics"] for line in directory.metrics.open()]
+    own, native = found["transformers"], found["native"]
+    assert [s["response_ids"] for s in own] == [s["response_ids"] for s in native]
+    assert {s["score"] for s in own} == {0.0, 0.5, 1.0}
+    assert {tuple(s["weights_version"]) for s in own} == {(n, n) for n in range(4)}
+    assert metrics[-1]["rollout/log_prob_gap_max"] < 1e-4
+    assert metrics[-1]["critic/kl"] > 0.01, "the policy has not moved"
+    assert (directory.config).read_text().count("sha256: ") == 1

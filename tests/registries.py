@@ -1,0 +1,27 @@
+"""What a test's plugins register is forgotten after it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from mindspeed_rlxf.algorithms.estimators import ESTIMATORS
+from mindspeed_rlxf.config import plugins
+from mindspeed_rlxf.config.estimators import TRAITS
+from mindspeed_rlxf.rewards.rules import RULES
+from mindspeed_rlxf.rollout.engines import ENGINES
+
+
+@contextlib.contextmanager
+def forgotten() -> Iterator[None]:
+    registries = (ESTIMATORS, TRAITS, RULES, ENGINES, plugins._loaded)
+    before = [dict(registry) for registry in registries]
+    try:
+        yield
+    finally:
+        for name in plugins._loaded.keys() - before[-1].keys():
+            del sys.modules[name]
+        for registry, kept in zip(registries, before, strict=True):
+            registry.clear()
+            registry.update(kept)  # type: ignore[arg-type]

@@ -1,0 +1,120 @@
+"""Python files of the user: loaded once, remembered by their text, mistakes named with the line."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.config import plugins
+from mindspeed_rlxf.config.dump import to_tree
+from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.resume import changes
+from mindspeed_rlxf.rewards.rules import RULES, RewardResult
+from tests.registries import forgotten
+
+MakeTree = Callable[..., dict[str, Any]]
+
+RULE = """
+from mindspeed_rlxf.rewards.rules import RewardResult, register_rule
+
+@register_rule("short")
+def short(response, ground_truth):
+    return RewardResult(1.0 / len(response))
+"""
+ESTIMATOR = """
+from mindspeed_rlxf.algorithms.estimators import Estimate, register_estimator
+from mindspeed_rlxf.config.estimators import EstimatorTraits
+
+@register_estimator("sum", EstimatorTraits(compares_group={}, whitens=True))
+def total(given):
+    return Estimate(given.rewards.sum(1)[:, None] * given.trained_mask)
+"""
+
+
+@pytest.fixture(autouse=True)
+def registries() -> Iterator[None]:
+    with forgotten():
+        yield
+
+
+def written(folder: Path, text: str) -> str:
+    file = folder / "parts.py"
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def test_a_file_is_loaded_once_and_remembered_by_its_text(
+    make_tree: MakeTree, tmp_path: Path
+) -> None:
+    file = written(tmp_path, RULE)
+    for given in (file, [file], [{"file": file}]):
+        config = resolve(make_tree({"training.plugins": given}), "test")
+        assert RULES["short"]("four", "") == RewardResult(0.25)
+    tree = to_tree(config)
+    assert resolve(tree, "test") == config
+    written(tmp_path, RULE + "\n")
+    with pytest.raises(ConfigError, match="must be the file of sha256"):
+        resolve(tree, "test")
+    RULES.pop("short")
+    (change,) = changes(tree, to_tree(resolve(make_tree({"training.plugins": [file]}), "test")))
+    assert (change.key, change.rule) == ("training.plugins", "fixed")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = (", "SyntaxError in line 1"),
+        ("import json\n\nx = 1 / 0", "ZeroDivisionError in line 3: division by zero"),
+        ("import sys\nsys.exit(3)", "SystemExit in line 2: 3"),
+        (RULE.replace("short", "gsm8k"), "'gsm8k' is there already; choose a name other than"),
+        (None, "must be a Python file that can be read: No such file or directory"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_is_the_users_mistake(
+    make_tree: MakeTree, tmp_path: Path, text: str | None, said: str
+) -> None:
+    file = str(tmp_path / "none.py") if text is None else written(tmp_path, text)
+    with pytest.raises(ConfigError) as found:
+        resolve(make_tree({"training.plugins": [file]}), "test")
+    (problem,) = found.value.problems
+    assert str(problem).startswith(f"training.plugins={file} must ")
+    assert said in str(problem)
+    assert not [name for name in sys.modules if name.startswith("rlxf_plugin_parts")]
+
+
+def test_rules_read_what_an_estimator_needs(make_tree: MakeTree, tmp_path: Path) -> None:
+    def found(compares: bool, **more: Any) -> list[str]:
+        with forgotten():
+            grpo = {"training.stage": "ray_grpo", "algorithm.adv_estimator": "sum", **more}
+            grpo["training.plugins"] = written(tmp_path, ESTIMATOR.format(compares))
+            try:
+                config = resolve(make_tree(grpo, ("critic", "placement.critic")), "test")
+            except ConfigError as error:
+                return [str(problem) for problem in error.problems]
+            return [config.algorithm.advantage_whiten.value, config.algorithm.kl_in.value]
+
+    assert found(False) == ["batch", "reward"]
+    (problem,) = found(True)
+    assert "must be 2 or more with algorithm.adv_estimator=sum" in problem
+    (problem,) = found(False, **{"algorithm.adv_estimator": "sums"})
+    assert problem.endswith("reinforce_plus_plus_baseline, remax, sum; did you mean sum?")
+
+
+def test_another_process_needs_the_text_alone(tmp_path: Path) -> None:
+    source = plugins.Source(str(tmp_path / "gone.py"), RULE)
+    plugins.load(source)
+    made = plugins.with_plugins(dict)
+    with forgotten():
+        plugins._loaded.clear()
+        RULES.pop("short")
+        assert made({"a": 1}) == {"a": 1}
+        with pytest.raises(ZeroDivisionError) as error:
+            RULES["short"]("", "")
+    shown = "".join(traceback.format_exception(error.value))
+    assert "return RewardResult(1.0 / len(response))" in shown
