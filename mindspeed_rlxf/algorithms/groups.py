@@ -48,7 +48,10 @@ def groups_that_differ(scores: list[float], group_size: int) -> list[int]:
 
 
 def _groups(rewards: Tensor, group_size: int) -> Tensor:
-    """fp64: in fp32 the mean of equal rewards may differ from them, which 1 / std would blow up."""
+    """fp64: in fp32 the mean of equal rewards may differ from them, which 1 / std would blow up.
+
+    rewards: on the host, as an NPU makes fp32 of fp64
+    """
     assert group_size >= 2 and len(rewards) % group_size == 0, "whole groups of two or more"
     return rewards.double().view(-1, group_size)
 

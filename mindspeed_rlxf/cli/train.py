@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.cfg == "job":
             print(to_yaml(config), end="")
             return 0
+        # Megatron says at every import that Apex is missing; torch's own kernels are what we use.
+        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         if config.dry_run:
             return _dry_run(config)
         with _prepare(config) as run:
@@ -48,8 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _prepare(config: RunConfig) -> Run:
     """The run of a configuration whose files are good. Raises UserError."""
-    # Megatron says at every import that Apex is missing; torch's own kernels are what we use.
-    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     from mindspeed_rlxf.trainer.preflight import prepare
 
     prepared = prepare(config)

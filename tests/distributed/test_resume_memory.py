@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 
+from mindspeed_rlxf.checkpoint.run_state import BUFFER_BYTES, RunState
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
@@ -67,13 +68,13 @@ class Saver(SavedRole):
 
     def measured_load(self, folder: Path) -> RoleOutput:
         """As a role that has taken no step, with pickle out of order; report: bytes of memory above
-        that before, bytes read from files."""
+        that before, bytes read from files, bytes of the largest box that was read at once."""
         for each in chained(self.engine.optimizer):
             each.optimizer.state.clear()
-        with growth() as grown, no_pickle():
+        with growth() as grown, boxes() as sizes, no_pickle():
             before = bytes_read()
             self.engine.load_state(folder)
-        return RoleOutput(report=(grown(), bytes_read() - before))
+        return RoleOutput(report=(grown(), bytes_read() - before, max(sizes)))
 
 
 def field(file: str, name: str) -> int:
@@ -92,6 +93,21 @@ def no_pickle() -> Iterator[None]:
             refused = AssertionError(f"{name} was called")
             stack.enter_context(mock.patch.object(module, name, side_effect=refused))
         yield
+
+
+@contextmanager
+def boxes() -> Iterator[list[int]]:
+    """Inside, note the bytes of each box that is read."""
+    sizes: list[int] = []
+    read = RunState.read_box
+
+    def noting(self: RunState, *box: Any) -> torch.Tensor:
+        found = read(self, *box)
+        sizes.append(found.nbytes)
+        return found
+
+    with mock.patch.object(RunState, "read_box", noting):
+        yield sizes
 
 
 @contextmanager
@@ -133,10 +149,11 @@ def test_a_resume_holds_a_slice_of_the_slots_and_a_bounded_buffer(
     group.call(Saver.begin_save, tmp_path / "state").result()
     group.call(Saver.end_save).result()
     found = group.call(Saver.measured_load, tmp_path / "state").result()
-    print("MiB grown and read:", [(a // MIB, b // MIB) for a, b in found])
+    print("MiB grown, read, and at once:", [[n // MIB for n in rank] for rank in found])
     assert group.call(Saver.moments).result() == moments
     weights = 4 * NUMBERS
-    for (numbers, _), (grown, read) in zip(moments, found, strict=True):
+    for (numbers, _), (grown, read, at_once) in zip(moments, found, strict=True):
         slots = 4 * numbers
+        assert at_once <= BUFFER_BYTES
         assert grown < slots + 48 * MIB
         assert weights + slots < read < weights + slots + MIB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -103,6 +104,22 @@ def test_dry_run_prints_the_plan_before_what_this_host_lacks(
     assert "Batch of an iteration" in output.out
     (line,) = output.err.splitlines()
     assert line.startswith("error: CANN needs ASCEND_HOME_PATH")
+
+
+@pytest.mark.parametrize("words", [[], ["dry_run=true"]])
+def test_megatrons_warnings_stay_off_the_console(
+    monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    def prepare(_config: RunConfig) -> None:
+        for module in ("megatron.core.optimizer", "ours"):
+            warnings.warn_explicit(f"of {module}", UserWarning, "file.py", 1, module)
+
+    idle = SimpleNamespace(start=lambda: None, exit_code=0)
+    run = contextlib.nullcontext(idle)
+    replace_trainer(monkeypatch, prepare=prepare, Run=lambda config, prepared: run)
+    with pytest.warns(UserWarning) as shown:
+        assert main([*TINY, *words]) == 0
+    assert [str(warning.message) for warning in shown] == ["of ours"]
 
 
 BAD = {

@@ -22,6 +22,8 @@ from transformers import (
 from mindspeed_rlxf.cli.convert import main as convert_main
 from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config.compose import compose
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.data.map_keys import MapKeys
 from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
@@ -142,6 +144,18 @@ def test_a_tiny_model_that_is_absent_comes_with_the_command_that_makes_it(
 ) -> None:
     (line,) = problems(good, capsys, f"reward.load={tmp_path}/outputs/tiny/models/{name}")
     assert line.endswith(f"make the tiny one with `python examples/tiny/make.py{flag}`")
+
+
+def test_contradicting_timeouts_of_hccl_are_refused(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HCCL_EVENT_TIMEOUT", "1868")
+    pool = "+resource_pool.env.HCCL_EXEC_TIMEOUT=3600"
+    config = resolve(compose("good", [pool], str(good)), "good")
+    prepare(config)  # of no meaning on a CPU
+    on_npu = config.device.model_copy(update={"kind": DeviceKind.NPU})
+    with pytest.raises(UserError, match="HCCL_EVENT_TIMEOUT=1868 must be greater than HCCL_EXEC"):
+        prepare(config.model_copy(update={"device": on_npu}))
 
 
 def test_an_absent_data_set_is_named(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
