@@ -95,11 +95,11 @@ def test_rows_do_not_wait_when_their_number_follows_from_the_inputs() -> None:
     assert [request.num_rows for request in pool.requests] == [3, 3]
 
 
-def test_rows_per_input_multiplies_the_number_of_rows() -> None:
+def test_rows_of_the_driver_count_as_those_behind_references() -> None:
     group, _ = make_group(2, tp=1, pp=1)
     parts = Sharded([Numbers(torch.zeros(2)), Numbers(torch.zeros(3))])
-    rows = group.call(SomeRole.work, parts, rows_per_input=4).rows()
-    assert [piece.num_rows for piece in rows.pieces] == [8, 12]
+    rows = group.call(SomeRole.work, parts).rows()
+    assert [piece.num_rows for piece in rows.pieces] == [2, 3]
 
 
 def test_the_number_of_rows_is_found_inside_sharded_containers() -> None:
