@@ -44,7 +44,7 @@ KL_COEF, LIMIT = 0.1, 8
 NEW = TokenLogProbs(
     torch.tensor([log(1.5) - 1, -2.0, log(0.5) - 0.5]), torch.tensor([3.0, 1.0, 2.0])
 )
-NEW_VALUES = torch.tensor([0.5, 0.3, 0.4, 0.5])  # of slots 0, 3 and 4 of row 0, and 0 of row 1
+NEW_VALUES = torch.tensor([0.5, 0.3, 0.8, 0.5])  # of slots 0, 3 and 4 of row 0, and 0 of row 1
 
 
 class Engine:
@@ -85,7 +85,7 @@ def roles(
         actor_rollout = ActorConfig.model_construct(
             max_new_tokens=LIMIT, n_samples_per_prompt=2, entropy_coeff=0.1
         )
-        value_model = CriticConfig.model_construct()
+        value_model = CriticConfig.model_construct(cliprange_value=0.2)
         training = TrainingConfig.model_construct(stage=stage)
         parts = None
 
@@ -132,6 +132,7 @@ def test_advantages_returns_and_kl() -> None:
     assert_close(experience.returns, torch.tensor(returns))
     assert not experience.values[~experience.value_mask].any()
     assert report.kl == pytest.approx([-0.25, 0.0])
+    assert report.rewards.total == pytest.approx(-0.05 + 0.1 + 1 + 2)
     assert (report.advantages.count, report.advantages.largest) == (3, 1.5)
 
 
@@ -156,8 +157,8 @@ def test_the_policy_learns_from_its_own_tokens(
 
 def test_the_critic_learns_the_slots_of_these_tokens() -> None:
     output = learnt(roles()[1], "update_critic")
-    # 0.5 * (0.5 - 0.4135)^2, 0.5 * (0.3 - 0.73)^2, 0.5 * (0.4 - 1)^2, 0.5 * (0.5 - 2)^2
-    assert float(output.loss) == pytest.approx(0.00374113 + 0.09245 + 0.18 + 1.125, rel=1e-5)
+    # 0.5 * (0.5 - 0.4135)^2, 0.5 * (0.3 - 0.73)^2, 0.5 * (0.6 - 1)^2 (clipped), 0.5 * (0.5 - 2)^2
+    assert float(output.loss) == pytest.approx(0.00374113 + 0.09245 + 0.08 + 1.125, rel=1e-5)
     assert output.weight == 4
 
 
