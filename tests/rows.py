@@ -10,6 +10,11 @@ from torch import Tensor
 from mindspeed_rlxf.data.batch import Rollouts
 
 
+def length_mask(lengths: Tensor, width: int) -> Tensor:
+    """[batch] lengths -> [batch, width] bool, True below the length."""
+    return torch.arange(width)[None, :] < lengths[:, None]
+
+
 def made_rollouts(
     prompt_ids: Tensor,
     prompt_lengths: Tensor,

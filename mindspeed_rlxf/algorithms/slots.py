@@ -16,11 +16,6 @@ from torch.nn.functional import pad
 from mindspeed_rlxf.config.enums import ScorePosition
 
 
-def length_mask(lengths: Tensor, width: int) -> Tensor:
-    """[batch] lengths -> [batch, width] bool, True below the length."""
-    return torch.arange(width, device=lengths.device)[None, :] < lengths[:, None]
-
-
 def readable_slots(trained_mask: Tensor, response_mask: Tensor) -> Tensor:
     """[batch, response + 1] bool: slots whose value may be needed, whatever the score position.
 

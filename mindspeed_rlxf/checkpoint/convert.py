@@ -55,7 +55,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What to convert. All is checked when it is made: see `plan_conversion`.
+    """What to convert. `cli.convert.plan` makes it, all checked.
 
     config:     the folder of config.json and the tokenizer
     target:     the folder that appears

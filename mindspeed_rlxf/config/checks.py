@@ -13,11 +13,11 @@ from mindspeed_rlxf.config.batch_rules import (
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.expert_rules import check_experts
-from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
+from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.split_rules import ROLLOUT_TP, TRAIN, check_split
 from mindspeed_rlxf.config.stage_rules import check_stage
-from mindspeed_rlxf.config.suggest import around, closest, multiples_around, use
-from mindspeed_rlxf.config.tensor_parallel import possible_sizes, qkv_rows, whole_groups
+from mindspeed_rlxf.config.suggest import closest, multiples_around, use
+from mindspeed_rlxf.config.tensor_parallel import uneven
 
 
 def check(config: RunConfig) -> list[Problem]:
@@ -101,9 +101,9 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
     placed = misplaced is None and config.pool_of(role) in config.resource_pool
     yield from check_experts(role, section, config.layout(role).dp if placed else None)
     key = f"{role.value}.tensor_model_parallel_size"
-    yield from _tensor_parallel(key, tp, section)
     if role is Role.ACTOR_ROLLOUT and config.rollout_tp != tp:
-        yield from _tensor_parallel(ROLLOUT_TP, config.rollout_tp, section)
+        a = section.architecture
+        yield from uneven(ROLLOUT_TP, config.rollout_tp, a, section.model, f"{role.value}.")
     yield from token_budget(config, role)
     known = config.pool_of(role) in config.resource_pool
     may_span = config.pool_settings.tensor_parallel_spans_nodes
@@ -118,30 +118,6 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
                 colon=True,
                 reads=(key,),
             )
-
-
-def _tensor_parallel(key: str, tp: int, section: RoleConfig) -> Iterator[Problem]:
-    a = section.architecture
-    good = use(around(tp, possible_sizes(a)))
-
-    def size(name: str, number: int) -> str:
-        return f"{ref(f'model.{section.model}.{name}')}={number}"
-
-    if a.num_attention_heads % tp:
-        heads = size("num_attention_heads", a.num_attention_heads)
-        yield Problem(key, f"must divide {heads}", tp, good)
-    if not whole_groups(a, tp):
-        groups = size("num_query_groups", a.kv_heads)
-        yield Problem(key, f"must divide {groups}, or be a multiple of it", tp, good)
-    elif a.num_attention_heads % tp == 0 and qkv_rows(a) % tp:
-        rule = (
-            f"must divide the {qkv_rows(a)} rows of model.{section.model}'s query, key and value "
-            "projections"
-        )
-        yield Problem(key, rule, tp, good)
-    width = "moe_ffn_hidden_size" if a.num_experts and a.moe_ffn_hidden_size else "ffn_hidden_size"
-    if a.mlp_hidden_size % tp:
-        yield Problem(key, f"must divide {size(width, a.mlp_hidden_size)}", tp, good)
 
 
 def _lengths(config: RunConfig) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from mindspeed_rlxf.config.enums import (
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.fields import Integers, Section, Word, key
 from mindspeed_rlxf.config.suggest import around, divisors, use
+from mindspeed_rlxf.config.tensor_parallel import uneven
 
 PIPELINE, CHUNK = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 
@@ -91,6 +92,8 @@ class RoleConfig(Section):
                 "remove one of them",
             )
         yield from self._pipeline()
+        tp = self.tensor_model_parallel_size
+        yield from uneven("tensor_model_parallel_size", tp, self.architecture, self.model)
         if self.architecture.num_experts is None and self.expert_model_parallel_size > 1:
             yield Problem(
                 "expert_model_parallel_size",

@@ -2,7 +2,7 @@
 
 critic = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pools["critic"])
 critic.build(CriticRole, config).result()
-values = critic.call(CriticRole.compute_values, rollouts).rows()
+values = critic.call(CriticRole.values, rollouts).rows()
 """
 
 from __future__ import annotations
@@ -88,45 +88,36 @@ class RoleGroup:
 
     def build(self, factory: Callable[..., Any], *args: Any) -> Pending:
         """Make the role's object in every process: `factory(*args)`, after the plugins."""
-        return self._submit(BUILD, args, 0, with_plugins(factory))
+        return self._submit(BUILD, args, with_plugins(factory))
 
-    def call(self, method: Callable[..., Any], *args: Any, rows_per_input: int = 1) -> Pending:
+    def call(self, method: Callable[..., Any], *args: Any) -> Pending:
         """Run a method of the role's class on every rank.
 
-        method: the plain function, as `ActorRole.generate`
+        method: the plain function, as `RolloutRole.generate`; from it come as many rows
+            as go in, or none
         args: `Sharded`, by data-parallel rank; RowsRef, alone or as fields of a dataclass, split
             between replicas in equal contiguous parts; anything else, the same for all
-        rows_per_input: rows that come out for each row that goes in
         """
-        return self._submit(method.__name__, args, rows_per_input, None)
+        return self._submit(method.__name__, args, None)
 
     def prepare(self, method: Callable[..., Any], *args: Any) -> list[Request]:
         """The requests of `call(method, *args)`, for `submit_together`."""
-        return self._requests(method.__name__, args, 0, None)[0]
+        return self._requests(method.__name__, args, None)[0]
 
     def _submit(
-        self,
-        method: str,
-        args: Sequence[Any],
-        rows_per_input: int,
-        factory: Callable[..., Any] | None,
+        self, method: str, args: Sequence[Any], factory: Callable[..., Any] | None
     ) -> Pending:
-        requests, num_rows = self._requests(method, args, rows_per_input, factory)
+        requests, num_rows = self._requests(method, args, factory)
         call, what = self.pool.submit(requests), f"{self.role.value}.{method}"
         return Pending(call, self.layout.leaders(), num_rows, self.pool.name, what)
 
     def _requests(
-        self,
-        method: str,
-        args: Sequence[Any],
-        rows_per_input: int,
-        factory: Callable[..., Any] | None,
+        self, method: str, args: Sequence[Any], factory: Callable[..., Any] | None
     ) -> tuple[list[Request], list[int | None]]:
-        """By rank; and the rows that come out, by data-parallel rank."""
+        """By rank; and the rows that go in, and come out, by data-parallel rank."""
         shards = [self._shards(arg) for arg in args]
         by_dp = [tuple(shard[dp] for shard in shards) for dp in range(self.layout.dp)]
-        inputs = [self._num_rows_in(shards, args, dp) for dp in range(self.layout.dp)]
-        num_rows = [None if n is None else n * rows_per_input for n in inputs]
+        num_rows = [self._num_rows_in(shards, args, dp) for dp in range(self.layout.dp)]
         requests = []
         for rank in range(self.layout.world_size):
             dp, leads = self.layout.dp_rank(rank), self.layout.is_leader(rank)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from mindspeed_rlxf.algorithms.slots import length_mask
 from mindspeed_rlxf.data.batch import Experience, Rollouts
 from tests.distributed.llamas import VOCAB
-from tests.rows import made_rollouts
+from tests.rows import length_mask, made_rollouts
 
 PROMPT_LENGTHS = (3, 11, 1, 7, 5, 2, 9, 4)
 RESPONSE_LENGTHS = (16, 1, 9, 2, 5, 13, 1, 7)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import TokenLoss, clipped_policy_loss
 from mindspeed_rlxf.algorithms.masked import masked_whiten
-from mindspeed_rlxf.algorithms.slots import length_mask
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     LossNormalizer,
@@ -47,6 +46,7 @@ from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.objectives import ClippedObjective
 from mindspeed_rlxf.runtime import role_groups
 from mindspeed_rlxf.runtime.role_groups import CriticGroup
+from tests.rows import length_mask
 from tests.training import train
 from tests.trl.record import (
     BATCH,

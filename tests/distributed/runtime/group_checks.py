@@ -80,7 +80,7 @@ def check_failures(pool: Pool) -> None:
     assert len(group.call(StandIn.rank).result()) == pool.world_size
 
 
-BIG = 20_000_000  # bytes
+BIG = 50_000_000  # bytes
 
 
 def check_host_agents(pool: Pool) -> None:
@@ -100,6 +100,6 @@ def check_host_agents(pool: Pool) -> None:
     started = time.monotonic()
     message = rf"^sleep on {agent.host} failed: no reply within 0\.5 s, waiting for the function to"
     with pytest.raises(HostError, match=message) as late:
-        agent.call(time.sleep, 5.0, timeout_s=0.5)
+        agent.call(time.sleep, 30.0, timeout_s=0.5)
     assert late.value.is_late and 0.4 < time.monotonic() - started < 3
-    assert agent.call(abs, -1, timeout_s=60.0) == 1, "it answers beside a function that hangs"
+    assert agent.call(abs, -1, timeout_s=10.0) == 1, "it answers beside a function that hangs"

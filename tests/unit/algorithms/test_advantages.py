@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from mindspeed_rlxf.algorithms.advantages import estimate_gae, rewards_to_go, token_rewards
-from mindspeed_rlxf.algorithms.slots import last_slots, length_mask, readable_slots, value_mask
+from mindspeed_rlxf.algorithms.slots import last_slots, readable_slots, value_mask
 from mindspeed_rlxf.config.enums import ScorePosition
+from tests.rows import length_mask
 
 
 def slow_gae(

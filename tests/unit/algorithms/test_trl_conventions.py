@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from mindspeed_rlxf.algorithms.masked import alone
-from mindspeed_rlxf.algorithms.slots import length_mask
 from mindspeed_rlxf.config.enums import AdvantageWhiten, NanPolicy, ScorePosition, Stage
 from mindspeed_rlxf.config.schema import ActorConfig, AlgorithmConfig
 from mindspeed_rlxf.data.batch import (
@@ -27,7 +26,7 @@ from mindspeed_rlxf.data.batch import (
 )
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import objective_of
-from tests.rows import made_rollouts
+from tests.rows import length_mask, made_rollouts
 
 KL_COEF = 0.1
 

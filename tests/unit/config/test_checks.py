@@ -58,7 +58,7 @@ def test_the_valid_tree_has_no_problem(problems: Problems) -> None:
         ),
         (
             {"critic.tensor_model_parallel_size": 2, "critic.ffn_hidden_size": 97},
-            "critic.tensor_model_parallel_size=2 must divide model.small.ffn_hidden_size=97; use 1",
+            "critic.tensor_model_parallel_size=2 must divide critic.ffn_hidden_size=97; use 1",
         ),
         (
             {"critic.tensor_model_parallel_size": 2, "resource_pool.main": [5, 3]},

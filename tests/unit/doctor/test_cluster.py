@@ -9,6 +9,7 @@ import pytest
 
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.doctor import cluster
 from mindspeed_rlxf.doctor.cluster import (
     clock_findings,
     clock_offsets,
@@ -18,6 +19,7 @@ from mindspeed_rlxf.doctor.cluster import (
 )
 from mindspeed_rlxf.doctor.subject import Subject
 from mindspeed_rlxf.runtime.host_agent import Function, HostCall
+from mindspeed_rlxf.runtime.nodes import Node
 from tests.unit.runtime.agents import InProcess
 
 
@@ -82,6 +84,77 @@ def test_all_hosts_are_asked_for_their_clocks_at_the_same_time() -> None:
     assert found.pop("a") == pytest.approx(-2.9, abs=0.05)
     assert found.pop("b") == pytest.approx(1.5, abs=0.05)
     assert set(found.values()) == {None}
+
+
+class Examined(InProcess):
+    """A host of the doctor. state: works, broken (nothing of ours starts there), silent, or silent
+    once it has been examined."""
+
+    def __init__(self, host: str, state: str) -> None:
+        super().__init__(host)
+        self.state, self.asked = state, 0
+
+    def start(self, function: Function, *args: Any, timeout_s: float) -> HostCall:
+        self.asked += 1
+        return super().start(self.answer, function, timeout_s=timeout_s)
+
+    def answer(self, function: Function) -> Any:
+        if self.state == "broken":
+            raise ModuleNotFoundError("No module named 'mindspeed_rlxf'")
+        if self.state == "silent" or (self.state == "late" and function is time.time):
+            time.sleep(60.0)
+        return time.time() if function is time.time else ([], {"torch": "2.7.1"})
+
+
+class Agents:
+    """Stands for the agents of a cluster."""
+
+    def __init__(self, hosts: list[Examined]) -> None:
+        self._hosts, self.ended = {host.host: host for host in hosts}, False
+
+    def on(self, node: str, host: str) -> Examined:
+        return self._hosts[host]
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def examined(monkeypatch: pytest.MonkeyPatch, left_s: float, **states: str) -> list[Any]:
+    """Findings with so many seconds left of the deadline, by host and state."""
+    from mindspeed_rlxf.runtime import ray_agent
+
+    hosts = [Examined(host, state) for host, state in states.items()]
+    agents = Agents(hosts)
+    nodes = [Node(host, host, f"10.0.0.{i}", 0, 0) for i, host in enumerate(states)]
+    monkeypatch.setattr(ray_agent, "live_nodes", lambda resource: nodes)
+    monkeypatch.setattr(ray_agent, "RayAgents", lambda environment: agents)
+    monkeypatch.setattr(cluster, "_collectives", lambda subject, answered, *rest: [])
+    started = time.monotonic()
+    found = cluster._look(Subject(DeviceKind.CPU, "/x"), started + left_s)
+    assert agents.ended and time.monotonic() - started < left_s + 1
+    gone = {host.host for host in hosts if host.state in ("broken", "silent")}
+    assert {host.host: host.asked for host in hosts} == {h: 1 if h in gone else 2 for h in states}
+    return found
+
+
+def test_hosts_that_do_not_answer_are_named_with_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = examined(monkeypatch, 1.5, a="works", b="broken", c="silent")
+    by_host = {f.hosts: f.value for f in found if f.check == "cluster.host"}
+    assert by_host == {
+        ("b",): "ModuleNotFoundError: No module named 'mindspeed_rlxf'",
+        ("c",): "no reply within 0.5 s, waiting for the function to return",
+    }
+    values = {f.check: f.value for f in found if f.status.value == "ok"}
+    assert values["cluster.hosts"] == "1 of 3 hosts answered"
+    assert values["cluster.versions"] == "the same on 1 hosts"
+
+
+def test_clocks_are_not_waited_for_beyond_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = examined(monkeypatch, 1.5, a="works", b="late")
+    (clock,) = [f for f in found if f.check == "cluster.clock"]
+    assert (clock.value, clock.hosts) == ("answered once, and then no more", ("b",))
 
 
 def test_versions_name_this_package_and_python() -> None:

@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 
-from mindspeed_rlxf.algorithms.slots import length_mask
 from mindspeed_rlxf.data.batch import Rollouts
 from mindspeed_rlxf.engine.grouping import chunk_rows
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.engine.readouts import by_row
 from mindspeed_rlxf.models.attention import PackedSequences
-from tests.rows import made_rollouts
+from tests.rows import length_mask, made_rollouts
 
 CPU = torch.device("cpu")
 Lengths = list[tuple[int, int]]  # (prompt, response) of each row

@@ -10,7 +10,6 @@ import torch
 from torch.testing import assert_close
 
 from mindspeed_rlxf.algorithms.masked import alone
-from mindspeed_rlxf.algorithms.slots import length_mask
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     AdvEstimator,
@@ -31,7 +30,7 @@ from mindspeed_rlxf.data.batch import (
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import objective_of
 from mindspeed_rlxf.roles.reports import ExperienceReport
-from tests.rows import made_rollouts
+from tests.rows import length_mask, made_rollouts
 
 LIMIT = 6  # max_new_tokens
 LENGTHS, HAS_EOS = [3, 5, 2, 6], [True, False, True, True]

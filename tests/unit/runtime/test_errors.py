@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pickle
 
-from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.errors import HostError, RuntimeTimeout, WorkerError
 
 
 def test_worker_error_says_who_where_when_and_why_and_survives_pickling() -> None:
@@ -20,3 +20,11 @@ def test_timeout_names_the_ranks_that_did_not_arrive() -> None:
     assert error.missing == [1, 3]
     one = RuntimeTimeout("critic.values", 2.5, [1])
     assert str(one) == "critic.values: rank 1 did not arrive within 2.5 s"
+
+
+def test_a_function_on_a_host_is_named_with_its_cause_on_one_line() -> None:
+    error = HostError("b", "commit", "OSError: no\nspace", "trace", True)
+    for known in (error, pickle.loads(pickle.dumps(error))):
+        assert str(known) == "commit on b failed: OSError: no space"
+        assert (known.host, known.phase, known.cause) == ("b", "commit", "OSError: no space")
+        assert known.remote_traceback == "trace" and known.is_late

@@ -95,17 +95,34 @@ def test_rows_do_not_wait_when_their_number_follows_from_the_inputs() -> None:
     assert [request.num_rows for request in pool.requests] == [3, 3]
 
 
-def test_rows_per_input_multiplies_the_number_of_rows() -> None:
+def test_rows_of_the_driver_count_as_those_behind_references() -> None:
     group, _ = make_group(2, tp=1, pp=1)
     parts = Sharded([Numbers(torch.zeros(2)), Numbers(torch.zeros(3))])
-    rows = group.call(SomeRole.work, parts, rows_per_input=4).rows()
-    assert [piece.num_rows for piece in rows.pieces] == [8, 12]
+    rows = group.call(SomeRole.work, parts).rows()
+    assert [piece.num_rows for piece in rows.pieces] == [2, 3]
 
 
 def test_the_number_of_rows_is_found_inside_sharded_containers() -> None:
     group, _ = make_group(2, tp=1, pp=1)
     parts = Sharded([(7, ref(2)), (7, ref(5))])
     assert group.call(SomeRole.work, "all", parts).rows().num_rows == 7
+
+
+@dataclass(frozen=True)
+class Inputs:
+    rows: Any
+    others: Any
+    coefficient: float
+
+
+def test_references_in_the_fields_of_a_dataclass_are_split_as_the_rows_they_stand_for() -> None:
+    group, pool = make_group(2, tp=1, pp=1)
+    rows = group.call(SomeRole.work, Inputs(ref(4, 2), None, 0.5)).rows()
+    halves = ref(4, 2).split(2)
+    assert [request.args for request in pool.requests] == [
+        (Inputs(half, None, 0.5),) for half in halves
+    ]
+    assert [piece.num_rows for piece in rows.pieces] == [3, 3]
 
 
 def test_rows_of_unknown_number_wait_for_the_replies_once() -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mindspeed_rlxf.config.layout import ParallelLayout
-from mindspeed_rlxf.runtime import role_groups
 from mindspeed_rlxf.runtime.protocol import Peer
 from mindspeed_rlxf.runtime.role_groups import ActorGroup, RolloutGroup
 from tests.unit.runtime.test_group import RecordingPool
+from tests.unit.test_layers import FILES, PACKAGE
 
 
 def groups(parts: tuple[int, int] | None) -> tuple[ActorGroup, RolloutGroup, RecordingPool]:
@@ -51,15 +50,26 @@ def test_the_rollout_is_built_with_the_actor_only_where_they_share_processes() -
         assert isinstance(peer, Peer) if parts is None else peer is None
 
 
-def test_a_group_names_methods_of_its_own_role_only() -> None:
-    tree = ast.parse(inspect.getsource(role_groups))
-    found = {
-        (group.name.removesuffix("Group"), node.value.id.removesuffix("Role"))
-        for group in tree.body
-        if isinstance(group, ast.ClassDef)
-        for node in ast.walk(group)
+def methods_named(tree: ast.AST) -> set[str]:
+    """Classes of roles whose methods a piece of code names, without the ending."""
+    return {
+        node.value.id.removesuffix("Role")
+        for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         if node.value.id.endswith("Role") and node.value.id != "Role"
     }
-    assert {group for group, _ in found} == {"Actor", "Rollout", "Reference", "Critic", "Reward"}
-    assert all(group == role for group, role in found), found
+
+
+def test_a_group_names_methods_of_its_own_role_only() -> None:
+    """And nothing else names any: whoever wants one goes through its group."""
+    with_groups = {"runtime.role_groups", "runtime.saved_group"}
+    found: dict[str, set[str]] = {}
+    for name, file in FILES.items():
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        if name.removeprefix(f"{PACKAGE}.") in with_groups:
+            classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+            found |= {group.name: methods_named(group) for group in classes}
+        else:
+            assert not methods_named(tree), name
+    names = "Actor", "Rollout", "Reference", "Critic", "Reward", "Saved"
+    assert found == {"RoleGroups": set(), **{f"{name}Group": {name} for name in names}}

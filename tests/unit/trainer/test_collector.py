@@ -105,6 +105,13 @@ def test_prompts_with_equal_scores_are_drawn_anew() -> None:
     assert found.seconds() == (2.0, 2.0)
 
 
+def test_the_filter_compares_scores_as_advantages_do() -> None:
+    # scaled and clipped, 5 and 7 are both 1
+    script = Script([[5, 7, 0, 1], [0, 1, 0, 1]])
+    found, _ = collect(script, prompts=2, filter_groups=True, reward_clip=1.0)
+    assert found.score_report().scores == [0, 1, 0, 1] and len(script.generated) == 2
+
+
 def test_what_is_over_is_not_used() -> None:
     script = Script([[1, 1, 0, 1], [1, 0, 0, 1]])
     found, _ = collect(script, prompts=2, filter_groups=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
-from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.runtime.errors import HostError, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.trainer.failure import put_away, report
 from mindspeed_rlxf.trainer.stopping import StopRequest
 
@@ -41,12 +41,16 @@ def test_a_worker_is_named_on_one_line_and_its_traceback_kept(
     )
 
 
-def test_late_ranks_and_the_driver_are_named_too(tmp_path: Path) -> None:
+def test_late_ranks_hosts_and_the_driver_are_named_too(tmp_path: Path) -> None:
     report(RunDirectory(tmp_path), LATE, StopRequest(60.0))
     late = json.loads((tmp_path / "failure.json").read_text())
     assert [late[k] for k in ("role", "phase", "rank", "host")] == ["critic", "values", 2, "b"]
     # who else waited differs from time to time, the cause does not
     assert (late["missing"], late["cause"]) == ([2, 3], "did not arrive in time")
+    report(RunDirectory(tmp_path), HostError("c", "commit", "OSError: x"), StopRequest(60.0))
+    host = json.loads((tmp_path / "failure.json").read_text())
+    assert [host[k] for k in ("role", "phase", "host")] == ["driver", "commit", "c"]
+    assert (host["message"], host["cause"]) == ("commit on c failed: OSError: x", "OSError: x")
     report(RunDirectory(tmp_path), OSError("no space left"), StopRequest(60.0))
     ours = json.loads((tmp_path / "failure.json").read_text())
     assert ours["message"] == ours["cause"] == "driver: OSError: no space left"
