@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.config.cluster import choose_cluster, knock
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DeviceConfig
+from mindspeed_rlxf.runtime.orphans import OrphanGuard
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ QUIET = {
 OBJECT_STORE_LIMIT = 2 * 2**30  # bytes; what does not fit is spilled to disk
 LOOPBACK = "127.0.0.1"
 KNOCK_S = 10.0
-GUARD_S = 30.0  # for the orphan guard to end by itself
 
 
 @dataclass
@@ -47,7 +46,7 @@ class RayCluster:
     own: bool
     address: str
     temp_dir: Path | None = None
-    guard: subprocess.Popen[bytes] | None = None
+    guard: OrphanGuard | None = None
 
     def close(self) -> None:
         import ray
@@ -63,7 +62,7 @@ class RayCluster:
             process.kill()
         psutil.wait_procs(left, timeout=5)
         if self.guard is not None:
-            _end_guard(self.guard)
+            self.guard.end()
         if self.temp_dir is not None:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
 
@@ -128,7 +127,7 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
 
     _keep_quiet()
     temp_dir = Path(tempfile.mkdtemp(prefix="rlxf-ray-", dir=_short_temp_root()))
-    guard = _start_guard(temp_dir)
+    guard = OrphanGuard(temp_dir)
     try:
         with _own_sigterm():
             context = ray.init(
@@ -141,10 +140,10 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
                 object_store_memory=object_store_bytes(),
                 _temp_dir=str(temp_dir),
             )
-        _tell_guard(guard)
+        guard.tell(process.pid for process in psutil.Process().children(recursive=True))
     except BaseException:
         ray.shutdown()
-        _end_guard(guard)
+        guard.end()
         shutil.rmtree(temp_dir, ignore_errors=True)
         raise
     address = context.address_info["address"]
@@ -156,36 +155,6 @@ def _keep_quiet() -> None:
     import ray._private.worker
 
     ray._private.worker.listen_error_messages = lambda *args, **kwargs: None
-
-
-def _start_guard(temp_dir: Path) -> subprocess.Popen[bytes]:
-    """A small process that sees this one end, however it ends, and clears up after it."""
-    script = Path(__file__).with_name("orphan_guard.py")
-    return subprocess.Popen(
-        [sys.executable, "-S", str(script), str(temp_dir)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
-def _tell_guard(guard: subprocess.Popen[bytes]) -> None:
-    """Which processes are Ray's."""
-    pids = [process.pid for process in psutil.Process().children(recursive=True)]
-    assert guard.stdin is not None
-    guard.stdin.write(f"{' '.join(str(pid) for pid in pids if pid != guard.pid)}\n".encode())
-    guard.stdin.flush()
-
-
-def _end_guard(guard: subprocess.Popen[bytes]) -> None:
-    assert guard.stdin is not None
-    guard.stdin.close()
-    try:
-        guard.wait(timeout=GUARD_S)
-    except subprocess.TimeoutExpired:  # everything it looks after has ended already
-        guard.kill()
-        guard.wait()
 
 
 def _short_temp_root() -> str:

@@ -1,0 +1,81 @@
+"""The process that clears up after a killed driver, kept alive as long as the driver is."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SCRIPT = Path(__file__).with_name("orphan_guard.py")
+END_S = 30.0  # for the guard to end by itself
+RUSH_S = 0.5  # one that ends sooner is replaced this much later
+
+
+class OrphanGuard:
+    """`orphan_guard` over one cluster of our own; one that is killed is replaced at once."""
+
+    def __init__(self, temp_dir: Path) -> None:
+        """temp_dir: the cluster's, by which the guard knows its processes"""
+        self._temp_dir, self._pids = temp_dir, ""
+        self._lock, self._ending = threading.Lock(), False
+        self._process = self._start()
+        threading.Thread(target=self._keep, name="orphan guard", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tell(self, pids: Iterable[int]) -> None:
+        """Which processes are Ray's; once, when they are there."""
+        with self._lock:
+            self._pids = " ".join(str(pid) for pid in pids if pid != self.pid)
+            self._write()
+
+    def end(self) -> None:
+        """Let the guard clear up and end."""
+        with self._lock:
+            self._ending = True
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:  # everything it looks after has ended already
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-S", str(SCRIPT), str(self._temp_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # killed just now: the next one is told
+            self._process.stdin.write(f"{self._pids}\n".encode())
+            self._process.stdin.flush()
+
+    def _keep(self) -> None:
+        while True:
+            started = time.monotonic()
+            status = self._process.wait()
+            if time.monotonic() - started < RUSH_S:  # does it fail by itself?
+                time.sleep(RUSH_S)
+            with self._lock:
+                if self._ending:
+                    return
+                logger.warning("the guard of the Ray cluster ended with %d: replaced", status)
+                self._process = self._start()
+                if self._pids:
+                    self._write()
