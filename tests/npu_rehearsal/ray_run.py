@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -54,6 +55,8 @@ def train(scratch: Path, name: str, kind: str) -> Path:
         address = "local"
         if kind == "npu":
             environment |= stand_ins(scratch, sum(case.pools))
+            # Else a token of this user is asked for where there is one, and not given.
+            environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
             address = ends.enter_context(cluster(scratch, environment, sum(case.pools)))
             # Its kernels are imported by workers alone; torch would take them for its own here.
             paths = environment["PYTHONPATH"].split(os.pathsep)
