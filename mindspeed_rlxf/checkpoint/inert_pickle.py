@@ -1,96 +1,499 @@
-"""Reads pickled data without running any of it.
+"""Reads pickled data with a machine of its own, which has no operation that runs anything.
 
-A pickle may name any function to be called while it is read. Here a name never reaches a module:
-it becomes one of the few harmless types below or a class that only keeps what it is given. So
-checkpoints of tools that are not installed can be read, and none can run code.
+A pickle is a program for a stack machine. Python's machine calls what a pickle names; this one
+knows names only as text. It builds plain dicts, lists, tuples, strings and numbers, and an `Inert`
+for an object of a listed class (`pickle_names`). There is no import, no call and no attribute of a
+Python object in reach of a pickle, and no second reader behind this one.
+
+Every step costs a bounded time and memory: nesting, steps, objects and numbers have limits, a
+container is not changed after it has become part of another one (so no data contains itself), and
+keys of dicts are values whose hash is quickly found.
 """
 
 from __future__ import annotations
 
-import pickle
-from argparse import Namespace
-from collections import OrderedDict
-from typing import IO, Any, ClassVar
+import gc
+import struct
+from collections.abc import Callable, Iterable
+from types import NoneType
+from typing import Any, ClassVar
 
 import torch
 
+from mindspeed_rlxf.checkpoint.pickle_names import (
+    ALLOWED,
+    ORDERED_DICT,
+    SIZE,
+    STATES,
+    STORAGE_TYPE,
+    TENSORS,
+    Inert,
+    Named,
+    Storage,
+    is_attributes,
+    is_fields,
+)
+
+MAX_STEPS = 16_000_000  # of one pickle: a sharded folder of 400,000 chunks has these
+MAX_CONTAINERS = 6_000_000  # at a time: 200 bytes each, with what is known of it
+BETWEEN_CHECKS = 1 << 16  # steps
+MAX_DEPTH = 100
+MAX_NAME = 200  # characters of module and name
+MAX_KEY_PARTS = 8
+MAX_KEY_NUMBER = 1 << 48
+MAX_NUMBER_BYTES = 64  # of an integer; random streams of numpy have 16
+SHOWN = 120  # characters of a stranger's text in a message
+
+_PLAIN = frozenset((str, int, float, bool, bytes, NoneType, torch.dtype, Named, Storage))
+_KEYS = frozenset((str, bool, bytes, NoneType, torch.dtype, Named, Inert))
+
 
 class Refused(ValueError):
-    """A pickle that wants more than data."""
+    """A pickle that wants more than data, or more of it than is read."""
 
 
-class Guarded(type):
-    """Of classes that a pickle gets: it may make instances of them, not change them."""
-
-    @property
-    def __setstate__(cls) -> Any:
-        """What a pickle looks for before it sets attributes, of the class itself too."""
-        raise Refused(f"new attributes for the class {cls.__name__}")
+def shown(text: object) -> str:
+    """A stranger's text as a message may have it: short, without control characters."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(text)[:SHOWN])
 
 
-class Inert(metaclass=Guarded):
-    """Stands for an object of any class: keeps its arguments and its state, computes nothing."""
-
-    arguments: tuple[Any, ...]
-
-    def __init__(self, *_arguments: Any, **_keywords: Any) -> None:
-        """Everything is kept by `__new__`, which a pickle may call alone."""
-
-    def __new__(cls, *arguments: Any, **_keywords: Any) -> Inert:
-        instance = object.__new__(cls)
-        instance.__dict__["arguments"] = arguments
-        return instance
-
-    def __call__(self, *_arguments: Any, **_keywords: Any) -> Inert:
-        return Inert()
-
-    def __setstate__(self, state: Any) -> None:
-        """Attributes, or a pair of these and of slots, which an unpickler sets after them."""
-        self.__dict__["state"] = state
-        for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
-            if isinstance(part, dict):
-                self.__dict__.update({k: v for k, v in part.items() if isinstance(k, str)})
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """What a pickled mapping of some class does with its items."""
-
-    def append(self, item: Any) -> None:
-        """What a pickled sequence of some class does with its items."""
-
-    def extend(self, items: Any) -> None:
-        """As `append`."""
+def read_pickle(data: bytes) -> Any:
+    """What a pickle holds. Errors: ValueError when it is damaged, Refused as above."""
+    return InertUnpickler(data).load()
 
 
-class Arguments(Namespace, metaclass=Guarded):
-    """A namespace, of a class that is not everybody's."""
+class InertUnpickler:
+    """One pickle, from the first byte of `data` to the last."""
+
+    TABLE: ClassVar[list[Callable[[Any], None]]]  # by opcode
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        # Nesting by id, of containers and objects; negative = a part of another one by now.
+        self.depth: dict[int, int] = {id(()): -1}
+
+    def load(self) -> Any:
+        collects = gc.isenabled()
+        gc.disable()  # it would walk all of it many times, to find no cycle
+        try:
+            return self._run()
+        except Refused:
+            raise
+        except (IndexError, struct.error):
+            raise ValueError("damaged pickle: it ends early") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"damaged pickle: {shown(error)}") from None
+        finally:
+            if collects:
+                gc.enable()
+
+    def _run(self) -> Any:
+        data, table = self.data, self.TABLE
+        for _ in range(MAX_STEPS // BETWEEN_CHECKS):
+            for _ in range(BETWEEN_CHECKS):
+                at = self.at
+                self.at = at + 1
+                code = data[at]
+                if code == STOP:
+                    return self._result()
+                table[code](self)
+            if len(self.depth) > MAX_CONTAINERS:
+                raise Refused(f"more than {MAX_CONTAINERS} containers and objects")
+        raise Refused(f"more than {MAX_STEPS} steps")
+
+    def _result(self) -> Any:
+        if self.marks or len(self.stack) != 1:
+            raise ValueError("it ends with parts left over")
+        if self.at != len(self.data):
+            raise Refused("more bytes after its end")
+        return self.stack[0]
+
+    def tensor(self, function: str, arguments: tuple[Any, ...]) -> Any:
+        """What a function of `TENSORS` makes of arguments that are as they should be."""
+        raise Refused(f"{function} outside a file of tensors")
+
+    def storage(self, dtype: str, key: str, elements: int) -> Storage:
+        """The data of a tensor. dtype: name of the storage's class"""
+        raise Refused("a tensor's data outside a file of tensors")
+
+    # Of bytes ------------------------------------------------------------------------------------
+
+    def _take(self, count: int) -> bytes:
+        """Where they are too few, the next step finds itself behind the end."""
+        start = self.at
+        self.at = end = start + count
+        return self.data[start:end]
+
+    def _number(self, size: int) -> int:
+        start = self.at
+        self.at = end = start + size
+        return int.from_bytes(self.data[start:end], "little")
+
+    def _line(self) -> str:
+        end = self.data.find(b"\n", self.at, self.at + MAX_NAME + 1)
+        if end < 0:
+            raise ValueError("a name without an end")
+        line = self.data[self.at : end]
+        self.at = end + 1
+        return line.decode("utf-8")
+
+    # Of containers -------------------------------------------------------------------------------
+
+    def _push_new(self, value: Any, depth: int) -> None:
+        self.depth[id(value)] = depth
+        self.stack.append(value)
+
+    def _hold(self, values: Iterable[Any]) -> int:
+        """The values become parts of another one, whose depth this returns."""
+        deepest, depths = 0, self.depth
+        for value in values:
+            if type(value) in _PLAIN:
+                continue
+            key = id(value)
+            depth = depths.get(key, -1)  # a tensor has none
+            if depth > 0:
+                depths[key] = -depth
+            else:
+                depth = -depth
+            if depth > deepest:
+                deepest = depth
+        if deepest >= MAX_DEPTH:
+            raise Refused(f"more than {MAX_DEPTH} values inside each other")
+        return deepest + 1
+
+    def _change(self, target: Any, kind: type, values: Iterable[Any]) -> None:
+        """`target` gets the values as parts."""
+        if type(target) is not kind:
+            raise Refused(f"items or attributes for a {type(target).__name__}")
+        key, depth = id(target), self._hold(values)
+        before = self.depth[key]
+        if before < 0:
+            raise Refused("data that contains itself, or changes after it was used")
+        if depth > before:
+            self.depth[key] = depth
+
+    def _since_mark(self) -> list[Any]:
+        items, self.stack = self.stack, self.marks.pop()
+        return items
+
+    def _mark(self) -> None:
+        if len(self.marks) >= 2 * MAX_DEPTH:
+            raise Refused(f"more than {MAX_DEPTH} values inside each other")
+        self.marks.append(self.stack)
+        self.stack = []
+
+    def _tuple_of(self, items: list[Any]) -> None:
+        self._push_new(tuple(items), -self._hold(items))
+
+    def _one(self) -> None:
+        items = (self.stack.pop(),)
+        self._push_new(items, -self._hold(items))
+
+    def _two(self) -> None:
+        second = self.stack.pop()
+        items = (self.stack.pop(), second)
+        self._push_new(items, -self._hold(items))
+
+    def _three(self) -> None:
+        third, second = self.stack.pop(), self.stack.pop()
+        items = (self.stack.pop(), second, third)
+        self._push_new(items, -self._hold(items))
+
+    def _append(self) -> None:
+        value = self.stack.pop()
+        self._change(self.stack[-1], list, (value,))
+        self.stack[-1].append(value)
+
+    def _appends(self) -> None:
+        items = self._since_mark()
+        self._change(self.stack[-1], list, items)
+        self.stack[-1].extend(items)
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
+
+    def _set_items(self) -> None:
+        self._set(self._since_mark())
+
+    def _set(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        self._change(target, dict, items)
+        if len(items) % 2:
+            raise ValueError("a key without a value")
+        for at in range(0, len(items), 2):
+            key = items[at]
+            if type(key) is not str:
+                _check_key(key)
+            if key in target:
+                raise Refused("two entries of one name")
+            target[key] = items[at + 1]
+
+    # Of names and objects ------------------------------------------------------------------------
+
+    def _global(self) -> None:
+        module, name = self._line(), self._line()
+        self.stack.append(_named(module, name))
+
+    def _stack_global(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise Refused("a name that is no text: STACK_GLOBAL requires str")
+        self.stack.append(_named(module, name))
+
+    def _make(self) -> None:
+        """REDUCE and NEWOBJ, which differ only for what makes objects."""
+        arguments, named = self.stack.pop(), self.stack.pop()
+        if type(named) is not Named:
+            raise Refused(f"a call of {_kind(named)}")
+        if type(arguments) is not tuple:
+            raise Refused(f"{named.text} with arguments that are no tuple")
+        depth = self._hold(arguments)
+        made = self._made(named.text, arguments)
+        kind = type(made)
+        if kind is Inert or kind is dict:
+            self._push_new(made, depth)
+        elif kind is tuple and made:
+            self._push_new(made, -depth)
+        else:
+            self.stack.append(made)
+
+    def _made(self, text: str, arguments: tuple[Any, ...]) -> Any:
+        accepts = ALLOWED.get(text)
+        if accepts is None:
+            raise Refused("a storage that is made, not read")
+        if not accepts(arguments):
+            raise Refused(f"{text} with arguments that no checkpoint gives it")
+        if text == ORDERED_DICT:
+            return {}
+        if text == SIZE:
+            return tuple(arguments[0])
+        if text in TENSORS:
+            return self.tensor(text, arguments)
+        if text == "_codecs.encode":  # bytes, as older protocols write them
+            return arguments[0].encode("latin1")
+        return Inert(text, arguments)
+
+    def _build(self) -> None:
+        state = self.stack.pop()
+        target = self.stack[-1]
+        if type(target) is Named:
+            raise Refused(f"new attributes for the class {target.text}")
+        self._change(target, dict if type(target) is dict else Inert, (state,))
+        if type(target) is dict:  # of an OrderedDict, as `_metadata` of a model's state
+            if not is_fields(state):
+                raise Refused("collections.OrderedDict with a state that no checkpoint gives it")
+            return
+        if target.state is not None or not STATES.get(target.named, is_attributes)(state):
+            raise Refused(f"{target.named} with a state that no checkpoint gives it")
+        target.state = state if target.named in STATES else _attributes(state)
+
+    def _persistent(self) -> None:
+        """("storage", type, key, device, elements[, view]), as `torch.save` writes it."""
+        pid = self.stack.pop()
+        good = type(pid) is tuple and len(pid) in (5, 6) and pid[0] == "storage"
+        if not good or [type(part) for part in pid[1:5]] != [Named, str, str, int]:
+            raise Refused(f"a reference to something outside, {_kind(pid)}")
+        if not STORAGE_TYPE.fullmatch(pid[1].text) or pid[5:] not in ((), (None,)):
+            raise Refused("a reference to something outside")
+        self.stack.append(self.storage(pid[1].text.rpartition(".")[2], pid[2], pid[4]))
+
+    # Of the memo ---------------------------------------------------------------------------------
+
+    def _put(self, index: int) -> None:
+        if index in self.memo:
+            raise Refused("a value that is remembered in place of another")
+        self.memo[index] = self.stack[-1]
+
+    def _unknown(self) -> None:
+        raise ValueError(f"the operation {self.data[self.at - 1]:#04x}, which no checkpoint has")
 
 
-class InertUnpickler(pickle.Unpickler):
-    """Gives dicts, lists, strings, numbers, namespaces; anything else as `Inert`."""
+def _kind(value: Any) -> str:
+    """Of a value whose content may be large or without end."""
+    if type(value) is Inert:
+        return f"what {value.named} returns"
+    return shown(value) if type(value) in (str, int) else f"a {type(value).__name__}"
 
-    KNOWN: ClassVar[dict[tuple[str, str], Any]] = {
-        ("collections", "OrderedDict"): OrderedDict,
-        ("argparse", "Namespace"): Arguments,
-        ("torch", "Size"): torch.Size,
+
+def _named(module: str, name: str) -> Any:
+    """A name on the list, or the dtype of that name."""
+    text = f"{module}.{name}"
+    known = _NAMES.get(text)
+    if known is None:
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        if text not in ALLOWED and not STORAGE_TYPE.fullmatch(text):
+            raise Refused(shown(text))
+        known = _NAMES.setdefault(text, Named(text))
+    return known
+
+
+_NAMES: dict[str, Named] = {}  # as many as the list has
+
+
+def _attributes(state: Any) -> dict[str, Any]:
+    """By name: of the object, and of its slots where a pair of both is given."""
+    if type(state) is dict:
+        return state
+    pair = state if type(state) is tuple else (state, None)
+    first, second = (part or {} for part in pair)
+    if first.keys() & second.keys():
+        raise Refused("an object with two attributes of one name")
+    return {**first, **second}
+
+
+def _check_key(key: Any) -> None:
+    """Keys are hashed and compared: only values for which that is quickly done."""
+    for part in key if type(key) is tuple and len(key) <= MAX_KEY_PARTS else (key,):
+        small = type(part) is int and abs(part) < MAX_KEY_NUMBER
+        if not small and type(part) not in _KEYS and type(part) is not str:
+            raise Refused(f"a key that is {_kind(part)}")
+
+
+def _push(value: Any) -> Callable[[InertUnpickler], None]:
+    return lambda machine: machine.stack.append(value)
+
+
+def _little(size: int) -> Callable[[InertUnpickler], None]:
+    return lambda machine: machine.stack.append(machine._number(size))
+
+
+def _signed(machine: InertUnpickler) -> None:
+    machine.stack.append(int.from_bytes(machine._take(4), "little", signed=True))
+
+
+def _long(machine: InertUnpickler) -> None:
+    size = machine._number(1)
+    if size > MAX_NUMBER_BYTES:
+        raise Refused(f"an integer of {size} bytes")
+    machine.stack.append(int.from_bytes(machine._take(size), "little", signed=True))
+
+
+def _float(machine: InertUnpickler) -> None:
+    machine.stack.append(struct.unpack(">d", machine._take(8))[0])
+
+
+def _text(size: int) -> Callable[[InertUnpickler], None]:
+    def push(machine: InertUnpickler) -> None:
+        machine.stack.append(str(machine._take(machine._number(size)), "utf-8"))
+
+    return push
+
+
+def _bytes(size: int) -> Callable[[InertUnpickler], None]:
+    return lambda machine: machine.stack.append(machine._take(machine._number(size)))
+
+
+def _short_text(machine: InertUnpickler) -> None:
+    """The most frequent of all."""
+    start = machine.at + 1
+    end = start + machine.data[start - 1]
+    if end > len(machine.data):
+        raise IndexError
+    machine.at = end
+    machine.stack.append(str(machine.data[start:end], "utf-8"))
+
+
+def _memoize(machine: InertUnpickler) -> None:
+    memo = machine.memo
+    index = len(memo)
+    if index in memo:
+        raise Refused("a value that is remembered in place of another")
+    memo[index] = machine.stack[-1]
+
+
+def _byte(machine: InertUnpickler) -> None:
+    at = machine.at
+    machine.at = at + 1
+    machine.stack.append(machine.data[at])
+
+
+def _get(machine: InertUnpickler) -> None:
+    at = machine.at
+    machine.at = at + 1
+    machine.stack.append(machine.memo[machine.data[at]])
+
+
+def _long_get(machine: InertUnpickler) -> None:
+    at = machine.at
+    machine.at = end = at + 4
+    machine.stack.append(machine.memo[int.from_bytes(machine.data[at:end], "little")])
+
+
+def _new_list(machine: InertUnpickler) -> None:
+    machine._push_new([], 1)
+
+
+def _new_dict(machine: InertUnpickler) -> None:
+    machine._push_new({}, 1)
+
+
+def _protocol(machine: InertUnpickler) -> None:
+    if machine._number(1) not in (2, 3, 4, 5) or machine.at != 2:
+        raise ValueError("its protocol is none of 2 to 5")
+
+
+def _frame(machine: InertUnpickler) -> None:
+    if machine._number(8) > len(machine.data) - machine.at:
+        raise IndexError
+
+
+STOP = ord(".")
+
+
+def _table() -> list[Callable[[InertUnpickler], None]]:
+    """What the picklers of protocols 2 to 5 write for data; anything else is not known."""
+    machine = InertUnpickler
+    known: dict[str, Callable[[InertUnpickler], None]] = {
+        "\x80": _protocol,
+        "\x95": _frame,
+        "N": _push(None),
+        "\x88": _push(True),
+        "\x89": _push(False),
+        "K": _byte,
+        "M": _little(2),
+        "J": _signed,
+        "\x8a": _long,
+        "G": _float,
+        "\x8c": _short_text,
+        "X": _text(4),
+        "\x8d": _text(8),
+        "C": _bytes(1),
+        "B": _bytes(4),
+        "\x8e": _bytes(8),
+        "\x96": _bytes(8),  # a bytearray
+        "(": machine._mark,
+        "]": _new_list,
+        "}": _new_dict,
+        "\x8f": _new_list,  # a set, of which nothing is hashed
+        ")": _push(()),
+        "t": lambda m: m._tuple_of(m._since_mark()),
+        "\x91": lambda m: m._tuple_of(m._since_mark()),  # a frozenset
+        "\x85": machine._one,
+        "\x86": machine._two,
+        "\x87": machine._three,
+        "a": machine._append,
+        "e": machine._appends,
+        "\x90": machine._appends,
+        "s": machine._set_item,
+        "u": machine._set_items,
+        "c": machine._global,
+        "\x93": machine._stack_global,
+        "R": machine._make,
+        "\x81": machine._make,
+        "b": machine._build,
+        "Q": machine._persistent,
+        "q": lambda m: m._put(m._number(1)),
+        "r": lambda m: m._put(m._number(4)),
+        "h": _get,
+        "j": _long_get,
+        "\x94": _memoize,
     }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self.KNOWN:
-            return self.KNOWN[module, name]
-        named = vars(torch).get(name) if module == "torch" else None
-        return named if isinstance(named, torch.dtype) else Guarded(name, (Inert,), {})
-
-    def persistent_load(self, pid: Any) -> Any:
-        return Inert()
+    return [known.get(chr(code), machine._unknown) for code in range(256)]
 
 
-def read_pickle(file: IO[bytes], reader: type[InertUnpickler] = InertUnpickler) -> Any:
-    """What is in the file. Errors: ValueError when it is damaged, Refused as the reader says."""
-    try:
-        return reader(file).load()
-    except Refused:
-        raise
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"damaged pickle: {error}") from None
-    except (IndexError, KeyError, OverflowError, MemoryError, RecursionError) as error:
-        raise ValueError(f"damaged pickle: {error!r}") from None
+InertUnpickler.TABLE = _table()
