@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from mindspeed_rlxf.checkpoint.formats import COMMON, METADATA
-from mindspeed_rlxf.checkpoint.inert_pickle import Refused, read_pickle, shown
+from mindspeed_rlxf.checkpoint.inert_pickle import read_pickle
 from mindspeed_rlxf.checkpoint.inside import inside
 from mindspeed_rlxf.checkpoint.pickle_names import Inert, integers
+from mindspeed_rlxf.checkpoint.pickle_values import Refused, shown
 from mindspeed_rlxf.checkpoint.refusals import refusal, unreadable
 from mindspeed_rlxf.checkpoint.regular import open_regular
 from mindspeed_rlxf.checkpoint.torch_file import (

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import NoneType
 from typing import Any, ClassVar
 
@@ -33,28 +33,23 @@ from mindspeed_rlxf.checkpoint.pickle_names import (
     is_attributes,
     is_fields,
 )
+from mindspeed_rlxf.checkpoint.pickle_operations import SCALARS, Operation
+from mindspeed_rlxf.checkpoint.pickle_values import (
+    Refused,
+    attributes_of,
+    check_key,
+    kind_of,
+    named_value,
+    shown,
+)
 
 MAX_STEPS = 16_000_000  # of one pickle: a sharded folder of 400,000 chunks has these
 MAX_CONTAINERS = 6_000_000  # at a time: 200 bytes each, with what is known of it
 BETWEEN_CHECKS = 1 << 16  # steps
 MAX_DEPTH = 100
 MAX_NAME = 200  # characters of module and name
-MAX_KEY_PARTS = 8
-MAX_KEY_NUMBER = 1 << 48
-MAX_NUMBER_BYTES = 64  # of an integer; random streams of numpy have 16
-SHOWN = 120  # characters of a stranger's text in a message
 
 _PLAIN = frozenset((str, int, float, bool, bytes, NoneType, torch.dtype, Named, Storage))
-_KEYS = frozenset((str, bool, bytes, NoneType, torch.dtype, Named, Inert))
-
-
-class Refused(ValueError):
-    """A pickle that wants more than data, or more of it than is read."""
-
-
-def shown(text: object) -> str:
-    """A stranger's text as a message may have it: short, without control characters."""
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(text)[:SHOWN])
 
 
 def read_pickle(data: bytes) -> Any:
@@ -65,7 +60,7 @@ def read_pickle(data: bytes) -> Any:
 class InertUnpickler:
     """One pickle, from the first byte of `data` to the last."""
 
-    TABLE: ClassVar[list[Callable[[Any], None]]]  # by opcode
+    TABLE: ClassVar[list[Operation]]  # by opcode
 
     def __init__(self, data: bytes) -> None:
         self.data, self.at = data, 0
@@ -120,17 +115,6 @@ class InertUnpickler:
         raise Refused("a tensor's data outside a file of tensors")
 
     # Of bytes ------------------------------------------------------------------------------------
-
-    def _take(self, count: int) -> bytes:
-        """Where they are too few, the next step finds itself behind the end."""
-        start = self.at
-        self.at = end = start + count
-        return self.data[start:end]
-
-    def _number(self, size: int) -> int:
-        start = self.at
-        self.at = end = start + size
-        return int.from_bytes(self.data[start:end], "little")
 
     def _line(self) -> str:
         end = self.data.find(b"\n", self.at, self.at + MAX_NAME + 1)
@@ -227,7 +211,7 @@ class InertUnpickler:
         for at in range(0, len(items), 2):
             key = items[at]
             if type(key) is not str:
-                _check_key(key)
+                check_key(key)
             if key in target:
                 raise Refused("two entries of one name")
             target[key] = items[at + 1]
@@ -236,19 +220,19 @@ class InertUnpickler:
 
     def _global(self) -> None:
         module, name = self._line(), self._line()
-        self.stack.append(_named(module, name))
+        self.stack.append(named_value(module, name))
 
     def _stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if type(name) is not str or type(module) is not str:
             raise Refused("a name that is no text: STACK_GLOBAL requires str")
-        self.stack.append(_named(module, name))
+        self.stack.append(named_value(module, name))
 
     def _make(self) -> None:
         """REDUCE and NEWOBJ, which differ only for what makes objects."""
         arguments, named = self.stack.pop(), self.stack.pop()
         if type(named) is not Named:
-            raise Refused(f"a call of {_kind(named)}")
+            raise Refused(f"a call of {kind_of(named)}")
         if type(arguments) is not tuple:
             raise Refused(f"{named.text} with arguments that are no tuple")
         depth = self._hold(arguments)
@@ -289,139 +273,20 @@ class InertUnpickler:
             return
         if target.state is not None or not STATES.get(target.named, is_attributes)(state):
             raise Refused(f"{target.named} with a state that no checkpoint gives it")
-        target.state = state if target.named in STATES else _attributes(state)
+        target.state = state if target.named in STATES else attributes_of(state)
 
     def _persistent(self) -> None:
         """("storage", type, key, device, elements[, view]), as `torch.save` writes it."""
         pid = self.stack.pop()
         good = type(pid) is tuple and len(pid) in (5, 6) and pid[0] == "storage"
         if not good or [type(part) for part in pid[1:5]] != [Named, str, str, int]:
-            raise Refused(f"a reference to something outside, {_kind(pid)}")
+            raise Refused(f"a reference to something outside, {kind_of(pid)}")
         if not STORAGE_TYPE.fullmatch(pid[1].text) or pid[5:] not in ((), (None,)):
             raise Refused("a reference to something outside")
         self.stack.append(self.storage(pid[1].text.rpartition(".")[2], pid[2], pid[4]))
 
-    # Of the memo ---------------------------------------------------------------------------------
-
-    def _put(self, index: int) -> None:
-        if index in self.memo:
-            raise Refused("a value that is remembered in place of another")
-        self.memo[index] = self.stack[-1]
-
     def _unknown(self) -> None:
         raise ValueError(f"the operation {self.data[self.at - 1]:#04x}, which no checkpoint has")
-
-
-def _kind(value: Any) -> str:
-    """Of a value whose content may be large or without end."""
-    if type(value) is Inert:
-        return f"what {value.named} returns"
-    return shown(value) if type(value) in (str, int) else f"a {type(value).__name__}"
-
-
-def _named(module: str, name: str) -> Any:
-    """A name on the list, or the dtype of that name."""
-    text = f"{module}.{name}"
-    known = _NAMES.get(text)
-    if known is None:
-        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-            return vars(torch)[name]
-        if text not in ALLOWED and not STORAGE_TYPE.fullmatch(text):
-            raise Refused(shown(text))
-        known = _NAMES.setdefault(text, Named(text))
-    return known
-
-
-_NAMES: dict[str, Named] = {}  # as many as the list has
-
-
-def _attributes(state: Any) -> dict[str, Any]:
-    """By name: of the object, and of its slots where a pair of both is given."""
-    if type(state) is dict:
-        return state
-    pair = state if type(state) is tuple else (state, None)
-    first, second = (part or {} for part in pair)
-    if first.keys() & second.keys():
-        raise Refused("an object with two attributes of one name")
-    return {**first, **second}
-
-
-def _check_key(key: Any) -> None:
-    """Keys are hashed and compared: only values for which that is quickly done."""
-    for part in key if type(key) is tuple and len(key) <= MAX_KEY_PARTS else (key,):
-        small = type(part) is int and abs(part) < MAX_KEY_NUMBER
-        if not small and type(part) not in _KEYS and type(part) is not str:
-            raise Refused(f"a key that is {_kind(part)}")
-
-
-def _push(value: Any) -> Callable[[InertUnpickler], None]:
-    return lambda machine: machine.stack.append(value)
-
-
-def _little(size: int) -> Callable[[InertUnpickler], None]:
-    return lambda machine: machine.stack.append(machine._number(size))
-
-
-def _signed(machine: InertUnpickler) -> None:
-    machine.stack.append(int.from_bytes(machine._take(4), "little", signed=True))
-
-
-def _long(machine: InertUnpickler) -> None:
-    size = machine._number(1)
-    if size > MAX_NUMBER_BYTES:
-        raise Refused(f"an integer of {size} bytes")
-    machine.stack.append(int.from_bytes(machine._take(size), "little", signed=True))
-
-
-def _float(machine: InertUnpickler) -> None:
-    machine.stack.append(struct.unpack(">d", machine._take(8))[0])
-
-
-def _text(size: int) -> Callable[[InertUnpickler], None]:
-    def push(machine: InertUnpickler) -> None:
-        machine.stack.append(str(machine._take(machine._number(size)), "utf-8"))
-
-    return push
-
-
-def _bytes(size: int) -> Callable[[InertUnpickler], None]:
-    return lambda machine: machine.stack.append(machine._take(machine._number(size)))
-
-
-def _short_text(machine: InertUnpickler) -> None:
-    """The most frequent of all."""
-    start = machine.at + 1
-    end = start + machine.data[start - 1]
-    if end > len(machine.data):
-        raise IndexError
-    machine.at = end
-    machine.stack.append(str(machine.data[start:end], "utf-8"))
-
-
-def _memoize(machine: InertUnpickler) -> None:
-    memo = machine.memo
-    index = len(memo)
-    if index in memo:
-        raise Refused("a value that is remembered in place of another")
-    memo[index] = machine.stack[-1]
-
-
-def _byte(machine: InertUnpickler) -> None:
-    at = machine.at
-    machine.at = at + 1
-    machine.stack.append(machine.data[at])
-
-
-def _get(machine: InertUnpickler) -> None:
-    at = machine.at
-    machine.at = at + 1
-    machine.stack.append(machine.memo[machine.data[at]])
-
-
-def _long_get(machine: InertUnpickler) -> None:
-    at = machine.at
-    machine.at = end = at + 4
-    machine.stack.append(machine.memo[int.from_bytes(machine.data[at:end], "little")])
 
 
 def _new_list(machine: InertUnpickler) -> None:
@@ -432,45 +297,18 @@ def _new_dict(machine: InertUnpickler) -> None:
     machine._push_new({}, 1)
 
 
-def _protocol(machine: InertUnpickler) -> None:
-    if machine._number(1) not in (2, 3, 4, 5) or machine.at != 2:
-        raise ValueError("its protocol is none of 2 to 5")
-
-
-def _frame(machine: InertUnpickler) -> None:
-    if machine._number(8) > len(machine.data) - machine.at:
-        raise IndexError
-
-
 STOP = ord(".")
 
 
-def _table() -> list[Callable[[InertUnpickler], None]]:
+def _table() -> list[Operation]:
     """What the picklers of protocols 2 to 5 write for data; anything else is not known."""
     machine = InertUnpickler
-    known: dict[str, Callable[[InertUnpickler], None]] = {
-        "\x80": _protocol,
-        "\x95": _frame,
-        "N": _push(None),
-        "\x88": _push(True),
-        "\x89": _push(False),
-        "K": _byte,
-        "M": _little(2),
-        "J": _signed,
-        "\x8a": _long,
-        "G": _float,
-        "\x8c": _short_text,
-        "X": _text(4),
-        "\x8d": _text(8),
-        "C": _bytes(1),
-        "B": _bytes(4),
-        "\x8e": _bytes(8),
-        "\x96": _bytes(8),  # a bytearray
+    known: dict[str, Operation] = {
+        **SCALARS,
         "(": machine._mark,
         "]": _new_list,
         "}": _new_dict,
         "\x8f": _new_list,  # a set, of which nothing is hashed
-        ")": _push(()),
         "t": lambda m: m._tuple_of(m._since_mark()),
         "\x91": lambda m: m._tuple_of(m._since_mark()),  # a frozenset
         "\x85": machine._one,
@@ -487,11 +325,6 @@ def _table() -> list[Callable[[InertUnpickler], None]]:
         "\x81": machine._make,
         "b": machine._build,
         "Q": machine._persistent,
-        "q": lambda m: m._put(m._number(1)),
-        "r": lambda m: m._put(m._number(4)),
-        "h": _get,
-        "j": _long_get,
-        "\x94": _memoize,
     }
     return [known.get(chr(code), machine._unknown) for code in range(256)]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from mindspeed_rlxf.checkpoint.inert_pickle import Refused
 from mindspeed_rlxf.checkpoint.layout import RANK_FILE
+from mindspeed_rlxf.checkpoint.pickle_values import Refused
 
 FREELY = f"weights_only={False}"  # run by a user who trusts a file, for it runs what the file wants
 MODEL_ALONE = (

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rlxf.checkpoint.inert_pickle import InertUnpickler, Refused
+from mindspeed_rlxf.checkpoint.inert_pickle import InertUnpickler
 from mindspeed_rlxf.checkpoint.pickle_names import OF_STORAGE, TYPED, Storage
+from mindspeed_rlxf.checkpoint.pickle_values import Refused
 from mindspeed_rlxf.checkpoint.refusals import refusal, unreadable
 from mindspeed_rlxf.checkpoint.regular import open_regular
 from mindspeed_rlxf.checkpoint.zip_records import PICKLE, Record, records_of
