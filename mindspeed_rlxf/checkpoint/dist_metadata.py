@@ -76,7 +76,7 @@ class Metadata:
 def read_metadata(folder: Path) -> Metadata:
     """Errors: ValueError where it is missing, damaged, or does not fit the files."""
     with _told(folder):
-        with open_regular(folder / METADATA) as file:
+        with open_regular(inside(folder, METADATA, METADATA)) as file:
             data = file.read(MAX_METADATA + 1)
         if len(data) > MAX_METADATA:
             raise Refused(f"more than {MAX_METADATA} bytes")

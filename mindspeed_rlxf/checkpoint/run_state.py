@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mindspeed_rlxf.checkpoint.boxes import Box, whole
 from mindspeed_rlxf.checkpoint.formats import STATE_FILES
+from mindspeed_rlxf.checkpoint.pickle_values import shown
 from mindspeed_rlxf.checkpoint.regular import open_regular, parse_json
 from mindspeed_rlxf.checkpoint.safetensors_writer import DTYPES, write_safetensors
 from mindspeed_rlxf.checkpoint.torch_file_writer import PlannedTensor
@@ -217,6 +218,6 @@ def _stored_piece(
     fits = first >= 0 and data + last <= size and last - first == prod(shape) * dtype.itemsize
     axes = len(shape)
     if not name or not fits or axes not in (1, 2) or axes != len(start) or min(shape + start) < 0:
-        raise ValueError(f"{key} is no piece")
+        raise ValueError(f"{shown(key)} is no piece")
     box = whole(shape).moved(start[0], start[1] if axes == 2 else 0)
     return slot, name, StoredPiece(file, data + first, dtype, box, axes)
