@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mindspeed_rlxf.checkpoint.boxes import Box, whole
 from mindspeed_rlxf.checkpoint.formats import STATE_FILES
+from mindspeed_rlxf.checkpoint.inside import inside
 from mindspeed_rlxf.checkpoint.pickle_values import shown
 from mindspeed_rlxf.checkpoint.regular import open_regular, parse_json
 from mindspeed_rlxf.checkpoint.safetensors_writer import DTYPES, write_safetensors
@@ -105,7 +106,7 @@ class RunState:
         self.bytes_read = 0
         self._pieces: dict[tuple[str, str], list[StoredPiece]] = {}
         for file in sorted(folder.glob(STATE_FILES)):
-            for slot, name, piece in _stored_pieces(file):
+            for slot, name, piece in _stored_pieces(inside(folder, file.name, STATE_FILES)):
                 self._pieces.setdefault((slot, name), []).append(piece)
         self._open: dict[Path, BinaryIO] = {}
         self._files = ExitStack()

@@ -223,8 +223,7 @@ def test_a_header_of_a_wrong_length_is_refused(tmp_path: Path, length: int) -> N
         for format_, files in FILES.items()
         for file in files
         for kind in ("pipe", "folder", "link")
-        # Those of Hugging Face's cache are links; a run's manifest refuses them (`run_files`).
-        if kind != "link" or format_ in ("legacy", "sharded")
+        if kind != "link" or format_ != "hf"
     ],
 )
 def test_what_is_no_file_is_refused(
