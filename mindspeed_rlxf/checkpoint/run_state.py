@@ -195,7 +195,10 @@ def _stored_pieces(file: Path) -> list[tuple[str, str, StoredPiece]]:
             length = int.from_bytes(stream.read(8), "little")
             if length > MAX_HEADER_BYTES:
                 raise ValueError(f"its header has {length} bytes")
-            header = parse_json(stream.read(length), file)
+            text = stream.read(length)
+            if len(text) != length:
+                raise ValueError("its header is cut short")
+            header = parse_json(text, file)
             size = stream.seek(0, os.SEEK_END)
         return [
             _stored_piece(file, key, about, 8 + length, size)

@@ -207,13 +207,13 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, name: str) -> None:
     header = HEADERS[name]
     data = (header if isinstance(header, str) else json.dumps(header)).encode()
     file_of(tmp_path, 0).write_bytes(struct.pack("<Q", len(data)) + data + bytes(4))
-    assert outcome(lambda: read_all(tmp_path))
+    assert "is damaged or truncated" in outcome(lambda: read_all(tmp_path))
 
 
 @pytest.mark.parametrize("length", [0, 1 << 25, 1 << 40, (1 << 64) - 1])
 def test_a_header_of_a_wrong_length_is_refused(tmp_path: Path, length: int) -> None:
     file_of(tmp_path, 0).write_bytes(struct.pack("<Q", length) + b"{}")
-    assert outcome(lambda: read_all(tmp_path))
+    assert "is damaged or truncated" in outcome(lambda: read_all(tmp_path))
 
 
 @pytest.mark.parametrize(
