@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from mindspeed_rlxf.checkpoint import safe_folder
 from mindspeed_rlxf.checkpoint.formats import Format, find_weights
 from mindspeed_rlxf.checkpoint.hf_folder import HfFolder
 from mindspeed_rlxf.checkpoint.legacy import read_legacy
 from mindspeed_rlxf.checkpoint.reader import MegatronWeights
 from mindspeed_rlxf.checkpoint.run_state import RunState
-from mindspeed_rlxf.checkpoint.torch_dist import read_torch_dist
+from mindspeed_rlxf.checkpoint.torch_dist import open_torch_dist, read_torch_dist
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head
 
@@ -61,12 +60,10 @@ def open_weights(
     kind, place = find_weights(Path(folder))
     if kind is Format.RUN_STATE:
         return RunState(place)
-    if kind is not Format.HF:
-        safe_folder.check(place)
     if kind is Format.LEGACY:
         return read_legacy(place, architecture)
     if kind is Format.TORCH_DIST:
-        return read_torch_dist(place, architecture)
+        return read_torch_dist(open_torch_dist(place), architecture)
     return HfFolder(folder)
 
 

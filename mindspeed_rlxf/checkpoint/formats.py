@@ -9,7 +9,7 @@ from mindspeed_rlxf.checkpoint.layout import RANK_FOLDER, TRACKER
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-METADATA = ".metadata"
+METADATA, COMMON = ".metadata", "common.pt"  # of Megatron's sharded checkpoints
 STATE_FILES = "state_*.safetensors"  # of a role in a checkpoint of a run
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+from mindspeed_rlxf.checkpoint.formats import COMMON, METADATA
+from mindspeed_rlxf.checkpoint.inside import inside
 from mindspeed_rlxf.checkpoint.run_files import (
     Entry,
     content_problem,
@@ -107,14 +109,25 @@ def present(folder: Path, entries: Sequence[Entry]) -> list[int]:
 
 
 def unsafe(folder: Path) -> str:
-    """What a pickle below the folder would do that no checkpoint does; empty = nothing."""
-    from mindspeed_rlxf.checkpoint import safe_folder  # brings in torch
-
+    """What is wrong with the sharded checkpoints of older versions below the folder, before a role
+    reads them; empty = nothing. Checkpoints of this version hold no pickle."""
     try:
-        safe_folder.check(folder)
+        for name in (METADATA, COMMON):
+            for file in sorted(folder.rglob(name)):
+                _read_restricted(file)
     except ValueError as error:
         return f"{error} (on {socket.gethostname()})"
     return ""
+
+
+def _read_restricted(file: Path) -> None:
+    from mindspeed_rlxf.checkpoint.torch_dist import open_torch_dist  # brings in torch
+    from mindspeed_rlxf.checkpoint.torch_file import read_torch_file
+
+    if file.name == METADATA:
+        open_torch_dist(file.parent)
+    elif not (file.parent / METADATA).exists():
+        read_torch_file(inside(file.parent, file.name, COMMON))
 
 
 def read(file: Path, offset: int) -> bytes:

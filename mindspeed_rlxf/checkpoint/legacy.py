@@ -7,12 +7,14 @@ from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mindspeed_rlxf.checkpoint.inside import inside
 from mindspeed_rlxf.checkpoint.layout import (
     ITERATION,
     RANK_FILE,
@@ -42,7 +44,7 @@ from mindspeed_rlxf.models.parameters import (
 )
 
 RM_HEAD_BIAS = "rm_head.bias"
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.")
 
 Tensors = dict[str, StoredTensor]
 Grid = dict[tuple[int, int, int], list[Tensors]]
@@ -73,8 +75,9 @@ def read_legacy(folder: Path, architecture: ArchitectureConfig) -> MegatronWeigh
             found = _add(weights, table.values(), tensors, tp_rank, ep_rank, layout, problems)
             extra = [n for n in tensors.keys() - found if not IGNORED.search(n)]
             problems += [f"{where}: {name} is not in the model" for name in sorted(extra)]
-            if tp_rank == ep_rank == 0 and RM_HEAD_BIAS in tensors:
-                weights.dropped_bias = float(tensors[RM_HEAD_BIAS].read((0, 1)))
+            bias = tensors.get(RM_HEAD_BIAS)
+            if tp_rank == ep_rank == 0 and bias is not None and bias.shape == (1,):
+                weights.dropped_bias = float(bias.read((0, 1)))
     refuse(folder, problems)
     return weights
 
@@ -101,13 +104,15 @@ def _add(
         again = parameter.split is Split.REPLICATED and tp_rank > 0
         again = again or (parameter.expert is None and ep_rank > 0)
         tied = parameter.name == OUTPUT_LAYER.name and parameter.sources == EMBEDDING.sources
-        rows = stored.shape[0] if parameter.split is Split.VOCAB else None
+        rows = sum(stored.shape[:1]) if parameter.split is Split.VOCAB else None
         if rows is not None and rows * layout.tp < a.vocab_size:
             problems.append(f"{name} has {rows * layout.tp} rows, the model needs {a.vocab_size}")
             continue
         parts = shard_slices(parameter, a, tp_rank, layout.tp, rows)
         expected = shard_shape(parameter, a, tp_rank, layout.tp, rows)
-        if stored.shape != expected:
+        if not stored.dtype.is_floating_point:
+            problems.append(f"{name} is {stored.dtype}, the model needs floating-point numbers")
+        elif stored.shape != expected:
             problems.append(f"{name} is {list(stored.shape)}, the model needs {list(expected)}")
         elif not again and not tied:
             weights.add(parts, stored)
@@ -133,8 +138,8 @@ def shard_shape(
 def _grid(folder: Path, architecture: ArchitectureConfig) -> Grid:
     """The tensors of every rank. Errors: ValueError when one is missing."""
     matches = [(RANK_FOLDER.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
-    found = {m.groups(): path for m, path in matches if m is not None}
-    files = {parts: _chunks(path / RANK_FILE) for parts, path in found.items()}
+    found = {m.groups(): f"{path.name}/{RANK_FILE}" for m, path in matches if m is not None}
+    files = {parts: _chunks(inside(folder, file, "")) for parts, file in found.items()}
     suffixes = {sum(part is not None for part in parts[1:]) for parts in files}
     if len(suffixes) != 1:
         raise ValueError(f"{folder} mixes checkpoints of different layouts; remove one of them")
@@ -144,15 +149,15 @@ def _grid(folder: Path, architecture: ArchitectureConfig) -> Grid:
         pp_rank, ep_rank = (None, second) if experts_only else (second, third)
         grid[int(tp_rank or 0), int(pp_rank or 0), int(ep_rank or 0)] = chunks
     sizes = [max(rank[axis] for rank in grid) + 1 for axis in range(3)]
-    missing = [
+    absent = (  # looked for no longer than it takes to name a few: a name may have any number
         f"tp {t} pp {p} ep {e}"
         for t in range(sizes[0])
         for p in range(sizes[1])
         for e in range(sizes[2])
         if (t, p, e) not in grid
-    ]
-    if missing:
-        raise ValueError(f"{folder} lacks ranks: {', '.join(missing[:8])}; copy the whole folder")
+    )
+    if missing := list(islice(absent, 8)):
+        raise ValueError(f"{folder} lacks ranks: {', '.join(missing)}; copy the whole folder")
     return grid
 
 
@@ -165,12 +170,18 @@ def _counts_experts(files: dict[Any, list[Tensors]], a: ArchitectureConfig) -> b
 
 def _chunks(file: Path) -> list[Tensors]:
     content = read_torch_file(file)
-    keys = sorted(k for k in content if re.fullmatch(r"model\d*", str(k))) if content else []
-    if not keys or not all(isinstance(content[key], dict) for key in keys):
+    names = content if type(content) is dict else {}
+    keys = [k for k in names if type(k) is str and re.fullmatch(r"model\d{0,4}", k, re.ASCII)]
+    if not keys or not all(type(content[key]) is dict for key in keys):
         raise ValueError(f"{file} holds no model; give the folder of a Megatron checkpoint")
     keys.sort(key=lambda key: int(key.removeprefix("model") or 0))
     return [
-        {name: t for name, t in content[key].items() if isinstance(t, StoredTensor)} for key in keys
+        {
+            name: t
+            for name, t in content[key].items()
+            if type(name) is str and name.isprintable() and type(t) is StoredTensor
+        }
+        for key in keys
     ]
 
 

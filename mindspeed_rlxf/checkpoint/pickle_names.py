@@ -1,8 +1,9 @@
-"""What the pickles of a checkpoint may name, and with which arguments.
+"""What the pickles of a checkpoint may name, with which arguments, and what is read in its place.
 
 Tensors, the metadata of `torch.distributed.checkpoint`, Megatron's arguments, numbers and random
 states of numpy. A function or a class that is not here is refused; one that is here is refused with
-arguments that no checkpoint gives it (a hook, an array of objects, another codec).
+arguments that no checkpoint gives it (a hook, an array of objects, another codec). Types are
+compared exactly: what a test is given was made by `inert_pickle`, of plain types and these three.
 """
 
 from __future__ import annotations
@@ -11,12 +12,40 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_rlxf.checkpoint.inert_pickle import Inert
-
 Test = Callable[[tuple[Any, ...]], bool]
 """Of the arguments that an object is made of: are they what checkpoints have there?"""
 
-NUMBERS = re.compile(r"[<>|=]?[?biufcSU]\d*")  # numpy dtypes that hold no objects
+NUMBERS = re.compile(r"[<>|=]?[?biufcSU]\d{0,6}")  # numpy dtypes that hold no objects
+STORAGE_TYPE = re.compile(
+    r"torch(\.storage)?\.(Double|Float|Half|BFloat16|Long|Int|Short|Char|Byte|Bool|Untyped)Storage"
+)
+ORDERED_DICT, SIZE = "collections.OrderedDict", "torch.Size"
+
+
+class Named:
+    """A class or a function, as text."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class Inert:
+    """Stands for an object of a listed class: keeps what it was made of, computes nothing.
+
+    state: attributes by name, or what the class keeps in their place; None = not given
+    """
+
+    __slots__ = ("arguments", "named", "state")
+
+    def __init__(self, named: str, arguments: tuple[Any, ...]) -> None:
+        self.named, self.arguments = named, arguments
+        self.state: Any = None
+
+    def field(self, name: str) -> Any:
+        """The attribute of that name. Errors: KeyError, TypeError"""
+        return self.state[name]
 
 
 class Storage:
@@ -32,53 +61,58 @@ def _never(_arguments: tuple[Any, ...]) -> bool:
     return False
 
 
-def _of(*types: type) -> Test:
+def _are(types: tuple[type, ...]) -> Test:
     """Just as many arguments, of these types."""
+    return lambda arguments: tuple(map(type, arguments)) == types
 
-    def accepts(arguments: tuple[Any, ...]) -> bool:
-        return len(arguments) == len(types) and all(map(isinstance, arguments, types))
 
-    return accepts
+def _of(*types: type) -> Test:
+    return _are(types)
+
+
+def _one_of(*types: type) -> Test:
+    return lambda arguments: len(arguments) == 1 and type(arguments[0]) in types
 
 
 def _all_of(*types: type) -> Test:
     """Any number of arguments of these types."""
-    return lambda arguments: all(isinstance(argument, types) for argument in arguments)
+    return lambda arguments: all(type(argument) in types for argument in arguments)
 
 
 def _one(pattern: str) -> Test:
-    return lambda a: len(a) == 1 and isinstance(a[0], str) and bool(re.fullmatch(pattern, a[0]))
+    return lambda a: _of(str)(a) and bool(re.fullmatch(pattern, a[0]))
 
 
 def is_fields(state: Any) -> bool:
     """Attributes by name, none of those that Python itself looks at."""
-    return isinstance(state, dict) and all(
-        isinstance(name, str) and not name.startswith("__") for name in state
-    )
+    if type(state) is not dict or not set(map(type, state)) <= {str}:
+        return False
+    return "__" not in {name[:2] for name in state}
 
 
 def is_attributes(state: Any) -> bool:
     """Of an object: by name, or those and its slots."""
-    parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+    if type(state) is dict:
+        return is_fields(state)
+    parts = state if type(state) is tuple and len(state) == 2 else (state,)
     return all(part is None or is_fields(part) for part in parts)
 
 
 def _is(value: Any, *names: str) -> bool:
     """Whether it is the class or the function of that name."""
-    return isinstance(value, type) and getattr(value, "named", "") in names
+    return type(value) is Named and value.text in names
+
+
+def _is_object(value: Any, name: str) -> bool:
+    return type(value) is Inert and value.named == name
 
 
 def _is_latin(arguments: tuple[Any, ...]) -> bool:
     return _of(str, str)(arguments) and arguments[1] in ("latin1", "latin-1")
 
 
-def _is_encoded(arguments: tuple[Any, ...]) -> bool:
-    """Bytes as older protocols write them."""
-    return len(arguments) == 1 and getattr(arguments[0], "named", "") == "_codecs.encode"
-
-
-def _integers(value: Any) -> bool:
-    return isinstance(value, tuple) and all(type(item) is int for item in value)
+def integers(value: Any) -> bool:
+    return type(value) is tuple and set(map(type, value)) <= {int}
 
 
 def _is_tensor(arguments: tuple[Any, ...]) -> bool:
@@ -86,15 +120,17 @@ def _is_tensor(arguments: tuple[Any, ...]) -> bool:
     if not 4 <= len(arguments) <= 7 or not isinstance(arguments[0], Storage):
         return False
     _, offset, shape, stride, *rest = arguments
-    good = isinstance(offset, int) and _integers(tuple(shape)) and _integers(tuple(stride))
-    return good and all(item is None or isinstance(item, bool) or item == {} for item in rest)
+    good = type(offset) is int and integers(shape) and integers(stride)
+    return good and all(
+        item is None or type(item) is bool or (type(item) is dict and not item) for item in rest
+    )
 
 
 def _is_parameter(arguments: tuple[Any, ...]) -> bool:
     """tensor, requires_grad, hooks[, attributes]."""
-    if len(arguments) not in (3, 4) or not isinstance(arguments[0], Inert):
+    if len(arguments) not in (3, 4) or type(arguments[2]) is not dict or arguments[2]:
         return False
-    return arguments[2] == {} and (len(arguments) == 3 or is_fields(arguments[3]))
+    return len(arguments) == 3 or is_fields(arguments[3])
 
 
 def _is_typed(arguments: tuple[Any, ...]) -> bool:
@@ -102,46 +138,68 @@ def _is_typed(arguments: tuple[Any, ...]) -> bool:
     if len(arguments) != 4 or not _is(arguments[1], "torch.Tensor", *PARAMETER_CLASSES):
         return False
     function, _, inner, state = arguments
-    of_tensor = _is(function, "torch._utils._rebuild_tensor_v2") and isinstance(inner, tuple)
-    of_parameter = _is(function, "torch._utils._rebuild_parameter") and isinstance(inner, tuple)
+    of_tensor = _is(function, TENSOR) and type(inner) is tuple
+    of_parameter = _is(function, PARAMETER) and type(inner) is tuple
     good = (of_tensor and _is_tensor(inner)) or (of_parameter and _is_parameter(inner))
     return good and is_attributes(state)
 
 
 def _is_new_array(arguments: tuple[Any, ...]) -> bool:
-    return len(arguments) == 3 and _is(arguments[0], "numpy.ndarray") and arguments[1] == (0,)
+    return (
+        len(arguments) == 3
+        and _is(arguments[0], "numpy.ndarray")
+        and integers(arguments[1])
+        and arguments[1] == (0,)
+    )
 
 
 def _is_scalar(arguments: tuple[Any, ...]) -> bool:
-    return len(arguments) == 2 and getattr(arguments[0], "named", "") == "numpy.dtype"
+    return len(arguments) == 2 and _is_object(arguments[0], "numpy.dtype")
 
 
 def _is_dtype(arguments: tuple[Any, ...]) -> bool:
     return (
-        bool(arguments) and isinstance(arguments[0], str) and bool(NUMBERS.fullmatch(arguments[0]))
+        bool(arguments)
+        and type(arguments[0]) is str
+        and bool(NUMBERS.fullmatch(arguments[0]))
+        and all(type(a) in (bool, int) for a in arguments[1:])
     )
 
 
 def _is_array_state(state: Any) -> bool:
     """version, shape, dtype, order, bytes; a dtype of objects is refused on its own."""
     return (
-        isinstance(state, tuple)
+        type(state) is tuple
         and len(state) == 5
-        and _integers(state[1])
-        and (_is_scalar((state[2], None)) and isinstance(state[4], bytes | Inert))
+        and integers(state[1])
+        and _is_scalar((state[2], None))
+        and (type(state[4]) is bytes or _is_object(state[4], "builtins.bytes"))
     )
 
 
 def _is_dtype_state(state: Any) -> bool:
     """version, byte order, no fields, sizes."""
-    return isinstance(state, tuple) and all(isinstance(i, int | str | None) for i in state)
+    return type(state) is tuple and all(type(item) in (int, str, type(None)) for item in state)
 
 
 def _is_bytes_io_state(state: Any) -> bool:
-    return isinstance(state, tuple) and len(state) == 3 and state[2] in (None, {})
+    return (
+        type(state) is tuple
+        and len(state) == 3
+        and (type(state[0]) is bytes or _is_object(state[0], "__builtin__.bytes"))
+        and (state[2] is None or (type(state[2]) is dict and not state[2]))
+    )
 
 
-_ENUM = _of(int | str)  # type: ignore[arg-type]
+def _is_properties_state(state: Any) -> bool:
+    return is_fields(state) or type(state) is tuple
+
+
+def _is_byte_array(a: tuple[Any, ...]) -> bool:
+    return not a or _of(bytes)(a) or _is_latin(a)
+
+
+_ENUM = _one_of(int, str)
 _DCP = "torch.distributed.checkpoint"
 _MEGATRON_ENUMS = {
     "megatron.core.enums": ("ModelType", "Fp8Recipe", "Fp4Recipe"),
@@ -155,10 +213,24 @@ _MEGATRON_ENUMS = {
     "megatron.model.enums": ("LayerType", "AttnType", "AttnMaskType", "PositionEmbeddingType"),
     "megatron.training.checkpointing": ("CheckpointType",),
 }
+TENSOR, PARAMETER = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"
+TYPED = "torch._tensor._rebuild_from_type_v2"
+OF_STORAGE = (TENSOR, "torch._utils._rebuild_tensor")
+TENSORS = {
+    TENSOR: _is_tensor,
+    "torch._utils._rebuild_tensor": _is_tensor,
+    PARAMETER: _is_parameter,
+    "torch._utils._rebuild_parameter_with_state": _is_parameter,
+    TYPED: _is_typed,
+}
+"""Functions whose result is a tensor in the file, or a tensor that is their first argument."""
+
 PARAMETER_CLASSES = ("torch.nn.parameter.Parameter", "torch.nn.Parameter")
 BYTES_IO = ("_io.BytesIO", "io.BytesIO")
 
 ALLOWED: dict[str, Test] = {
+    ORDERED_DICT: _none,
+    SIZE: lambda a: len(a) == 1 and integers(a[0]),
     "argparse.Namespace": _none,
     "types.SimpleNamespace": _none,
     "pathlib.PosixPath": _all_of(str),
@@ -173,9 +245,9 @@ ALLOWED: dict[str, Test] = {
             "bytes": _none,  # none at all, as old protocols write them
             "set": _of(list),
             "frozenset": _of(list),
-            "bytearray": lambda a: not a or _of(bytes)(a) or _is_latin(a) or _is_encoded(a),
+            "bytearray": _is_byte_array,
             "complex": _of(float, float),
-            "slice": lambda a: len(a) == 3 and all(i is None or isinstance(i, int) for i in a),
+            "slice": lambda a: len(a) == 3 and all(type(i) in (int, type(None)) for i in a),
             "range": _of(int, int, int),
             "xrange": _of(int, int, int),
         }.items()
@@ -183,11 +255,7 @@ ALLOWED: dict[str, Test] = {
     "torch.Tensor": _never,
     **dict.fromkeys(PARAMETER_CLASSES, _never),
     "torch.device": lambda a: _of(str)(a) or _of(str, int)(a),
-    "torch._utils._rebuild_tensor": _is_tensor,
-    "torch._utils._rebuild_tensor_v2": _is_tensor,
-    "torch._utils._rebuild_parameter": _is_parameter,
-    "torch._utils._rebuild_parameter_with_state": _is_parameter,
-    "torch._tensor._rebuild_from_type_v2": _is_typed,
+    **TENSORS,
     "torch.serialization._get_layout": _one(r"torch\.\w+"),
     **dict.fromkeys(
         (
@@ -229,6 +297,6 @@ STATES: dict[str, Callable[[Any], bool]] = {
     "numpy.dtype": _is_dtype_state,
     **{f"numpy.{c}.multiarray._reconstruct": _is_array_state for c in ("core", "_core")},
     **dict.fromkeys(BYTES_IO, _is_bytes_io_state),
-    f"{_DCP}.metadata.TensorProperties": lambda s: is_fields(s) or isinstance(s, tuple),
+    f"{_DCP}.metadata.TensorProperties": _is_properties_state,
 }
 """States that are no plain attributes."""

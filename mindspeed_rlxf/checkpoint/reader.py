@@ -110,7 +110,7 @@ class MegatronWeights:
     def read_ranges(self, name: str, wanted: list[Range]) -> Tensor:
         """Just the bytes of these ranges of each axis."""
         shape = [stop - start for start, stop in wanted]
-        result = torch.empty(shape, dtype=self.dtype(name))
+        result = torch.zeros(shape, dtype=self.dtype(name))
         filled = 0
         for piece in self._pieces[name]:
             dim = piece.part.dim
@@ -120,7 +120,11 @@ class MegatronWeights:
                 ranges = [*wanted[:dim], (start, stop), *wanted[dim + 1 :]]
                 target = result.narrow(dim, start - wanted[dim][0], stop - start)
                 filled += target.copy_(piece.read(ranges)).numel()
-        assert filled == result.numel(), f"{name}: {filled} of {wanted} numbers found"
+        if filled != result.numel():
+            raise ValueError(
+                f"{self.folder} has {filled} of the {result.numel()} numbers of {name}; copy the "
+                "whole folder again"
+            )
         self.bytes_read += result.numel() * result.element_size()
         return result
 

@@ -10,7 +10,6 @@ of a vocabulary has no Hugging Face name and is not stored: it is zero.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -24,13 +23,16 @@ from torch import Tensor
 
 from mindspeed_rlxf.checkpoint.boxes import Box, whole
 from mindspeed_rlxf.checkpoint.formats import STATE_FILES
+from mindspeed_rlxf.checkpoint.inside import inside
+from mindspeed_rlxf.checkpoint.pickle_values import shown
+from mindspeed_rlxf.checkpoint.regular import open_regular, parse_json
 from mindspeed_rlxf.checkpoint.safetensors_writer import DTYPES, write_safetensors
 from mindspeed_rlxf.checkpoint.torch_file_writer import PlannedTensor
 from mindspeed_rlxf.models.parameters import Slice
 
 WEIGHT = "weight"
 BUFFER_BYTES = 8 << 20
-MAX_HEADER_BYTES = 100 << 20  # as the safetensors library
+MAX_HEADER_BYTES = 32 << 20  # 300,000 pieces of one rank
 OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -104,7 +106,7 @@ class RunState:
         self.bytes_read = 0
         self._pieces: dict[tuple[str, str], list[StoredPiece]] = {}
         for file in sorted(folder.glob(STATE_FILES)):
-            for slot, name, piece in _stored_pieces(file):
+            for slot, name, piece in _stored_pieces(inside(folder, file.name, STATE_FILES)):
                 self._pieces.setdefault((slot, name), []).append(piece)
         self._open: dict[Path, BinaryIO] = {}
         self._files = ExitStack()
@@ -124,7 +126,9 @@ class RunState:
 
         Errors: ValueError where the files do not have all of it.
         """
-        result = torch.empty(box.height, box.width, dtype=self.dtype_of(slot, name))
+        if any(piece.dtype != self.dtype_of(slot, name) for piece in self._pieces[slot, name]):
+            raise ValueError(f"{self.folder} has pieces of {name} in several dtypes; copy it again")
+        result = torch.zeros(box.height, box.width, dtype=self.dtype_of(slot, name))
         filled = 0
         for piece in self._pieces[slot, name]:
             shared = box.overlap(piece.box)
@@ -152,7 +156,7 @@ class RunState:
 
     def _read(self, piece: StoredPiece, offset: int, target: memoryview) -> None:
         if piece.file not in self._open:
-            self._open[piece.file] = self._files.enter_context(piece.file.open("rb", 0))
+            self._open[piece.file] = self._files.enter_context(open_regular(piece.file))
         done = 0
         while done < len(target):
             count = os.preadv(self._open[piece.file].fileno(), [target[done:]], offset + done)
@@ -187,11 +191,14 @@ class RunState:
 def _stored_pieces(file: Path) -> list[tuple[str, str, StoredPiece]]:
     """Slot, name and place of each piece. Errors: ValueError for what we do not write."""
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             length = int.from_bytes(stream.read(8), "little")
             if length > MAX_HEADER_BYTES:
                 raise ValueError(f"its header has {length} bytes")
-            header = json.loads(stream.read(length))
+            text = stream.read(length)
+            if len(text) != length:
+                raise ValueError("its header is cut short")
+            header = parse_json(text, file)
             size = stream.seek(0, os.SEEK_END)
         return [
             _stored_piece(file, key, about, 8 + length, size)
@@ -207,12 +214,14 @@ def _stored_piece(
 ) -> tuple[str, str, StoredPiece]:
     slot, _, place = key.partition("/")
     name, _, corner = place.rpartition("@")
-    shape, dtype = tuple(map(int, about["shape"])), OF_NAME[about["dtype"]]
-    first, last = map(int, about["data_offsets"])
-    start = tuple(map(int, corner.split(",")))
+    shape, dtype = tuple(about["shape"]), OF_NAME[about["dtype"]]
+    first, last = about["data_offsets"]
+    if not name.isprintable() or {type(n) for n in (first, last, *shape)} != {int}:
+        raise ValueError("a piece has numbers of another kind")
+    start = tuple(int(n) if n.isdecimal() and len(n) < 19 else -1 for n in corner.split(","))
     fits = first >= 0 and data + last <= size and last - first == prod(shape) * dtype.itemsize
     axes = len(shape)
     if not name or not fits or axes not in (1, 2) or axes != len(start) or min(shape + start) < 0:
-        raise ValueError(f"{key} is no piece")
+        raise ValueError(f"{shown(key)} is no piece")
     box = whole(shape).moved(start[0], start[1] if axes == 2 else 0)
     return slot, name, StoredPiece(file, data + first, dtype, box, axes)

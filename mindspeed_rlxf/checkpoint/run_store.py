@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rlxf.checkpoint.regular import MAX_JSON, open_regular
 from mindspeed_rlxf.checkpoint.run_files import (
     HOST,
     Entry,
@@ -96,7 +97,7 @@ class Manifest:
             tree = json.loads(text)
             stated = tree.pop("sha256")
             version = tree["format_version"]
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise ValueError(f"{name} is not what was written") from None
         if version != FORMAT_VERSION:
             raise ValueError(
@@ -233,7 +234,8 @@ def _discard(path: Path) -> None:
 
 def _read_manifest(file: Path) -> Manifest:
     try:
-        text = file.read_text(encoding="utf-8")
+        with open_regular(file) as stream:
+            text = stream.read(MAX_JSON).decode("utf-8")
     except OSError:
         raise ValueError(f"{file.name} is missing") from None
     except ValueError:  # not even text

@@ -18,7 +18,6 @@ DTYPES = {
     torch.bfloat16: "BF16",
 }
 ALIGNMENT = 8  # of the data, bytes
-PICKLE = 0x80  # first byte of a pickle, which no length of a header may look like (`safe_folder`)
 
 
 def write_safetensors(
@@ -36,8 +35,6 @@ def write_safetensors(
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
-    if len(text) % 256 == PICKLE:
-        text += b" " * ALIGNMENT
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for planned in tensors.values():

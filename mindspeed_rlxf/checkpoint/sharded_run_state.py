@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mindspeed_rlxf.checkpoint import safe_folder
 from mindspeed_rlxf.checkpoint.boxes import Box
 from mindspeed_rlxf.checkpoint.formats import METADATA
 from mindspeed_rlxf.checkpoint.hf_folder import shape_problems
 from mindspeed_rlxf.checkpoint.reader import MegatronWeights, refuse
 from mindspeed_rlxf.checkpoint.run_state import WEIGHT, RunState, StateReader
-from mindspeed_rlxf.checkpoint.torch_dist import read_torch_dist
+from mindspeed_rlxf.checkpoint.torch_dist import open_torch_dist, read_torch_dist
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 
@@ -26,15 +25,15 @@ class ShardedRunState:
 
     def __init__(self, folder: Path, architecture: ArchitectureConfig) -> None:
         """Errors: ValueError when a file holds more than data."""
-        safe_folder.check(folder)
         self.folder, self._architecture = folder, architecture
+        self._metadata = open_torch_dist(folder)
         self._slots: dict[str, MegatronWeights] = {}
 
     def _of(self, slot: str) -> MegatronWeights:
         """Errors: ValueError when the folder has no such slot, or holds another model."""
         if slot not in self._slots:
             prefix = "" if slot == WEIGHT else f"optimizer.state.{slot}."
-            self._slots[slot] = read_torch_dist(self.folder, self._architecture, prefix)
+            self._slots[slot] = read_torch_dist(self._metadata, self._architecture, prefix)
         return self._slots[slot]
 
     @property

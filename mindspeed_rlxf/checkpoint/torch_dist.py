@@ -10,14 +10,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from mindspeed_rlxf.checkpoint.dist_metadata import Metadata, check_objects, read_metadata
 from mindspeed_rlxf.checkpoint.formats import METADATA
-from mindspeed_rlxf.checkpoint.inert_pickle import read_pickle
-from mindspeed_rlxf.checkpoint.inside import inside
 from mindspeed_rlxf.checkpoint.layout import MegatronLayout
 from mindspeed_rlxf.checkpoint.legacy import RM_HEAD_BIAS, shard_shape
 from mindspeed_rlxf.checkpoint.reader import (
@@ -28,7 +26,7 @@ from mindspeed_rlxf.checkpoint.reader import (
     refuse,
     spellings,
 )
-from mindspeed_rlxf.checkpoint.torch_file import MappedFile, Range, StoredTensor, read_window
+from mindspeed_rlxf.checkpoint.torch_file import Range, StoredTensor, Window, read_window
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import (
     OUTPUT_LAYER,
@@ -39,7 +37,7 @@ from mindspeed_rlxf.models.parameters import (
     shard_slices,
 )
 
-LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+LAYER = re.compile(r"^decoder\.layers\.(\d{1,9})\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
@@ -49,16 +47,14 @@ class Chunk:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    file: MappedFile
-    start: int
-    length: int
+    place: Window
 
-    def tensor(self) -> StoredTensor:
+    def tensor(self, dtype: torch.dtype) -> StoredTensor:
         """Errors: ValueError when the file holds something else there."""
-        stored = read_window(self.file.window(self.start, self.length))
-        if not isinstance(stored, StoredTensor) or stored.shape != self.sizes:
+        stored = read_window(self.place)
+        if type(stored) is not StoredTensor or (stored.shape, stored.dtype) != (self.sizes, dtype):
             raise ValueError(
-                f"{self.file.path}: no tensor of shape {list(self.sizes)} where "
+                f"{self.place.file.path}: no tensor of shape {list(self.sizes)} where "
                 f"{METADATA} has one; copy the folder again"
             )
         return stored
@@ -79,7 +75,7 @@ class GlobalTensor:
 
     def read(self, *ranges: Range) -> Tensor:
         """A copy of the named ranges of each axis."""
-        result = torch.empty([stop - start for start, stop in ranges], dtype=self.dtype)
+        result = torch.zeros([stop - start for start, stop in ranges], dtype=self.dtype)
         filled = 0
         for chunk in self.chunks:
             boxes = list(zip(chunk.offsets, chunk.sizes, strict=True))
@@ -91,7 +87,7 @@ class GlobalTensor:
             ]
             if not inside or any(start >= stop for start, stop in overlap):
                 continue
-            stored = chunk.tensor()
+            stored = chunk.tensor(self.dtype)
             for i, (offset, _) in zip(self.index, lead, strict=True):
                 stored = stored.at(i - offset)
             shifted = [(s - o, e - o) for (s, e), (o, _) in zip(overlap, rest, strict=True)]
@@ -107,15 +103,26 @@ class GlobalTensor:
         return result
 
 
+def open_torch_dist(folder: Path) -> Metadata:
+    """What `read_torch_dist` takes weights from.
+
+    Errors: ValueError where the folder is damaged or holds more than data.
+    """
+    metadata = read_metadata(folder)
+    check_objects(metadata)
+    return metadata
+
+
 def read_torch_dist(
-    folder: Path, architecture: ArchitectureConfig, prefix: str = ""
+    metadata: Metadata, architecture: ArchitectureConfig, prefix: str = ""
 ) -> MegatronWeights:
-    """The weights of the checkpoint in `folder`.
+    """The weights of the checkpoint.
 
     prefix: of the names of what the optimizer holds of them, which is read in their place
     Errors: ValueError when it is damaged or holds another model.
     """
-    tensors = _global_tensors(folder, prefix)
+    folder = metadata.folder
+    tensors = _global_tensors(metadata, prefix)
     weights = MegatronWeights(folder, architecture)
     table = {
         p.name: p
@@ -138,7 +145,7 @@ def read_torch_dist(
     problems += _layer_problems(tensors, architecture)
     extra = [name for name in tensors.keys() - used if not IGNORED.search(name)]
     problems += [f"{name} is not in the model" for name in sorted(extra) if "optimizer" not in name]
-    if RM_HEAD_BIAS in tensors:
+    if RM_HEAD_BIAS in tensors and tensors[RM_HEAD_BIAS].shape == (1,):
         weights.dropped_bias = float(tensors[RM_HEAD_BIAS].read((0, 1)))
     refuse(folder, problems)
     return weights
@@ -151,9 +158,11 @@ def _add(
     problems: list[str],
 ) -> None:
     a, (name, stored) = weights.architecture, found
-    rows = stored.shape[0] if parameter.split is Split.VOCAB else None
+    rows = sum(stored.shape[:1]) if parameter.split is Split.VOCAB else None
     expected = shard_shape(parameter, a, 0, 1, rows)
-    if stored.shape != expected or (rows is not None and rows < a.vocab_size):
+    if not stored.dtype.is_floating_point:
+        problems.append(f"{name} is {stored.dtype}, the model needs floating-point numbers")
+    elif stored.shape != expected or (rows is not None and rows < a.vocab_size):
         needed = hf_shape(parameter.sources[0], a) if rows is not None else expected
         problems.append(f"{name} is {list(stored.shape)}, the model needs {list(needed)}")
     else:
@@ -183,8 +192,8 @@ def _find(
 def _layer_problems(tensors: dict[str, GlobalTensor], a: ArchitectureConfig) -> Iterator[str]:
     for name, tensor in tensors.items():
         stacked = name.startswith("decoder.layers.") and not LAYER.match(name)
-        if stacked and not IGNORED.search(name) and tensor.size[0] != a.num_layers:
-            yield f"{name} has {tensor.size[0]} layers, the model has {a.num_layers}"
+        if stacked and not IGNORED.search(name) and tensor.size[:1] != (a.num_layers,):
+            yield f"{name} has {sum(tensor.size[:1])} layers, the model has {a.num_layers}"
 
 
 def global_name(name: str, expert: int | None) -> tuple[str, tuple[int, ...]]:
@@ -199,43 +208,12 @@ def global_name(name: str, expert: int | None) -> tuple[str, tuple[int, ...]]:
     return EXPERT.sub(".experts.", LAYER.sub("decoder.layers.", name)), index
 
 
-def _global_tensors(folder: Path, prefix: str) -> dict[str, GlobalTensor]:
+def _global_tensors(metadata: Metadata, prefix: str) -> dict[str, GlobalTensor]:
     """Those whose name starts with `prefix`, without it; "" = the weights."""
-    path = folder / METADATA
-    try:
-        with path.open("rb") as file:
-            metadata = read_pickle(file)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); copy the folder again") from None
-    try:
-        return _tensors_of(metadata, folder, prefix)
-    except (AttributeError, TypeError, KeyError, IndexError) as error:
-        raise ValueError(
-            f"{path} is of another kind than torch.distributed.checkpoint writes ({error!r})"
-        ) from None
-
-
-def _tensors_of(metadata: Any, folder: Path, prefix: str) -> dict[str, GlobalTensor]:
-    places = {}
-    for index, info in metadata.storage_data.items():
-        offset = getattr(index, "offset", None)
-        if offset is not None:
-            places[index.fqn, tuple(offset)] = info
-    files: dict[str, MappedFile] = {}
     tensors = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        wanted = name.startswith(prefix) if prefix else "optimizer" not in name
-        if type(entry).__name__ != "TensorStorageMetadata" or not wanted:
-            continue
-        chunks = []
-        for chunk in entry.chunks:
-            info = places[name, tuple(chunk.offsets)]
-            file = str(info.relative_path)
-            if file not in files:
-                files[file] = MappedFile(inside(folder, file, METADATA))
-            box = tuple(chunk.offsets), tuple(chunk.sizes)
-            chunks.append(Chunk(*box, files[file], int(info.offset), int(info.length)))
-        dtype = entry.properties.state[0]
-        found = GlobalTensor(dtype, tuple(entry.size), tuple(chunks))
-        tensors[name.removeprefix(prefix)] = found
+    for name in metadata.names():
+        if name.startswith(prefix) if prefix else "optimizer" not in name:
+            found = metadata.tensor(name)
+            chunks = tuple(Chunk(*box, place) for box, place in found.chunks)
+            tensors[name.removeprefix(prefix)] = GlobalTensor(found.dtype, found.size, chunks)
     return tensors

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from mindspeed_rlxf.checkpoint.formats import METADATA
+from mindspeed_rlxf.checkpoint.formats import COMMON, METADATA
 from mindspeed_rlxf.checkpoint.layout import ITERATION, MegatronLayout
 from mindspeed_rlxf.checkpoint.legacy import (
     RM_HEAD_BIAS,
@@ -39,7 +39,6 @@ from mindspeed_rlxf.models.parameters import (
 )
 
 BACKEND = "metadata.json"
-COMMON = "common.pt"
 EXTRA_STATES = "__extra_0.distcp"
 
 

@@ -7,22 +7,26 @@ run (`inert_pickle`), and of the tensors only the bytes that are asked for are r
 
 from __future__ import annotations
 
-import io
 import mmap
-import zipfile
 import zlib
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mindspeed_rlxf.checkpoint.inert_pickle import Inert, InertUnpickler, read_pickle
+from mindspeed_rlxf.checkpoint.inert_pickle import InertUnpickler
+from mindspeed_rlxf.checkpoint.pickle_names import OF_STORAGE, TYPED, Storage
+from mindspeed_rlxf.checkpoint.pickle_values import Refused
+from mindspeed_rlxf.checkpoint.refusals import refusal, unreadable
+from mindspeed_rlxf.checkpoint.regular import open_regular
+from mindspeed_rlxf.checkpoint.zip_records import PICKLE, Record, records_of
 
-LOCAL_HEADER = 30  # bytes before the name and the extra field of a zip record
 NO_SUM = 0  # torch.serialization.set_crc32_options(False) writes it in place of a CRC-32
+MAX_PICKLE = 64 << 20  # bytes; the largest of Megatron have a few million
+MAX_AXES = 8
 
 Range = tuple[int, int]
 """[start, stop) of one axis."""
@@ -39,7 +43,7 @@ class MappedFile:
         """Errors: ValueError when it cannot be opened or is empty."""
         self.path = path
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 # A private mapping: torch takes writable buffers only, and nothing is written.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except FileNotFoundError:
@@ -83,48 +87,16 @@ class MappedFile:
 
 
 @dataclass(frozen=True)
-class Record:
-    """A file in an uncompressed zip archive. start, length: of its data, bytes in the whole file"""
+class Window:
+    """A part of a mapped file. start, length: bytes"""
 
-    name: str
+    file: MappedFile
     start: int
     length: int
-    crc: int
 
-
-class Window:
-    """A seekable part of a mapped file, with what `zipfile` and `pickle` call."""
-
-    def __init__(self, file: MappedFile, start: int, length: int) -> None:
-        self.file, self.start, self.length = file, start, length
-        self._at = 0
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self.length - self._at)
-        size = left if size is None or size < 0 else min(size, left)
-        data = self.file.read(self.start + self._at, size)
-        self._at += size
-        return data
-
-    def readline(self) -> bytes:
-        """Up to a line's end, which old pickles have after their names."""
-        data = self.file.read(self.start + self._at, min(self.length - self._at, 1 << 16))
-        return self.read(data.find(b"\n") + 1 or -1)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self.length)[whence]
-        if self._at < 0:
-            raise OSError("seek before the start")
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def seekable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """The mapping stays open."""
+    def read(self, offset: int, length: int) -> bytes:
+        """Fewer at its end."""
+        return self.file.read(self.start + offset, max(0, min(length, self.length - offset)))
 
 
 @dataclass(frozen=True)
@@ -178,17 +150,10 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class _Storage:
+class _Storage(Storage):
     dtype: torch.dtype
-    key: str
+    record: Record
     elements: int
-
-
-class _StorageType:
-    """`torch.BFloat16Storage` and so on; just the type of its elements."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
 
 
 STORAGES = {
@@ -206,9 +171,9 @@ STORAGES = {
 
 
 def read_torch_file(path: Path) -> Any:
-    """The saved object, every tensor in it a `StoredTensor`, unknown objects `Inert`.
+    """The saved object, every tensor in it a `StoredTensor`, other objects `Inert`.
 
-    Errors: ValueError when the file is missing or damaged.
+    Errors: ValueError when the file is missing or damaged, or holds more than data.
     """
     file = MappedFile(path)
     return read_window(file.window(0, file.size))
@@ -218,82 +183,67 @@ def read_window(window: Window) -> Any:
     """As `read_torch_file`, of a part of a file."""
     path = window.file.path
     try:
-        with zipfile.ZipFile(cast(IO[bytes], window)) as archive:
-            return _Reader.of(window, archive)
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
-        raise ValueError(
-            f"{path} is no file of torch.save, or is truncated ({error}); copy it again"
-        ) from None
+        return _Reader.of(window).load()
+    except Refused as error:
+        raise refusal(path, error) from None
+    except ChangedBytes:
+        raise
+    except ValueError as error:
+        raise unreadable(path, error) from None
 
 
 class _Reader(InertUnpickler):
-    """Unpickles `data.pkl`; tensors become places in the file."""
+    """Reads `data.pkl`; tensors become places in the file."""
 
-    file: MappedFile
-    records: dict[str, Record]  # by the key of a tensor's data
+    def __init__(self, window: Window, records: dict[str, Record]) -> None:
+        found = records[PICKLE]
+        if found.length > MAX_PICKLE:
+            raise Refused(f"a pickle of {found.length} bytes, the limit is {MAX_PICKLE}")
+        super().__init__(_content(window, found))
+        self._window, self._records = window, records
 
     @classmethod
-    def of(cls, window: Window, archive: zipfile.ZipFile) -> Any:
-        names = {info.filename: info for info in archive.infolist()}
-        pickled = next((name for name in names if name.endswith("/data.pkl")), None)
-        if pickled is None:
-            raise ValueError(f"{window.file.path} is no file of torch.save: it has no data.pkl")
-        order = next((name for name in names if name.endswith("/byteorder")), None)
-        if order is not None and _content(window, names[order]) != b"little":
-            raise ValueError(f"{window.file.path} is big-endian; save it on the machine you use")
-        prefix = pickled.removesuffix("data.pkl") + "data/"
-        data = {n.removeprefix(prefix): i for n, i in names.items() if n.startswith(prefix)}
-        content = io.BytesIO(_content(window, names[pickled]))
-        try:
-            records = {key: _record(window, info) for key, info in data.items()}
-            bound = type("BoundReader", (cls,), {"file": window.file, "records": records})
-            return read_pickle(content, bound)
-        except ValueError as error:
-            raise ValueError(f"{window.file.path}: {error}; copy it again") from None
+    def of(cls, window: Window) -> _Reader:
+        path = window.file.path
+        records = records_of(window.read, window.length)
+        if PICKLE not in records:
+            raise ValueError(f"{path} is no file of torch.save: it has no {PICKLE}")
+        order = records.get("byteorder")
+        if order is not None and (order.length != 6 or _content(window, order) != b"little"):
+            raise ValueError(f"{path} is big-endian; save it on the machine you use")
+        return cls(window, records)
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in STORAGES:
-            return _StorageType(STORAGES[name])
-        if module == "torch._utils" and name == "_rebuild_tensor_v2":
-            return self._tensor
-        if module == "torch._utils" and name == "_rebuild_parameter":
-            return _first
-        return super().find_class(module, name)
+    def storage(self, dtype: str, key: str, elements: int) -> _Storage:
+        record, kind = self._records.get(f"data/{key}"), STORAGES.get(dtype)
+        if kind is None:
+            raise Refused(f"a tensor of {dtype}")
+        if record is None or elements < 0 or record.length < elements * kind.itemsize:
+            raise ValueError(f"a tensor of {elements} numbers lies outside its data")
+        at = self._window.start + record.start
+        return _Storage(kind, Record(record.name, at, record.length, record.crc), elements)
 
-    def persistent_load(self, pid: Any) -> Any:
-        """pid: ("storage", type, key of the record, device, elements)."""
-        if not isinstance(pid, tuple) or len(pid) != 5 or not isinstance(pid[1], _StorageType):
-            return Inert()
-        return _Storage(pid[1].dtype, str(pid[2]), int(pid[4]))
-
-    def _tensor(self, storage: Any, offset: int, shape: Any, stride: Any, *_: Any) -> Any:
-        if not isinstance(storage, _Storage):
-            return Inert()
-        shape, stride = tuple(map(int, shape)), tuple(map(int, stride))
-        record, item = self.records.get(storage.key), storage.dtype.itemsize
+    def tensor(self, function: str, arguments: tuple[Any, ...]) -> StoredTensor:
+        """Also of a parameter, and of a tensor with attributes, which hold a tensor."""
+        if function == TYPED:
+            function, arguments = arguments[0].text, arguments[2]
+        if function not in OF_STORAGE:
+            if type(arguments[0]) is not StoredTensor:
+                raise Refused("a parameter that is no tensor")
+            return arguments[0]
+        storage, offset, shape, stride = arguments[:4]
+        if not isinstance(storage, _Storage) or len(shape) > MAX_AXES or len(shape) != len(stride):
+            raise Refused("a tensor that torch does not write")
         used = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 if all(shape) else 0
         bad = min((offset, *shape, *stride)) < 0 or offset + used > storage.elements
-        if record is None or bad or record.length < storage.elements * item:
+        if bad or prod(shape) > storage.elements:
             raise ValueError(f"a tensor of shape {list(shape)} lies outside its data")
-        at = record.start + offset * item
-        return StoredTensor(self.file, record, at, storage.dtype, shape, stride)
+        at = storage.record.start + offset * storage.dtype.itemsize
+        file = self._window.file
+        return StoredTensor(file, storage.record, at, storage.dtype, shape, stride)
 
 
-def _record(window: Window, info: zipfile.ZipInfo) -> Record:
-    """Where its data lies: its local header has an extra field of its own length."""
-    if info.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"{info.filename} is compressed, which torch.save does not do")
-    at = window.start + info.header_offset
-    header = window.file.read(at, LOCAL_HEADER)
-    lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    return Record(info.filename, at + LOCAL_HEADER + lengths, info.file_size, info.CRC)
-
-
-def _content(window: Window, info: zipfile.ZipInfo) -> bytes:
-    record = _record(window, info)
-    window.file.check(record)
-    return window.file.read(record.start, record.length)
-
-
-def _first(tensor: Any, *_: Any) -> Any:
-    return tensor
+def _content(window: Window, record: Record) -> bytes:
+    """record: as it lies in the window"""
+    start = window.start + record.start
+    window.file.check(Record(record.name, start, record.length, record.crc))
+    return window.file.read(start, record.length)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_rlxf.checkpoint.regular import read_json
 from mindspeed_rlxf.checkpoint.run_files import (
     HOST,
     Written,
@@ -133,18 +134,31 @@ def load_state(engine: MegatronEngine, folder: Path) -> bool:
     Raises ValueError where the folder holds another model.
     """
     assert engine.optimizer is not None and engine.scheduler is not None, "a frozen model"
-    numbers = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    numbers = _checked_numbers(folder / STATE)
     with engine.groups.active():
-        _load_tensors(engine, folder, int(numbers["optimizer_steps"]))
-    engine.scheduler.num_steps = int(numbers["scheduler_steps"])
-    engine.skipped.in_a_row = int(numbers["skipped_in_a_row"])
+        _load_tensors(engine, folder, numbers["optimizer_steps"])
+    engine.scheduler.num_steps = numbers["scheduler_steps"]
+    engine.skipped.in_a_row = numbers["skipped_in_a_row"]
     engine.scheduler.step(increment=0)  # the rates of the configuration at this step
     same = bool(numbers["layout"] == _layout(engine))
     if same:
-        text = (folder / _random_file(dist.get_rank())).read_text(encoding="utf-8")
-        _load_random_state(engine, json.loads(text))
+        file = folder / _random_file(dist.get_rank())
+        try:
+            _load_random_state(engine, read_json(file))
+        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"{file} holds no random streams ({error!r:.200})") from None
     dist.barrier()
     return same
+
+
+def _checked_numbers(file: Path) -> dict[str, Any]:
+    """Errors: ValueError where they are none that a role has."""
+    numbers = read_json(file)
+    names = ("optimizer_steps", "scheduler_steps", "skipped_in_a_row")
+    good = type(numbers) is dict and all(type(numbers.get(name)) is int for name in names)
+    if not good or "layout" not in numbers or min(numbers[name] for name in names) < 0:
+        raise ValueError(f"{file} must hold the steps of a role; copy the whole folder again")
+    return dict(numbers)
 
 
 def _pieces(engine: MegatronEngine) -> Iterator[Piece]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import faulthandler
 import itertools
+import json
 import os
-import pickle
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +76,20 @@ def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
         raise UserError(Problem("", str(error))) from error
 
 
+def _to_text(error: Failure | None) -> str:
+    """An error for the other ranks: its kind and what it is made of."""
+    return json.dumps([type(error).__name__, error.__reduce__()[1]] if error else None)
+
+
+def _from_text(text: str) -> Failure | None:
+    found = json.loads(text)
+    return (
+        {kind.__name__: kind for kind in (WorkerError, HostError)}[found[0]](*found[1])
+        if found
+        else None
+    )
+
+
 class LocalWorld:
     """The ranks of torchrun, or this process alone, and the exchange between them."""
 
@@ -99,13 +113,13 @@ class LocalWorld:
         """Outcomes by rank, on every rank. A failure on one rank is raised on all that arrive."""
         number = next(self._calls)
         error = outcome if isinstance(outcome, Failure) else None
-        self._store.set(self._key(number, self.rank), pickle.dumps(error).hex())  # type: ignore[arg-type]
+        self._store.set(self._key(number, self.rank), _to_text(error))
         if isinstance(outcome, Failure):
             raise outcome
         self._await_all(number, what)
         for rank in range(self.size):
             flag = self._store.get(self._key(number, rank))
-            failure = pickle.loads(bytes.fromhex(flag.decode()))
+            failure = _from_text(flag.decode())
             if failure is not None:
                 raise failure
         if number > 0:  # every rank has read the flags of the call before

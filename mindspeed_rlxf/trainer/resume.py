@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rlxf.checkpoint.regular import read_json
 from mindspeed_rlxf.checkpoint.run_files import content_problem
 from mindspeed_rlxf.checkpoint.run_store import Checkpoint, Manifest, RunStore, missing_parts
 from mindspeed_rlxf.config.errors import Problem, UserError
@@ -53,8 +54,9 @@ def whole_checkpoints(
 
 def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """The driver's state: `iteration`, `trainer`, `positions`, `prompts_digest`."""
-    text = (checkpoint.path / TRAINER / STATE).read_text(encoding="utf-8")
-    state: dict[str, Any] = json.loads(text)
+    state: dict[str, Any] = read_json(checkpoint.path / TRAINER / STATE)
+    if type(state) is not dict:
+        raise ValueError(f"{checkpoint.path / TRAINER / STATE} is not what was written")
     return state
 
 

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.enums import ModelType
 from torch import Tensor
 
-from mindspeed_rlxf.checkpoint.safe_folder import check
+from mindspeed_rlxf.checkpoint.torch_dist import open_torch_dist
 from mindspeed_rlxf.config.enums import NanPolicy, Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
@@ -143,13 +143,13 @@ def test_a_wrong_number_ends_the_run_before_weights_change(
     assert group.call(Learner.learn, make_rollouts(), [], 0).result() == before
 
 
-def test_what_megatron_saves_passes_the_scan(warm_runtime: Any, tmp_path: Path) -> None:
+def test_what_megatron_saves_is_read(warm_runtime: Any, tmp_path: Path) -> None:
     make_llama(tmp_path / "start", TIED)
     group = group_of(warm_runtime, tmp_path / "start", NanPolicy.RAISE, bf16=True)
     folder = tmp_path / "saved"
     group.call(Learner.learn, make_rollouts(), [1.0], 0).result()  # fills the optimizer's slots
     group.call(Learner.save, folder).result()
-    check(folder)
+    open_torch_dist(folder)
     (folder / ".metadata").write_bytes(pickle.dumps(print))
     with pytest.raises(ValueError, match=r"\.metadata must .* wants builtins\.print"):
-        check(folder)
+        open_torch_dist(folder)

@@ -18,21 +18,52 @@ FILES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
     for file in sorted((ROOT / "mindspeed_rlxf").rglob("*.py"))
 }
-RUNS_CODE = {"eval", "exec", "compile", "torch.load", "pickle.load", "pickle.loads"}
-# A rank's own error, from the store of its own run.
-ALLOWED = {("mindspeed_rlxf.runtime.local", "pickle.loads")}
+RUNS_CODE = {"eval", "exec", "compile"}
+# By their last part, however the module was imported: what unpickles, or hands a path to what does.
+UNPICKLES = {
+    *("Unpickler", "Unpickling", "dist_checkpointing", "load_common_state_dict", "open_memmap"),
+    *("read_metadata", "FileSystemReader", "load_state_dict_from_file", "read_pickle"),
+}
+MODULES = {"dill", "cloudpickle", "joblib", "shelve", "marshal", "_pickle", "pickletools"}
+LOADS = ("torch", "pickle", "dcp", "dist_checkpointing", "checkpoint", "np", "numpy", "yaml", "jit")
+# Our own restricted reader, which has two of these names, and the writer of Megatron's files.
+BASES = {"pickle.Unpickler", "Unpickler"}
+ALLOWED = {
+    ("mindspeed_rlxf.checkpoint.dist_metadata", "read_pickle"),
+    ("mindspeed_rlxf.checkpoint.torch_dist", "read_metadata"),
+}
+
+
+def imports(node: ast.AST) -> Iterator[str]:
+    """Names by which a loader could be reached under another name."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            if alias.name.split(".")[0] in MODULES or (alias.name == "pickle" and alias.asname):
+                yield alias.name
+    if isinstance(node, ast.ImportFrom) and node.module:
+        for alias in node.names:
+            loads = alias.name in ("load", "loads", "Unpickler", "load_state_dict")
+            if node.module.split(".")[0] in MODULES or (loads and node.module != "json"):
+                yield f"{node.module}.{alias.name}"
 
 
 def dangers(source: str) -> set[str]:
     """Calls that run what they read, by the name they are called by."""
     found = set()
     for node in ast.walk(ast.parse(source)):
+        found |= set(imports(node))
+        if isinstance(node, ast.ClassDef):
+            found |= {name for base in node.bases if (name := ast.unparse(base)) in BASES}
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
-        if name in RUNS_CODE:
+        *module, last = name.split(".")
+        loads = last in ("load", "loads", "unsafe_load") and module and module[-1] in LOADS
+        if name in RUNS_CODE or last in UNPICKLES or loads:
             found.add(name)
         for keyword in node.keywords:
+            if keyword.arg in ("weights_only", "allow_pickle"):
+                found.add(keyword.arg)
             if keyword.arg == "trust_remote_code" and ast.unparse(keyword.value) != "False":
                 found.add("trust_remote_code")
     return found
@@ -47,6 +78,25 @@ def test_no_text_or_file_is_run_as_code(name: str) -> None:
 def test_what_runs_code_is_seen() -> None:
     source = "x = eval('1')\ntorch.load(f)\nfrom_pretrained(p, trust_remote_code=flag)\nm.eval()"
     assert dangers(source) == {"eval", "torch.load", "trust_remote_code"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("pickle.load(f)", "pickle.loads(b)", "pickle.Unpickler(f)", "dcp.load(s)"),
+        *("dist_checkpointing.load(s, p)", "from pickle import loads", "import dill"),
+        *("class R(pickle.Unpickler): pass", "x(f, weights_only=False)", "np.load(f)"),
+        *("import pickle as p", "from torch.distributed.checkpoint import load", "import marshal"),
+        *("FileSystemReader(p).read_metadata()", "from torch import load as get"),
+    ],
+)
+def test_what_unpickles_is_seen(source: str) -> None:
+    assert dangers(source)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_text_of_the_package_asks_to_unpickle_freely(name: str) -> None:
+    assert "weights_only=False" not in FILES[name].read_text(encoding="utf-8")
 
 
 def globals_read(code: CodeType) -> Iterator[str]:

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mindspeed_rlxf.checkpoint import safe_folder
 from mindspeed_rlxf.checkpoint.boxes import Box, flat_boxes, view
 from mindspeed_rlxf.checkpoint.folders import open_weights
 from mindspeed_rlxf.checkpoint.run_state import Piece, RunState, file_of, write_pieces
@@ -114,18 +113,6 @@ def test_a_file_that_ends_early_is_refused(folder: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(ValueError, match=r"state_00000\.safetensors is damaged or truncated"):
         RunState(folder)
-
-
-def test_no_length_of_a_header_makes_a_file_look_like_a_pickle(tmp_path: Path) -> None:
-    """The first bytes are the length of the header; 0x80 and 2 to 5 is how pickles start."""
-    first = set()
-    for length in range(1, 1200, 8):
-        file = file_of(tmp_path, 0)
-        write_pieces(file, [Piece("weight", "n" * length, 0, 0, VECTOR)])
-        first.add(file.read_bytes()[:2])
-    assert {b"\x78\2", b"\x88\2", b"\x88\4"} <= first
-    safe_folder.check(tmp_path)
-    assert not any(start[:1] == b"\x80" for start in first)
 
 
 def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:

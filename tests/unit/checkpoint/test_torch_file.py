@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_rlxf.checkpoint.inert_pickle import Inert, read_pickle
+from mindspeed_rlxf.checkpoint.inert_pickle import read_pickle
 from mindspeed_rlxf.checkpoint.torch_file import read_torch_file
 from mindspeed_rlxf.checkpoint.torch_file_writer import PlannedTensor, write_torch_file
 
@@ -70,9 +70,9 @@ class Payload:
 def test_a_file_that_would_run_code_runs_nothing(tmp_path: Path) -> None:
     Payload.folder = tmp_path / "made"
     torch.save({"model": TENSORS, "bad": Payload()}, tmp_path / "x.pt")
-    got = read_torch_file(tmp_path / "x.pt")
-    assert isinstance(got["bad"], Inert) and not Payload.folder.exists()
-    assert torch.equal(got["model"]["vector"].read((0, 3)), TENSORS["vector"])
+    with pytest.raises(ValueError, match=r"must hold nothing but .* it wants posix\.mkdir"):
+        read_torch_file(tmp_path / "x.pt")
+    assert not Payload.folder.exists()
     pickle.loads(pickle.dumps(Payload()))
     assert Payload.folder.exists(), "the payload works where it is let"
 
@@ -137,7 +137,6 @@ def test_a_missing_and_an_empty_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x04", b"garbage", b"\x80\x02}q\x00("])
-def test_a_damaged_pickle_is_a_value_error(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "x").write_bytes(data)
-    with (tmp_path / "x").open("rb") as file, pytest.raises(ValueError, match="damaged pickle"):
-        read_pickle(file)
+def test_a_damaged_pickle_is_a_value_error(data: bytes) -> None:
+    with pytest.raises(ValueError, match="damaged pickle"):
+        read_pickle(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mindspeed_rlxf.checkpoint import host_part
 from mindspeed_rlxf.checkpoint.run_files import Written, entry_of
@@ -205,7 +207,9 @@ def test_a_hostile_file_is_refused_though_its_hash_is_right(
     """The manifest tells what was written, not who wrote it."""
     case = Case(make_tree, tmp_path)
     case.iterate(1)
-    case.actor.others = {"common.pt": b"cos\nsystem\n(S'true'\ntR."}
+    hostile = io.BytesIO()
+    torch.save(print, hostile)  # any function that is not on the list
+    case.actor.others = {"common.pt": hostile.getvalue()}
     case.iterate(2)
     case.again()
     case.said.clear()
