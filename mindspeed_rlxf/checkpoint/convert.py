@@ -16,7 +16,12 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from mindspeed_rlxf.checkpoint.folders import copy_side_files, is_scorer, open_weights
+from mindspeed_rlxf.checkpoint.folders import (
+    check_side_files,
+    copy_side_files,
+    is_scorer,
+    open_weights,
+)
 from mindspeed_rlxf.checkpoint.formats import INDEX, SINGLE, Format, find_weights
 from mindspeed_rlxf.checkpoint.hf_folder import HfFolder, shape_problems
 from mindspeed_rlxf.checkpoint.layout import ITERATION, TRACKER, MegatronLayout
@@ -115,6 +120,7 @@ def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]
     """
     file = f"{folder}/config.json"
     try:
+        check_side_files(folder)
         config = read_hf_config(folder)
         if found := unsupported(config):
             rule = "asks for what no model here has (field: possible, config.json)"
