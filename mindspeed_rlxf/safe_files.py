@@ -6,6 +6,7 @@ Nothing here follows a link in the last part of a path, except inside the folder
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -88,7 +89,8 @@ def open_file(path: Path, how: str, mode: int | None = PRIVATE, **text: Any) -> 
 
 def new_file(path: Path, mode: int | None = None, **text: Any) -> IO[Any]:
     """A new file in place of whatever has the name, a link included; bytes unless text is asked."""
-    path.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
     return open_file(path, "x" if text else "xb", mode, **text)
 
 
@@ -122,7 +124,8 @@ def replace_file(path: Path, content: str | bytes, mode: int | None = None) -> N
             os.fsync(stream.fileno())
         os.replace(hidden, path)
     finally:
-        hidden.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(hidden)
     sync_folder(path.parent)
 
 

@@ -109,7 +109,7 @@ class StagedFolder:
                 self._before = self._read_replaced(line)
         same = lines[:1] == [{PLAN: plan}]
         named = [line.get(key) for line in lines for key in (BEGINS, PART) if key in line]
-        self._begun = [name for name in dict.fromkeys(named) if is_plain_path(name)]
+        self._begun = list(dict.fromkeys(str(name) for name in named if is_plain_path(name)))
         self.kept = {line[PART]: line for line in lines if same and PART in line}
         self._remove_scratch()
         return same

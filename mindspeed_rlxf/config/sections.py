@@ -83,6 +83,12 @@ class TrainingConfig(Section):
     )
     output_dir: str = key(..., "run directory; absent = outputs/<run_name>", "free")
     run_name: str = key(..., "name of the run; absent = config name", "free", min_length=1)
+    file_mode: str = key(
+        "0600",
+        "mode of what holds configuration, logs, metrics or samples, octal text; not of weights",
+        "free",
+        pattern=r"^0?6[046][046]$",
+    )
     save_interval: int = key(
         0, "iterations between checkpoints of the run; 0 = by time alone", "free", ge=0
     )
@@ -119,6 +125,11 @@ class TrainingConfig(Section):
     )
     max_skipped: int = key(10, "nan_policy skip: optimizer steps left out in a row", "free", ge=0)
     new_run: bool = key(False, "take the next free name when the run directory is used", "free")
+
+    @property
+    def file_mode_bits(self) -> int:
+        """`file_mode` as the system counts it."""
+        return int(self.file_mode, 8)
 
     @property
     def seconds_between_saves(self) -> float:

@@ -1,4 +1,4 @@
-"""Side files of a stranger's folder: links, pipes and names that lead out of it are not followed."""
+"""Links, pipes and names that lead out of a stranger's folder are not followed."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_tracker_shows_nothing_of_a_file_elsewhere(
 ) -> None:
     (tmp_path / "mg").mkdir()
     put(tmp_path / "mg" / "latest_checkpointed_iteration.txt", kind, secret)
-    with pytest.raises(ValueError, match="must not lead out of its folder|plain file") as refused:
+    with pytest.raises(ValueError, match=r"must not lead out of its folder|plain file") as refused:
         find_weights(tmp_path / "mg")
     assert CANARY not in str(refused.value)
 
@@ -126,7 +126,7 @@ def test_a_tokenizer_is_not_read_from_elsewhere(
 ) -> None:
     put(model / name, kind, secret)
     began = time.monotonic()
-    with pytest.raises(UserError, match="must not lead out of its folder|a plain file") as refused:
+    with pytest.raises(UserError, match=r"must not lead out of its folder|a plain file") as refused:
         load_tokenizer(str(model))
     assert time.monotonic() - began < BOUND_S
     assert CANARY not in str(refused.value) and len(str(refused.value).splitlines()) == 1
@@ -208,7 +208,7 @@ def test_a_link_planted_between_check_and_opening_is_not_followed(
         return real(path, *arguments, **keywords)
 
     monkeypatch.setattr(os, "open", plant)
-    with pytest.raises((ValueError, OSError), match="must not lead out|Not a directory"):
+    with pytest.raises((ValueError, OSError), match=r"must not lead out|Not a directory"):
         open_inside(folder, f"{inner}/{name}")
 
 
@@ -226,9 +226,9 @@ def test_exported_files_replace_links_and_do_not_write_through_them(
         assert not file.is_symlink() and secret.read_bytes() == before
     for how in ("a", "a+", "w", "r+", "x", "r"):
         put(tmp_path / "out" / "file", "link", secret)
-        with pytest.raises(OSError, match="link or a pipe|File exists"):
+        with pytest.raises(OSError, match=r"link or a pipe|File exists"):
             open_file(tmp_path / "out" / "file", how)
         put(tmp_path / "out" / "file", "pipe", secret)
-        with pytest.raises(OSError, match="a pipe|File exists"):
+        with pytest.raises(OSError, match=r"a pipe|File exists"):
             open_file(tmp_path / "out" / "file", how)
     assert secret.read_bytes() == before
