@@ -236,7 +236,8 @@ def test_a_list_of_moves_moves_nothing_of_elsewhere(tmp_path: Path, mine: Path) 
 
 # Files that write into a folder which this process has made, or documents of this repository.
 WRITES_ITSELF = {
-    "config/migration.py", "checkpoint/convert.py", "checkpoint/torch_dist_writer.py", "checkpoint/torch_file_writer.py",
+    "config/migration.py", "checkpoint/convert.py", "checkpoint/torch_dist_writer.py",
+    "checkpoint/torch_file_writer.py",
     "checkpoint/safetensors_writer.py", "reporting/metrics.py", "safe_files.py",
 }  # fmt: skip
 
