@@ -143,7 +143,8 @@ def is_plain_path(name: object) -> bool:
     if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
         return False
     path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts and path.as_posix() == name
+    inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+    return inside and path.as_posix() == name
 
 
 def leaves(folder: Path, path: Path) -> bool:

@@ -83,8 +83,11 @@ class StagedFolder:
         except UserError:
             self._journal.close()
             raise
-        if not same:
+        if same:
+            self._refuse_others({name.partition("/")[0] for name in self._begun})
+        else:
             self._discard()
+            self._refuse_others(set())
             self._journal.truncate(0)
             self._before, self._begun = None, []
             self._append({PLAN: plan})
@@ -128,17 +131,18 @@ class StagedFolder:
         return os.path.lexists(self._before) and _node(self._before) == self._its_node
 
     def _discard(self) -> None:
-        """Remove the files that the journal names, and folders that are empty then.
-
-        Errors: UserError where something else is in the folder.
-        """
+        """Remove the files that the journal names, and folders that are empty then."""
         for name in self._begun:
-            if not leaves(self.folder, (self.folder / name).parent):
-                _remove(self.folder / name)
+            path = self.folder / name
+            if not leaves(self.folder, path.parent) and (path.is_symlink() or not path.is_dir()):
+                path.unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
-                    for parent in (self.folder / name).relative_to(self.folder).parents[:-1]:
+                    for parent in path.relative_to(self.folder).parents[:-1]:
                         (self.folder / parent).rmdir()
-        strange = sorted(path.name for path in self.folder.iterdir() if path.name != JOURNAL)
+
+    def _refuse_others(self, ours: set[str]) -> None:
+        """Raise UserError where something else is in the folder: it would be published."""
+        strange = sorted({path.name for path in self.folder.iterdir()} - ours - {JOURNAL})
         if strange:
             self._journal.close()
             rule = f"is in the way, and its journal does not name {', '.join(strange[:3])}"

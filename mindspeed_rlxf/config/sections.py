@@ -87,7 +87,6 @@ class TrainingConfig(Section):
         "0600",
         "mode of what holds configuration, logs, metrics or samples, octal text; not of weights",
         "free",
-        pattern=r"^0?6[046][046]$",
     )
     save_interval: int = key(
         0, "iterations between checkpoints of the run; 0 = by time alone", "free", ge=0
@@ -137,6 +136,13 @@ class TrainingConfig(Section):
         if self.save_interval_s is not None:
             return self.save_interval_s
         return 0.0 if 0 < self.save_interval <= self.train_iters else 1800.0
+
+    @field_validator("file_mode")
+    @classmethod
+    def _is_mode(cls, value: str) -> str:
+        if not re.fullmatch("0?6[046][046]", value):
+            raise PydanticCustomError("file_mode", "0600 to 0666 in octal digits, without x")
+        return value
 
     @field_validator("max_wall_time", mode="before")
     @classmethod

@@ -174,9 +174,12 @@ def test_a_journal_of_somebody_else_is_content_like_any_other(tmp_path: Path) ->
 
 def test_parts_noted_after_a_line_that_was_cut_off_are_found(tmp_path: Path) -> None:
     target, journal = tmp_path / "mg", tmp_path / "mg.partial" / "journal.jsonl"
-    staged(target, replace=False).close()
-    head, part, _ = journal.read_bytes().partition(b'{"part": "b/b.pt"')
-    journal.write_bytes(head + part)  # cut off in the line of the second part
+    folder = StagedFolder(target, PLAN, replace=False)
+    for part in PARTS:
+        folder.write(part, partial(fill, files={part: NEW[part]}))
+    folder.close()
+    head, start, _ = journal.read_bytes().partition(b'{"part": "b/b.pt"')
+    journal.write_bytes(head + start)  # cut off in the line of the second part
     rewritten: list[str] = []
     staged(target, False, rewritten).close()
     assert rewritten == ["b/b.pt"] and journal.read_bytes().startswith(head)
@@ -261,12 +264,13 @@ def test_a_replacement_keeps_a_folder_of_the_user(tmp_path: Path) -> None:
 
 
 def test_files_that_the_journal_does_not_name_are_kept_and_reported(tmp_path: Path) -> None:
-    """The folder of an older plan: its own parts go, what a user put beside them is in the way."""
+    """Parts of an older plan go; what a user put beside them is not removed or published."""
     staged(tmp_path / "mg", replace=False).close()
     partial_folder = tmp_path / "mg.partial"
     fill(partial_folder, {"notes/mine.txt": "x"})
-    with pytest.raises(UserError, match="its journal does not name notes; remove or rename it"):
-        StagedFolder(tmp_path / "mg", {"of": "another"}, replace=False)
+    for plan in (PLAN, {"of": "another"}):
+        with pytest.raises(UserError, match="its journal does not name notes; remove or rename it"):
+            StagedFolder(tmp_path / "mg", plan, replace=False)
     assert (partial_folder / "notes" / "mine.txt").read_text() == "x"
     (partial_folder / "notes" / "mine.txt").rename(tmp_path / "mine.txt")
     (partial_folder / "notes").rmdir()
@@ -277,7 +281,8 @@ def test_files_that_the_journal_does_not_name_are_kept_and_reported(tmp_path: Pa
 @pytest.mark.parametrize(
     "line",
     [
-        {"begins": "../mine"}, {"part": "/etc/hosts"}, {"begins": "out/mine"}, {"begins": "."},
+        {"begins": "../mine"}, {"begins": "kept"}, {"begins": "out/mine"}, {"begins": "."},
+        {"part": "/etc/hosts"},
         {"replaces": "mine"}, {"replaces": "../mine"}, {"replaces": 5},
         {"replaces": "mg.replaced"}, {"replaces": "mg.replaced", "node": [1, 2]},
     ],
@@ -292,10 +297,12 @@ def test_a_journal_of_a_stranger_removes_nothing_outside_its_folder(
         fill(tmp_path / folder, {"a": "x"})
     fill(tmp_path / place, {"journal.jsonl": "".join(json.dumps(x) + "\n" for x in (OTHER, line))})
     (tmp_path / place / "out").symlink_to(tmp_path / "elsewhere")
+    fill(tmp_path / place / "kept", {"a": "x"})
     with contextlib.suppress(UserError):
         StagedFolder(tmp_path / "mg", PLAN, replace=True).close()
     for folder in others:
         assert content(tmp_path / folder) == {"a": "x"}, folder
+    assert content(tmp_path / "mg.partial" / "kept" if place == "mg.partial" else tmp_path / "mine")
     assert Path("/etc/hosts").exists()
 
 
