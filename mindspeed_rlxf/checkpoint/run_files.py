@@ -14,10 +14,7 @@ from mindspeed_rlxf.safe_files import (
     open_file,
     private_folder,
     replace_file,
-    sync_folder,
 )
-
-__all__ = ["sync_folder"]
 
 Entry = dict[str, Any]
 """A file in a manifest: `path` within the folder, `size` in bytes, `sha256`; `host` where only that
