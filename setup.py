@@ -19,13 +19,13 @@ INSTALL_REQUIRES = [
     "ray>=2.40,<3",
     "safetensors>=0.4.3",
     "tokenizers>=0.20",
-    "torch>=2.5",
+    "torch>=2.6",
     "tqdm>=4.66",
     "transformers>=4.46,<6",
 ]
 
 EXTRAS_REQUIRE = {
-    "npu": ["torch_npu>=2.5"],  # MindSpeed and a Megatron-LM checkout are installed beside it
+    "npu": ["torch_npu>=2.6"],  # MindSpeed and a Megatron-LM checkout are installed beside it
     "test": [
         "hypothesis>=6.100",
         "mypy>=1.11",

@@ -16,7 +16,12 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from mindspeed_rlxf.checkpoint.folders import copy_side_files, is_scorer, open_weights
+from mindspeed_rlxf.checkpoint.folders import (
+    check_side_files,
+    copy_side_files,
+    is_scorer,
+    open_weights,
+)
 from mindspeed_rlxf.checkpoint.formats import INDEX, SINGLE, Format, find_weights
 from mindspeed_rlxf.checkpoint.hf_folder import HfFolder, shape_problems
 from mindspeed_rlxf.checkpoint.layout import ITERATION, TRACKER, MegatronLayout
@@ -115,6 +120,7 @@ def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]
     """
     file = f"{folder}/config.json"
     try:
+        check_side_files(folder)
         config = read_hf_config(folder)
         if found := unsupported(config):
             rule = "asks for what no model here has (field: possible, config.json)"
@@ -292,7 +298,13 @@ def _place(c: Conversion, part: Part) -> str:
 
 def _finish(c: Conversion, staged: StagedFolder, parts: list[Part], sizes: dict[str, int]) -> None:
     """All that stands beside the parts, then the folder gets its name."""
-    folder = staged.folder
+    staged.write_beside(partial(_write_beside, c, staged, parts, sizes))
+    staged.publish()
+
+
+def _write_beside(
+    c: Conversion, staged: StagedFolder, parts: list[Part], sizes: dict[str, int], folder: Path
+) -> None:
     if c.to is Format.HF and len(parts) > 1:
         files = [part for part in parts if isinstance(part, HfFile)]
         weight_map = {name: file.path for file in files for name in file.tensors}
@@ -304,9 +316,9 @@ def _finish(c: Conversion, staged: StagedFolder, parts: list[Part], sizes: dict[
         assert c.layout is not None
         notes = {part.path: staged.note(_place(c, part)) for part in parts}
         dtype = c.dtype or c.weights.dtype("model.norm.weight")
+        (folder / ITERATION_FOLDER).mkdir()
         write_metadata(folder / ITERATION_FOLDER, notes, c.layout, c.architecture, c.head, dtype)
     copy_side_files(c.config, folder, c.head, c.dtype)
-    staged.publish()
 
 
 def _check_space(c: Conversion, needed: int) -> None:

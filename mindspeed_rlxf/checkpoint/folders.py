@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from mindspeed_rlxf.checkpoint.run_state import RunState
 from mindspeed_rlxf.checkpoint.torch_dist import open_torch_dist, read_torch_dist
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.safe_files import open_inside, read_inside, replace_file
 
 CONFIG = "config.json"
 SIDE_FILES = (
@@ -73,14 +74,28 @@ def is_scorer(config: dict[str, Any]) -> bool:
     return str(names[0]).endswith("ForSequenceClassification")
 
 
+def check_side_files(folder: Path) -> None:
+    """See that `copy_side_files` will find plain files of the folder, and no links out of it.
+
+    Errors: ValueError.
+    """
+    for name in (CONFIG, *SIDE_FILES):
+        if os.path.lexists(folder / name):
+            try:
+                open_inside(folder, name).close()
+            except OSError as error:
+                rule = f"{folder / name} cannot be read ({error.strerror})"
+                raise ValueError(f"{rule}; remove it or copy it again") from None
+
+
 def copy_side_files(
     source: Path, target: Path, head: Head, dtype: torch.dtype | None = None
 ) -> list[Path]:
     """config.json, made to name the head (and the dtype, if given), and the tokenizer's files.
 
-    Returns the files it wrote.
+    Returns the files it wrote. Errors: ValueError where one is a link out of `source`.
     """
-    config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+    config = json.loads(read_inside(source, CONFIG))
     if head is Head.SCORE:
         kind = (config.get("architectures") or ["LlamaForCausalLM"])[0].split("For")[0]
         config["architectures"] = [f"{kind}ForSequenceClassification"]
@@ -89,10 +104,9 @@ def copy_side_files(
     if dtype is not None:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = str(dtype).removeprefix("torch.")
-    (target / CONFIG).write_text(
-        json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    replace_file(target / CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     beside = [file for file in SIDE_FILES if (source / file).exists()]
     for file in beside:
-        shutil.copyfile(source / file, target / file)
+        with open_inside(source, file) as stream:
+            replace_file(target / file, stream.read())
     return [target / file for file in (CONFIG, *beside)]

@@ -6,10 +6,12 @@ from enum import Enum
 from pathlib import Path
 
 from mindspeed_rlxf.checkpoint.layout import RANK_FOLDER, TRACKER
+from mindspeed_rlxf.safe_files import open_inside
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 METADATA, COMMON = ".metadata", "common.pt"  # of Megatron's sharded checkpoints
+TRACKER_BYTES = 100  # of a tracker: more is no number of an iteration
 STATE_FILES = "state_*.safetensors"  # of a role in a checkpoint of a run
 
 
@@ -44,7 +46,8 @@ def _iteration(folder: Path) -> Path | None:
     """The checkpoint that the tracker names, else the only one."""
     tracker = folder / TRACKER
     if tracker.exists():
-        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        with open_inside(folder, TRACKER) as stream:
+            text = stream.read(TRACKER_BYTES).decode("utf-8", "replace").strip()
         name = text if text == "release" else f"iter_{text:0>7}"
         if not (text == "release" or text.isdecimal()) or not (folder / name).is_dir():
             raise ValueError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import IO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -11,8 +13,9 @@ from torch import Tensor
 from mindspeed_rlxf.checkpoint.formats import INDEX, SINGLE
 from mindspeed_rlxf.checkpoint.inside import inside
 from mindspeed_rlxf.checkpoint.reader import WeightReader
-from mindspeed_rlxf.checkpoint.regular import open_regular, read_json
+from mindspeed_rlxf.checkpoint.regular import MAX_JSON, parse_json
 from mindspeed_rlxf.models.parameters import Slice
+from mindspeed_rlxf.safe_files import open_inside
 
 
 class HfFolder:
@@ -25,8 +28,9 @@ class HfFolder:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.bytes_read = 0
-        self._files = self._file_of_each_tensor()
+        self._streams: list[IO[bytes]] = []  # what the library has mapped is reached through them
         self._open: dict[Path, safe_open] = {}
+        self._files = self._file_of_each_tensor()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -51,14 +55,25 @@ class HfFolder:
 
     def _slice(self, name: str):  # type: ignore[no-untyped-def]
         path = self._files[name]
-        if path not in self._open:
-            self._open[path] = _open(path)
         try:
-            return self._open[path].get_slice(name)
+            return self._opened(path).get_slice(name)
         except SafetensorError as error:
             raise ValueError(
                 f"{path} lacks {name}, which {INDEX} has there ({error}); copy it again"
             ) from None
+
+    def _opened(self, path: Path) -> safe_open:
+        """The library opens by name; the name of what is open already is of the checked file."""
+        if path in self._open:
+            return self._open[path]
+        try:
+            stream = open_inside(self.folder, path.relative_to(self.folder).as_posix())
+            checked = f"/proc/self/fd/{stream.fileno()}"
+            self._open[path] = safe_open(checked if os.path.exists(checked) else path, "pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is damaged or truncated ({error}); copy it again") from None
+        self._streams.append(stream)
+        return self._open[path]
 
     def _file_of_each_tensor(self) -> dict[str, Path]:
         if not self.folder.is_dir():
@@ -77,23 +92,22 @@ class HfFolder:
                 f"{self.folder} holds neither {SINGLE} nor {INDEX}; only safetensors are read, "
                 "because pickled weights can run code: save the model with safe_serialization"
             )
-        return dict.fromkeys(_open(single).keys(), single)
+        return dict.fromkeys(self._opened(single).keys(), single)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        found = read_json(index)["weight_map"]
-        return {str(name): str(file) for name, file in dict(found).items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} has no readable weight_map ({error!r}); copy it again") from None
-
-
-def _open(path: Path) -> safe_open:
+        with open_inside(index.parent, index.name) as stream:
+            text = stream.read(MAX_JSON + 1)
+    except OSError as error:
+        raise ValueError(f"{index} cannot be read ({error.strerror}); copy it again") from None
+    if len(text) > MAX_JSON:
+        raise ValueError(f"{index} has more than {MAX_JSON} bytes; copy it again")
     try:
-        open_regular(path).close()  # a pipe would be waited for
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is damaged or truncated ({error}); copy it again") from None
+        found = parse_json(text, index)["weight_map"]
+        return {str(name): str(file) for name, file in dict(found).items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} has no readable weight_map ({error!r}); copy it again") from None
 
 
 def shape_problems(folder: WeightReader, expected: dict[str, tuple[int, ...]]) -> list[str]:

@@ -8,6 +8,7 @@ one again whose process was lost.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from mindspeed_rlxf.checkpoint.run_files import (
     write_text,
 )
 from mindspeed_rlxf.checkpoint.run_store import MANIFEST, Manifest, RunStore
+from mindspeed_rlxf.safe_files import PRIVATE, new_file, open_file
 
 CHUNK_BYTES = 64 * 2**20
 READERS = 4  # threads that read and hash files
@@ -82,11 +84,12 @@ def begin(store: Path, iteration: int) -> None:
     RunStore(store).begin(iteration)
 
 
-def commit(store: Path, manifest: str, texts: Mapping[str, str]) -> None:
+def commit(store: Path, manifest: str, texts: Mapping[str, str], mode: int = PRIVATE) -> None:
     """The hidden folder becomes the host's part of the checkpoint, with the driver's small files.
 
     manifest: of the whole checkpoint, JSON
     texts:    path -> contents
+    mode:     of these, which hold the configuration
     """
     found = Manifest.from_json(manifest, "the driver's manifest")
     hidden, final = RunStore(store).hidden(found.iteration), RunStore(store).path(found.iteration)
@@ -94,7 +97,7 @@ def commit(store: Path, manifest: str, texts: Mapping[str, str]) -> None:
         RunStore(store).point_to(found.iteration)
         return
     for path, text in texts.items():
-        write_text(hidden / path, text)
+        write_text(hidden / path, text, mode)
     RunStore(store).commit(found)
 
 
@@ -132,22 +135,27 @@ def _read_restricted(file: Path) -> None:
 
 def read(file: Path, offset: int) -> bytes:
     """Up to CHUNK_BYTES from there on."""
-    with file.open("rb") as stream:
+    with open_file(file, "rb") as stream:
         stream.seek(offset)
-        return stream.read(CHUNK_BYTES)
+        return bytes(stream.read(CHUNK_BYTES))
 
 
-def write(folder: Path, entry: Entry, offset: int, chunk: bytes) -> str:
+def write(folder: Path, entry: Entry, offset: int, chunk: bytes, token: str) -> str:
     """Put bytes there; with its last ones the file gets its name, and is on the disk.
 
+    token: the same for all parts of the file, and known to nobody else
     Returns what is wrong where the whole is not what the manifest says.
     """
     file = folder / entry["path"]
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial_file = file.with_name(f".{file.name}.partial")
+    partial_file = file.with_name(f".{file.name}.{token}.partial")
     if offset and not partial_file.exists() and size_problem(folder, entry) is None:
         return ""  # run again: it has its name
-    with partial_file.open("wb" if offset == 0 else "r+b") as stream:
+    if offset == 0:
+        for left in _partial_files(file):
+            left.unlink(missing_ok=True)
+        new_file(partial_file).close()
+    with open_file(partial_file, "r+b", None) as stream:
         stream.seek(offset)
         stream.write(chunk)
         end = stream.tell()
@@ -159,3 +167,9 @@ def write(folder: Path, entry: Entry, offset: int, chunk: bytes) -> str:
         return f"{entry['path']} is not what was written (sha256)"
     os.replace(partial_file, file)
     return ""
+
+
+def _partial_files(file: Path) -> list[Path]:
+    """What killed drivers left of it."""
+    ours = re.compile(re.escape(f".{file.name}.") + r"[0-9a-f]{16}\.partial")
+    return [path for path in file.parent.iterdir() if ours.fullmatch(path.name)]

@@ -6,8 +6,15 @@ import hashlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
+
+from mindspeed_rlxf.safe_files import (
+    is_plain_path,
+    open_file,
+    private_folder,
+    replace_file,
+)
 
 Entry = dict[str, Any]
 """A file in a manifest: `path` within the folder, `size` in bytes, `sha256`; `host` where only that
@@ -29,7 +36,7 @@ READ_BYTES = 1 << 22
 def entry_of(folder: Path, file: Path) -> Entry:
     """The file's line in a manifest; what it says is on the disk then."""
     digest = hashlib.sha256()
-    with file.open("rb") as stream:
+    with open_file(file, "rb") as stream:
         os.fsync(stream.fileno())
         while data := stream.read(READ_BYTES):
             digest.update(data)
@@ -50,10 +57,7 @@ def without_host(entry: Entry) -> Entry:
 
 def leaves_folder(path: Any) -> bool:
     """Whether a path of a manifest is no plain path inside its folder."""
-    if not isinstance(path, str) or not path or "\\" in path or "\0" in path:
-        return True
-    pure = PurePosixPath(path)
-    return pure.is_absolute() or ".." in pure.parts or pure.as_posix() != path
+    return not is_plain_path(path)
 
 
 def size_problem(folder: Path, entry: Entry) -> str | None:
@@ -80,25 +84,13 @@ def content_problem(folder: Path, entry: Entry) -> str | None:
     return problem
 
 
-def write_text(file: Path, text: str) -> None:
-    """The file has the whole text, on the disk, or what it had before."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(file.parent)
+def write_text(file: Path, text: str, mode: int | None = None) -> None:
+    """The file has the whole text, on the disk, or what it had before.
 
-
-def sync_folder(folder: Path) -> None:
-    """Names in the folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    mode: of a file of the configuration, whose folder then is for such files
+    """
+    if mode is None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    else:
+        private_folder(file.parent, mode)
+    replace_file(file, text, mode)

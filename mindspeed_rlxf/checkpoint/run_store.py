@@ -22,9 +22,9 @@ from mindspeed_rlxf.checkpoint.run_files import (
     Entry,
     leaves_folder,
     size_problem,
-    sync_folder,
     write_text,
 )
+from mindspeed_rlxf.safe_files import sync_folder
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

@@ -26,6 +26,7 @@ from mindspeed_rlxf.models.parameters import (
     rank_parameters,
     shard_slices,
 )
+from mindspeed_rlxf.safe_files import replace_file
 
 Files = list[tuple[str, dict[str, int]]]
 """Name of each file, and the bytes of each tensor in it."""
@@ -125,6 +126,7 @@ class StageWeights:
                 tensors[hf_name] = tensor.to(dtype)
         if writes:
             target.mkdir(parents=True, exist_ok=True)
+            (target / name).unlink(missing_ok=True)  # the library writes through a link
             save_file(tensors, target / name, metadata={"format": "pt"})
         sizes = {hf_name: t.numel() * t.element_size() for hf_name, t in tensors.items()}
         gathered = _gather(_gather([(name, sizes)], self.ep_group), self.pp_group)
@@ -146,7 +148,7 @@ class StageWeights:
             weight_map = {name: file for file, sizes in files for name in sorted(sizes)}
             total = sum(size for _, sizes in files for size in sizes.values())
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (target / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+            replace_file(target / INDEX, json.dumps(index, indent=2))
         copy_side_files(source, target, self.head)
 
 

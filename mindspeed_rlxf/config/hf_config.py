@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.safe_files import read_inside
 
 FAMILIES = {
     "llama": {"add_qkv_bias": False, "qk_layernorm": False},
@@ -29,13 +30,13 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
     """The parsed config.json of a Hugging Face folder.
 
     wanted: what the user should have given, for the messages
-    Errors: ValueError when it is missing or is not JSON.
+    Errors: ValueError when it is missing, is a link out of the folder, or is not JSON.
     """
     path = folder / "config.json"
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give {wanted}")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_inside(folder, path.name))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; give {wanted}") from None
     except OSError as error:

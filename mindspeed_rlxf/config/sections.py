@@ -83,6 +83,11 @@ class TrainingConfig(Section):
     )
     output_dir: str = key(..., "run directory; absent = outputs/<run_name>", "free")
     run_name: str = key(..., "name of the run; absent = config name", "free", min_length=1)
+    file_mode: str = key(
+        "0600",
+        "mode of what holds configuration, logs, metrics or samples, octal text; not of weights",
+        "free",
+    )
     save_interval: int = key(
         0, "iterations between checkpoints of the run; 0 = by time alone", "free", ge=0
     )
@@ -121,11 +126,23 @@ class TrainingConfig(Section):
     new_run: bool = key(False, "take the next free name when the run directory is used", "free")
 
     @property
+    def file_mode_bits(self) -> int:
+        """`file_mode` as the system counts it."""
+        return int(self.file_mode, 8)
+
+    @property
     def seconds_between_saves(self) -> float:
         """0 = none by time."""
         if self.save_interval_s is not None:
             return self.save_interval_s
         return 0.0 if 0 < self.save_interval <= self.train_iters else 1800.0
+
+    @field_validator("file_mode")
+    @classmethod
+    def _is_mode(cls, value: str) -> str:
+        if not re.fullmatch("0?6[046][046]", value):
+            raise PydanticCustomError("file_mode", "0600 to 0666 in octal digits, without x")
+        return value
 
     @field_validator("max_wall_time", mode="before")
     @classmethod

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed_rlxf.safe_files import new_file
+
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, Any] = {
@@ -39,7 +41,7 @@ class IndexedWriter:
 
     def __init__(self, path: Path, dtype: type[np.generic]) -> None:
         self._path, self._dtype = path, np.dtype(dtype)
-        self._bin = _with_ending(path, ".bin").open("wb")
+        self._bin = new_file(_with_ending(path, ".bin"))
         self._lengths = array("i")
 
     def add(self, items: bytes | memoryview, lengths: Sequence[int]) -> None:
@@ -53,7 +55,7 @@ class IndexedWriter:
         ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
         (code,) = (code for code, dtype in DTYPES.items() if dtype == self._dtype)
         size = len(lengths)
-        with open(_with_ending(self._path, ".idx"), "wb") as stream:
+        with new_file(_with_ending(self._path, ".idx")) as stream:
             stream.write(HEADER.pack(MAGIC, 1, code, size, size + 1))
             stream.write(lengths.tobytes())
             stream.write((ends - lengths * self._dtype.itemsize).tobytes())

@@ -6,10 +6,10 @@ neither the older data set of the prefix nor the new one, as the next writer mak
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -36,6 +36,7 @@ from mindspeed_rlxf.data.sidecar import (
     rejected_path,
     sidecar_path,
 )
+from mindspeed_rlxf.safe_files import is_plain_path, new_file, open_file, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +74,13 @@ class PromptSetWriter:
         self._prefix, self._handler = prefix, handler
         prefix.parent.mkdir(parents=True, exist_ok=True)
         self._folder = partial_folder(prefix)
-        self._folder.mkdir(exist_ok=True)  # of a run that was killed: its files are written over
+        self._folder.mkdir(exist_ok=True)  # of a run that was killed: its files are replaced
         self._lock = _locked(self._folder, prefix)  # held until __exit__
         self._own = [*handler.sequences, *([MASK] if handler.has_mask else [])]
         self._writers = {name: IndexedWriter(self._folder / name, np.int32) for name in self._own}
         self._files: dict[str, str] = {}  # column -> name in file names
-        self._rejected = open(  # noqa: SIM115
-            self._folder / "rejected", "w", encoding="utf-8", errors="backslashreplace"
+        self._rejected = new_file(
+            self._folder / "rejected", encoding="utf-8", errors="backslashreplace"
         )
         self.num_rows = 0
 
@@ -134,13 +135,13 @@ class PromptSetWriter:
             writer.close()
         self._rejected.close()
         text = sidecar.json_text().encode("utf-8", "backslashreplace")  # half characters of names
-        _write_durably(self._folder / "meta", text)
+        replace_file(self._folder / "meta", text)
         moves = [("rejected", rejected_path(self._prefix).name)] if has_rejected else []
         for name in reversed(self._writers):  # the prompts' index last: without it there is no set
             for ending in (".bin", ".idx"):
                 moves.append((f"{name}{ending}", _part(self._prefix, name, ending).name))
         moves.append(("meta", sidecar_path(self._prefix).name))
-        _write_durably(self._folder / f"{MOVES}.new", json.dumps(moves).encode("ascii"))
+        replace_file(self._folder / f"{MOVES}.new", json.dumps(moves))
         (self._folder / f"{MOVES}.new").rename(self._folder / MOVES)
         _make_moves(self._folder, self._prefix)
 
@@ -200,7 +201,11 @@ def _make_moves(folder: Path, prefix: Path) -> None:
 
 
 def _moves(folder: Path) -> list[list[str]]:
-    moves: list[list[str]] = json.loads((folder / MOVES).read_text(encoding="ascii"))
+    with open_file(folder / MOVES, "r", encoding="ascii") as stream:
+        moves: list[list[str]] = json.load(stream)
+    names = [name for move in moves for name in move]
+    if not all(is_plain_path(name) and "/" not in name for name in names):
+        raise OSError(errno.EINVAL, "its list of moves names files elsewhere", str(folder / MOVES))
     return moves
 
 
@@ -225,7 +230,9 @@ def not_written(output_prefix: str, error: OSError) -> Problem:
 
 
 def _locked(folder: Path, prefix: Path) -> IO[str]:
-    lock = open(folder / "lock", "w")  # noqa: SIM115
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, f"{folder.name} is a link; remove it", str(folder))
+    lock = open_file(folder / "lock", "w", None)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -239,10 +246,3 @@ def _locked(folder: Path, prefix: Path) -> IO[str]:
             )
         ) from error
     return lock
-
-
-def _write_durably(file: Path, content: bytes) -> None:
-    with file.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import stat
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.safe_files import is_plain_path, leading_out, leaves, read_inside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEY = "training.tokenizer_name_or_path"
+CONFIG, TEMPLATES = "tokenizer_config.json", "additional_chat_templates"
+NOT_READ = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".msgpack", ".h5", ".py")
+STALE = ("special_tokens_map_file", "added_tokens_file")
+"""Keys of its configuration that older transformers wrote and no version reads."""
 
 
 def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
@@ -57,12 +63,51 @@ def load_slow_tokenizer(path: str, key: str = KEY) -> tuple[PreTrainedTokenizerB
 def _load(path: str, use_fast: bool = True) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+    if (folder := _folder_of(path)) is not None:
+        _check_files(folder)
     tokenizer = AutoTokenizer.from_pretrained(
         path, local_files_only=True, trust_remote_code=False, use_fast=use_fast
     )
     if not isinstance(tokenizer, PreTrainedTokenizerBase):  # False: version 4, of a missing file
         raise ValueError("transformers cannot make one of its files")
     return tokenizer
+
+
+def _folder_of(path: str) -> Path | None:
+    """The folder that transformers will read: this one, or that of a name in the local cache."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(path, CONFIG)
+    except ValueError:  # no name of the hub's
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _check_files(folder: Path) -> None:
+    """What is beside a tokenizer is plain files of its folder; its configuration names no others.
+
+    transformers opens by name: what changes between this look and that is not seen.
+    Errors: ValueError.
+    """
+    places = [folder, *([folder / TEMPLATES] if (folder / TEMPLATES).is_dir() else [])]
+    for file in sorted(file for place in places for file in place.iterdir()):
+        if file.name.endswith(NOT_READ) or (file.is_dir() and file.name != TEMPLATES):
+            continue
+        if file.is_symlink() and leaves(folder, file):
+            raise ValueError(leading_out(file))
+        if file.exists() and not file.is_dir() and not stat.S_ISREG(file.stat().st_mode):
+            raise ValueError(f"{file} must be a plain file; remove it")
+    config = json.loads(read_inside(folder, CONFIG)) if (folder / CONFIG).exists() else {}
+    for key, value in config.items() if isinstance(config, dict) else ():
+        names = value if key == "fast_tokenizer_files" and isinstance(value, list) else [value]
+        if not key.endswith(("_file", "_files")) or key in STALE:
+            continue
+        for name in names:
+            if isinstance(name, str) and not is_plain_path(name):
+                raise ValueError(f"{key}={name[:200]!r} in {CONFIG} leads out of {folder}")
 
 
 def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -149,7 +194,7 @@ def _generation_config_eos(file: Path) -> list[int]:
     if not file.is_file():
         return []
     try:
-        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        eos = json.loads(read_inside(file.parent, file.name)).get("eos_token_id")
         return [] if eos is None else [int(i) for i in (eos if isinstance(eos, list) else [eos])]
     except (OSError, ValueError, TypeError, AttributeError) as error:
         wanted = "must be a JSON object whose eos_token_id is an id or a list of ids"

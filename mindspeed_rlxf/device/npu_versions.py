@@ -22,19 +22,25 @@ class VersionSet:
     name: str
     megatron_core: str
     megatron_tag: str  # of github.com/NVIDIA/Megatron-LM
+    megatron_commit: str  # of the tag, which can be moved
     mindspeed: str
     mindspeed_branch: str
+    mindspeed_commit: str  # of the branch, which goes on
     torch: tuple[str, ...]
     python: tuple[str, ...]
 
 
 SETS = (
     VersionSet(
-        "npu-core0.12.1", "0.12.1", "core_v0.12.1", "0.12.1", "26.1.0_core_r0.12.1",
+        "npu-core0.12.1",
+        "0.12.1", "core_v0.12.1", "a845aa7e12b3a117e24c2352b9e3e60bad2e3a17",
+        "0.12.1", "26.1.0_core_r0.12.1", "57a33053c4eccd5b14aa58e3ca595ab414e65b94",
         ("2.7.1",), ("3.10", "3.11"),
     ),
     VersionSet(
-        "npu-core0.16", "0.16.1", "core_v0.16.1", "0.16.0", "core_r0.16.0",
+        "npu-core0.16",
+        "0.16.1", "core_v0.16.1", "55ac7082517c3878ae653c07c09c534b8aed49f6",
+        "0.16.0", "core_r0.16.0", "e4772499f7eb9fa9a68919dd1eaddef00e915b2d",
         ("2.7.1", "2.9.0"), ("3.10", "3.11"),
     ),
 )  # fmt: skip

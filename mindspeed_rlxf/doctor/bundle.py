@@ -26,10 +26,12 @@ from mindspeed_rlxf.data.files import scan_rows
 from mindspeed_rlxf.doctor.redact import Redactor, is_open_variable
 from mindspeed_rlxf.doctor.report import Report
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.safe_files import PRIVATE, open_file
 
 TAIL_BYTES, STACK_BYTES = 64 * 1024, 256 * 1024
 MOST_LOGS, METRIC_LINES = 64, 500
 SAMPLE_BYTES, MOST_TEXTS = 32 * 2**20, 20_000  # of samples, read to know what must not go out
+FILE_MODE = re.compile("0?6[046][046]")
 CONFIG_FILE = re.compile(r"config(\.\d+)?\.yaml")
 LOG_FILE = re.compile(r"(driver|rank_\d+|faulthandler[\w.\-]*|stacks?[\w.\-]*)\.(log|txt)")
 STACK_START = re.compile(r"^(Fatal Python error|(Current thread|Thread) 0x|Timeout \()")
@@ -54,11 +56,15 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
     redactor = Redactor(os.environ, private_texts(run))
     target = _free_name(target_dir, run.path.name)
     try:
-        with tarfile.open(target, "x:gz") as archive:
+        with (
+            open_file(target, "xb", _mode(run)) as file,
+            tarfile.open(fileobj=file, mode="w:gz") as archive,
+        ):
             for name, text in _members(run, report, redactor):
                 _add(archive, f"{target.name.removesuffix('.tar.gz')}/{name}", text)
     except OSError as error:
-        target.unlink(missing_ok=True)
+        if not isinstance(error, FileExistsError):
+            target.unlink(missing_ok=True)
         raise UserError(
             Problem(
                 f"{target}",
@@ -150,10 +156,10 @@ def _tail(file: Path, size: int) -> str:
     try:
         if not _is_plain(file):
             return ""
-        with open(file, "rb") as stream:
+        with open_file(file, "rb") as stream:
             end = stream.seek(0, os.SEEK_END)
             stream.seek(max(end - size, 0))
-            text = stream.read(size).decode("utf-8", "replace")
+            text = str(stream.read(size), "utf-8", "replace")
     except OSError:
         return ""
     return text.partition("\n")[2] if end > size else text
@@ -162,7 +168,7 @@ def _tail(file: Path, size: int) -> str:
 def _stacks(file: Path) -> Iterator[str]:
     """What faulthandler wrote, wherever it stands in the log."""
     inside = False
-    with open(file, encoding="utf-8", errors="replace") as stream:
+    with open_file(file, "r", encoding="utf-8", errors="replace") as stream:
         for line in stream:
             inside = bool(STACK_START.match(line)) or (inside and bool(STACK_LINE.match(line)))
             if inside:
@@ -212,6 +218,15 @@ def _data_texts(run: RunDirectory) -> set[str]:
         if len(texts) >= MOST_TEXTS:
             break
     return texts
+
+
+def _mode(run: RunDirectory) -> int:
+    """Of the bundle: as the run's own files have it."""
+    try:
+        found = str(yaml.safe_load(_tail(run.config, STACK_BYTES))["training"]["file_mode"])
+    except (yaml.YAMLError, KeyError, TypeError, ValueError):
+        return PRIVATE
+    return int(found, 8) if FILE_MODE.fullmatch(found) else PRIVATE
 
 
 def _data_files(run: RunDirectory) -> list[str]:

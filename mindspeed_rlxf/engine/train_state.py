@@ -29,7 +29,6 @@ from mindspeed_rlxf.checkpoint.run_files import (
     HOST,
     Written,
     entry_of,
-    sync_folder,
     write_text,
 )
 from mindspeed_rlxf.checkpoint.run_state import (
@@ -44,6 +43,7 @@ from mindspeed_rlxf.checkpoint.sharded_run_state import open_state
 from mindspeed_rlxf.device import random_states
 from mindspeed_rlxf.engine.hf_shards import Shard, shards
 from mindspeed_rlxf.engine.slots import held_slots, make_slots, step_of
+from mindspeed_rlxf.safe_files import sync_folder
 
 if TYPE_CHECKING:
     from mindspeed_rlxf.engine.engine import MegatronEngine

@@ -14,9 +14,17 @@ import gzip
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, cast
+
+from mindspeed_rlxf.safe_files import (
+    hidden_name,
+    hidden_names_of,
+    open_file,
+    sync_folder,
+)
 
 SIZE_BYTES = 4  # at the end of a gz file: its length uncompressed, modulo 4 GiB
 LEVEL = 6  # of gzip
@@ -40,7 +48,7 @@ class LineFile:
     def sync(self) -> None:
         """What has been written outlasts a crash of the host."""
         if self.path.exists():
-            with open(self.path, "rb") as stream:
+            with open_file(self.path, "rb") as stream:
                 os.fsync(stream.fileno())
 
     def exists(self) -> bool:
@@ -92,7 +100,7 @@ class LineFile:
         self._finish()
         number = max(self._parts(), default=0) + 1
         self.path.rename(self._part(number))
-        _sync_folder(self.path.parent)
+        sync_folder(self.path.parent)
         self._finish()
         return True
 
@@ -118,7 +126,7 @@ class LineFile:
 
     def _take_back(self, part: Path, kept: int) -> None:
         """The first bytes of a part become the file."""
-        with _open(part) as source, open(self.path, "ab") as target:
+        with _open(part) as source, open_file(self.path, "ab", _mode(part)) as target:
             while kept and (block := source.read(min(BLOCK, kept))):
                 kept -= target.write(block)
             target.flush()
@@ -129,41 +137,38 @@ class LineFile:
 def _compress(plain: Path) -> None:
     """Beside it, under a hidden name until it is whole."""
     final = plain.with_name(f"{plain.name}.gz")
-    hidden = plain.with_name(f".{plain.name}.gz")
-    with open(plain, "rb") as source, open(hidden, "wb") as raw:
+    for left in hidden_names_of(final):
+        left.unlink()
+    hidden = hidden_name(final)
+    with open_file(plain, "rb") as source, open_file(hidden, "xb", _mode(plain)) as raw:
         with gzip.GzipFile(final.name, "wb", LEVEL, raw, mtime=0) as target:
             shutil.copyfileobj(source, target, BLOCK)
         raw.flush()
         os.fsync(raw.fileno())
     os.replace(hidden, final)
-    _sync_folder(plain.parent)
+    sync_folder(plain.parent)
+
+
+def _mode(file: Path) -> int:
+    """Another part of the same lines gets it too."""
+    return stat.S_IMODE(file.stat().st_mode)
 
 
 def _open(file: Path) -> IO[bytes]:
-    if file.suffix == ".gz":
-        return cast(IO[bytes], gzip.open(file, "rb"))
-    return open(file, "rb")
+    stream = open_file(file, "rb")
+    return cast(IO[bytes], gzip.open(stream, "rb")) if file.suffix == ".gz" else stream
 
 
 def _length(part: Path) -> int:
     """Bytes, uncompressed."""
     if part.suffix != ".gz":
         return part.stat().st_size
-    with open(part, "rb") as stream:
+    with open_file(part, "rb") as stream:
         stream.seek(-SIZE_BYTES, os.SEEK_END)
         return int.from_bytes(stream.read(), "little")
 
 
 def _truncate(file: Path, length: int) -> None:
-    with open(file, "ab") as stream:
+    with open_file(file, "ab", None) as stream:
         stream.truncate(length)
         os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Names last beyond a crash of the host too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, cast
 
 from mindspeed_rlxf.reporting.line_file import LineFile
+from mindspeed_rlxf.safe_files import PRIVATE, open_file
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Sample:
 class MetricsWriter:
     """Appends iterations to metrics.jsonl."""
 
-    def __init__(self, file: Path) -> None:
-        self._lines = _JsonLines(file)
+    def __init__(self, file: Path, mode: int = PRIVATE) -> None:
+        self._lines = _JsonLines(file, mode=mode)
 
     def write(self, iteration: int, metrics: Mapping[str, float], time_s: float) -> None:
         """One line {"iteration", "metrics", "time_s"}; a metric that is not finite becomes null.
@@ -58,8 +60,8 @@ class MetricsWriter:
 class LedgerWriter:
     """Appends to consumed.jsonl what an iteration took of the data."""
 
-    def __init__(self, file: Path) -> None:
-        self._lines = _JsonLines(file)
+    def __init__(self, file: Path, mode: int = PRIVATE) -> None:
+        self._lines = _JsonLines(file, mode=mode)
 
     def write(
         self, iteration: int, first_sample_id: int, samples_per_prompt: int, prompts: Sequence[int]
@@ -81,9 +83,15 @@ class LedgerWriter:
 class SampleWriter:
     """Appends responses to a samples file, the first `samples` of an iteration or `all`."""
 
-    def __init__(self, file: Path, samples: int | Literal["all"], file_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        file: Path,
+        samples: int | Literal["all"],
+        file_bytes: int = 0,
+        mode: int = PRIVATE,
+    ) -> None:
         """file_bytes: size from which on the file is compressed and begun anew; 0 = never"""
-        self._lines = _JsonLines(file, file_bytes)
+        self._lines = _JsonLines(file, file_bytes, mode)
         self._samples = samples
 
     def num_kept(self, num_samples: int) -> int:
@@ -104,13 +112,16 @@ class SampleWriter:
 class _JsonLines:
     """A UTF-8 file of JSON objects, valid for every reader: no NaN, no half characters."""
 
-    def __init__(self, file: Path, limit: int = 0) -> None:
-        self._file = LineFile(file, limit)
+    def __init__(self, file: Path, limit: int = 0, mode: int = PRIVATE) -> None:
+        self._file, self._mode = LineFile(file, limit), mode
         self._stream = self._open()
 
     def _open(self) -> TextIO:
         # A lone surrogate becomes \\udXXX, which JSON reads back as the same surrogate.
-        return open(self._file.path, "a", encoding="utf-8", errors="backslashreplace")
+        text = {"encoding": "utf-8", "errors": "backslashreplace"}
+        if self._file.path == Path(os.devnull):  # a device, which `open_file` refuses
+            return open(os.devnull, "a", encoding="utf-8")
+        return cast(TextIO, open_file(self._file.path, "a", self._mode, **text))
 
     def write(self, record: dict[str, Any]) -> None:
         line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,13 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.resume import Change, changes
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting import run_lock
+from mindspeed_rlxf.safe_files import (
+    PRIVATE,
+    folder_mode,
+    open_file,
+    private_folder,
+    replace_file,
+)
 
 KEY = "training.output_dir"
 LATER_CONFIG = re.compile(r"config\.(\d+)\.yaml")
@@ -26,11 +34,13 @@ LATER_CONFIG = re.compile(r"config\.(\d+)\.yaml")
 class RunDirectory:
     """Paths of a run's files. `create` takes the folder; ranks beside the first only name it.
 
-    changes: what differs from the run that is gone on with
+    changes:   what differs from the run that is gone on with
+    file_mode: of everything here that is no weights, see `training.file_mode`
     """
 
     path: Path
     changes: tuple[Change, ...] = ()
+    file_mode: int = PRIVATE
 
     @property
     def config(self) -> Path:
@@ -87,17 +97,20 @@ class RunDirectory:
             raise UserError(problems)
         directory = cls.choose(config)
         try:
-            directory.logs.mkdir(parents=True, exist_ok=True)
-            run_lock.take(directory.path)
+            _make_folder(directory.path, directory.file_mode)
+            private_folder(directory.logs, directory.file_mode)
+            run_lock.take(directory.path, directory.file_mode)
             differing = tuple(directory.changes_to(config))
             if not directory.config.exists():
-                _write_atomically(directory.config, to_yaml(config))
+                replace_file(directory.config, to_yaml(config), directory.file_mode)
             elif differing:
-                _write_atomically(directory._next_config(), to_yaml(config))
+                replace_file(directory._next_config(), to_yaml(config), directory.file_mode)
+            for file in (directory.config, *directory._later_configs()):
+                open_file(file, "a", directory.file_mode).close()  # of an older mode
         except OSError as error:
             directory.unlock()
             raise UserError(_not_writable(directory.path, error.strerror or str(error))) from error
-        return cls(directory.path, differing)
+        return replace(directory, changes=differing)
 
     def unlock(self) -> None:
         """The run has ended in this process."""
@@ -159,7 +172,8 @@ class RunDirectory:
             return []
         latest = [self.config, *self._later_configs()][-1]
         try:
-            before: Any = yaml.safe_load(latest.read_text(encoding="utf-8"))
+            with open_file(latest, "r", encoding="utf-8") as stream:
+                before: Any = yaml.safe_load(stream)
             assert isinstance(before, dict)
         except (OSError, yaml.YAMLError, UnicodeDecodeError, AssertionError):
             free = _next_free(self.path)
@@ -185,7 +199,8 @@ class RunDirectory:
     def choose(cls, config: RunConfig) -> RunDirectory:
         """The folder this run would take; with training.new_run the next free `<name>-2`, ..."""
         path = Path(config.training.output_dir).absolute()
-        return cls(_next_free(path) if config.training.new_run else path)
+        free = _next_free(path) if config.training.new_run else path
+        return cls(free, file_mode=config.training.file_mode_bits)
 
 
 def _next_free(path: Path) -> Path:
@@ -207,14 +222,11 @@ def _not_writable(path: Path, found: str) -> Problem:
     )
 
 
-def _write_atomically(file: Path, text: str) -> None:
-    """The file has the whole text or does not exist, also after a crash."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+def _make_folder(path: Path, file_mode: int) -> None:
+    """The run directory holds weights too: who may read these may pass through it, not list it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(temporary, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+        path.mkdir(mode=0o711)
+    except FileExistsError:  # its owner decides
+        return
+    path.chmod(stat.S_IMODE(path.stat().st_mode) | folder_mode(file_mode))

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import IO
 
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.safe_files import PRIVATE, open_file
 
 LOCK = "run.lock"
 _held: dict[Path, IO[str]] = {}
 
 
-def take(folder: Path) -> None:
+def take(folder: Path, mode: int = PRIVATE) -> None:
     """Take the lock of the folder for this process, or raise UserError that names who has it.
+
+    Raises OSError where its name leads elsewhere.
 
     The lock is one of byte ranges: NFS passes it on to other hosts, and a forked child does not
     inherit it. Where the file system has no locks, the note of host and process decides.
@@ -25,7 +28,7 @@ def take(folder: Path) -> None:
     file = folder / LOCK
     if file in _held:
         return
-    while not _still_there(file, stream := _locked(folder, file)):
+    while not _still_there(file, stream := _locked(folder, file, mode)):
         stream.close()  # who had the lock removed the file after this process had opened it
     stream.seek(0)
     stream.truncate()
@@ -34,8 +37,8 @@ def take(folder: Path) -> None:
     _held[file] = stream
 
 
-def _locked(folder: Path, file: Path) -> IO[str]:
-    stream = open(file, "a+", encoding="utf-8")  # noqa: SIM115
+def _locked(folder: Path, file: Path, mode: int) -> IO[str]:
+    stream = open_file(file, "a+", mode, encoding="utf-8")
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -69,9 +72,13 @@ def release(folder: Path) -> None:
 def problem(folder: Path) -> Problem | None:
     """Why the lock cannot be taken at this moment; takes nothing."""
     file = folder / LOCK
-    if file in _held or not file.exists():
+    if file in _held or not os.path.lexists(file):
         return None
-    with file.open("r+", encoding="utf-8") as stream:
+    try:
+        stream = open_file(file, "r+", None, encoding="utf-8")
+    except OSError as error:
+        return _unusable(folder, error)
+    with stream:
         try:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -103,4 +110,13 @@ def _refusal(folder: Path, host: str, pid: int) -> Problem:
         f"must not be in use, process {pid} on {host} runs in it",
         repr(str(folder)),
         f"wait for it, end it, or set training.new_run=true (if it is gone, remove {LOCK})",
+    )
+
+
+def _unusable(folder: Path, error: OSError) -> Problem:
+    return Problem(
+        "training.output_dir",
+        f"must have a lock that this user can take: {error.strerror}",
+        repr(str(folder)),
+        f"remove {LOCK}, or set training.new_run=true",
     )

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from mindspeed_rlxf.safe_files import PRIVATE, open_file, private_folder
+
 ITERATIONS = 100  # of a file
 KEPT = 5  # files
 MOST_RANKS = 64  # of a pool are drawn: those that come first
@@ -37,8 +39,8 @@ class Span:
 class Timeline:
     """Appends iterations to the files of a folder; every one of them is whole JSON after each."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, mode: int = PRIVATE) -> None:
+        self._folder, self._mode = folder, mode
         self._numbers: dict[str, int] = {}  # of pools, in the order of their first span
         self._file = folder  # the last one that was written to
         self._named: set[tuple[str, int]] = set()  # what this process has named in it
@@ -50,7 +52,7 @@ class Timeline:
         if file != self._file:
             self._file, self._named = file, set()
         if not file.exists():
-            self._folder.mkdir(exist_ok=True)
+            private_folder(self._folder, self._mode)
             for old in sorted(self._folder.glob("iterations_*.json"))[: -(KEPT - 1)]:
                 old.unlink()
         events = [
@@ -59,7 +61,7 @@ class Timeline:
             if span.rank < MOST_RANKS
             for event in (*self._names(span), self._event(span, iteration))
         ]
-        _append(file, events)
+        _append(file, events, self._mode)
 
     def _event(self, span: Span, iteration: int) -> dict[str, Any]:
         return {
@@ -83,11 +85,13 @@ class Timeline:
                 yield {"name": kind, "ph": "M", **place, "args": {"name": text}}
 
 
-def _append(file: Path, events: Iterable[Mapping[str, Any]]) -> None:
+def _append(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -> None:
     new = BETWEEN.join(json.dumps(event, ensure_ascii=False).encode() for event in events)
     if not new:
         return
-    with open(file, "r+b" if file.exists() else "w+b") as stream:
+    if not file.exists():
+        open_file(file, "xb", mode).close()
+    with open_file(file, "r+b", mode) as stream:
         kept = stream.seek(_end(stream))
         stream.truncate()
         stream.write((BETWEEN if kept else HEAD) + new + TAIL)

@@ -20,6 +20,7 @@ from mindspeed_rlxf.runtime.protocol import Reply, Request
 from mindspeed_rlxf.runtime.refs import Fetch
 from mindspeed_rlxf.runtime.witness import show_stacks_on_signal
 from mindspeed_rlxf.runtime.worker import RoleHost
+from mindspeed_rlxf.safe_files import PRIVATE, open_file, private_folder
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class ProcessSetup:
     collective_timeout_s: float  # longest wait of ranks for each other
     log_dir: str | None  # of the run; None leaves stdout and stderr alone
     ip: str  # of this process's node, as the cluster knows it: collectives use its interface
+    log_mode: int = PRIVATE
     parts: tuple[int, ...] = ()  # sizes of the pool's parts; empty = the pool is one world
 
 
@@ -64,7 +66,7 @@ class WorkerProcess:
         assigned: number of the device that Ray gave this process, as the host counts
         """
         if (log := log_of(setup)) is not None:
-            redirect_output(Path(log))
+            redirect_output(Path(log), setup.log_mode)
         for name, value in device.network_environment(setup.device_kind, setup.ip).items():
             os.environ.setdefault(name, value)
         show_stacks_on_signal()
@@ -92,10 +94,13 @@ class WorkerProcess:
             gc.freeze()
 
 
-def redirect_output(path: Path) -> None:
+def redirect_output(path: Path, mode: int = PRIVATE) -> None:
     """Append all further output of this process, C++ included, to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    if not path.parent.parent.exists():
+        private_folder(path.parent.parent, mode)  # on a host with folders of its own
+    private_folder(path.parent, mode)
+    with open_file(path, "ab", mode) as stream:
+        log = os.dup(stream.fileno())
     for name, number in (("stdout", 1), ("stderr", 2)):
         getattr(sys, name).flush()
         os.dup2(log, number)

@@ -32,6 +32,7 @@ from mindspeed_rlxf.runtime.witness import (
     keep_logs,
     look_everywhere,
 )
+from mindspeed_rlxf.safe_files import PRIVATE, mode_within
 
 logger = logging.getLogger(__name__)
 
@@ -244,6 +245,7 @@ class RayPools:
                 ),
                 log_dir=str(self.log_dir.absolute()) if self.log_dir is not None else None,
                 ip=LOOPBACK if self._cluster.own else place.ip,
+                log_mode=mode_within(self.log_dir) if self.log_dir is not None else PRIVATE,
                 parts=parts,
             )
             for rank, place in enumerate(workers.places)

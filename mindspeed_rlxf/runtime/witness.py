@@ -21,6 +21,7 @@ from pathlib import Path
 from mindspeed_rlxf.runtime.errors import DIED, HostError, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.runtime.host_agent import HostAgent, outcomes
 from mindspeed_rlxf.runtime.places import Place
+from mindspeed_rlxf.safe_files import mode_within, open_file, private_folder, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -240,14 +241,15 @@ def keep_logs(workers: Sequence[Watched], told: Mapping[tuple[str, int], Sightin
             continue
         file = Path(worker.log)
         if not file.exists() or is_copy(file):
-            file.parent.mkdir(parents=True, exist_ok=True)
+            mode = mode_within(file.parents[1])
+            private_folder(file.parent, mode)
             heading = f"{FETCHED}{worker.place.host}]\n"
-            file.write_text(heading + sighting.tail, encoding="utf-8", errors="replace")
+            replace_file(file, (heading + sighting.tail).encode("utf-8", "replace"), mode)
 
 
 def is_copy(file: Path) -> bool:
-    with open(file, encoding="utf-8", errors="replace") as stream:
-        return stream.read(len(FETCHED)) == FETCHED
+    with open_file(file, "r", encoding="utf-8", errors="replace") as stream:
+        return bool(stream.read(len(FETCHED)) == FETCHED)
 
 
 def oom_kills() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 import traceback
@@ -12,6 +11,7 @@ from typing import Any
 
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.errors import HostError, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.safe_files import PRIVATE, open_file, replace_file
 from mindspeed_rlxf.trainer.stopping import StopRequest
 
 NAMED = ("role", "rank", "host", "phase", "cause", "missing", "remote_traceback")
@@ -47,22 +47,23 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
     if isinstance(error, RuntimeTimeout):
         details["cause"] = "did not arrive in time"  # the same each time, whatever the deadline
     text = json.dumps(details, indent=2, ensure_ascii=False, default=str)
-    temporary = directory.failure.with_name(".failure.json")
     try:
-        temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, directory.failure)
+        content = (text + "\n").encode("utf-8", "backslashreplace")
+        replace_file(directory.failure, content, directory.file_mode)
     except OSError as problem:
         print(f"warning: {directory.failure} cannot be written: {problem}", file=sys.stderr)
 
 
-def put_away(file: Path, history: Path) -> None:
+def put_away(file: Path, history: Path, mode: int = PRIVATE) -> None:
     """The failure of an earlier attempt becomes a line of the history: this attempt has none."""
     if not file.exists():
         return
+    with open_file(file, "rb") as stream:
+        content = stream.read()
     try:
-        line = json.dumps(json.loads(file.read_text(encoding="utf-8")), ensure_ascii=False)
+        line = json.dumps(json.loads(content.decode("utf-8")), ensure_ascii=False)
     except ValueError:  # cut off, or edited
-        line = json.dumps({"message": file.read_text(encoding="utf-8", errors="replace")})
-    with open(history, "a", encoding="utf-8") as stream:
-        stream.write(line + "\n")
+        line = json.dumps({"message": content.decode("utf-8", "replace")})
+    with open_file(history, "ab", mode) as stream:
+        stream.write((line + "\n").encode("utf-8", "backslashreplace"))
     file.unlink()

@@ -88,12 +88,12 @@ class HostParts:
             return entry
         return without_host(entry)
 
-    def commit(self, manifest: Manifest, texts: dict[str, str]) -> None:
+    def commit(self, manifest: Manifest, texts: dict[str, str], mode: int) -> None:
         """Each host names its part; the driver's own comes after that.
 
-        texts: path -> contents of the driver's files
+        texts: path -> contents of the driver's files; mode: of these
         """
-        arguments = self.store.folder, manifest.to_json(), texts
+        arguments = self.store.folder, manifest.to_json(), texts, mode
         self._on_each(self._apart, host_part.commit, *arguments)
 
     def keep(self) -> None:
@@ -152,7 +152,7 @@ class HostParts:
     def _copy(self, folder: Path, entry: Entry, place: int, held: Held, target: str) -> str:
         """Returns what is wrong with the file once it is there."""
         source = min(key for key, places in held.items() if place in places)
-        writer, problem = self._servers[target], ""
+        writer, problem, token = self._servers[target], "", secrets.token_hex(8)
         for offset in range(0, max(1, entry["size"]), CHUNK_BYTES):
             file = folder / entry["path"]
             chunk = (
@@ -160,5 +160,6 @@ class HostParts:
                 if source == DRIVER
                 else self._start(self._servers[source], host_part.read, file, offset)
             )
-            problem = self._start(writer, host_part.write, folder, entry, offset, chunk).result()
+            part = folder, entry, offset, chunk, token
+            problem = self._start(writer, host_part.write, *part).result()
         return problem

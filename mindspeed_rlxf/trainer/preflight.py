@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mindspeed_rlxf.checkpoint.folders import described_by, open_weights
+from mindspeed_rlxf.checkpoint.folders import check_side_files, described_by, open_weights
 from mindspeed_rlxf.checkpoint.hf_folder import shape_problems
 from mindspeed_rlxf.checkpoint.reader import WeightReader
 from mindspeed_rlxf.config.enums import RewardKind, Role
@@ -218,7 +218,9 @@ def _broken_by(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[st
     """Rules that the role's folder breaks, and the remedy for all of them."""
     assert section.load is not None and section.architecture is not None
     head = HEADS[role]
-    hf_config = read_hf_config(described_by(section.load, tokenizer), OF_WEIGHTS)
+    described = described_by(section.load, tokenizer)
+    check_side_files(described)
+    hf_config = read_hf_config(described, OF_WEIGHTS)
     differing = disagreements(section.architecture, hf_config, scored=head is Head.SCORE)
     if differing:
         fields = f"(field: model.{section.model}, config.json): {'; '.join(differing)}"

@@ -31,13 +31,13 @@ class Recorder:
     ) -> None:
         """writes: False on all but the first rank of torchrun, which run the same driver code."""
         self.tokenizer = tokenizer
-        limit = config.logging.samples, config.logging.samples_file_mb * 10**6
-        nowhere = Path(os.devnull)
-        self._metrics = MetricsWriter(directory.metrics if writes else nowhere)
-        self._ledger = LedgerWriter(directory.consumed if writes else nowhere)
+        mode, nowhere = directory.file_mode, Path(os.devnull)
+        limit = config.logging.samples, config.logging.samples_file_mb * 10**6, mode
+        self._metrics = MetricsWriter(directory.metrics if writes else nowhere, mode)
+        self._ledger = LedgerWriter(directory.consumed if writes else nowhere, mode)
         self._samples = SampleWriter(directory.samples if writes else nowhere, *limit)
         self._val_samples = SampleWriter(directory.val_samples if writes else nowhere, *limit)
-        self._timeline = Timeline(directory.timeline) if writes else None
+        self._timeline = Timeline(directory.timeline, mode) if writes else None
         self._progress = Progress(
             config.training.train_iters,
             config.logging.console_metrics,

@@ -7,7 +7,9 @@ import logging
 import math
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from mindspeed_rlxf.checkpoint.run_store import RunStore
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
@@ -23,6 +25,7 @@ from mindspeed_rlxf.runtime.errors import (
 )
 from mindspeed_rlxf.runtime.protocol import Runtime
 from mindspeed_rlxf.runtime.role_groups import RoleGroups
+from mindspeed_rlxf.safe_files import open_file
 from mindspeed_rlxf.trainer import failure, supervisor
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.preflight import Prepared
@@ -124,7 +127,8 @@ class Run:
     def _take(self, directory: RunDirectory) -> RunDirectory:
         """This process writes to the directory from here on."""
         self._started = directory
-        failure.put_away(directory.failure, directory.logs / "failures.jsonl")
+        history = directory.logs / "failures.jsonl"
+        failure.put_away(directory.failure, history, directory.file_mode)
         _log_to(directory)
         print(f"run directory: {directory.path}", flush=True)
         for change in directory.changes:
@@ -275,8 +279,20 @@ def make_trainer(
     return PpoTrainer(config, roles, source, validator, recorder, checkpoints, stop)
 
 
+class _LogFile(logging.FileHandler):
+    """A log that others do not read, and whose name leads nowhere else."""
+
+    def __init__(self, path: Path, mode: int) -> None:
+        self._file_mode = mode
+        super().__init__(path, encoding="utf-8")
+
+    def _open(self) -> TextIOWrapper:
+        name, mode = Path(self.baseFilename), self._file_mode
+        return cast(TextIOWrapper, open_file(name, "a", mode, encoding="utf-8"))
+
+
 def _log_to(directory: RunDirectory) -> None:
-    handler = logging.FileHandler(directory.logs / "driver.log", encoding="utf-8")
+    handler = _LogFile(directory.logs / "driver.log", directory.file_mode)
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(name)s: %(message)s"))
     package = logging.getLogger("mindspeed_rlxf")
     package.addHandler(handler)

@@ -143,8 +143,9 @@ class RunCheckpoints:
             f"{resume.TRAINER}/{resume.STATE}": json.dumps(content, indent=1),
             f"{resume.TRAINER}/{resume.CONFIG}": to_yaml(self.config),
         }
+        mode = self.directory.file_mode
         for path, text in texts.items():
-            write_text(hidden / path, text)
+            write_text(hidden / path, text, mode)
         files = self._files + [entry_of(hidden, hidden / path) for path in texts]
         manifest = Manifest(iteration, files, _about(self.config))
         if found := manifest.lacking(hidden):
@@ -153,7 +154,7 @@ class RunCheckpoints:
                 f"{hidden.parent} the same folder on every host?"
             )
         if self._parts:
-            self._parts.commit(manifest, texts)
+            self._parts.commit(manifest, texts, mode)
         final = self.store.commit(manifest)
         training = self.config.training
         best = resume.best_iterations(self.store)

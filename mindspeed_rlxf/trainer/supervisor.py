@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from mindspeed_rlxf.config.quoting import quoted
+from mindspeed_rlxf.safe_files import PRIVATE, replace_file
 from mindspeed_rlxf.trainer.restarts import Failure, Restarts, smaller_pools
 
 EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED = 0, 1, 2, 75
@@ -270,6 +271,4 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _write(file: Path, facts: Mapping[str, Any]) -> None:
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, file)
+    replace_file(file, json.dumps(facts, indent=2, ensure_ascii=False) + "\n", PRIVATE)

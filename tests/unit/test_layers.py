@@ -28,7 +28,7 @@ LAYERS = [
     {"reporting"},
     {"algorithms"},
     {"config", "device"},
-    {"packages"},
+    {"packages", "safe_files"},
 ]
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -22,6 +24,8 @@ from tests.unit.checkpoint.folders_of import assert_same, make_folder, read_fold
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PLAN = {"of": "this test"}
+OTHER = {"plan": {"of": "another test"}}
+USERS = {"deep/mine.pt": "of the user"}  # in a folder whose name looks like one of ours
 OLD = {"a.pt": "old a", "c/old.pt": "old c"}
 NEW = {"a.pt": "new a", "b/b.pt": "new b", "side.json": "{}"}
 PARTS = ("a.pt", "b/b.pt")
@@ -75,7 +79,7 @@ def staged(target: Path, replace: bool, rewritten: list[str] | None = None) -> S
             folder.write(part, partial(fill, files={part: NEW[part]}))
             if rewritten is not None:
                 rewritten.append(part)
-    fill(folder.folder, {"side.json": NEW["side.json"]})
+    folder.write_beside(partial(fill, files={"side.json": NEW["side.json"]}))
     return folder
 
 
@@ -91,14 +95,14 @@ def number_of_steps(tmp_path: Path, before: dict[str, str], stale: bool) -> int:
 def prepared(target: Path, before: dict[str, str], stale: bool) -> StagedFolder:
     fill(target, before)
     if stale:
-        fill(target.with_name("mg.replaced"), {"deep/left.pt": "of a run before"})
+        fill(target.with_name("mg.replaced"), USERS)
     return staged(target, replace=bool(before))
 
 
 @pytest.mark.parametrize(
     ("before", "stale"),
     [({}, False), (OLD, False), (OLD, True)],
-    ids=["nothing there", "replacing", "replacing, with a leftover"],
+    ids=["nothing there", "replacing", "replacing, beside a folder of the user"],
 )
 def test_a_folder_killed_while_it_gets_its_name_is_ended_by_the_same_command(
     tmp_path: Path, before: dict[str, str], stale: bool
@@ -116,7 +120,9 @@ def test_a_folder_killed_while_it_gets_its_name_is_ended_by_the_same_command(
         if list(target.parent.rglob("journal.jsonl")):  # else all was done
             staged(target, bool(before), rewritten).publish()
         assert (rewritten, content(target)) == ([], NEW), last
-        assert [path.name for path in target.parent.iterdir()] == ["mg"], last
+        there = ["mg", "mg.replaced"] if stale else ["mg"]
+        assert sorted(path.name for path in target.parent.iterdir()) == there, last
+        assert not stale or content(target.with_name("mg.replaced")) == USERS, last
 
 
 def test_a_killed_replacement_leaves_the_old_folder_or_the_new_one(tmp_path: Path) -> None:
@@ -130,14 +136,7 @@ def test_a_killed_replacement_leaves_the_old_folder_or_the_new_one(tmp_path: Pat
         with pytest.raises(UserError, match="must not exist yet"):
             StagedFolder(target, {"of": "another"}, replace=False)
         assert content(target) in (OLD, NEW), last
-        assert not target.with_name("mg.replaced").exists(), last
-
-
-def test_a_stale_replaced_folder_is_in_the_way_of_none(tmp_path: Path) -> None:
-    folder = prepared(tmp_path / "mg", OLD, stale=True)
-    folder.publish()
-    assert content(tmp_path / "mg") == NEW
-    assert [path.name for path in tmp_path.iterdir()] == ["mg"]
+        assert not list(target.parent.glob("mg.replaced*")), last
 
 
 def test_a_folder_of_that_name_that_nothing_was_moved_to_is_kept(tmp_path: Path) -> None:
@@ -175,12 +174,15 @@ def test_a_journal_of_somebody_else_is_content_like_any_other(tmp_path: Path) ->
 
 def test_parts_noted_after_a_line_that_was_cut_off_are_found(tmp_path: Path) -> None:
     target, journal = tmp_path / "mg", tmp_path / "mg.partial" / "journal.jsonl"
-    staged(target, replace=False).close()
-    whole = journal.read_bytes()
-    journal.write_bytes(whole[:-20])  # in the line of the second part
+    folder = StagedFolder(target, PLAN, replace=False)
+    for part in PARTS:
+        folder.write(part, partial(fill, files={part: NEW[part]}))
+    folder.close()
+    head, start, _ = journal.read_bytes().partition(b'{"part": "b/b.pt"')
+    journal.write_bytes(head + start)  # cut off in the line of the second part
     rewritten: list[str] = []
     staged(target, False, rewritten).close()
-    assert rewritten == ["b/b.pt"] and journal.read_bytes() == whole
+    assert rewritten == ["b/b.pt"] and journal.read_bytes().startswith(head)
     assert staged(target, False, rewritten).kept.keys() == set(PARTS) and len(rewritten) == 1
 
 
@@ -200,7 +202,7 @@ from mindspeed_rlxf.cli.convert import main
 replace, end = os.replace, sys.argv.pop()
 def killed(source, target):
     replace(source, target)
-    if str(target).endswith(end):
+    if end in str(target):
         os.kill(os.getpid(), signal.SIGKILL)
 os.replace = killed
 main(sys.argv[1:])
@@ -214,11 +216,11 @@ def test_the_command_killed_between_two_names_ends_when_it_is_given_again(
     arguments = [str(tmp_path / "hf"), str(tmp_path / "mg"), "--to", "mg"]
     assert main(arguments) == 0
     arguments += ["--tp", "2", "--force"]
-    command = [sys.executable, "-c", KILLED_AT_A_NAME, *arguments, "mg.replaced"]
+    command = [sys.executable, "-c", KILLED_AT_A_NAME, *arguments, "mg.replaced-"]
     killed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, timeout=240)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["hf", "mg.partial", "mg.replaced"]
+    assert left[:2] == ["hf", "mg.partial"] and left[2].startswith("mg.replaced-"), left
     capsys.readouterr()
     assert main(arguments) == 0
     assert "from an earlier run and are verified" in capsys.readouterr().out
@@ -253,3 +255,64 @@ def test_the_command_killed_between_two_files_keeps_the_first(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mg"]
     assert main([str(tmp_path / "mg"), str(tmp_path / "back"), "--to", "hf"]) == 0
     assert_same(read_folder(tmp_path / "back"), tensors)
+
+
+def test_a_replacement_keeps_a_folder_of_the_user(tmp_path: Path) -> None:
+    prepared(tmp_path / "mg", OLD, stale=True).publish()
+    assert content(tmp_path / "mg") == NEW and content(tmp_path / "mg.replaced") == USERS
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mg", "mg.replaced"]
+
+
+def test_files_that_the_journal_does_not_name_are_kept_and_reported(tmp_path: Path) -> None:
+    """Parts of an older plan go; what a user put beside them is not removed or published."""
+    staged(tmp_path / "mg", replace=False).close()
+    partial_folder = tmp_path / "mg.partial"
+    fill(partial_folder, {"notes/mine.txt": "x"})
+    for plan in (PLAN, {"of": "another"}):
+        with pytest.raises(UserError, match="its journal does not name notes; remove or rename it"):
+            StagedFolder(tmp_path / "mg", plan, replace=False)
+    assert (partial_folder / "notes" / "mine.txt").read_text() == "x"
+    (partial_folder / "notes" / "mine.txt").rename(tmp_path / "mine.txt")
+    (partial_folder / "notes").rmdir()
+    StagedFolder(tmp_path / "mg", {"of": "another"}, replace=False).close()
+    assert [path.name for path in partial_folder.iterdir()] == ["journal.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"begins": "../mine"}, {"begins": "kept"}, {"begins": "out/mine"}, {"begins": "."},
+        {"part": "/etc/hosts"},
+        {"replaces": "mine"}, {"replaces": "../mine"}, {"replaces": 5},
+        {"replaces": "mg.replaced"}, {"replaces": "mg.replaced", "node": [1, 2]},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("place", ["mg", "mg.partial"])
+def test_a_journal_of_a_stranger_removes_nothing_outside_its_folder(
+    tmp_path: Path, line: dict[str, Any], place: str
+) -> None:
+    others = ("mine", "elsewhere/mine", "mg.replaced")
+    for folder in others:
+        fill(tmp_path / folder, {"a": "x"})
+    fill(tmp_path / place, {"journal.jsonl": "".join(json.dumps(x) + "\n" for x in (OTHER, line))})
+    (tmp_path / place / "out").symlink_to(tmp_path / "elsewhere")
+    fill(tmp_path / place / "kept", {"a": "x"})
+    with contextlib.suppress(UserError):
+        StagedFolder(tmp_path / "mg", PLAN, replace=True).close()
+    for folder in others:
+        assert content(tmp_path / folder) == {"a": "x"}, folder
+    assert content(tmp_path / "mg.partial" / "kept" if place == "mg.partial" else tmp_path / "mine")
+    assert Path("/etc/hosts").exists()
+
+
+@pytest.mark.parametrize("name", ["mg.partial", "mg.partial/journal.jsonl"])
+def test_a_link_in_place_of_our_folder_or_journal_is_an_error(tmp_path: Path, name: str) -> None:
+    fill(tmp_path / "elsewhere", {"journal.jsonl": "mine"} if name == "mg.partial" else {})
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).symlink_to(tmp_path / ("elsewhere" if name == "mg.partial" else "mine"))
+    with pytest.raises(UserError, match="remove or rename it"):
+        StagedFolder(tmp_path / "mg", PLAN, replace=False)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert (tmp_path / "elsewhere").exists() is (name == "mg.partial")

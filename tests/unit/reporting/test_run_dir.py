@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.reporting import run_lock
+from mindspeed_rlxf.reporting.metrics import MetricsWriter
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.reporting.timeline import Span, Timeline
 
 
 def test_create_makes_the_folder_and_its_config(make_config):
@@ -225,9 +229,9 @@ def test_config_is_utf8_under_an_ascii_locale(tmp_path):
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from mindspeed_rlxf.reporting.run_dir import _write_atomically\n"
+        "from mindspeed_rlxf.safe_files import replace_file\n"
         "assert sys.flags.utf8_mode == 0\n"
-        f"_write_atomically(Path({str(tmp_path / 'config.yaml')!r}), 'gr\\xf6\\xdfe')\n"
+        f"replace_file(Path({str(tmp_path / 'config.yaml')!r}), 'gr\\xf6\\xdfe')\n"
     )
     environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     repo = Path(__file__).parents[3]
@@ -236,3 +240,58 @@ def test_config_is_utf8_under_an_ascii_locale(tmp_path):
     )
     assert (tmp_path / "config.yaml").read_bytes() == "größe".encode()
     assert os.listdir(tmp_path) == ["config.yaml"]  # no temporary file is left
+
+
+def modes(folder):
+    return {p.relative_to(folder).as_posix(): p.stat().st_mode & 0o777 for p in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+@pytest.mark.parametrize(
+    ("given", "folder", "file"), [(None, 0o700, 0o600), ("0640", 0o750, 0o640)]
+)
+def test_files_have_the_mode_of_the_configuration(make_config, umask, given, folder, file):
+    changes = {} if given is None else {"file_mode": given}
+    config = make_config(**changes)
+    before = os.umask(umask)
+    try:
+        directory = RunDirectory.create(config)
+        MetricsWriter(directory.metrics, directory.file_mode).close()
+        Timeline(directory.timeline, directory.file_mode).write(1, [Span("x", "p", 0, 1.0, 1.0)])
+    finally:
+        os.umask(before)
+    directory.unlock()
+    found = modes(directory.path)
+    assert found.pop("logs") == found.pop("timeline") == folder
+    assert set(found) == {"config.yaml", "metrics.jsonl", "timeline/iterations_0000001.json"}
+    assert set(found.values()) == {file}
+    own = directory.path.stat().st_mode & 0o777  # weights are in it: to be passed through, unlisted
+    assert own == folder | (0o011 & ~umask)
+
+
+def test_a_run_that_is_resumed_gets_the_mode_asked_for_now(make_config):
+    directory = RunDirectory.create(make_config())
+    directory.unlock()
+    again = RunDirectory.create(make_config(file_mode="0640"))
+    again.unlock()
+    found = modes(again.path)
+    assert found == {"logs": 0o750, "config.yaml": 0o640, "config.1.yaml": 0o640}
+
+
+@pytest.mark.parametrize("mode", ["0777", "0606x", "0200", 0o640, "640 ", "0602"])
+def test_a_mode_that_is_none_is_refused(make_config, mode):
+    with pytest.raises(ValidationError, match="file_mode"):
+        make_config(file_mode=mode)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "run.lock", "logs"])
+def test_a_link_in_a_run_directory_is_an_error(make_config, tmp_path, name):
+    config = make_config()
+    RunDirectory.create(config).unlock()
+    (tmp_path / "mine").write_text("of the user")
+    file = Path(config.training.output_dir) / name
+    shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
+    file.symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match=r"training\.output_dir|must be what the run wrote"):
+        RunDirectory.create(config)
+    assert (tmp_path / "mine").read_text() == "of the user"

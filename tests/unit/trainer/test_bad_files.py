@@ -345,3 +345,24 @@ def test_an_output_folder_that_cannot_be_used_is_refused(
     folder = target if used_by == "a file" else target.parent
     (line,) = problems(good, capsys, f"training.output_dir={folder}")
     assert "training.output_dir" in line
+
+
+def test_a_mode_of_files_is_refused_by_what_it_may_be(
+    good: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = problems(good, capsys, "training.file_mode='0777'")
+    assert "training.file_mode='0777' is not valid (0600 to 0666 in octal digits" in line
+    (line,) = problems(good, capsys, "training.file_mode=416")
+    assert line == "error: training.file_mode=416 must be text; put it in quotes"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "chat_template.jinja"])
+def test_a_link_out_of_the_model_is_refused_before_anything_starts(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    folder = shutil.copytree(good / "lm", tmp_path / "lm")
+    (tmp_path / "mine").write_text("{}")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "mine")
+    lines = problems(good, capsys, f"actor_rollout.load={folder}")
+    assert f"{folder / name} must not lead out of its folder" in lines[0]

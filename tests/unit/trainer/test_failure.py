@@ -9,6 +9,7 @@ import pytest
 
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.errors import HostError, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.trainer import failure
 from mindspeed_rlxf.trainer.failure import put_away, report
 from mindspeed_rlxf.trainer.stopping import StopRequest
 
@@ -74,7 +75,7 @@ def test_a_report_that_cannot_be_written_is_told(
     def full(*_arguments: object, **_keywords: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(failure, "replace_file", full)
     report(RunDirectory(tmp_path), RAISED, StopRequest(60.0))
     assert "failure.json cannot be written: [Errno 28] No space" in capsys.readouterr().err
 

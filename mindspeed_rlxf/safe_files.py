@@ -1,0 +1,231 @@
+"""Open, create and replace files where others may have put a link, a pipe or another file.
+
+Nothing here follows a link in the last part of a path, except inside the folder that is named
+(`open_inside`), and nothing waits for the other end of a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+PRIVATE = 0o600
+"""Mode of files that hold configuration, logs, metrics or samples."""
+
+HUB_SNAPSHOTS, HUB_BLOBS = "snapshots", "blobs"
+SUFFIX = ".tmp"  # of files that get their name later
+FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe does not block; see `_regular`
+HOW = {
+    "r": os.O_RDONLY,
+    "r+": os.O_RDWR,
+    "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+    "a+": os.O_RDWR | os.O_CREAT | os.O_APPEND,
+    "w": os.O_WRONLY | os.O_CREAT,  # cut to nothing once it is known to be a plain file
+    "x": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+}
+
+
+def folder_mode(file_mode: int) -> int:
+    """Mode of a folder of such files: who may read them may enter it. 0640 -> 0750"""
+    return file_mode | (file_mode & 0o444) >> 2
+
+
+def mode_within(folder: Path) -> int:
+    """Mode of files in a folder that `private_folder` made; PRIVATE where there is none."""
+    try:
+        return stat.S_IMODE(folder.stat().st_mode) & 0o666
+    except OSError:
+        return PRIVATE
+
+
+def private_folder(folder: Path, file_mode: int = PRIVATE) -> None:
+    """Make the folder for files of this mode. One that is there, and ours, gets the mode too.
+
+    Folders above it are made as the umask has it. Errors: OSError, also where it is a link.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if folder.is_symlink() or not folder.is_dir():
+            raise _refused(folder, "is no folder, but a link or a file") from None
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _set_mode(descriptor, folder_mode(file_mode))
+    finally:
+        os.close(descriptor)
+
+
+def open_file(path: Path, how: str, mode: int | None = PRIVATE, **text: Any) -> IO[Any]:
+    """As `open`, but a link, a pipe or a device is an error.
+
+    how:  r, r+, a, a+, w or x, each also with b
+    mode: the file has it afterwards, if it is ours; None = the umask decides when it is made
+    Errors: OSError.
+    """
+    kind = how.replace("b", "")
+    try:
+        descriptor = os.open(path, HOW[kind] | FLAGS, 0o666 if mode is None else 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _refused(path, "is a link or a pipe") from None
+        raise
+    try:
+        _require_regular(descriptor, path)
+        if mode is not None and kind != "r":
+            _set_mode(descriptor, mode)
+        if kind == "w":
+            os.ftruncate(descriptor, 0)
+        return os.fdopen(descriptor, how.replace("x", "w"), **text)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def new_file(path: Path, mode: int | None = None, **text: Any) -> IO[Any]:
+    """A new file in place of whatever has the name, a link included; bytes unless text is asked."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return open_file(path, "x" if text else "xb", mode, **text)
+
+
+def hidden_name(path: Path) -> Path:
+    """A name beside the path that nobody can know beforehand."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}{SUFFIX}")
+
+
+def hidden_names_of(path: Path) -> list[Path]:
+    """Files beside the path with such a name: a killed process left them."""
+    head, size = f".{path.name}.", len(secrets.token_hex(8))
+    return [
+        file
+        for file in path.parent.iterdir()
+        if file.name.startswith(head)
+        and file.name.endswith(SUFFIX)
+        and len(file.name) == len(head) + size + len(SUFFIX)
+    ]
+
+
+def replace_file(path: Path, content: str | bytes, mode: int | None = None) -> None:
+    """The file has the whole content, on the disk, or what it had before; a link is replaced.
+
+    mode: None = as the umask has it. Errors: OSError.
+    """
+    hidden = hidden_name(path)
+    try:
+        with open_file(hidden, "xb", mode) as stream:
+            stream.write(content.encode("utf-8") if isinstance(content, str) else content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(hidden, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(hidden)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Names in the folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_plain_path(name: object) -> bool:
+    """Whether a name out of a file stays below the folder that it is put behind."""
+    if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
+        return False
+    path = PurePosixPath(name)
+    inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+    return inside and path.as_posix() == name
+
+
+def leaves(folder: Path, path: Path) -> bool:
+    """Whether links take `path`, which is below `folder`, out of it.
+
+    Links of Hugging Face's cache, from a snapshot to the blobs of the same model, do not.
+    """
+    target = _resolved(path)
+    return not any(target.is_relative_to(root) for root in _roots(folder))
+
+
+def open_inside(folder: Path, name: str) -> IO[bytes]:
+    """Open a file below `folder` for reading, through no link that leads out of it.
+
+    A link that is put there between the look at it and the opening is not followed either.
+    Errors: ValueError where it leads out or is no plain file, OSError.
+    """
+    path = folder / name
+    target = _resolved(path)
+    root = next((root for root in _roots(folder) if target.is_relative_to(root)), None)
+    if root is None:
+        raise ValueError(leading_out(path))
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    parts = target.relative_to(root).parts or (".",)
+    for place, part in enumerate(parts, 1):
+        flags = FLAGS | (os.O_DIRECTORY if place < len(parts) else 0)
+        try:
+            below = os.open(part, os.O_RDONLY | flags, dir_fd=descriptor)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise ValueError(leading_out(path)) from None
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        finally:
+            os.close(descriptor)
+        descriptor = below
+    try:
+        _require_regular(descriptor, path)
+    except OSError as error:
+        os.close(descriptor)
+        raise ValueError(f"{path} {error.strerror}; give a plain file") from None
+    return os.fdopen(descriptor, "rb")
+
+
+def read_inside(folder: Path, name: str) -> str:
+    """The text of a file below `folder`. Errors: as `open_inside`, UnicodeDecodeError."""
+    with open_inside(folder, name) as stream:
+        return stream.read().decode("utf-8")
+
+
+def leading_out(path: Path) -> str:
+    """The message of a link that is not followed."""
+    return (
+        f"{path} must not lead out of its folder, it is a link to {_resolved(path)}; "
+        "copy the file in its place"
+    )
+
+
+def _roots(folder: Path) -> list[Path]:
+    root = folder.resolve()
+    blobs = root.parent.parent / HUB_BLOBS
+    return [root, blobs] if root.parent.name == HUB_SNAPSHOTS else [root]
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):  # links in a circle
+        return Path(os.path.realpath(path))
+
+
+def _require_regular(descriptor: int, path: Path) -> None:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise _refused(path, "is no plain file, but a pipe, a device or a folder")
+
+
+def _refused(path: Path, why: str) -> OSError:
+    return OSError(errno.ELOOP, f"{path.name} {why}", str(path))
+
+
+def _set_mode(descriptor: int, mode: int) -> None:
+    """Whatever the umask is; a file of another owner, as on some network disks, stays as it is."""
+    found = os.fstat(descriptor)
+    if stat.S_IMODE(found.st_mode) != mode and found.st_uid == os.geteuid():
+        os.fchmod(descriptor, mode)

@@ -1,0 +1,264 @@
+"""What a run writes: modes, names that nobody knows, and nothing through a link."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from mindspeed_rlxf.checkpoint import host_part
+from mindspeed_rlxf.checkpoint.run_files import write_text
+from mindspeed_rlxf.checkpoint.run_store import RunStore
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.data.handlers import HANDLERS
+from mindspeed_rlxf.data.prompt_set_writer import PromptSetWriter, finish_interrupted
+from mindspeed_rlxf.doctor.bundle import write_bundle
+from mindspeed_rlxf.doctor.report import Report
+from mindspeed_rlxf.reporting.line_file import LineFile
+from mindspeed_rlxf.reporting.metrics import MetricsWriter
+from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.reporting.timeline import Span, Timeline
+from mindspeed_rlxf.runtime.host_agent import HostAgent
+from mindspeed_rlxf.runtime.places import Place
+from mindspeed_rlxf.runtime.process import redirect_output
+from mindspeed_rlxf.runtime.witness import GONE, Sighting, Watched, keep_logs
+from mindspeed_rlxf.safe_files import mode_within, private_folder, replace_file
+from mindspeed_rlxf.trainer import failure
+from mindspeed_rlxf.trainer.run import _log_to
+from mindspeed_rlxf.trainer.stopping import StopRequest
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = "of the user\n"
+REPORT = Report("host", "build", "now", ())
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Iterator[Path]:
+    """A file of the user, which stays as it is."""
+    file = tmp_path / "mine"
+    file.write_text(TEXT)
+    before = file.stat().st_mode
+    yield file
+    assert file.read_text() == TEXT and file.stat().st_mode == before
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "run")
+    private_folder(directory.logs)
+    return directory
+
+
+def mode(file: Path) -> int:
+    return file.stat().st_mode & 0o777
+
+
+def log(run: RunDirectory) -> None:
+    loggers = [logging.getLogger(f"mindspeed_rlxf{part}") for part in ("", ".runtime")]
+    before = [list(each.handlers) for each in loggers]
+    try:
+        _log_to(run)
+    finally:
+        for each, handlers in zip(loggers, before, strict=True):
+            each.handlers[:] = handlers
+
+
+def redirect(run: RunDirectory) -> None:
+    """In a process of its own, as it is for good."""
+    if (child := os.fork()) == 0:
+        try:
+            redirect_output(run.logs / "pool" / "rank_00000.log")
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        raise OSError("it is a link or a pipe, says the child")
+
+
+WRITERS: dict[str, Callable[[RunDirectory], object]] = {
+    "metrics.jsonl": lambda run: MetricsWriter(run.metrics).write(1, {}, 1.0),
+    "timeline/iterations_0000001.json": lambda run: Timeline(run.timeline).write(
+        1, [Span("x", "p", 0, 1.0, 1.0)]
+    ),
+    "logs/driver.log": log,
+    "logs/pool/rank_00000.log": redirect,
+}
+REPLACERS: dict[str, Callable[[RunDirectory], object]] = {
+    "failure.json": lambda run: failure.report(run, OSError("full"), StopRequest(1.0)),
+    "config.yaml": lambda run: replace_file(run.config, "x", 0o600),
+    "checkpoints/.iter_1/trainer/config.yaml": lambda run: write_text(
+        run.checkpoints / ".iter_1" / "trainer" / "config.yaml", "x", 0o600
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*WRITERS, *REPLACERS])
+def test_what_a_run_writes_is_private(run: RunDirectory, name: str) -> None:
+    before = os.umask(0)
+    try:
+        (WRITERS | REPLACERS)[name](run)
+    finally:
+        os.umask(before)
+    assert mode(run.path / name) == 0o600
+    assert "/" not in name or mode((run.path / name).parent) == 0o700
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_nothing_is_appended_through_a_link(run: RunDirectory, mine: Path, name: str) -> None:
+    (run.path / name).parent.mkdir(exist_ok=True)
+    (run.path / name).symlink_to(mine)
+    with pytest.raises(OSError, match=r"is a link or a pipe|File exists"):
+        WRITERS[name](run)
+
+
+@pytest.mark.parametrize("name", REPLACERS)
+def test_a_file_that_is_replaced_leaves_what_a_link_leads_to(
+    run: RunDirectory, mine: Path, name: str
+) -> None:
+    (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+    (run.path / name).symlink_to(mine)
+    REPLACERS[name](run)
+    assert not (run.path / name).is_symlink()
+
+
+def test_temporary_names_are_not_known_beforehand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two writes of the same process use two names; a file that has one is not opened."""
+    names: list[str] = []
+    real = os.replace
+
+    def seen(source: Path, target: Path) -> None:
+        names.append(Path(source).name)
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", seen)
+    for _ in range(2):
+        replace_file(tmp_path / "file", "x")
+    assert len(set(names)) == 2 and all(str(os.getpid()) not in n.split(".") for n in names)
+    assert all(re.fullmatch(r"\.file\.[0-9a-f]{16}\.tmp", name) for name in names)
+
+
+def test_a_rotated_part_keeps_its_mode_and_a_planted_name_is_not_written_through(
+    tmp_path: Path, mine: Path
+) -> None:
+    for name in (".x.jsonl.1.gz", ".x.jsonl.1.gz.0123456789abcdef.tmp"):
+        (tmp_path / name).symlink_to(mine)
+    file = tmp_path / "x.jsonl"
+    replace_file(file, "line\n" * 9, 0o640)
+    assert LineFile(file, 1).rotate()
+    assert mode(tmp_path / "x.jsonl.1.gz") == 0o640
+    assert b"".join(LineFile(file).lines()) == b"line\n" * 9
+    assert not (tmp_path / ".x.jsonl.1.gz.0123456789abcdef.tmp").is_symlink(), "a leftover"
+
+
+def test_cutting_a_file_of_lines_cuts_nothing_elsewhere(tmp_path: Path, mine: Path) -> None:
+    (tmp_path / "x.jsonl").symlink_to(mine)
+    with pytest.raises(OSError, match="is a link or a pipe"):
+        LineFile(tmp_path / "x.jsonl").cut(0)
+
+
+def test_logs_of_other_hosts_are_private_too(run: RunDirectory) -> None:
+    place = Place("node2", "10.0.0.2", 0, ())
+    log = run.logs / "main" / "rank_00000.log"
+    worker = Watched("main", 0, place, str(log), cast(HostAgent, None))
+    keep_logs([worker], {("main", 0): Sighting(0, GONE, False, "the end\n")})
+    assert log.read_text().endswith("the end\n")
+    assert mode(log) == 0o600 == mode_within(run.logs)
+
+
+def test_a_bundle_is_private_unless_the_run_says_otherwise(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    before = os.umask(0)
+    try:
+        run.config.write_text("training: {}\n")
+        assert mode(write_bundle(run.path, REPORT, tmp_path)) == 0o600
+        run.config.write_text("training: {file_mode: '0644'}\n")
+        assert mode(write_bundle(run.path, REPORT, tmp_path)) == 0o644
+        run.config.write_text("training: {file_mode: '0777'}\n")
+        assert mode(write_bundle(run.path, REPORT, tmp_path)) == 0o600
+    finally:
+        os.umask(before)
+
+
+def test_a_part_of_another_host_is_not_written_through_a_link(tmp_path: Path, mine: Path) -> None:
+    folder, token = tmp_path / "iter", "0123456789abcdef"
+    entry = {"path": "w", "size": 4, "sha256": "no"}
+    folder.mkdir()
+    (folder / f".w.{token}.partial").symlink_to(mine)
+    assert host_part.write(folder, entry, 0, b"ab", token) == ""
+    assert host_part.write(folder, entry, 2, b"cd", token) == "w is not what was written (sha256)"
+    (folder / f".w.{token}.partial").symlink_to(mine)
+    with pytest.raises(OSError, match="is a link or a pipe"):
+        host_part.write(folder, entry, 2, b"cd", token)
+
+
+def test_a_checkpoint_of_another_host_keeps_the_configuration_private(tmp_path: Path) -> None:
+    from mindspeed_rlxf.checkpoint.run_store import Manifest
+
+    store = RunStore(tmp_path)
+    store.begin(1)
+    texts = {"trainer/config.yaml": "x"}
+    host_part.commit(tmp_path, Manifest(1, [], {}).to_json(), texts, 0o640)
+    assert mode(store.path(1) / "trainer" / "config.yaml") == 0o640
+    assert mode(store.path(1) / "trainer") == 0o750
+
+
+@pytest.mark.parametrize("name", ["", "/lock", "/rejected", "/meta"])
+def test_a_data_set_is_not_written_through_a_link(tmp_path: Path, mine: Path, name: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    folder = tmp_path / ".set_packed.partial"
+    if name:
+        folder.mkdir()
+    Path(f"{folder}{name}").symlink_to(mine if name else tmp_path / "elsewhere")
+    try:
+        PromptSetWriter(tmp_path / "set", next(iter(HANDLERS.values()))).__exit__(None, None, None)
+    except OSError as error:
+        assert "link" in str(error)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_list_of_moves_moves_nothing_of_elsewhere(tmp_path: Path, mine: Path) -> None:
+    folder = tmp_path / ".set_packed.partial"
+    folder.mkdir()
+    for moves in ('[["../mine", "set_x"]]', '[["a", "../x"]]', f'[["{mine}", "set_x"]]'):
+        (folder / "moves").write_text(moves)
+        with pytest.raises((OSError, UserError), match="names files elsewhere"):
+            finish_interrupted(tmp_path / "set")
+
+
+# Files that write into a folder which this process has made, or documents of this repository.
+WRITES_ITSELF = {
+    "config/migration.py", "checkpoint/convert.py", "checkpoint/torch_dist_writer.py",
+    "checkpoint/torch_file_writer.py",
+    "checkpoint/safetensors_writer.py", "reporting/metrics.py", "safe_files.py",
+}  # fmt: skip
+
+
+def test_everything_is_written_by_way_of_one_module() -> None:
+    """No `open` for writing, `write_text` of a path, or name made from a process id elsewhere."""
+    package = ROOT / "mindspeed_rlxf"
+    found = set()
+    for file in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and _writes(node):
+                found.add(file.relative_to(package).as_posix())
+    assert found <= WRITES_ITSELF, found - WRITES_ITSELF
+    assert {"config/migration.py", "checkpoint/safetensors_writer.py"} <= found, "it finds these"
+
+
+def _writes(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    if name in ("write_text", "write_bytes", "copyfile", "copy2"):
+        return True
+    if (isinstance(call.func, ast.Name) and call.func.id == "open") or name == "open":
+        words = [a.value for a in call.args if isinstance(a, ast.Constant)]
+        return any(re.fullmatch(r"r\+b?|rb\+|[wax]b?\+?b?", str(word)) for word in words)
+    return False
