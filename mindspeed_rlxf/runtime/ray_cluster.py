@@ -1,8 +1,8 @@
 """The Ray cluster of a run: one that is there, or our own, which never outlives this process.
 
 An own cluster listens on the loopback interface only, needs a token made here, keeps its files in
-one temporary folder, and is watched over by `orphan_guard` for the case that this process is
-killed. Ray is imported inside the functions: it reads its environment when it is imported.
+one temporary folder that no other user enters, and is watched over by `orphan_guard` for the case
+that this process is killed. Ray is imported inside the functions: it reads its environment when it is imported.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ OBJECT_STORE_LIMIT = 2 * 2**30  # bytes; what does not fit is spilled to disk
 LOOPBACK = "127.0.0.1"
 KNOCK_S = 10.0
 GUARD_S = 30.0  # for the orphan guard to end by itself
+PREFIX, SESSIONS = "rlxf-ray-", "r"
+SOCKET_BYTES = 107  # longest path of a unix socket
+# The longest that Ray puts below its folder; the number is the pid of this process.
+LONGEST_SOCKET = "session_2026-01-31_12-00-00_000000_4194304/sockets/plasma_store"
 
 
 @dataclass
@@ -127,7 +131,7 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
     import ray
 
     _keep_quiet()
-    temp_dir = Path(tempfile.mkdtemp(prefix="rlxf-ray-", dir=_short_temp_root()))
+    temp_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temp_root()))
     guard = _start_guard(temp_dir)
     try:
         with _own_sigterm():
@@ -139,7 +143,8 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
                 num_cpus=1,
                 resources=resources,
                 object_store_memory=object_store_bytes(),
-                _temp_dir=str(temp_dir),
+                # Ray opens the folder that it is given, and all below, to every user of the host.
+                _temp_dir=str(temp_dir / SESSIONS),
             )
         _tell_guard(guard)
     except BaseException:
@@ -189,9 +194,10 @@ def _end_guard(guard: subprocess.Popen[bytes]) -> None:
 
 
 def _short_temp_root() -> str:
-    """Ray puts sockets below it, whose paths may have 107 characters."""
+    """Where the paths of Ray's sockets are not too long."""
     root = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    return root if len(root) <= 30 else "/tmp"
+    longest = f"{root}/{PREFIX}12345678/{SESSIONS}/{LONGEST_SOCKET}"
+    return root if len(os.fsencode(longest)) <= SOCKET_BYTES else "/tmp"
 
 
 def object_store_bytes() -> int:
