@@ -29,6 +29,7 @@ from mindspeed_rlxf.config.enums import (
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.estimators import TRAITS, EstimatorTraits
 from mindspeed_rlxf.config.fields import Section, Strings, Word, key
+from mindspeed_rlxf.config.withheld import Variable
 
 CONSOLE_METRICS = (
     "actor/pg_loss_abs",
@@ -348,7 +349,7 @@ class PoolSettings(Section):
     wait_s: float = key(
         600.0, "longest wait for devices of a joined cluster, seconds", "free", gt=0
     )
-    env: dict[str, str] = key({}, "environment variables of every worker", "free")
+    env: dict[str, Variable] = key({}, "environment variables of every worker", "free")
     bad_nodes: Literal["refuse", "leave_out"] = key(
         "refuse", "what becomes of nodes that do not answer or have sick devices", "free"
     )

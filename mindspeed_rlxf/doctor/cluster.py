@@ -12,6 +12,7 @@ from functools import partial
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.withheld import open_variables
 from mindspeed_rlxf.device import version_sets
 from mindspeed_rlxf.doctor import local
 from mindspeed_rlxf.doctor.collectives import check_collectives
@@ -72,7 +73,7 @@ def _look(subject: Subject, end: float) -> list[Finding]:
     from mindspeed_rlxf.runtime.ray_agent import RayAgents, live_nodes  # after Ray's environment
 
     nodes = live_nodes(_resource(subject))
-    environment = forwarded_environment(os.environ)
+    environment = open_variables(forwarded_environment(os.environ))
     agents = RayAgents(environment)
     try:
         limit = min(SURVEY_S, (end - time.monotonic()) / 3)

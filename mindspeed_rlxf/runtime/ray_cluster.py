@@ -2,7 +2,8 @@
 
 An own cluster listens on the loopback interface only, needs a token made here, keeps its files in
 one temporary folder that no other user enters, and is watched over by `orphan_guard` for the case
-that this process is killed. Ray is imported inside the functions: it reads its environment when it is imported.
+that this process is killed. Ray is imported inside the functions: it reads its environment when it
+is imported.
 """
 
 from __future__ import annotations
@@ -157,9 +158,12 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
 
 
 def _keep_quiet() -> None:
-    """Ray has no option against the paragraph it prints here when a worker dies."""
+    """Ray has no option against the paragraph it prints here when a worker dies, nor against the
+    command line that it shows with the job, whose overrides may have secrets."""
+    import ray._private.utils
     import ray._private.worker
 
+    ray._private.utils.get_entrypoint_name = lambda: Path(sys.argv[0]).name
     ray._private.worker.listen_error_messages = lambda *args, **kwargs: None
 
 
