@@ -365,6 +365,9 @@ class RuntimeConfig(Section):
     address: str | None = key(
         None, "Ray cluster to join, local = own; null = RAY_ADDRESS, this user's, own", "free"
     )
+    allow_unauthenticated: bool = key(
+        False, "join a Ray cluster that needs no token and others reach, or of another user", "free"
+    )
     timeout_s: float = key(
         1800.0, "longest wait for one call, and 10 x the shortest, seconds", "free", gt=0
     )

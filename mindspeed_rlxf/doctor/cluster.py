@@ -47,7 +47,9 @@ def versions() -> dict[str, str]:
     return {**found, "python": platform.python_version(), "cann": cann}
 
 
-def look(subject: Subject, address: str | None, deadline_s: float) -> list[Finding]:
+def look(
+    subject: Subject, address: str | None, deadline_s: float, allow_unauthenticated: bool = False
+) -> list[Finding]:
     """Joins the cluster, looks and leaves. Raises UserError when there is none to join."""
     end = time.monotonic() + deadline_s
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
@@ -60,7 +62,7 @@ def look(subject: Subject, address: str | None, deadline_s: float) -> list[Findi
             )
         )
     try:
-        cluster = open_cluster(address, {})
+        cluster = open_cluster(address, {}, allow_unauthenticated)
     except RuntimeError as problem:  # versions of Ray or Python that differ, among others
         return [_broken("cluster.join", problem)]
     try:

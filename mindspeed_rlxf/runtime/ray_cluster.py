@@ -23,9 +23,10 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from mindspeed_rlxf import device as device_facade
-from mindspeed_rlxf.config.cluster import choose_cluster, knock
+from mindspeed_rlxf.config.cluster import AUTO, choose_cluster, knock
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DeviceConfig
+from mindspeed_rlxf.runtime import ray_trust
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ QUIET = {
 OBJECT_STORE_LIMIT = 2 * 2**30  # bytes; what does not fit is spilled to disk
 LOOPBACK = "127.0.0.1"
 KNOCK_S = 10.0
+_own_token: list[str] = []  # of the own clusters of this process
 GUARD_S = 30.0  # for the orphan guard to end by itself
 PREFIX, SESSIONS = "rlxf-ray-", "r"
 SOCKET_BYTES = 107  # longest path of a unix socket
@@ -78,11 +80,14 @@ def resource_name(device: DeviceConfig) -> str:
     return device.resource_name or device_facade.ray_resource(device.kind)
 
 
-def open_cluster(address: str | None, resources: dict[str, float]) -> RayCluster:
+def open_cluster(
+    address: str | None, resources: dict[str, float], allow_unauthenticated: bool = False
+) -> RayCluster:
     """Join the cluster that `config.cluster` chooses; where there is none start our own.
 
     address:   `runtime.address`
     resources: that an own cluster registers beyond those Ray finds by itself
+    allow_unauthenticated: see `ray_trust.check`
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
@@ -94,41 +99,70 @@ def open_cluster(address: str | None, resources: dict[str, float]) -> RayCluster
             cluster.address, resources or "its devices", chosen.source,
         )  # fmt: skip
         return cluster
-    cluster = _join(chosen.address, chosen.found)
+    cluster = _join(chosen.address, allow_unauthenticated)
     logger.info("joined the Ray cluster at %s (%s)", cluster.address, chosen.source)
     return cluster
 
 
-def _join(address: str, found: bool) -> RayCluster:
-    """found: by its file on this host, where Ray itself then looks for the cluster's token too."""
-    where = "auto" if found else address
+def _join(address: str, allow_unauthenticated: bool) -> RayCluster:
     try:
+        if address == AUTO:
+            raise ValueError("no `ray start` of this user runs on this host")
         knock(address, KNOCK_S)
+        if ray_trust.check(address, allow_unauthenticated):
+            _ask_with_token()
         import ray
 
         _keep_quiet()
         with _own_sigterm():
-            context = ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
-    # A ConnectionError of Ray is an OSError, another version of Ray or Python a RuntimeError.
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(
-            Problem(
-                "runtime.address",
-                f"must be that of a running Ray cluster ({error})",
-                address,
-                "start one, correct it, set RAY_AUTH_MODE=token if it asks for a token, or "
-                "runtime.address=local for an own cluster",
-            )
-        ) from error
+            context = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:
+        # Another version of Ray or Python is a RuntimeError, a wrong token an error of Ray's own.
+        expected = isinstance(error, (OSError, ValueError, RuntimeError))
+        of_ray = type(error).__module__.startswith("ray.")
+        if isinstance(error, UserError) or not (expected or of_ray):
+            raise
+        raise _cannot_join(address, error) from error
     return RayCluster(own=False, address=context.address_info["address"])
+
+
+def _cannot_join(address: str, error: Exception) -> UserError:
+    return UserError(
+        Problem(
+            "runtime.address",
+            f"must be that of a running Ray cluster ({error})",
+            address,
+            "start one, correct it, give the token of the cluster as ~/.ray/auth_token or "
+            "RAY_AUTH_TOKEN_PATH if it asks for one, or runtime.address=local for an own cluster",
+        )
+    )
+
+
+def _ask_with_token() -> None:
+    """Have this process show the token of its user; Ray finds it by itself for `auto` only."""
+    if "RAY_AUTH_MODE" not in os.environ:
+        _set_token_mode()
+
+
+def _set_token_mode(**token: str) -> None:
+    os.environ.update(RAY_AUTH_MODE="token", **token)
+    if "ray" in sys.modules:  # it has read its environment
+        from ray._raylet import (  # type: ignore[attr-defined]
+            AuthenticationTokenLoader,
+            Config,
+        )
+
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _start_own(resources: dict[str, float]) -> RayCluster:
     if "ray" not in sys.modules:  # too late otherwise: Ray's own defaults hold
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's word for: loopback only
         os.environ.setdefault("RAY_worker_niceness", "0")  # its 15 slows the workers down
-        if "RAY_AUTH_MODE" not in os.environ:
-            os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    if not _own_token:  # the whole process has one
+        _own_token.append(secrets.token_hex(32))
+    _set_token_mode(RAY_AUTH_TOKEN=_own_token[0])
     import ray
 
     _keep_quiet()
