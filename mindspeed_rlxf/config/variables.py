@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from mindspeed_rlxf.config.errors import ConfigError, Problem
-from mindspeed_rlxf.config.secret_words import looks_secret
+from mindspeed_rlxf.config.secret_words import is_secret_name, looks_secret
 from mindspeed_rlxf.config.withheld import MASK, Withheld
 
 KEY = "resource_pool.env"
@@ -21,14 +21,19 @@ ELSEWHERE = "${*}"
 def read_variable(name: str, value: Any) -> Any:
     """A variable as the YAML gives it, as text; withheld where it looks like a secret.
 
-    `***` is the variable of this process. Raises ConfigError where it has none of that name.
+    `***` is the variable of this process. Raises ConfigError where it has none of that name, and
+    where a secret is no text.
     """
     if isinstance(value, Withheld):
         return value
     if type(value) in (int, float):
         value = str(value)
+    if not isinstance(value, str):
+        if is_secret_name(name):  # the line about the type would show it
+            raise ConfigError(Problem(f"{KEY}.{name}", "must be text", remedy="put it in quotes"))
+        return value
     if value != MASK:
-        return withhold(name, value) if isinstance(value, str) else value
+        return withhold(name, value)
     if name not in os.environ:
         raise ConfigError(
             Problem(

@@ -6,6 +6,8 @@ import os
 import stat
 from typing import Any
 
+from mindspeed_rlxf.runtime.ray_trust import View, ask
+
 SOCKET_BYTES = 107  # of the path of a unix socket
 
 
@@ -18,3 +20,7 @@ def test_no_other_user_enters_the_folder_of_an_own_cluster(ray_runtime: Any) -> 
     assert {path.name for path in sockets} >= {"raylet", "plasma_store"}  # Ray works in there
     assert max(len(os.fsencode(path)) for path in sockets) <= SOCKET_BYTES
     assert list(folder.rglob("logs/raylet.out"))
+
+
+def test_an_own_cluster_asks_for_a_token(ray_runtime: Any) -> None:
+    assert ask(ray_runtime.cluster.address) == View(tokens=True)

@@ -126,6 +126,11 @@ def test_a_mask_without_a_variable_of_that_name_is_refused(
     assert problem.endswith("; export HF_TOKEN, or give its value")
 
 
+def test_a_secret_of_a_wrong_type_is_not_shown(problems: Callable[..., list[str]]) -> None:
+    (problem,) = problems({"resource_pool.env": {"HF_TOKEN": [CANARY]}})
+    assert problem == "resource_pool.env.HF_TOKEN must be text; put it in quotes"
+
+
 def test_a_resume_compares_no_values_and_shows_none(make_tree: Callable[..., Any]) -> None:
     def tree(value: str) -> dict[str, Any]:
         config = resolve(make_tree({"resource_pool.env": {"HF_TOKEN": value, "A": "b"}}), "t")
