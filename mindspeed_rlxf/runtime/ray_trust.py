@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -71,6 +72,8 @@ def ask(address: str) -> View:
             text=True,
             timeout=PROBE_S,
         )
+        if found.returncode == -signal.SIGALRM:
+            raise ConnectionError("it does not answer as Ray does")
         told = json.loads(found.stdout.splitlines()[-1])
         return View(told["tokens"], tuple(told["nodes"]))
     except subprocess.TimeoutExpired:

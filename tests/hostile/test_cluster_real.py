@@ -111,3 +111,15 @@ def test_a_cluster_without_tokens_is_joined_with_a_warning(
         warning, joined = join(environment).splitlines()
     assert warning.startswith("WARNING the Ray cluster at") and "asks for no token" in warning
     assert joined.startswith("INFO joined the Ray cluster at")
+
+
+def test_a_listener_that_is_not_ray_is_refused_within_seconds(environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began = time.monotonic()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        told = join({**environment, "RAY_ADDRESS": address})
+    assert told.startswith(
+        f"error: runtime.address={address} must be that of a running Ray cluster"
+    )
+    assert "it does not answer as Ray does" in told and len(told.splitlines()) == 1
+    assert time.monotonic() - began < 40  # 8, and what starting two interpreters takes
