@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.withheld import reveal
+from mindspeed_rlxf.planning.plan import plan
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 
 CANARY = "Canary0f5E9b"
@@ -23,16 +25,22 @@ LITERAL = {
     "MIRROR": f"https://user:{CANARY}@mirror/simple",
     "HEADER": f"Bearer {CANARY}{CANARY}",
 }
-CASES = [
-    *((f"{{{name}: '{value}'}}", name, value) for name, value in LITERAL.items()),
-    ("{PLAIN: '${oc.env:RLXF_CANARY}'}", "PLAIN", CANARY),
-    ("{HF_TOKEN: '${oc.env:RLXF_CANARY}'}", "HF_TOKEN", CANARY),
-    ("{PLAIN: 'a-${oc.env:RLXF_CANARY}-b'}", "PLAIN", f"a-{CANARY}-b"),
-    (f"{{HF_TOKEN: '${{oc.env:NOT_THERE,{CANARY}}}'}}", "HF_TOKEN", CANARY),
-    ("{PLAIN: '${oc.decode:${oc.env:RLXF_CANARY}}'}", "PLAIN", CANARY),
-    ("{PLAIN: '${training.run_name}'}", "PLAIN", "shown"),
-    ("'${oc.decode:${oc.env:RLXF_CANARY_MAP}}'", "PLAIN", CANARY),
-]
+INTERPOLATED = {
+    "PLAIN": ("${oc.env:RLXF_CANARY}", CANARY),
+    "OTHER_TOKEN": ("${oc.env:RLXF_CANARY}", CANARY),
+    "PART": ("a-${oc.env:RLXF_CANARY}-b", f"a-{CANARY}-b"),
+    "DEFAULT_KEY": (f"${{oc.env:NOT_THERE,{CANARY}}}", CANARY),
+    "DECODED": ("${oc.decode:${oc.env:RLXF_CANARY}}", CANARY),
+    "NAME": ("${training.run_name}", "shown"),
+}
+CASES: dict[str, tuple[Any, dict[str, str]]] = {
+    "literal": (LITERAL, LITERAL),
+    "interpolated": (
+        {name: written for name, (written, _) in INTERPOLATED.items()},
+        {name: value for name, (_, value) in INTERPOLATED.items()},
+    ),
+    "all at once": ("${oc.decode:${oc.env:RLXF_CANARY_MAP}}", {"PLAIN": CANARY}),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -48,26 +56,24 @@ def everything_below(folder: Path) -> str:
     return "\n".join(p.read_text() for p in folder.rglob("*") if p.is_file())
 
 
-@pytest.mark.parametrize(("written", "name", "value"), CASES, ids=range(len(CASES)))
+@pytest.mark.parametrize(("written", "values"), CASES.values(), ids=CASES)
 def test_no_file_and_no_output_has_the_value(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], written: str, name: str, value: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], written: Any, values: dict[str, str]
 ) -> None:
     directory = tmp_path / "configs"
     directory.mkdir()
-    (directory / "mine.yaml").write_text(
-        "defaults: [ppo_trainer_tiny, _self_]\n"
-        f"device: {{kind: cpu}}\ntraining: {{run_name: shown}}\nresource_pool:\n  env: {written}\n"
-    )
+    tree = {"defaults": ["ppo_trainer_tiny", "_self_"], "device": {"kind": "cpu"}}
+    tree |= {"training": {"run_name": "shown"}, "resource_pool": {"env": written}}
+    (directory / "mine.yaml").write_text(yaml.safe_dump(tree))
     config = resolve(compose("mine", config_dir=directory), "mine")
-    assert reveal(config.pool_settings.env)[name] == value  # the workers have it
+    assert reveal(config.pool_settings.env) == values  # the workers have them
     assert main(["--config-name", "mine", "--config-dir", str(directory), "--cfg", "job"]) == 0
-    main(["--config-name", "mine", "--config-dir", str(directory), "dry_run=true"])
+    print(plan(config).text)  # as `dry_run=true` does
     run = RunDirectory.create(config)
     run.unlock()
     told = capfd.readouterr()
-    assert name in told.out
-    shown = told.out + told.err + everything_below(run.path)
-    assert CANARY not in shown
+    assert all(name in told.out for name in values)
+    assert CANARY not in told.out + told.err + everything_below(run.path)
 
 
 @pytest.mark.parametrize(
