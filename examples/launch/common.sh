@@ -99,6 +99,7 @@ train_here() {
 # launch ARGUMENTS: head here, `start_nodes` (the launcher's) for the others, then the run.
 launch() {
   [ $# -gt 0 ] || fail "give the arguments of ray_gpt.py: --config-name NAME [key=value ...]"
+  make_token # for this run; `start_nodes` hands it to the other nodes
   prepare_host
   start_head --head "--node-ip-address=$MASTER_ADDR" "--port=$MASTER_PORT" \
     --include-dashboard=false "$(device_options)"

@@ -12,6 +12,9 @@
 #   WAIT_S=600                longest wait for node 0, and of the run for the devices of all nodes
 #   PYTHON=python             of the environment that holds mindspeed_rlxf; its `ray` is used
 #   DRY_RUN=1                 print the commands and do nothing
+#   RAY_AUTH_TOKEN_PATH       file with the token that Ray asks for (~/.ray/auth_token), or
+#   RAY_AUTH_TOKEN            the token itself; one node makes its own
+#   RAY_TMPDIR                folder of Ray's files; otherwise one in /tmp, gone with Ray
 # Arguments of a script are added to those of ray_gpt.py: key=value, dry_run=true, ...
 
 # shellcheck source=examples/mcore/cann.sh
@@ -24,7 +27,7 @@ POLL_S=${POLL_S:-1} # between two looks, seconds
 PYTHON=${PYTHON:-python}
 DRY_RUN=${DRY_RUN:-}
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-ray_pid=""
+ray_pid="" own_folder=""
 loads=()
 OWN_RAY=("$PYTHON" -m ray.scripts.scripts start --block --disable-usage-stats)
 
@@ -43,11 +46,36 @@ run() {
   fi
 }
 
+# A token for the Ray of this script alone, unless one is given.
+make_token() {
+  if [ -z "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ]; then
+    RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+    export RAY_AUTH_TOKEN
+  fi
+}
+
+# Who reaches a Ray that asks for no token can run code in it.
+need_token() {
+  export RAY_AUTH_MODE=token
+  [ -n "${RAY_AUTH_TOKEN:-}" ] || [ -n "$DRY_RUN" ] ||
+    [ -s "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ] ||
+    fail "no token for Ray: run '(umask 077; ray get-auth-token --generate)' once, and put its file" \
+      "~/.ray/auth_token on every node"
+}
+
+# Ray opens its folder to every user of the host; nobody else enters the one above it.
+make_private_folder() {
+  [ -z "${RAY_TMPDIR:-}" ] && [ -z "$DRY_RUN" ] || return 0
+  own_folder=$(mktemp -d /tmp/rlxf-ray-XXXXXXXX)
+  export RAY_TMPDIR=$own_folder
+}
+
 prepare_host() {
   case $DEVICE in npu | cuda | cpu) ;; *) fail "DEVICE=$DEVICE must be npu, cuda or cpu" ;; esac
   ulimit -n 32768 2>/dev/null ||
     echo "note: 'ulimit -n 32768' is not allowed here, the limit stays at $(ulimit -n)" >&2
   if [ "$DEVICE" = npu ]; then source_cann; fi
+  need_token
 }
 
 # Options of `ray start` that declare the devices of this node.
@@ -70,6 +98,7 @@ stop_ray() {
     wait "$ray_pid" 2>/dev/null || true
   fi
   ray_pid=""
+  [ -z "$own_folder" ] || rm -rf "$own_folder"
 }
 
 start_head() {
@@ -80,6 +109,7 @@ start_head() {
   master_listens && fail "$MASTER_ADDR:$MASTER_PORT is taken; end that Ray or set MASTER_PORT"
   trap stop_ray EXIT
   trap 'exit 75' INT TERM
+  make_private_folder
   "${OWN_RAY[@]}" "$@" &
   ray_pid=$!
   local deadline=$((SECONDS + WAIT_S))
@@ -133,6 +163,7 @@ train() {
 one_node() {
   MASTER_ADDR=127.0.0.1
   export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 # Ray's word for: listen on loopback only
+  make_token
   choose_weights
   prepare_host
   start_head --head "--node-ip-address=$MASTER_ADDR" "--port=$MASTER_PORT" \
@@ -149,7 +180,7 @@ multi_node() {
   prepare_host
   if [ "$NODE_RANK" -eq 0 ]; then
     start_head --head "--node-ip-address=$MASTER_ADDR" "--port=$MASTER_PORT" \
-      --dashboard-host=0.0.0.0 --dashboard-port="${DASHBOARD_PORT:-8260}" "$(device_options)"
+      --dashboard-host=127.0.0.1 --dashboard-port="${DASHBOARD_PORT:-8260}" "$(device_options)"
     train "$@"
   else
     join_master
@@ -175,6 +206,7 @@ join_master() {
   done
   trap stop_ray EXIT
   trap 'exit 75' INT TERM
+  make_private_folder
   "${join[@]}" & # not through `run`: the signal has to reach Ray, not a shell around it
   ray_pid=$!
   # Ray itself notices only after a minute that node 0 has gone.

@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         subject = subject_of(config, DeviceKind(arguments.device), arguments.cluster)
         if arguments.cluster:
             address = arguments.address or (config.runtime.address if config else None)
-            found += look_at_cluster(subject, address, arguments.deadline)
+            allowed = config is not None and config.runtime.allow_unauthenticated
+            found += look_at_cluster(subject, address, arguments.deadline, allowed)
         else:
             found += look(subject)
         report = make_report(found)

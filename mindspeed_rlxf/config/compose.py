@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mindspeed_rlxf.config.errors import ConfigError, Problem
 from mindspeed_rlxf.config.quoting import quoted
 from mindspeed_rlxf.config.suggest import closest
+from mindspeed_rlxf.config.variables import withhold_interpolated
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -54,11 +55,13 @@ def compose(
         with warnings.catch_warnings(), _hydra(directories[0]):
             warnings.simplefilter("ignore", UserWarning)  # a defaults list without `_self_`
             config = hydra_compose(config_name, [*edits, f"hydra.searchpath=[{search}]"])
-        tree = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        found = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        assert isinstance(found, dict), "hydra composes a mapping"
+        tree = {str(name): value for name, value in found.items()}
+        withhold_interpolated(tree, config)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise ConfigError(_explain(error, config_name, directories)) from error
-    assert isinstance(tree, dict), "hydra composes a mapping"
-    return {str(name): value for name, value in tree.items()}
+    return tree
 
 
 def _explain(error: Exception, config_name: str, directories: Sequence[Path]) -> Problem:

@@ -20,10 +20,11 @@ from mindspeed_rlxf.config.enums import (
     RuntimeKind,
     Stage,
 )
-from mindspeed_rlxf.config.errors import Problem, ref
+from mindspeed_rlxf.config.errors import ConfigError, Problem, ref
 from mindspeed_rlxf.config.estimators import TRAITS
 from mindspeed_rlxf.config.sections import DeviceConfig, PoolSettings
 from mindspeed_rlxf.config.suggest import multiples_around, use
+from mindspeed_rlxf.config.variables import read_variable
 
 MAX_DEVICES = 100_000
 SETTINGS = tuple(PoolSettings.model_fields)
@@ -122,10 +123,13 @@ def _environment(draft: Draft) -> None:
     settings = draft.payload["pool_settings"]
     if not isinstance(settings.get("env"), dict):
         return
-    settings["env"] = {
-        str(name): str(value) if type(value) in (int, float) else value
-        for name, value in settings["env"].items()
-    }
+    variables: Tree = {}
+    for name, value in settings["env"].items():
+        try:
+            variables[str(name)] = read_variable(str(name), value)
+        except ConfigError as error:
+            draft.reject(error.problems[0])
+    settings["env"] = variables
     for name in settings["env"]:
         if "VISIBLE_DEVICES" in name:
             draft.reject(

@@ -133,7 +133,7 @@ def _places(config: RunConfig) -> Iterator[Idle]:
         yield Idle("training", ("max_restarts",), when)
         yield Idle(settings, ("env",), when)
         yield Idle("device", ("resource_name",), when)
-        yield Idle("runtime", ("address", "start_timeout_s"), when)
+        yield Idle("runtime", ("address", "allow_unauthenticated", "start_timeout_s"), when)
     elif not config.training.max_restarts:
         yield Idle("training", ("node_wait_s", "allow_shrink"), "with training.max_restarts=0")
     if local or joined_address(config) is None:

@@ -17,10 +17,12 @@ from mindspeed_rlxf.config.schema import (
     PoolSettings,
     RunConfig,
 )
+from mindspeed_rlxf.config.variables import masked
 
 ABSENT = object()
 NOT_OF_THE_RUN = {"training.new_run", "training.resume", "dry_run"}
 """Keys that say what a command does, not what the run is."""
+VARIABLES = ("resource_pool", "env")
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
             default = _plain(field.get_default(call_default_factory=True))
             was, will = (default if v is ABSENT else v for v in (was, will))
         key = ".".join(path)
+        if path[:-1] == VARIABLES:  # an older version of the package wrote their values
+            was, will = masked(path[-1], was), masked(path[-1], will)
         if was != will and key not in NOT_OF_THE_RUN:
             found.append(Change(key, was, will, _rule(field)))
     return found

@@ -29,6 +29,7 @@ from mindspeed_rlxf.config.enums import (
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.estimators import TRAITS, EstimatorTraits
 from mindspeed_rlxf.config.fields import Section, Strings, Word, key
+from mindspeed_rlxf.config.withheld import Variable
 
 CONSOLE_METRICS = (
     "actor/pg_loss_abs",
@@ -365,7 +366,7 @@ class PoolSettings(Section):
     wait_s: float = key(
         600.0, "longest wait for devices of a joined cluster, seconds", "free", gt=0
     )
-    env: dict[str, str] = key({}, "environment variables of every worker", "free")
+    env: dict[str, Variable] = key({}, "environment variables of every worker", "free")
     bad_nodes: Literal["refuse", "leave_out"] = key(
         "refuse", "what becomes of nodes that do not answer or have sick devices", "free"
     )
@@ -380,6 +381,9 @@ class RuntimeConfig(Section):
     kind: Annotated[RuntimeKind, Word] = key(RuntimeKind.RAY, "ray or local", "free")
     address: str | None = key(
         None, "Ray cluster to join, local = own; null = RAY_ADDRESS, this user's, own", "free"
+    )
+    allow_unauthenticated: bool = key(
+        False, "join a Ray cluster that needs no token and others reach, or of another user", "free"
     )
     timeout_s: float = key(
         1800.0, "longest wait for one call, and 10 x the shortest, seconds", "free", gt=0

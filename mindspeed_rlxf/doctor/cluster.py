@@ -12,6 +12,7 @@ from functools import partial
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.withheld import open_variables
 from mindspeed_rlxf.device import version_sets
 from mindspeed_rlxf.doctor import local
 from mindspeed_rlxf.doctor.collectives import check_collectives
@@ -46,7 +47,9 @@ def versions() -> dict[str, str]:
     return {**found, "python": platform.python_version(), "cann": cann}
 
 
-def look(subject: Subject, address: str | None, deadline_s: float) -> list[Finding]:
+def look(
+    subject: Subject, address: str | None, deadline_s: float, allow_unauthenticated: bool = False
+) -> list[Finding]:
     """Joins the cluster, looks and leaves. Raises UserError when there is none to join."""
     end = time.monotonic() + deadline_s
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
@@ -59,7 +62,7 @@ def look(subject: Subject, address: str | None, deadline_s: float) -> list[Findi
             )
         )
     try:
-        cluster = open_cluster(address, {})
+        cluster = open_cluster(address, {}, allow_unauthenticated)
     except RuntimeError as problem:  # versions of Ray or Python that differ, among others
         return [_broken("cluster.join", problem)]
     try:
@@ -72,7 +75,7 @@ def _look(subject: Subject, end: float) -> list[Finding]:
     from mindspeed_rlxf.runtime.ray_agent import RayAgents, live_nodes  # after Ray's environment
 
     nodes = live_nodes(_resource(subject))
-    environment = forwarded_environment(os.environ)
+    environment = open_variables(forwarded_environment(os.environ))
     agents = RayAgents(environment)
     try:
         limit = min(SURVEY_S, (end - time.monotonic()) / 3)

@@ -10,26 +10,14 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from mindspeed_rlxf.config.keys import known_keys
+from mindspeed_rlxf.config.secret_words import FORMS, SCHEME, URL_USER, is_secret_name
 
 GONE = "[removed]"
-SECRET = r"(?:token|key|password|passwd|pwd|secret|credentials?|authorization|cookie)"
-SECRET_NAME = re.compile(rf"(?:^|.*[_.\-]){SECRET}$", re.I)
 # `name=value`, `name: value`, `"name": "value"`, and the same with quotes that were escaped
 ASSIGNMENT = re.compile(
     r"(?P<name>[\w.\-]*[A-Za-z][\w.\-]*)(?P<between>\\*[\"']?\s*[=:]\s*)"
     r"(?P<value>\\*\"[^\"\n]*\"|\\*'[^'\n]*'|[^\s,;}\])&]+)"
 )
-WHOLE = (
-    re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*KEY-----|\Z)", re.S),
-    re.compile(r"\b(?:hf|gh[pousr]|github_pat|glpat|npm|pypi)[_-][A-Za-z0-9_\-]{16,}"),
-    re.compile(r"\b(?:sk|pk|rk|xox[abprs])-[A-Za-z0-9_\-]{12,}"),
-    re.compile(r"\bA[KS]IA[0-9A-Z]{16}\b"),
-    re.compile(r"\beyJ[\w\-]{8,}\.[\w\-]+\.[\w\-]*"),
-    re.compile(r"\b[0-9a-f]{40}\b"),
-)
-SCHEME = re.compile(r"\b(Bearer|Basic|Token)\s+[A-Za-z0-9._~+/=\-]{6,}", re.I)
-URL_USER = re.compile(r"(?<=://)[^/\s@\"']+@")
 URL_QUERY = re.compile(r"(\b\w+://[^\s?#\"']+)[?#][^\s\"')]+")
 NUMBERS = re.compile(r"[\[(]\s*(?:-?\d+\s*,\s*){7,}(?:-?\d+|\.\.\.)?\s*,?\s*[\])]")  # token ids
 QUOTED = re.compile(r"(?P<quote>[\"'])(?P<text>(?:\\.|(?!(?P=quote))[^\n\\])*)(?P=quote)")
@@ -43,13 +31,6 @@ OPEN_VARIABLES = (
 )  # fmt: skip
 VARIABLE = re.compile(r"^[A-Z][A-Z0-9_]{2,}$")
 SHORTEST = 4  # characters of a prompt or a secret that is looked for
-CONFIG_KEYS = frozenset(name for names in known_keys().values() for name in names)
-
-
-def is_secret_name(name: str) -> bool:
-    """`HF_TOKEN`, `api-key`, `db.password`; not keys of the configuration such as `prompt_key`."""
-    bare = name.rpartition(".")[2]
-    return bool(SECRET_NAME.match(name)) and bare not in CONFIG_KEYS
 
 
 def is_open_variable(name: str) -> bool:
@@ -71,7 +52,7 @@ class Redactor:
         for private in self._texts:
             if private in text:
                 text = text.replace(private, GONE)
-        for pattern in WHOLE:
+        for pattern in FORMS:
             text = pattern.sub(GONE, text)
         text = SCHEME.sub(rf"\1 {GONE}", text)
         text = URL_USER.sub(f"{GONE}@", text)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.variables import withhold
+from mindspeed_rlxf.config.withheld import reveal
 
 FORWARDED = ("HCCL_", "ASCEND_", "GLOO_", "TP_", "NCCL_")  # settings of communication libraries
 FORWARDED_NAMES = (  # torch on NPU, and what `training.deterministic` sets beside HCCL's
@@ -24,7 +26,7 @@ DRIVER, POOL = "driver", "resource_pool.env"
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable of the workers, for the plan."""
+    """One variable of the workers, for the plan: its value, or what stands for it."""
 
     name: str
     value: str
@@ -32,9 +34,12 @@ class Variable:
 
 
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Settings of communication libraries and of torch on NPU; never who sees which device."""
+    """Settings of communication libraries and of torch on NPU; never who sees which device.
+
+    What looks like a secret is withheld, see `config.withheld`.
+    """
     return {
-        name: value
+        name: withhold(name, value)
         for name, value in environment.items()
         if (name.startswith(FORWARDED) or name in FORWARDED_NAMES) and "VISIBLE_DEVICES" not in name
     }
@@ -54,7 +59,7 @@ def problems(kind: DeviceKind, given: Mapping[str, str]) -> list[Problem]:
 
     given: `resource_pool.env`
     """
-    given = worker_environment(given, inherits=False)
+    given = reveal(worker_environment(given, inherits=False))
     return [Problem(*found) for found in device.environment_problems(kind, given)]
 
 

@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from mindspeed_rlxf.config.withheld import open_variables
 from mindspeed_rlxf.runtime.errors import HostError
 from mindspeed_rlxf.runtime.host_agent import Function, HostAgent, late
 from mindspeed_rlxf.runtime.nodes import Node, by_address, make_node
@@ -134,5 +135,7 @@ def device_options(resource: str | None, environment: Mapping[str, str]) -> dict
     elif resource is not None:
         options["resources"] = {resource: 1}
     if environment:
-        options["runtime_env"] = {"env_vars": dict(environment)}
+        shown = open_variables(environment)
+        assert len(shown) == len(environment), "Ray shows and logs what it sets"
+        options["runtime_env"] = {"env_vars": shown}
     return options

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,7 +45,11 @@ class RayWorker:
     def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
         return self._process.open_store(ip, world_size, timeout_s)
 
-    def start(self, setup: ProcessSetup, ip: str, port: int) -> WorkerError | None:
+    def start(
+        self, setup: ProcessSetup, ip: str, port: int, secrets: Mapping[str, str]
+    ) -> WorkerError | None:
+        """secrets: variables that Ray is not to know"""
+        os.environ.update(secrets)
         self._timeout_s = setup.collective_timeout_s
         try:
             self._process.start(setup, ip, port, assigned_device(setup.device_kind))

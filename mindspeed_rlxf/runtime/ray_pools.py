@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RuntimeConfig
+from mindspeed_rlxf.config.withheld import open_variables, secret_variables
 from mindspeed_rlxf.runtime.deadlines import Deadlines, collective_timeout_s
 from mindspeed_rlxf.runtime.environment import worker_environment
 from mindspeed_rlxf.runtime.errors import RuntimeTimeout, WorkerError
@@ -59,7 +60,9 @@ class RayPools:
         self._kind = device_facade.resolve_kind(device.kind)
         self._resource = resource_name(device)
         self.log_dir, self._keep_warm, self._num_devices = log_dir, keep_warm, num_devices
-        self._environment = worker_environment(pool_settings.env, inherits=cluster.own)
+        environment = worker_environment(pool_settings.env, inherits=cluster.own)
+        self._environment = open_variables(environment)
+        self._secrets = secret_variables(environment)  # Ray shows and logs what it sets itself
         self._node_check = node_check
         logical = cluster.own and self._kind is DeviceKind.CPU
         wait_s = None if cluster.own else pool_settings.wait_s
@@ -223,7 +226,7 @@ class RayPools:
         }
         starting = [
             (
-                actor.start.remote(setups[name][rank], ips[name], ports[name]),
+                actor.start.remote(setups[name][rank], ips[name], ports[name], self._secrets),
                 Origin(name, rank, w.places[rank].host, "start"),
             )
             for name, w in workers.items()

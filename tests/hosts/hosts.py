@@ -21,6 +21,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOOLS = ("ip", "unshare", "nsenter", "mount")
 NETWORK = "10.77.0"
+TOKEN = "00112233" * 8  # of Ray, on all hosts
 START_S = 30.0
 # The host's name stands for a loopback address, as Debian has it: what resolves it is not reached.
 INIT = """
@@ -84,7 +85,8 @@ class Host:
             "PYTHONPATH": str(REPOSITORY),
             "RAY_TMPDIR": str(self.data / "r"),
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_AUTH_MODE": "disabled",  # else a token of this user is asked for, or not, by turns
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": TOKEN,
             "OMP_NUM_THREADS": "1",
             **variables,
         }

@@ -151,6 +151,7 @@ def test_two_nodes_train_as_one_and_both_end(tmp_path: Path, script: Path) -> No
     """Node 1 is started first, and waits; a device on each."""
     nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "DASHBOARD_PORT": "8399"}
     nodes |= {"CONFIG_NAME": "ppo_trainer_tiny", "DEVICES_PER_NODE": "1"}
+    nodes |= {"RAY_AUTH_TOKEN": "00112233" * 8}  # the same on both
     pools = ("~resource_pool", "+resource_pool={main: [1, 1]}")
     arguments = [a for a in two_iterations(tmp_path, *pools) if "resource_pool.main" not in a]
     worker = start(script, tmp_path / "worker", NODE_RANK="1", **nodes)

@@ -6,6 +6,7 @@
 #
 # HOSTS        hosts of the run, the first is this one; or HOST_FILE, one host a line
 # MASTER_ADDR  address of this host that the others reach (what they resolve its name to)
+# RAY_AUTH_TOKEN_PATH  file with the token of Ray, on every host; otherwise one is made for the run
 # SSH          command that runs a command on a host (ssh -o BatchMode=yes -o ConnectTimeout=10)
 # The repository, and PYTHON, have to stand at the same place on every host. Ray is started on all
 # of them, and ends with the run; the exit code is that of ray_gpt.py.
@@ -32,12 +33,13 @@ start_nodes() {
   local host name line
   for host in "${hosts[@]:1}"; do
     line="env"
+    [ -z "${RAY_AUTH_TOKEN:-}" ] || line+=" TOKEN_ON_INPUT=1"
     for name in DEVICE DEVICES_PER_NODE MASTER_ADDR MASTER_PORT WAIT_S POLL_S PYTHON DRY_RUN; do
       line+=" $(printf '%q' "$name=${!name}")"
     done
     line+=" bash $(printf '%q' "$REPOSITORY/examples/launch/node.sh")"
     echo "$host: $line"
-    "${ssh_command[@]}" "$host" "$line" </dev/null &
+    "${ssh_command[@]}" "$host" "$line" <<<"${RAY_AUTH_TOKEN:-}" &
     helpers+=($!)
   done
 }

@@ -27,7 +27,9 @@ def serve() -> None:
         facts: dict[str, Any] = {"own": runtime.cluster.own}
         facts["worker"] = group.call(StandIn.process).result()[0]
         facts["forwarded"] = group.call(StandIn.environment, "NCCL_RLXF_TEST").result()[0]
+        facts["secret"] = group.call(StandIn.environment, "NCCL_RLXF_TOKEN").result()[0]
         facts["agent"] = pool.hosts[0].call(os.getpid, timeout_s=60.0)
+        facts["address"] = runtime.cluster.address
         facts["temp_dir"] = str(runtime.cluster.temp_dir)
         busy = group.call(StandIn.nap, 600.0)
         print(json.dumps(facts), flush=True)

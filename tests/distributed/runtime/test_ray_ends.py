@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from mindspeed_rlxf.runtime import ray_trust
 from tests.distributed.runtime.group_checks import build
 from tests.distributed.runtime.stand_ins import StandIn
 
@@ -50,9 +51,10 @@ def next_facts(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def test_nothing_of_an_own_cluster_is_left_after_an_interrupt_and_after_a_kill() -> None:
-    with driver(RAY_ADDRESS="local") as process:
+    with driver(RAY_ADDRESS="local", RAY_AUTH_MODE="disabled") as process:
         for number in (signal.SIGINT, signal.SIGKILL):
             facts = next_facts(process)
+            assert ray_trust.ask(facts["address"]).tokens  # the mode is for clusters to join
             children = psutil.Process(process.pid).children(recursive=True)
             assert facts["own"]
             assert {facts["worker"], facts["agent"]} <= {child.pid for child in children}
@@ -93,9 +95,15 @@ def wait_until_gone(folder: Path) -> None:
 
 def test_a_joined_cluster_is_left_as_it_was(ray_runtime: Any) -> None:
     address = ray_runtime.cluster.address
-    with driver(RAY_ADDRESS=address, NCCL_RLXF_TEST="on") as process:
+    secret = "joined-canary-61c3"
+    forwarded = {"NCCL_RLXF_TEST": "on", "NCCL_RLXF_TOKEN": secret}
+    with driver(RAY_ADDRESS=address, **forwarded) as process:
         facts = next_facts(process)
-        assert not facts["own"] and facts["forwarded"] == "on"
+        assert not facts["own"] and facts["forwarded"] == "on" and facts["secret"] == secret
+        files = [p for p in ray_runtime.cluster.temp_dir.rglob("logs/**/*") if p.is_file()]
+        texts = {path: path.read_bytes() for path in files}
+        assert any(b"NCCL_RLXF_TEST" in text for text in texts.values())  # Ray logs what it sets
+        assert [path for path, text in texts.items() if secret.encode() in text] == []
         there = [psutil.Process(facts[name]) for name in ("worker", "agent")]
         assert not set(there) & set(psutil.Process(process.pid).children(recursive=True))
         process.kill()

@@ -38,6 +38,7 @@ def test_what_is_named_comes_before_what_runs_here(
     assert choose_cluster(None) == Cluster("head:1", "RAY_ADDRESS=head:1")
     assert choose_cluster("other:2") == Cluster("other:2", "runtime.address=other:2")
     assert choose_cluster("local") == Cluster(None, "runtime.address=local")
+    assert choose_cluster("auto").address == left_by_ray_start.read_text().strip()
 
 
 def test_a_cluster_of_another_user_is_not_joined(

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.secret_words import is_secret_name
 from mindspeed_rlxf.doctor.bundle import write_bundle
 from mindspeed_rlxf.doctor.findings import ok
-from mindspeed_rlxf.doctor.redact import Redactor, is_secret_name
+from mindspeed_rlxf.doctor.redact import Redactor
 from mindspeed_rlxf.doctor.report import Report
 
 PROMPT = 'Wer hat "Grüße" gesagt?\nAntworte mit einem Wort.'

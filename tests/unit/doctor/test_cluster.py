@@ -168,7 +168,7 @@ def test_without_a_cluster_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_cluster_of_another_version_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(address: str, resources: dict[str, float]) -> None:
+    def refuse(address: str, resources: dict[str, float], allow: bool) -> None:
         raise RuntimeError("Version mismatch:\n the cluster runs Ray 2.9")
 
     monkeypatch.setattr("mindspeed_rlxf.doctor.cluster.open_cluster", refuse)

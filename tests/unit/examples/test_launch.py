@@ -23,6 +23,8 @@ FOLDER = Path(__file__).parents[3] / "examples" / "launch"
 # In place of the interpreter: `$LAB` collects what was called and who is there.
 PYTHON = """#!/usr/bin/env bash
 echo "$*" >> "$LAB/calls"
+rights=$(stat -c %a "$RAY_TMPDIR")
+echo "${RAY_AUTH_MODE:-} ${RAY_AUTH_TOKEN:-} $rights $RAY_TMPDIR" >> "$LAB/tokens"
 case "$*" in
   *--head*) [ -z "${NO_HEAD:-}" ] || exit 1
     exec "$REAL" -S -c 'import socket, sys
@@ -141,6 +143,28 @@ def test_ray_starts_on_all_nodes_and_ends_with_the_run(lab: Lab, script: str) ->
     )
     assert lab.lines("address") == [f"127.0.0.1:{port}"]
     assert lab.left() == []
+
+
+@BOTH
+def test_ray_asks_for_a_token_that_no_command_line_has(lab: Lab, script: str) -> None:
+    code, output = lab.run(script, "--config-name", "tiny")
+    assert code == 0, output
+    words = [line.split() for line in lab.lines("tokens")]
+    assert len(words) >= 5  # head, two nodes, devices, run
+    assert {(mode, rights) for mode, _, rights, _ in words} == {("token", "700")}
+    (token,) = {token for _, token, _, _ in words}
+    assert len(token) == 64 and int(token, 16)
+    seen = [output, *lab.lines("calls")]
+    seen += [line for name in ("hosts", "srun") if (lab.folder / name).exists()
+             for line in lab.lines(name)]  # fmt: skip
+    assert [line for line in seen if token in line] == []
+    assert {Path(folder).exists() for *_, folder in words} == {False}
+    assert "--include-dashboard=false" in lab.lines("calls")[0]
+
+
+def test_a_token_that_is_given_is_used(lab: Lab) -> None:
+    assert lab.run("ssh/train.sh", "--config-name", "tiny", RAY_AUTH_TOKEN="mine")[0] == 0
+    assert {line.split()[1] for line in lab.lines("tokens")} == {"mine"}
 
 
 def test_each_host_is_reached_once_and_the_first_is_this_one(lab: Lab) -> None:

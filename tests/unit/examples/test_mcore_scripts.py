@@ -19,6 +19,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 FOLDER = Path(__file__).parents[3] / "examples" / "mcore"
 SCRIPTS = sorted(FOLDER.glob("*/ray_ppo_*.sh"))
 IDS = [script.stem for script in SCRIPTS]
+MULTI_NODE = FOLDER / "llama3" / "ray_ppo_llama3_8b_multi_node.sh"
 MODELS = ("llama2", "llama3", "llama32", "qwen25", "qwen3")
 
 
@@ -115,6 +116,23 @@ def test_every_configuration_names_its_folders_as_the_scripts_do(
     assert {load for role, load in loads.items() if role in scored} <= {f"{folder}-orm", None}
     prompts = default(model, "data_convert_MODEL_ppo", "OUTPUT_PREFIX")
     assert list(config.data.data_path) in ([prompts], [])
+
+
+def test_a_dashboard_is_for_this_host_alone() -> None:
+    ray, _ = commands(MULTI_NODE, MASTER_ADDR="10.0.0.1")
+    assert "--dashboard-host=127.0.0.1" in ray
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_several_nodes_need_a_token_that_all_have(tmp_path: Path, rank: str) -> None:
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "DEVICE": "cpu"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "NODE_RANK": rank}
+    done = subprocess.run(
+        ["bash", str(MULTI_NODE)], env=environment, capture_output=True, text=True, timeout=60
+    )
+    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("note:")]
+    assert done.returncode == 2
+    assert line.startswith("error: no token for Ray: run '(umask 077; ray get-auth-token")
 
 
 def test_other_nodes_only_join() -> None:

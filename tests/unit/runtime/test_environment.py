@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.withheld import open_variables, secret_variables
 from mindspeed_rlxf.runtime.environment import (
     Variable,
     forwarded_environment,
@@ -53,3 +54,11 @@ def test_a_contradiction_is_found_between_driver_and_pool(monkeypatch: pytest.Mo
     problem = str(*problems(DeviceKind.NPU, {"HCCL_EXEC_TIMEOUT": "3600"}))
     assert problem.startswith("HCCL_EVENT_TIMEOUT=1868 must be greater than HCCL_EXEC_TIMEOUT=3600")
     assert problems(DeviceKind.NPU, {"HCCL_EXEC_TIMEOUT": "60"}) == []
+
+
+def test_a_secret_of_the_driver_is_forwarded_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TP_TOKEN", "canary")
+    assert Variable("TP_TOKEN", "***", "driver") in variables({})
+    found = worker_environment({}, inherits=False)
+    assert secret_variables(found)["TP_TOKEN"] == "canary"
+    assert "TP_TOKEN" not in open_variables(found)

@@ -28,6 +28,7 @@ def test_only_the_ray_files_of_the_runtime_import_ray() -> None:
             "ray_cluster.py",
             "ray_pool.py",
             "ray_pools.py",
+            "ray_probe.py",
             "ray_wait.py",
         )
     }

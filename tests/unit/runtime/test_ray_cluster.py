@@ -7,6 +7,8 @@ import socket
 import pytest
 
 from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
+from mindspeed_rlxf.runtime import ray_runtime
 from mindspeed_rlxf.runtime.ray_cluster import open_cluster
 
 
@@ -19,3 +21,16 @@ def test_an_address_where_nobody_listens_is_refused_at_once(
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(UserError, match=f"runtime.address={address} must be that of a running"):
             open_cluster(None, {})
+
+
+def test_the_key_for_clusters_without_tokens_reaches_the_one_that_joins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(address: str, resources: dict[str, float], allow: bool) -> None:
+        raise InterruptedError(f"{address} {allow}")
+
+    monkeypatch.setattr(ray_runtime, "open_cluster", refuse)
+    for allow in (False, True):
+        settings = RuntimeConfig(address="head:1", allow_unauthenticated=allow)
+        with pytest.raises(InterruptedError, match=f"head:1 {allow}"):
+            ray_runtime.RayRuntime(DeviceConfig(), settings, 1)

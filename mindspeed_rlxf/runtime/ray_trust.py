@@ -1,0 +1,102 @@
+"""Whether a Ray cluster may be joined: who reaches it can run code in every process of the run.
+
+A cluster that asks for a token keeps strangers out. One that does not is joined where this user
+started it and it has this host only; any other where the user says so.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_rlxf.config.errors import Problem, UserError, ref
+from mindspeed_rlxf.config.listeners import host_and_port, is_here, owners
+
+logger = logging.getLogger(__name__)
+
+PROBE_S = 60.0
+ROOT = 0
+KEY = "runtime.allow_unauthenticated"
+TURN_ON = (
+    "turn tokens on: `(umask 077; ray get-auth-token --generate)` once, its file ~/.ray/auth_token "
+    "on every node, and `export RAY_AUTH_MODE=token` before every `ray start`"
+)
+
+
+@dataclass(frozen=True)
+class View:
+    """What a cluster tells without a token."""
+
+    tokens: bool
+    nodes: tuple[str, ...] = ()
+
+
+def check(address: str, allow_unauthenticated: bool) -> bool:
+    """True where the cluster asks for a token; warns where it does not and may be joined anyway.
+
+    Raises UserError where it may not, OSError or ValueError where nothing answers as Ray does.
+    """
+    view, here = ask(address), is_here(host_and_port(address)[0])
+    strangers = owners(address) - {os.getuid(), ROOT} if here else frozenset()
+    if strangers and not allow_unauthenticated:
+        raise UserError(_of_another_user(address, min(strangers)))
+    if view.tokens:
+        return True
+    alone = here and owners(address) == {os.getuid()} and all(map(is_here, view.nodes))
+    if not alone and not allow_unauthenticated:
+        raise UserError(_without_tokens(address))
+    others = "every user of this host" if alone else "whoever reaches it"
+    logger.warning(
+        "the Ray cluster at %s asks for no token: %s can run code in this run", address, others
+    )
+    return False
+
+
+def ask(address: str) -> View:
+    """What the cluster tells without a token; ConnectionError where it does not answer."""
+    private = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
+    environment = {name: value for name, value in os.environ.items() if name not in private}
+    script = Path(__file__).with_name("ray_probe.py")
+    try:
+        found = subprocess.run(
+            [sys.executable, str(script), address],
+            env={**environment, "RAY_AUTH_MODE": "disabled"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+        )
+        if found.returncode == -signal.SIGALRM:
+            raise ConnectionError("it does not answer as Ray does")
+        told = json.loads(found.stdout.splitlines()[-1])
+        return View(told["tokens"], tuple(told["nodes"]))
+    except subprocess.TimeoutExpired:
+        raise ConnectionError(f"no answer within {PROBE_S:g} s") from None
+    except (LookupError, ValueError):
+        said = found.stderr.strip().splitlines()[-1:] or ["nothing is said"]
+        raise ConnectionError(said[0][:300]) from None
+
+
+def _of_another_user(address: str, uid: int) -> Problem:
+    return Problem(
+        "runtime.address",
+        f"must be a Ray cluster of this user on this host, and user id {uid} listens there",
+        address,
+        f"correct it, or set {ref(KEY)}=true if you trust that user with everything you may do",
+    )
+
+
+def _without_tokens(address: str) -> Problem:
+    return Problem(
+        "runtime.address",
+        "must be a Ray cluster that asks for a token, or one that you started and that has this "
+        "host only, because whoever reaches it can run code in this run",
+        address,
+        f"{TURN_ON}; or set {ref(KEY)}=true where the network keeps others out",
+    )

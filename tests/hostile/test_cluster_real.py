@@ -1,0 +1,125 @@
+"""Ray started by the lines of the documents, with and without tokens, and what joins it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+START_S = 60.0
+JOIN = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.runtime.ray_cluster import open_cluster
+try:
+    open_cluster(None, {}).close()
+except UserError as error:
+    print(f"error: {error}")
+"""
+
+pytestmark = pytest.mark.long
+
+
+def documented(document: str, marks: str) -> str:
+    """The line of a document that starts Ray."""
+    text = (REPOSITORY / "docs" / document).read_text(encoding="utf-8")
+    lines = [line.partition("  #")[0] for line in text.splitlines()]
+    return next(line for line in lines if line.startswith(marks))
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextmanager
+def running(line: str, environment: dict[str, str], output: Path) -> Iterator[None]:
+    """Ray as the line starts it, here in the foreground, so that its end is that of this Ray."""
+    words = [*RAY, *shlex.split(line)[1:], "--block", "--num-cpus=1", "--disable-usage-stats"]
+    with open(output, "w") as stream:
+        process = subprocess.Popen(words, env=environment, stdout=stream, stderr=stream)
+    children: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + START_S
+        while "--block" not in output.read_text():  # the last that it says
+            assert process.poll() is None, output.read_text()
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.2)
+        children = psutil.Process(process.pid).children(recursive=True)
+        yield
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+        for child in psutil.wait_procs(children, timeout=5)[1]:
+            child.kill()
+
+
+@pytest.fixture
+def environment() -> Iterator[dict[str, str]]:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="d") as home:  # sockets: a short path
+        own = {n: v for n, v in os.environ.items() if not n.startswith("RAY_")}
+        yield {**own, "HOME": home, "RAY_TMPDIR": home, "PYTHONPATH": str(REPOSITORY)}
+
+
+def join(environment: dict[str, str]) -> str:
+    words = [sys.executable, "-c", JOIN]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in done.stderr and done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("document", ["multi_node.md", "npu.md"])
+def test_the_lines_of_the_documents_start_a_cluster_with_tokens_that_is_joined(
+    environment: dict[str, str], tmp_path: Path, document: str
+) -> None:
+    port = str(free_port())
+    line = documented(document, "ray start --head").replace("6344", port)
+    line = line.replace("8260", str(free_port()))
+    make = documented("multi_node.md", "(umask 077; ray get-auth-token").replace(
+        "ray ", f"{shlex.join(RAY)} "
+    )
+    subprocess.run(["bash", "-c", make], env=environment, check=True, timeout=60)
+    token = Path(environment["HOME"], ".ray", "auth_token")
+    assert token.stat().st_mode & 0o077 == 0
+    with running(line, {**environment, "RAY_AUTH_MODE": "token"}, tmp_path / "head"):
+        told = join(environment)
+        assert "INFO joined the Ray cluster at" in told and "WARNING" not in told
+        other = {**environment, "RAY_AUTH_TOKEN": "another", "RAY_ADDRESS": f"127.0.0.1:{port}"}
+        (refused,) = [line for line in join(other).splitlines() if line.startswith("error: ")]
+        assert "must be that of a running Ray cluster" in refused
+
+
+def test_a_cluster_without_tokens_is_joined_with_a_warning(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    line = documented("npu.md", "ray start --head").replace("6344", str(free_port()))
+    with running(line, {**environment, "RAY_AUTH_MODE": "disabled"}, tmp_path / "head"):
+        warning, joined = join(environment).splitlines()
+    assert warning.startswith("WARNING the Ray cluster at") and "asks for no token" in warning
+    assert joined.startswith("INFO joined the Ray cluster at")
+
+
+def test_a_listener_that_is_not_ray_is_refused_within_seconds(environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began = time.monotonic()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        told = join({**environment, "RAY_ADDRESS": address})
+    assert told.startswith(
+        f"error: runtime.address={address} must be that of a running Ray cluster"
+    )
+    assert "it does not answer as Ray does" in told and len(told.splitlines()) == 1
+    assert time.monotonic() - began < 40  # 8, and what starting two interpreters takes

@@ -1,0 +1,181 @@
+"""Clusters, notes and listeners of other users: refused in one line, before Ray is asked."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.config import cluster, listeners
+from mindspeed_rlxf.config.cluster import choose_cluster, started_here
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.runtime import ray_cluster, ray_trust
+from mindspeed_rlxf.runtime.ray_trust import View, check
+
+LONG = pytest.param("x" * 100_000, id="long")
+ANOTHER = 65534  # nobody
+LISTEN = """
+import os, socket, sys, time
+os.setuid(int(sys.argv[2]))
+server = socket.create_server((sys.argv[1], 0))
+print(server.getsockname()[1], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def ray_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(ray_trust, "ask", lambda address: pytest.fail("Ray was asked"))
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@contextmanager
+def listener_of(uid: int, host: str = "127.0.0.1") -> Iterator[int]:
+    """A port where a process of another user listens."""
+    if os.getuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    words = [sys.executable, "-S", "-c", LISTEN, host, str(uid)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def told(monkeypatch: pytest.MonkeyPatch, view: View) -> None:
+    monkeypatch.setattr(ray_trust, "ask", lambda address: view)
+
+
+def note(folder: Path, text: str) -> Path:
+    file = folder / "ray" / "ray_current_cluster"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def refusal(address: str, allow: bool = False) -> str:
+    with pytest.raises(UserError) as refused:
+        check(address, allow)
+    (line,) = str(refused.value).splitlines()
+    return line
+
+
+def test_the_owner_of_a_listener_is_known(port: int) -> None:
+    mine = {os.getuid()}
+    assert listeners.owners(f"127.0.0.1:{port}") == mine
+    assert listeners.owners(f"localhost:{port}") == mine
+    assert listeners.owners(f"127.0.0.2:{port}") == set()
+    with socket.create_server(("", 0)) as everywhere:
+        assert listeners.owners(f"127.0.0.1:{everywhere.getsockname()[1]}") == mine
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as both:
+        at = both.getsockname()[1]
+        assert listeners.owners(f"127.0.0.1:{at}") == listeners.owners(f"[::1]:{at}") == mine
+    assert listeners.is_here("127.0.0.1") and not listeners.is_here("198.51.100.7")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_listener_of_another_user_gets_no_token(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    with listener_of(ANOTHER, host) as port:
+        address = f"127.0.0.1:{port}"
+        for view in (View(True), View(False, ("127.0.0.1",))):
+            told(monkeypatch, view)
+            line = refusal(address)
+            assert line.startswith(f"runtime.address={address} must be a Ray cluster of this user")
+            assert f"user id {ANOTHER} listens there; " in line
+        told(monkeypatch, View(True))
+        assert check(address, allow_unauthenticated=True)
+
+
+def test_a_note_that_names_a_listener_of_another_user_is_not_followed(tmp_path: Path) -> None:
+    with listener_of(ANOTHER) as port:
+        note(tmp_path, f"127.0.0.1:{port}\n")
+        assert started_here() is None and choose_cluster(None).address is None
+
+
+def test_a_note_that_is_a_link_a_pipe_or_a_folder_is_not_read(tmp_path: Path, port: int) -> None:
+    file = note(tmp_path, f"127.0.0.1:{port}")
+    assert started_here() == f"127.0.0.1:{port}"
+    elsewhere = file.rename(tmp_path / "elsewhere")
+    file.symlink_to(elsewhere)
+    assert started_here() is None
+    file.unlink()
+    os.mkfifo(file)
+    began = time.monotonic()
+    assert started_here() is None and time.monotonic() - began < 1  # it is not waited for
+    file.unlink()
+    file.mkdir()
+    assert started_here() is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "auto", "local", "ray://127.0.0.1:1", "127.0.0.1", "127.0.0.1:0", "a b:1", LONG],
+)
+def test_a_note_that_is_no_address_is_not_believed(tmp_path: Path, text: str) -> None:
+    note(tmp_path, text)
+    assert started_here() is None
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["auto", "ray://127.0.0.1:10001", "127.0.0.1", ":6379", "127.0.0.1:99999", "a b:6379",
+     "127.0.0.1:6379/x", "[::1:6379", "127.0.0.1:\u0661\u0662", "-h:6379", LONG],
+)  # fmt: skip
+def test_what_is_no_address_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setattr(cluster, "started_here", lambda: None)
+    began = time.monotonic()
+    with pytest.raises(UserError) as refused:
+        ray_cluster.open_cluster(address, {})
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith(f"runtime.address={address} must be that of a running Ray cluster (")
+    assert time.monotonic() - began < 5
+
+
+def test_a_cluster_without_tokens_is_joined_where_this_user_has_it_alone(
+    monkeypatch: pytest.MonkeyPatch, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"127.0.0.1:{port}"
+    told(monkeypatch, View(False, ("127.0.0.1",)))
+    assert not check(address, allow_unauthenticated=False)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message.startswith(f"the Ray cluster at {address} asks for no token: every user")
+    told(monkeypatch, View(True))
+    assert check(address, allow_unauthenticated=False) and len(caplog.records) == 1
+
+
+def test_any_other_cluster_without_tokens_is_refused_with_the_two_commands(
+    monkeypatch: pytest.MonkeyPatch, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"127.0.0.1:{port}"
+    told(monkeypatch, View(False, ("127.0.0.1", "198.51.100.7")))
+    line = refusal(address)
+    assert line.startswith(f"runtime.address={address} must be a Ray cluster that asks for a token")
+    assert "ray get-auth-token --generate" in line and "export RAY_AUTH_MODE=token" in line
+    assert line.endswith("runtime.allow_unauthenticated=true where the network keeps others out")
+    assert not check(address, allow_unauthenticated=True)
+    assert "whoever reaches it" in caplog.records[-1].message
+    told(monkeypatch, View(False, ("198.51.100.7",)))
+    assert "198.51.100.7:6379" in refusal("198.51.100.7:6379")  # of another host
+    with socket.socket() as closed:  # of this host, and nobody is known to listen
+        closed.bind(("127.0.0.1", 0))
+        refusal(f"127.0.0.1:{closed.getsockname()[1]}")
