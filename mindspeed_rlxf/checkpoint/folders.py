@@ -16,6 +16,7 @@ from mindspeed_rlxf.checkpoint.legacy import read_legacy
 from mindspeed_rlxf.checkpoint.reader import MegatronWeights
 from mindspeed_rlxf.checkpoint.run_state import RunState
 from mindspeed_rlxf.checkpoint.torch_dist import read_torch_dist
+from mindspeed_rlxf.config.plain_files import read_json
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head
 
@@ -83,7 +84,7 @@ def copy_side_files(
 
     Returns the files it wrote.
     """
-    config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+    config = read_json(source / CONFIG)
     if head is Head.SCORE:
         kind = (config.get("architectures") or ["LlamaForCausalLM"])[0].split("For")[0]
         config["architectures"] = [f"{kind}ForSequenceClassification"]

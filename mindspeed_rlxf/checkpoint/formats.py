@@ -6,10 +6,12 @@ from enum import Enum
 from pathlib import Path
 
 from mindspeed_rlxf.checkpoint.layout import RANK_FOLDER, TRACKER
+from mindspeed_rlxf.config.plain_files import read_pointer
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 METADATA = ".metadata"
+MAX_DIGITS = 18  # of an iteration
 STATE_FILES = "state_*.safetensors"  # of a role in a checkpoint of a run
 
 
@@ -44,11 +46,12 @@ def _iteration(folder: Path) -> Path | None:
     """The checkpoint that the tracker names, else the only one."""
     tracker = folder / TRACKER
     if tracker.exists():
-        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        text = _word(tracker)
         name = text if text == "release" else f"iter_{text:0>7}"
-        if not (text == "release" or text.isdecimal()) or not (folder / name).is_dir():
+        is_name = text == "release" or (text.isdecimal() and len(text) <= MAX_DIGITS)
+        if not is_name or not (folder / name).is_dir():
             raise ValueError(
-                f"{tracker} names {text[:40]!r}, and {folder / name[:60]} is not there; "
+                f"{tracker} names {text[:40]!r}, and {folder / name[:40]} is not there; "
                 "give the folder of an iteration, or copy it again"
             )
         return folder / name
@@ -59,3 +62,11 @@ def _iteration(folder: Path) -> Path | None:
             "give the folder of one of them"
         )
     return found[0] if found else None
+
+
+def _word(tracker: Path) -> str:
+    try:
+        return read_pointer(tracker)
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise ValueError(f"{tracker} cannot be read ({found}); copy it again") from None

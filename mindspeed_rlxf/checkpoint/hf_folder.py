@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from mindspeed_rlxf.checkpoint.formats import INDEX, SINGLE
 from mindspeed_rlxf.checkpoint.inside import inside
 from mindspeed_rlxf.checkpoint.reader import WeightReader
+from mindspeed_rlxf.config.plain_files import plain_problem, read_json
 from mindspeed_rlxf.models.parameters import Slice
 
 
@@ -82,13 +82,15 @@ class HfFolder:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        found = read_json(index)["weight_map"]
         return {str(name): str(file) for name, file in dict(found).items()}
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index} has no readable weight_map ({error!r}); copy it again") from None
 
 
 def _open(path: Path) -> safe_open:
+    if found := plain_problem(path):
+        raise ValueError(f"{path} must be a file, {found}; copy it again")
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

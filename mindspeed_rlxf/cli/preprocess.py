@@ -21,6 +21,7 @@ from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8, 
 from mindspeed_rlxf.cli.preprocess_flags import add_older_flags, notes, refusals
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.printable import RawStream
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.data.handlers import DEFAULT_HANDLER, HANDLERS, REFUSED_HANDLERS
 from mindspeed_rlxf.data.map_keys import Keys, default_keys, parse_map_keys
@@ -239,7 +240,7 @@ def _progress(log_interval: int) -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield line
         return
-    with tqdm(unit=" rows", unit_scale=True) as bar:
+    with tqdm(unit=" rows", unit_scale=True, file=RawStream(sys.stderr)) as bar:
         yield lambda rows: bar.update(rows - bar.n)
 
 

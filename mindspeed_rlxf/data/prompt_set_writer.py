@@ -7,6 +7,7 @@ neither the older data set of the prefix nor the new one, as the next writer mak
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from typing import IO, Literal
 import numpy as np
 
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.plain_files import open_plain, read_json
 from mindspeed_rlxf.data.handlers import Handler
 from mindspeed_rlxf.data.indexed import IndexedReader, IndexedWriter
 from mindspeed_rlxf.data.row_encoder import EncodedChunk
@@ -125,8 +127,9 @@ class PromptSetWriter:
 
     def append_rejected(self, file: Path) -> None:
         """Add the lines of another data set's rejected rows."""
-        with file.open(encoding="utf-8", errors="backslashreplace") as lines:
-            shutil.copyfileobj(lines, self._rejected)
+        with open_plain(file) as lines:
+            text = io.TextIOWrapper(lines, encoding="utf-8", errors="backslashreplace")
+            shutil.copyfileobj(text, self._rejected)
 
     def commit(self, sidecar: Sidecar, has_rejected: bool) -> None:
         """Puts the files in place of those of an older data set, the sidecar last."""
@@ -200,7 +203,7 @@ def _make_moves(folder: Path, prefix: Path) -> None:
 
 
 def _moves(folder: Path) -> list[list[str]]:
-    moves: list[list[str]] = json.loads((folder / MOVES).read_text(encoding="ascii"))
+    moves: list[list[str]] = read_json(folder / MOVES)
     return moves
 
 

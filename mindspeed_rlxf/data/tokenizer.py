@@ -11,11 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.plain_files import folder_problem, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+LIMITS = {
+    **dict.fromkeys(("tokenizer.json", "tokenizer.model", "vocab.json"), 512 * 2**20),
+    **dict.fromkeys(("merges.txt", "vocab.txt", "added_tokens.json"), 128 * 2**20),
+    **dict.fromkeys(("tokenizer_config.json", "special_tokens_map.json"), 64 * 2**20),
+    **dict.fromkeys(("config.json", "chat_template.jinja", "chat_template.json"), 16 * 2**20),
+}
+"""Bytes of the files that transformers reads whole; the largest published ones have 35 MB."""
 
 KEY = "training.tokenizer_name_or_path"
 
@@ -28,6 +37,8 @@ def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
     when what loads knows no ordinary token (transformers builds such an empty one, without a word,
     for a model folder whose tokenizer files are missing).
     """
+    if Path(path).is_dir() and (broken := _folder_problem(Path(path))):
+        raise UserError(_missing(key, path, broken))
     try:
         tokenizer = _load(path)
     except Exception as error:  # transformers and tokenizers raise many kinds, bare ones too
@@ -63,6 +74,19 @@ def _load(path: str, use_fast: bool = True) -> PreTrainedTokenizerBase:
     if not isinstance(tokenizer, PreTrainedTokenizerBase):  # False: version 4, of a missing file
         raise ValueError("transformers cannot make one of its files")
     return tokenizer
+
+
+def _folder_problem(folder: Path) -> str | None:
+    """What transformers would wait for or drown in."""
+    templates = folder / "additional_chat_templates"
+    found = folder_problem(folder) or (folder_problem(templates) if templates.is_dir() else None)
+    if found:
+        return found
+    for name, limit in LIMITS.items():
+        file = folder / name
+        if file.is_file() and file.stat().st_size > limit:
+            return f"{name} has {file.stat().st_size} bytes, more than {limit}"
+    return None
 
 
 def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -146,10 +170,10 @@ def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _generation_config_eos(file: Path) -> list[int]:
     """`eos_token_id` of a generation_config.json: absent, null, an id or a list of ids."""
-    if not file.is_file():
+    if not file.exists():
         return []
     try:
-        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        eos = read_json(file).get("eos_token_id")
         return [] if eos is None else [int(i) for i in (eos if isinstance(eos, list) else [eos])]
     except (OSError, ValueError, TypeError, AttributeError) as error:
         wanted = "must be a JSON object whose eos_token_id is an id or a list of ids"

@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rlxf.config.plain_files import read_json, read_plain
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.errors import HostError, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.trainer.stopping import StopRequest
@@ -60,9 +61,9 @@ def put_away(file: Path, history: Path) -> None:
     if not file.exists():
         return
     try:
-        line = json.dumps(json.loads(file.read_text(encoding="utf-8")), ensure_ascii=False)
+        line = json.dumps(read_json(file), ensure_ascii=False)
     except ValueError:  # cut off, or edited
-        line = json.dumps({"message": file.read_text(encoding="utf-8", errors="replace")})
+        line = json.dumps({"message": read_plain(file).decode("utf-8", "replace")})
     with open(history, "a", encoding="utf-8") as stream:
         stream.write(line + "\n")
     file.unlink()

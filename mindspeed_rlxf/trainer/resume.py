@@ -12,6 +12,7 @@ from typing import Any
 from mindspeed_rlxf.checkpoint.run_files import content_problem
 from mindspeed_rlxf.checkpoint.run_store import Checkpoint, Manifest, RunStore, missing_parts
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.plain_files import read_json
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.reporting.line_file import LineFile
@@ -53,8 +54,9 @@ def whole_checkpoints(
 
 def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """The driver's state: `iteration`, `trainer`, `positions`, `prompts_digest`."""
-    text = (checkpoint.path / TRAINER / STATE).read_text(encoding="utf-8")
-    state: dict[str, Any] = json.loads(text)
+    state = read_json(checkpoint.path / TRAINER / STATE)
+    if not isinstance(state, dict):
+        raise ValueError(f"{TRAINER}/{STATE} must be a JSON object")
     return state
 
 
@@ -64,9 +66,9 @@ def best_iterations(store: RunStore) -> list[int]:
     for checkpoint in store.newest_first():
         try:
             score = read_state(checkpoint).get("score")
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError):
             continue  # damaged: nothing that is to be kept
-        if isinstance(score, (int, float)) and math.isfinite(score):
+        if isinstance(score, (int, float)) and abs(score) < math.inf:
             scores[checkpoint.iteration] = float(score)
     best = max(scores.values(), default=None)
     return [min(n for n, score in scores.items() if score == best)] if scores else []

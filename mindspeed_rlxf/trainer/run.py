@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_rlxf.checkpoint.run_store import RunStore
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.printable import CODEC
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.errors import (
@@ -276,7 +277,7 @@ def make_trainer(
 
 
 def _log_to(directory: RunDirectory) -> None:
-    handler = logging.FileHandler(directory.logs / "driver.log", encoding="utf-8")
+    handler = logging.FileHandler(directory.logs / "driver.log", encoding=CODEC)
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(name)s: %(message)s"))
     package = logging.getLogger("mindspeed_rlxf")
     package.addHandler(handler)
