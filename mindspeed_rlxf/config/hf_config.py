@@ -85,6 +85,9 @@ def absurd_fields(config: dict[str, Any]) -> Iterator[str]:
     for name in ("model_type", "hidden_act"):
         if not isinstance(config.get(name), (str, type(None))):
             yield f"{name} must be text, not {shown(config[name])}"
+    for name, part in config.items():
+        if name.endswith("_config") and isinstance(part, dict):  # of a model of several parts
+            yield from (f"{name}: {found}" for found in absurd_fields(part))
     kinds = config.get("architectures")
     if kinds is not None and not (isinstance(kinds, list) and all(type(k) is str for k in kinds)):
         yield f"architectures must be a list of names, not {shown(kinds)}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.hf_config import absurd_fields
 from mindspeed_rlxf.config.plain_files import folder_problem, read_json
 
 if TYPE_CHECKING:
@@ -86,7 +87,18 @@ def _folder_problem(folder: Path) -> str | None:
         file = folder / name
         if file.is_file() and file.stat().st_size > limit:
             return f"{name} has {file.stat().st_size} bytes, more than {limit}"
-    return None
+    return _size_problem(folder / "config.json")
+
+
+def _size_problem(config: Path) -> str | None:
+    """What transformers would make lists of: it reads this file to find the tokenizer's class."""
+    if not config.exists():
+        return None
+    try:
+        found = read_json(config)
+    except (OSError, ValueError) as error:
+        return f"config.json is not valid JSON ({_first_line(error)})"
+    return next(absurd_fields(found), None) if isinstance(found, dict) else None
 
 
 def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
