@@ -27,7 +27,7 @@ class OutOfBoundsError(ValueError):
 
 
 def stream_bounded(
-    values: Callable[[], Iterator[Any]], cpu_s: int, memory_bytes: int
+    values: Callable[[], Iterator[Any]], cpu_s: float, memory_bytes: int
 ) -> Iterator[Any]:
     """What `values()` yields, made in a process of its own.
 
@@ -51,34 +51,27 @@ def stream_bounded(
         os.waitpid(child, 0)
 
 
-def run_bounded(action: Callable[[], Any], cpu_s: int, memory_bytes: int) -> Any:
+def run_bounded(action: Callable[[], Any], cpu_s: float, memory_bytes: int) -> Any:
     """The result of `action`, made in a process of its own; see `stream_bounded`."""
     (found,) = stream_bounded(lambda: iter([action()]), cpu_s, memory_bytes)
     return found
 
 
-def _make(values: Callable[[], Iterator[Any]], sink: int, cpu_s: int, memory: int) -> NoReturn:
+def _make(values: Callable[[], Iterator[Any]], sink: int, cpu_s: float, memory: int) -> NoReturn:
     """The child: writes a frame for each value, an empty one behind the last."""
     try:
-        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
         limit = _address_space() + memory
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        _allow(cpu_s)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # of computing: ends the process
         for value in values():
             _write(sink, marshal.dumps(value))
-            _allow(cpu_s)
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
         _write(sink, b"")
     finally:
         os._exit(0)
-
-
-def _allow(cpu_s: int) -> None:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    limit = int(used.ru_utime + used.ru_stime) + 1 + cpu_s
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
 
 
 def _address_space() -> int:

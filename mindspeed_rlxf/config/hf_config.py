@@ -36,7 +36,8 @@ MOST = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), MOST_WIDTH),
     **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), MOST_WIDTH),
     "head_dim": MOST_WIDTH,
-    **dict.fromkeys(("rope_theta", "rms_norm_eps"), 2**100),
+    "rope_theta": 2**100,
+    "rms_norm_eps": 1,
     "vocab_size": MOST_TOKENS,
     **dict.fromkeys(("max_position_embeddings", "sliding_window"), MOST_POSITIONS),
 }
