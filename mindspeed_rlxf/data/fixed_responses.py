@@ -15,7 +15,7 @@ import numpy as np
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.data.files import FileProblems, fault, read_rows, shown
-from mindspeed_rlxf.data.lengths import CHARACTERS_PER_TOKEN, MOST_CHARACTERS
+from mindspeed_rlxf.data.lengths import most_characters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -141,7 +141,7 @@ class _Reader:
         if "response_ids" in row:
             ids = row["response_ids"]
         elif isinstance(row.get("response"), str):
-            if len(row["response"]) > MOST_CHARACTERS + CHARACTERS_PER_TOKEN * self._longest:
+            if len(row["response"]) > most_characters(self._longest):
                 return [], f"a response must fit max_new_tokens={self._longest}, it cannot"
             ids = self._tokenizer(row["response"], add_special_tokens=False)["input_ids"]
             if len(ids) < self._longest and not (ids and ids[-1] in self._eos):

@@ -20,6 +20,11 @@ CHARACTERS_PER_TOKEN = 256  # no vocabulary has longer tokens
 Ids = TypeVar("Ids", list[int], np.ndarray[tuple[int, ...], np.dtype[np.int64]])
 
 
+def most_characters(max_length: int) -> int:
+    """Of a text that could have so few tokens; it may have more of them."""
+    return max(MOST_CHARACTERS, CHARACTERS_PER_TOKEN * max_length)
+
+
 def cut(token_ids: Ids, max_length: int, policy: OverlongPrompts) -> Ids | None:
     """The first or the last `max_length` ids; None where the policy keeps none of them.
 
@@ -38,7 +43,7 @@ class LengthLimit:
 
     def __init__(self, name: str, max_length: int, policy: OverlongPrompts) -> None:
         self._name, self._max_length, self._policy = name, max_length, policy
-        self._most_characters = max(MOST_CHARACTERS, CHARACTERS_PER_TOKEN * max_length)
+        self._most_characters = most_characters(max_length)
         self._num_over = 0
 
     def may_fit(self, row: int, num_characters: int, problems: FileProblems) -> bool:

@@ -42,7 +42,9 @@ def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
         raise UserError(_missing(key, path, broken))
     try:
         tokenizer = _load(path)
-    except Exception as error:  # transformers and tokenizers raise many kinds, bare ones too
+    except BaseException as error:  # transformers and tokenizers raise many kinds, bare ones too
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise  # what is left is, beside errors, a panic of Rust
         found = _first_line(error) if Path(path).is_dir() else "there is no such folder"
         raise UserError(_missing(key, path, found)) from error
     if _is_empty(tokenizer):
@@ -74,6 +76,7 @@ def _load(path: str, use_fast: bool = True) -> PreTrainedTokenizerBase:
     )
     if not isinstance(tokenizer, PreTrainedTokenizerBase):  # False: version 4, of a missing file
         raise ValueError("transformers cannot make one of its files")
+    tokenizer.decode(tokenizer("a")["input_ids"])  # settings of a wrong type show only in use
     return tokenizer
 
 
@@ -209,6 +212,6 @@ def _missing(key: str, path: str, found: str) -> Problem:
     )
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(" .:")

@@ -172,7 +172,9 @@ def test_a_plain_file_and_a_link_to_one_are_read(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("text", ["9" * 400, "1" * 5000, "\x1b[2J", "../..", "-1", "¹", "x" * 4000])
+@pytest.mark.parametrize(
+    "text", ["9" * 400, "1" * 5000, "\x1b[2J", "../..", "-1", "¹", "x" * 4000], ids=range(7)
+)
 def test_a_hostile_pointer_is_the_users_mistake(text: str, tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
     with pytest.raises(ValueError) as error:
