@@ -221,7 +221,7 @@ def test_preprocessing_reads_the_same(allowed: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "found"),
     [
-        (chat(content="x" * 50_000_000), "must fit actor_rollout.max_prompt_length=100"),
+        (chat(content="x" * 50_000_000), "100, this one has 50000000 characters"),
         ({"prompt": 10**400}, "must be text"),
         ({"prompt": "a", "ground_truth": ["x" * 10**6]}, "must be text or a number"),
         ({"prompt": "a", "data_source": {"x": "y" * 10**6}}, "must name its data source"),
