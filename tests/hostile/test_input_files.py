@@ -279,8 +279,8 @@ def test_a_file_that_is_a_hole_is_not_read(name: str, tmp_path: Path) -> None:
 def test_a_sidecar_names_columns_and_no_places(file: str, tmp_path: Path) -> None:
     column = {"name": "input_ids", "file": file, "dtype": "int32", "encoding": "token_ids"}
     content = {
-        "format_version": 1, "handler": "h", "template": "t", "stop_token_ids": [], "columns": [column], "counts": {},
-        "tokenizer": {"path": "p", "sha256": "s"},
+        "format_version": 1, "handler": "h", "template": "t", "stop_token_ids": [], "counts": {},
+        "columns": [column], "tokenizer": {"path": "p", "sha256": "s"},
     }  # fmt: skip
     (tmp_path / "a_packed_meta.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"columns\.0\.file is not valid"):
