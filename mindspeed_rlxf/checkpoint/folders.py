@@ -15,6 +15,7 @@ from mindspeed_rlxf.checkpoint.legacy import read_legacy
 from mindspeed_rlxf.checkpoint.reader import MegatronWeights
 from mindspeed_rlxf.checkpoint.run_state import RunState
 from mindspeed_rlxf.checkpoint.torch_dist import open_torch_dist, read_torch_dist
+from mindspeed_rlxf.config.plain_files import parse_json
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.safe_files import open_inside, read_inside, replace_file
@@ -95,7 +96,7 @@ def copy_side_files(
 
     Returns the files it wrote. Errors: ValueError where one is a link out of `source`.
     """
-    config = json.loads(read_inside(source, CONFIG))
+    config = parse_json(read_inside(source, CONFIG))
     if head is Head.SCORE:
         kind = (config.get("architectures") or ["LlamaForCausalLM"])[0].split("For")[0]
         config["architectures"] = [f"{kind}ForSequenceClassification"]

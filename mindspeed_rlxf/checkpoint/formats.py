@@ -12,6 +12,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 METADATA, COMMON = ".metadata", "common.pt"  # of Megatron's sharded checkpoints
 TRACKER_BYTES = 100  # of a tracker: more is no number of an iteration
+MAX_DIGITS = 18  # of an iteration
 STATE_FILES = "state_*.safetensors"  # of a role in a checkpoint of a run
 
 
@@ -49,9 +50,10 @@ def _iteration(folder: Path) -> Path | None:
         with open_inside(folder, TRACKER) as stream:
             text = stream.read(TRACKER_BYTES).decode("utf-8", "replace").strip()
         name = text if text == "release" else f"iter_{text:0>7}"
-        if not (text == "release" or text.isdecimal()) or not (folder / name).is_dir():
+        is_name = text == "release" or (text.isdecimal() and len(text) <= MAX_DIGITS)
+        if not is_name or not (folder / name).is_dir():
             raise ValueError(
-                f"{tracker} names {text[:40]!r}, and {folder / name[:60]} is not there; "
+                f"{tracker} names {text[:40]!r}, and {folder / name[:40]} is not there; "
                 "give the folder of an iteration, or copy it again"
             )
         return folder / name

@@ -106,7 +106,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         found = parse_json(text, index)["weight_map"]
         return {str(name): str(file) for name, file in dict(found).items()}
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index} has no readable weight_map ({error!r}); copy it again") from None
 
 

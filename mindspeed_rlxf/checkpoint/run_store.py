@@ -24,6 +24,7 @@ from mindspeed_rlxf.checkpoint.run_files import (
     size_problem,
     write_text,
 )
+from mindspeed_rlxf.config.plain_files import parse_json, read_pointer
 from mindspeed_rlxf.safe_files import sync_folder
 
 FORMAT_VERSION = 1
@@ -94,7 +95,7 @@ class Manifest:
     def from_json(cls, text: str, name: str) -> Manifest:
         """Raises ValueError, which calls it by its name, where it is not what `to_json` gave."""
         try:
-            tree = json.loads(text)
+            tree = parse_json(text)
             stated = tree.pop("sha256")
             version = tree["format_version"]
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
@@ -213,7 +214,7 @@ class RunStore:
     def exported(self) -> int | None:
         """The iteration whose weights stand in the export folders; None = none yet."""
         try:
-            return int((self.folder / EXPORTED).read_text(encoding="utf-8"))
+            return int(read_pointer(self.folder / EXPORTED))
         except (OSError, ValueError):
             return None
 
@@ -236,8 +237,10 @@ def _read_manifest(file: Path) -> Manifest:
     try:
         with open_regular(file) as stream:
             text = stream.read(MAX_JSON).decode("utf-8")
-    except OSError:
+    except FileNotFoundError:
         raise ValueError(f"{file.name} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{file.name} cannot be read ({error.strerror})") from None
     except ValueError:  # not even text
         raise ValueError(f"{file.name} is not what was written") from None
     return Manifest.from_json(text, file.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from mindspeed_rlxf.cli.command_line import speak_utf8
 from mindspeed_rlxf.trainer.supervisor import supervise
 
 COMMANDS = ("train", "preprocess", "convert", "doctor")
@@ -17,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in COMMANDS:
         code = supervise() if name == "train" and argv is None else None
         return _run(name, arguments[1:]) if code is None else code
+    speak_utf8()
     usage = f"usage: mindspeed-rlxf {{{','.join(COMMANDS)}}} ..."
     if name in ("-h", "--help"):
         print(usage)

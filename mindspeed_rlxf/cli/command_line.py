@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.printable import protect
 from mindspeed_rlxf.config.suggest import closest
 
 
@@ -36,7 +36,9 @@ def print_problems(problems: Sequence[Problem]) -> None:
 
 
 def speak_utf8() -> None:
-    """Paths and prompts may hold any letter, whatever the locale."""
+    """Paths and prompts may hold any letter, whatever the locale; none of them steers a terminal.
+
+    Everything that this process prints goes through here, that of libraries and tracebacks too.
+    """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+        protect(stream)

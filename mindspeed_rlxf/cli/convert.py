@@ -24,6 +24,8 @@ from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8, 
 from mindspeed_rlxf.cli.convert_flags import add_old_flags, notice, refusals
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.plain_yaml import read_yaml
+from mindspeed_rlxf.config.printable import RawStream
 from mindspeed_rlxf.config.suggest import closest
 
 if TYPE_CHECKING:
@@ -249,8 +251,7 @@ def _original_of(source: Path) -> str:
     folder = source.resolve()
     section = next((role.value for role, name in SAVED_AS.items() if name == folder.name), "")
     try:
-        text = (folder.parent / TRAINER / CONFIG).read_text(encoding="utf-8")
-        tree = yaml.safe_load(text)
+        tree = read_yaml(folder.parent / TRAINER / CONFIG)
         load = described_by(tree[section]["load"], tree["training"]["tokenizer_name_or_path"])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         return "the original Hugging Face folder as --hf-config"
@@ -390,7 +391,7 @@ def _progress() -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield line
         return
-    with tqdm(unit="B", unit_scale=True) as bar:
+    with tqdm(unit="B", unit_scale=True, file=RawStream(sys.stderr)) as bar:
 
         def move(done: int, total: int) -> None:
             bar.total = total

@@ -16,6 +16,7 @@ from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import ConfigError, UserError
+from mindspeed_rlxf.config.printable import write_raw
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.doctor.bundle import write_bundle
@@ -65,7 +66,9 @@ def _print(report: Report, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report.as_json(), indent=2, ensure_ascii=False))
     else:
-        print(report.as_text(line_width(sys.stdout), wants_colour(sys.stdout)))
+        write_raw(
+            sys.stdout, report.as_text(line_width(sys.stdout), wants_colour(sys.stdout)) + "\n"
+        )
 
 
 def _config(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[Finding]]:

@@ -21,6 +21,7 @@ from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8, 
 from mindspeed_rlxf.cli.preprocess_flags import add_older_flags, notes, refusals
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.printable import RawStream
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.data.handlers import DEFAULT_HANDLER, HANDLERS, REFUSED_HANDLERS
 from mindspeed_rlxf.data.map_keys import Keys, default_keys, parse_map_keys
@@ -35,8 +36,8 @@ CUTS = ("keep-head", "keep-tail")
 LINE_S = 5.0  # at least, between lines of progress
 MAX_UNKNOWN = 0.02  # share of unknown tokens above which the tokenizer is doubted
 EPILOG = (
-    "A template tokenizes text that spells a special token as ordinary text; in `empty` and `trl`, "
-    "where the text is the whole prompt, it is the special token. Other flags of the older toolkit "
+    "Text that spells a special token is ordinary text, unless --allow-special-tokens is given. "
+    "Other flags of the older toolkit "
     "are refused, or accepted with a note that says why they have no effect."
 )
 
@@ -99,6 +100,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--overlong", help=f"what becomes of longer ones: {', '.join(OVERLONG)} (drop)")
     add("--max-samples", type=int, help="rows that are read (all)")
     add("--tokenizer-not-use-fast", action="store_true", help="the tokenizer in Python, if any")
+    add(
+        "--allow-special-tokens",
+        action="store_true",
+        help="special tokens that the text of a row spells are tokens",
+    )
     add("--append-eod", action="store_true", help="EOS behind each conversation with responses")
     add("--strict", action="store_true", help="a dropped row is an error")
     add("--overwrite", action="store_true", help="replace a data set of this prefix")
@@ -188,6 +194,7 @@ def _options(arguments: argparse.Namespace) -> PreprocessOptions:
         overwrite=arguments.overwrite,
         additional_columns=None if additional is None else tuple(additional),
         append_eod=arguments.append_eod and handler.is_conversation,
+        allow_special_tokens=arguments.allow_special_tokens,
         slow_tokenizer=arguments.tokenizer_not_use_fast,
     )
 
@@ -239,7 +246,7 @@ def _progress(log_interval: int) -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield line
         return
-    with tqdm(unit=" rows", unit_scale=True) as bar:
+    with tqdm(unit=" rows", unit_scale=True, file=RawStream(sys.stderr)) as bar:
         yield lambda rows: bar.update(rows - bar.n)
 
 

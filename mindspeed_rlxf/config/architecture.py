@@ -16,35 +16,48 @@ OF_EXPERTS = (
 )  # fmt: skip
 """Keys of an architecture that ask for nothing without `num_experts`."""
 
+MOST_LAYERS, MOST_EXPERTS, MOST_WIDTH = 10_000, 10_000, 2**22
+MOST_TOKENS, MOST_POSITIONS = 2**27, 2**31
+MOST_EXPERTS_IN_ALL = 200_000  # of all layers: each has tensors of its own
+"""Above these no model is meant; every layer, expert and token costs memory before a run starts."""
+
 
 class ArchitectureConfig(Section):
     """A decoder of the Llama, Qwen or Mixtral family, in Megatron's names; `model.<name>` in the
     YAML. With `num_experts` the MLP of every layer is a mixture of experts."""
 
-    num_layers: int = key(..., "transformer layers", ge=1)
-    hidden_size: int = key(..., "width of the residual stream", ge=1)
-    ffn_hidden_size: int = key(..., "width of the gated MLP", ge=1)
-    num_attention_heads: int = key(..., "query heads", ge=1)
-    num_query_groups: int | None = key(None, "key and value heads; null = one per query head", ge=1)
-    kv_channels: int | None = key(None, "width of a head; null = hidden_size / heads", ge=1)
-    vocab_size: int = key(..., "tokens of the checkpoint's embedding", ge=1)
-    max_position_embeddings: int = key(..., "longest sequence, tokens", ge=1)
+    num_layers: int = key(..., "transformer layers", ge=1, le=MOST_LAYERS)
+    hidden_size: int = key(..., "width of the residual stream", ge=1, le=MOST_WIDTH)
+    ffn_hidden_size: int = key(..., "width of the gated MLP", ge=1, le=MOST_WIDTH)
+    num_attention_heads: int = key(..., "query heads", ge=1, le=MOST_WIDTH)
+    num_query_groups: int | None = key(
+        None, "key and value heads; null = one per query head", ge=1, le=MOST_WIDTH
+    )
+    kv_channels: int | None = key(
+        None, "width of a head; null = hidden_size / heads", ge=1, le=MOST_WIDTH
+    )
+    vocab_size: int = key(..., "tokens of the checkpoint's embedding", ge=1, le=MOST_TOKENS)
+    max_position_embeddings: int = key(..., "longest sequence, tokens", ge=1, le=MOST_POSITIONS)
     rotary_base: float = key(10000.0, "rotary base frequency", gt=0)
     rope_scaling_type: Annotated[RopeScaling | None, Word] = key(None, "rotary scaling; null = off")
     rope_scaling_factor: float = key(1.0, "how far rotary positions are stretched", ge=1)
     low_freq_factor: float = key(1.0, "llama3 scaling: low frequency bound", gt=0)
     high_freq_factor: float = key(4.0, "llama3 scaling: high frequency bound", gt=0)
     original_max_position_embeddings: int | None = key(
-        None, "llama3 scaling: longest sequence before stretching, tokens", ge=1
+        None, "llama3 scaling: longest sequence before stretching, tokens", ge=1, le=MOST_POSITIONS
     )
     add_qkv_bias: bool = key(False, "query, key and value projections have a bias (Qwen2)")
     qk_layernorm: bool = key(False, "queries and keys of each head are normed (Qwen3)")
     norm_epsilon: float = key(1e-5, "RMSNorm epsilon", gt=0)
     untie_embeddings_and_output_weights: bool = key(False, "output layer has its own weights")
     init_method_std: float = key(0.02, "standard deviation of new weights", gt=0)
-    num_experts: int | None = key(None, "experts of each layer; null = one dense MLP", ge=2)
-    moe_router_topk: int = key(2, "experts that compute a token", ge=1)
-    moe_ffn_hidden_size: int | None = key(None, "width of one expert; null = ffn_hidden_size", ge=1)
+    num_experts: int | None = key(
+        None, "experts of each layer; null = one dense MLP", ge=2, le=MOST_EXPERTS
+    )
+    moe_router_topk: int = key(2, "experts that compute a token", ge=1, le=MOST_EXPERTS)
+    moe_ffn_hidden_size: int | None = key(
+        None, "width of one expert; null = ffn_hidden_size", ge=1, le=MOST_WIDTH
+    )
     moe_router_pre_softmax: bool = key(
         False, "weights of the chosen experts sum to less than 1 (norm_topk_prob: false)"
     )
@@ -125,6 +138,14 @@ class ArchitectureConfig(Section):
                 yield Problem(name, rule, value, "remove it", reads=reads)
 
     def _routing(self, experts: int) -> Iterator[Problem]:
+        if experts * self.num_layers > MOST_EXPERTS_IN_ALL:
+            yield Problem(
+                "num_experts",
+                f"and num_layers={self.num_layers} must make at most {MOST_EXPERTS_IN_ALL} experts",
+                experts,
+                "correct them",
+                reads=("num_layers",),
+            )
         if self.moe_router_topk > experts:
             yield Problem(
                 "moe_router_topk",

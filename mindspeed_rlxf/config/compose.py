@@ -15,15 +15,26 @@ import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mindspeed_rlxf.config.bounded_compose import checked_files, resolved
 from mindspeed_rlxf.config.errors import ConfigError, Problem
 from mindspeed_rlxf.config.quoting import quoted
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.config.variables import withhold_interpolated
 
 PACKAGE = Path(__file__).resolve().parents[1]
+
+
+_REFUSED = (
+    HydraException,
+    OmegaConfBaseException,
+    yaml.YAMLError,
+    ValueError,
+    OSError,
+    RecursionError,
+    MemoryError,
+)
 
 
 def builtin_config_dir() -> Path:
@@ -52,14 +63,14 @@ def compose(
     search = ",".join(f"'file://{directory}'" for directory in directories[1:])
     edits = [_add_if_new(override, directories) for override in overrides]
     try:
-        with warnings.catch_warnings(), _hydra(directories[0]):
+        with warnings.catch_warnings(), checked_files(), _hydra(directories[0]):
             warnings.simplefilter("ignore", UserWarning)  # a defaults list without `_self_`
             config = hydra_compose(config_name, [*edits, f"hydra.searchpath=[{search}]"])
-        found = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        found = resolved(config)
         assert isinstance(found, dict), "hydra composes a mapping"
         tree = {str(name): value for name, value in found.items()}
         withhold_interpolated(tree, config)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+    except _REFUSED as error:
         raise ConfigError(_explain(error, config_name, directories)) from error
     return tree
 
@@ -78,8 +89,11 @@ def _explain(error: Exception, config_name: str, directories: Sequence[Path]) ->
             "key='\"a(b)\"'",
             colon=True,
         )
+    if isinstance(error, RecursionError):
+        return Problem(f"config {config_name}", "must not nest so deep", remedy="flatten it")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return Problem(f"config {config_name}", f"cannot be composed: {'; '.join(lines)}")
+    found = "; ".join(lines) or type(error).__name__
+    return Problem(f"config {config_name}", f"cannot be composed: {found}")
 
 
 def _hydra(directory: Path) -> initialize_config_dir:
@@ -170,6 +184,6 @@ def _bad_yaml(config_name: str, error: yaml.YAMLError) -> Problem:
     return Problem(
         f"{mark.name}:{mark.line + 1}:{mark.column + 1}" if mark else f"config {config_name}",
         f"not valid YAML: {getattr(error, 'problem', None) or error}",
-        remedy="mend that line",
+        remedy="mend that line" if mark else "mend it",
         colon=True,
     )

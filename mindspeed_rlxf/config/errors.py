@@ -6,8 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 
+from mindspeed_rlxf.config.printable import printable
 from mindspeed_rlxf.config.suggest import written
 
+MAX_LINE = 8000  # characters of a line for people, whatever value it quotes
 REF = "\0"
 """Stands before and after a key inside a text, see `ref`. No YAML, path or flag has it."""
 
@@ -60,7 +62,8 @@ class Problem:
         head = self.key if self.value is None else f"{self.key}={_shown(self.value)}"
         head += (":" if self.colon else "") + (" " if head else "")
         text = f"{head}{self.rule}; {self.remedy}" if self.remedy else f"{head}{self.rule}"
-        return " ".join(text.replace(REF, "").split())
+        line = " ".join(text.replace(REF, "").split())
+        return printable(line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 3]}...")
 
 
 def _spelled(text: str, spell: Callable[[str], str]) -> str:

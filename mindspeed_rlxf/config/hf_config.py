@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rlxf.config.architecture import (
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    MOST_TOKENS,
+    MOST_WIDTH,
+)
+from mindspeed_rlxf.config.plain_files import parse_json
 from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.config.suggest import shown
 from mindspeed_rlxf.safe_files import read_inside
 
 FAMILIES = {
@@ -22,6 +31,19 @@ HEAD_DIM = {"qwen3": 128}
 """head_dim of a config.json without one, where it is not hidden_size / heads."""
 
 
+MOST = {
+    "num_hidden_layers": MOST_LAYERS,
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), MOST_EXPERTS),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), MOST_WIDTH),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), MOST_WIDTH),
+    "head_dim": MOST_WIDTH,
+    "rope_theta": 2**100,
+    "rms_norm_eps": 1,
+    "vocab_size": MOST_TOKENS,
+    **dict.fromkeys(("max_position_embeddings", "sliding_window"), MOST_POSITIONS),
+}
+"""The largest value of each size in a config.json."""
+
 OF_MODEL = "the folder of a Hugging Face model"
 OF_WEIGHTS = f"{OF_MODEL}, or of Megatron's weights and a config.json"
 
@@ -36,16 +58,41 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give {wanted}")
     try:
-        config = json.loads(read_inside(folder, path.name))
+        config = parse_json(read_inside(folder, path.name))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; give {wanted}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); give a folder") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); copy it again") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a JSON object ({type(config).__name__}); copy it again")
+    if found := next(absurd_fields(config), None):
+        raise ValueError(f"config.json: a field has a wrong type or size ({found}); mend it")
     return config
+
+
+def absurd_fields(config: dict[str, Any]) -> Iterator[str]:
+    """Rules about single fields that a config.json breaks.
+
+    What reads it makes a list per layer and a table per token, so that sizes are bounded first.
+    """
+    for name, most in MOST.items():
+        value = config.get(name)
+        if isinstance(value, (int, float)) and not 0 <= value <= most:
+            yield f"{name} must be a number from 0 to {most}, not {shown(value)}"
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(name), (dict, type(None))):
+            yield f"{name} must be an object, not {shown(config[name])}"
+    for name in ("model_type", "hidden_act"):
+        if not isinstance(config.get(name), (str, type(None))):
+            yield f"{name} must be text, not {shown(config[name])}"
+    for name, part in config.items():
+        if name.endswith("_config") and isinstance(part, dict):  # of a model of several parts
+            yield from (f"{name}: {found}" for found in absurd_fields(part))
+    kinds = config.get("architectures")
+    if kinds is not None and not (isinstance(kinds, list) and all(type(k) is str for k in kinds)):
+        yield f"architectures must be a list of names, not {shown(kinds)}"
 
 
 def hf_architecture(config: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +102,7 @@ def hf_architecture(config: dict[str, Any]) -> dict[str, Any]:
     """
     try:
         return _fields(config)
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"config.json: a field has a wrong type ({error}); mend it") from None
 
 

@@ -21,6 +21,7 @@ from types import CodeType
 from typing import Any, TypeVar
 
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.plain_files import read_text
 
 KEY = "training.plugins"
 T = TypeVar("T")
@@ -86,7 +87,7 @@ def read_and_load(entry: Any) -> dict[str, str]:
         raise UserError(Problem(KEY, "must name Python files", entry, "use [path/to/file.py]"))
     file = os.path.abspath(os.path.expanduser(path))
     try:
-        source = Source(file, Path(file).read_text(encoding="utf-8"))
+        source = Source(file, read_text(file))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         rule = f"must be a Python file that can be read: {reason}"

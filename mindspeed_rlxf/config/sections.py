@@ -290,6 +290,9 @@ class DataConfig(Section):
     overlong_prompts: Annotated[OverlongPrompts, Word] = key(
         OverlongPrompts.ERROR, "what becomes of prompts over max_prompt_length"
     )
+    allow_special_tokens: bool = key(
+        False, "special tokens that a prompt's text spells are tokens, and not text"
+    )
     shuffle: bool = key(True, "a new order of the prompts in each epoch")
 
     @field_validator("train_files", "val_files", "data_path", "val_data_path", mode="before")

@@ -7,9 +7,15 @@ from collections.abc import Iterable
 from math import isfinite, isqrt
 from typing import Any
 
+MAX_WORD = 200  # characters of a word that is compared with others
+MAX_FACTORED = 10**12
+MAX_SHOWN = 60  # characters of a value
+
 
 def closest(word: str, words: Iterable[str]) -> str | None:
     """The known word most like a misspelt or shortened one; None when none is near."""
+    if len(word) > MAX_WORD:
+        return None  # nearness takes the square of the length
     known = sorted(words, key=lambda name: (len(name), name))
     matches = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     longer = [name for name in known if len(word) > 2 and name.startswith(word)]
@@ -31,6 +37,8 @@ def multiples_around(value: int, step: int) -> list[int]:
 
 def divisors(number: int) -> list[int]:
     """All divisors of a positive number."""
+    if number > MAX_FACTORED:
+        return [1, number]
     small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
 
@@ -47,3 +55,9 @@ def written(value: Any) -> str:
     if isinstance(value, float) and not isfinite(value):
         return f"{value}".replace("inf", ".inf").replace("nan", ".nan")
     return repr(value)
+
+
+def shown(value: Any) -> str:
+    """A value of any size for an error message, cut short."""
+    text = written(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

@@ -9,9 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.plain_files import (
+    MAX_DEPTH,
+    NotPlainError,
+    open_plain,
+    parse_json,
+    read_plain,
+)
 
 MAX_PROBLEMS_PER_FILE = 10  # different ones; equal problems of many rows count as one
 MAX_KEYS_SHOWN = 12
+MAX_LINE = 256 * 2**20  # bytes of a row of jsonl
+MAX_ARRAY = 512 * 2**20  # bytes of an array of JSON, which is read as a whole
 MAX_SHOWN = 60  # characters of a value
 
 Row = dict[str, Any]
@@ -162,8 +171,11 @@ def describe_keys(row: Iterable[str]) -> str:
 
 
 def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
-    with open(file, "rb") as stream:  # bytes: a line that is not UTF-8 can then be named
-        for number, line in enumerate(stream, start=1):
+    with open_plain(file) as stream:  # bytes: a line that is not UTF-8 can then be named
+        for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), start=1):
+            if len(line) > MAX_LINE:
+                rule = f"a line must have at most {MAX_LINE >> 20} MiB, this one has more"
+                raise BrokenFile(number, fault(rule, "split it"))
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")  # byte order mark
             if line.strip():
@@ -172,8 +184,8 @@ def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
 
 def _parse_line(line: bytes) -> Row | BadRow:
     try:
-        row = json.loads(line.decode("utf-8").rstrip("\r\n"))
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line.decode("utf-8").rstrip("\r\n"))
+    except ValueError as error:
         return _unreadable(line, error)
     if isinstance(row, dict):
         return row
@@ -197,14 +209,16 @@ def _unreadable(line: bytes, error: Exception) -> BadRow:
 
 def _json_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
     """A .json file is one array of objects, or it has one object per line."""
-    with open(file, "rb") as stream:
+    with open_plain(file) as stream:
         start = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
     if not start.startswith(b"["):
         yield from _jsonl_rows(file)
         return
     try:
-        rows = json.loads(Path(file).read_bytes().decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
+        rows = parse_json(read_plain(file, MAX_ARRAY).decode("utf-8-sig"), MAX_DEPTH + 1)
+    except NotPlainError as error:
+        raise BrokenFile(0, fault(f"{error.strerror}", "write one {...} a line")) from error
+    except ValueError as error:
         rule, remedy = f"must be a JSON array of objects ({error})", "write one {...} a line"
         raise BrokenFile(0, fault(rule, f"repair it or {remedy}")) from error
     for number, row in enumerate(rows, start=1):
@@ -225,13 +239,13 @@ def _parquet_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
 
     number = 0
     try:
-        with open(file, "rb") as stream:
+        with open_plain(file) as stream:
             for batch in pq.ParquetFile(stream).iter_batches(batch_size=1024):
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-    except (pa.ArrowException, ValueError) as error:  # ValueError: a value Python has no type for
-        message = str(error).splitlines()[0]
+    except (pa.ArrowException, ValueError, RecursionError, MemoryError, OverflowError) as error:
+        message = (str(error).splitlines() or [type(error).__name__])[0]
         problem = fault(f"must be a parquet file ({message})", "write it again or use jsonl")
         raise BrokenFile(number, problem) from error
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.data.files import FileProblems, fault, read_rows
+from mindspeed_rlxf.data.files import FileProblems, fault, read_rows, shown
+from mindspeed_rlxf.data.lengths import most_characters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -140,6 +141,8 @@ class _Reader:
         if "response_ids" in row:
             ids = row["response_ids"]
         elif isinstance(row.get("response"), str):
+            if len(row["response"]) > most_characters(self._longest):
+                return [], f"a response must fit max_new_tokens={self._longest}, it cannot"
             ids = self._tokenizer(row["response"], add_special_tokens=False)["input_ids"]
             if len(ids) < self._longest and not (ids and ids[-1] in self._eos):
                 ids = ids + list(self._eos[:1])
@@ -157,6 +160,6 @@ class _Reader:
             )
         outside = [i for i in ids if not 0 <= i < self._vocab_size]
         if outside:
-            return f"token ids must be from 0 to {self._vocab_size - 1}, not {outside[0]}"
+            return f"token ids must be from 0 to {self._vocab_size - 1}, not {shown(outside[0])}"
         early = [i for i in ids[:-1] if i in self._eos]
         return f"EOS must be the last token, {early[0]} is in the middle" if early else ""

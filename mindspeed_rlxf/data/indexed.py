@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed_rlxf.config.plain_files import open_plain, read_plain
 from mindspeed_rlxf.safe_files import new_file
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -32,6 +33,8 @@ DTYPES: dict[int, Any] = {
     8: np.uint16,
 }
 """Code in the file -> dtype."""
+
+MAX_INDEX = 512 * 2**20  # bytes: 26 million sequences
 
 AnyArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
@@ -72,7 +75,7 @@ class IndexedReader:
     """
 
     def __init__(self, path: Path) -> None:
-        index = np.fromfile(_with_ending(path, ".idx"), dtype=np.uint8).tobytes()
+        index = read_plain(_with_ending(path, ".idx"), MAX_INDEX)
         if len(index) < HEADER.size:
             raise BrokenIndex(f"{path}.idx has {len(index)} bytes")
         magic, version, code, size, bounds = HEADER.unpack_from(index)
@@ -84,11 +87,24 @@ class IndexedReader:
         self._lengths = np.frombuffer(index, np.int32, size, HEADER.size)
         self._offsets = np.frombuffer(index, np.int64, size, HEADER.size + 4 * size)
         content = _with_ending(path, ".bin")
-        found = content.stat().st_size
-        ends = self._offsets + self._lengths.astype(np.int64) * self.dtype.itemsize
-        if size and (min(self._lengths.min(), self._offsets.min()) < 0 or ends.max() > found):
-            raise BrokenIndex(f"{content} has {found} bytes, the index needs {ends.max()}")
+        with open_plain(content) as stream:
+            found = os.fstat(stream.fileno()).st_size
+        self._check_places(content, found)
         self._bytes = np.memmap(content, np.uint8, "r") if found else np.zeros(0, np.uint8)
+
+    def _check_places(self, content: Path, found: int) -> None:
+        """Every sequence lies in the file, and all together are no more than the file."""
+        if not len(self):
+            return
+        if self._lengths.min() < 0 or self._offsets.min() < 0:
+            raise BrokenIndex(f"the index of {content} has a negative length or place")
+        sizes = self._lengths.astype(np.int64) * self.dtype.itemsize
+        ends = np.minimum(self._offsets, found) + sizes  # held back, so that none overflows
+        needed = max(int(self._offsets.max()), int(ends.max()))
+        if needed > found:
+            raise BrokenIndex(f"{content} has {found} bytes, the index needs {needed}")
+        if int(sizes.sum()) > found:
+            raise BrokenIndex(f"the sequences of {content} lie over each other")
 
     def __len__(self) -> int:
         return len(self._lengths)

@@ -5,7 +5,6 @@ Of conversations and pairs, which hold responses too, the prompt is what stands 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.plain_files import parse_json
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.files import FileProblems, Row, fault, look_up
 from mindspeed_rlxf.data.handlers import LABELS, SEQUENCES, Output
@@ -197,7 +197,7 @@ class _DataSet:
         stored = self._columns[name][place]
         if self.sidecar is not None:
             try:
-                return json.loads(stored.tobytes())
+                return parse_json(stored.tobytes())
             except ValueError as error:
                 raise self._broken(
                     f"column {name!r} must be JSON, {error}", row=f":{place + 1}"

@@ -8,11 +8,21 @@ from typing import TypeVar
 import numpy as np
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
+from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.data.files import FileProblems, fault
 
 logger = logging.getLogger(__name__)
 
+CUTTING = (OverlongPrompts.KEEP_HEAD, OverlongPrompts.KEEP_TAIL)
+MOST_CHARACTERS = 2**20  # of a text that is tokenized to learn its length
+CHARACTERS_PER_TOKEN = 256  # no vocabulary has longer tokens
+
 Ids = TypeVar("Ids", list[int], np.ndarray[tuple[int, ...], np.dtype[np.int64]])
+
+
+def most_characters(max_length: int) -> int:
+    """Of a text that could have so few tokens; it may have more of them."""
+    return max(MOST_CHARACTERS, CHARACTERS_PER_TOKEN * max_length)
 
 
 def cut(token_ids: Ids, max_length: int, policy: OverlongPrompts) -> Ids | None:
@@ -33,7 +43,31 @@ class LengthLimit:
 
     def __init__(self, name: str, max_length: int, policy: OverlongPrompts) -> None:
         self._name, self._max_length, self._policy = name, max_length, policy
+        self._most_characters = most_characters(max_length)
         self._num_over = 0
+
+    def may_fit(self, row: int, num_characters: int, problems: FileProblems) -> bool:
+        """False for a prompt that is over the limit whatever its tokens are, and is not cut."""
+        if num_characters <= self._most_characters or self._policy in CUTTING:
+            return True
+        if self._policy is OverlongPrompts.ERROR:
+            problems.add(row, self._too_long(f"{num_characters} characters"))
+        else:
+            self._num_over += 1
+        return False
+
+    def cut_text(self, text: str) -> str:
+        """As much of a text as can matter where the prompt is cut at this end."""
+        if self._policy is OverlongPrompts.KEEP_HEAD:
+            return text[: self._most_characters]
+        return text[-self._most_characters :]
+
+    def _too_long(self, length: str) -> Problem:
+        limit = f"actor_rollout.max_prompt_length={self._max_length}"
+        return fault(
+            f"a prompt must fit {limit}, this one has {length}",
+            "raise it or set data.overlong_prompts=drop",
+        )
 
     def fit(self, row: int, token_ids: Ids, problems: FileProblems) -> Ids | None:
         """The ids to keep; None for a prompt that is a problem, or dropped."""
@@ -50,14 +84,7 @@ class LengthLimit:
         if length <= self._max_length:
             return token_ids
         if self._policy is OverlongPrompts.ERROR:
-            limit = f"actor_rollout.max_prompt_length={self._max_length}"
-            problems.add(
-                row,
-                fault(
-                    f"a prompt must fit {limit}, this one has {length} tokens",
-                    "raise it or set data.overlong_prompts=drop",
-                ),
-            )
+            problems.add(row, self._too_long(f"{length} tokens"))
             return None
         self._num_over += 1
         return cut(token_ids, self._max_length, self._policy)

@@ -53,6 +53,7 @@ class PreprocessOptions:
     max_samples:        rows that are read, None = all
     additional_columns: those that are kept beside the handler's own, None = all
     append_eod:         conversations end with the tokenizer's EOS whatever the template
+    allow_special_tokens: those that the text of a row spells are tokens
     slow_tokenizer:     the one in Python where transformers has it; `Counts.not_slow` says why not
     """
 
@@ -71,6 +72,7 @@ class PreprocessOptions:
     additional_columns: tuple[str, ...] | None = None
     append_eod: bool = False
     slow_tokenizer: bool = False
+    allow_special_tokens: bool = False
 
 
 def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: None) -> Counts:
@@ -128,7 +130,9 @@ def _row_encoder(
         )
     kept = options.additional_columns
     return RowEncoder(
-        PromptEncoder(tokenizer, options.template, handler.has_responses),
+        PromptEncoder(
+            tokenizer, options.template, handler.has_responses, options.allow_special_tokens
+        ),
         options.map_keys,
         handler,
         options.max_prompt_length,

@@ -36,18 +36,24 @@ class PromptEncoder:
     """Fills one template for one tokenizer.
 
     A special token spelled in the text of a turn stays ordinary text (`split_special_tokens`),
-    except in `empty` and `trl`, whose text is the whole prompt. What a tokenizer lists as an added
+    unless these are allowed. What a tokenizer lists as an added
     but not as a special token, or a slow one splits on its own account, is beyond this.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template_name: str, with_responses: bool = False
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_name: str,
+        with_responses: bool = False,
+        allow_special_tokens: bool = False,
     ) -> None:
         """with_responses: for conversations that end with the assistant's turn.
+        allow_special_tokens: those that a text spells are tokens
 
         Raises UserError when the tokenizer does not fit the template.
         """
         self._tokenizer, self._template = tokenizer, TEMPLATES[template_name]
+        self._allow_special_tokens = allow_special_tokens
         self._ids = _token_ids(tokenizer, template_name, self._template)
         if with_responses and EOS in self._template.response and not self._ids[EOS]:
             found = f"{tokenizer.name_or_path!r} has none"
@@ -144,7 +150,7 @@ class PromptEncoder:
         encoded = self._tokenizer(
             texts,
             add_special_tokens=add_special_tokens,
-            split_special_tokens=not self._template.verbatim,
+            split_special_tokens=not self._allow_special_tokens,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,  # no word about texts over the model's length: that is for --seq-length

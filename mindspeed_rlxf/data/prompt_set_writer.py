@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import logging
 import shutil
@@ -20,6 +21,7 @@ from typing import IO, Literal
 import numpy as np
 
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.plain_files import open_plain
 from mindspeed_rlxf.data.handlers import Handler
 from mindspeed_rlxf.data.indexed import IndexedReader, IndexedWriter
 from mindspeed_rlxf.data.row_encoder import EncodedChunk
@@ -126,8 +128,9 @@ class PromptSetWriter:
 
     def append_rejected(self, file: Path) -> None:
         """Add the lines of another data set's rejected rows."""
-        with file.open(encoding="utf-8", errors="backslashreplace") as lines:
-            shutil.copyfileobj(lines, self._rejected)
+        with open_plain(file) as lines:
+            text = io.TextIOWrapper(lines, encoding="utf-8", errors="backslashreplace")
+            shutil.copyfileobj(text, self._rejected)
 
     def commit(self, sidecar: Sidecar, has_rejected: bool) -> None:
         """Puts the files in place of those of an older data set, the sidecar last."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DataConfig
+from mindspeed_rlxf.data.chats import OutOfBoundsError, fill_in
 from mindspeed_rlxf.data.files import (
     FileProblems,
     describe_keys,
@@ -20,10 +24,14 @@ from mindspeed_rlxf.data.files import (
     unicode_problem,
 )
 from mindspeed_rlxf.data.lengths import LengthLimit
+from mindspeed_rlxf.data.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
+ROLE = re.compile(r"[\w .:-]{1,64}")  # a template such as `<{role}>` would make tokens of others
 ENCODE_CHUNK = 1024  # texts per tokenizer call; fast tokenizers share a call between threads
 
 Int64Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -48,15 +56,29 @@ class Prompt:
     data_source: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class _TextRow:
-    """A row before tokenization; a chat's template has written its special tokens itself."""
+    """A row before tokenization.
+
+    text: a chat's after its template, which has written its special tokens itself; where the
+          messages spell such tokens, words stand for these (see `SpecialTokens`)
+    """
 
     row: int
-    text: str
-    is_chat: bool
+    prompt: str | list[dict[str, Any]]
     ground_truth: str
     data_source: str
+    text: str = ""
+
+    @property
+    def is_chat(self) -> bool:
+        return not isinstance(self.prompt, str)
+
+    @property
+    def num_characters(self) -> int:
+        if isinstance(self.prompt, str):
+            return len(self.prompt)
+        return sum(len(message["content"]) for message in self.prompt)
 
 
 def load_prompts(
@@ -69,37 +91,120 @@ def load_prompts(
 
     A prompt is a string, tokenized as `tokenizer(text, add_special_tokens=True)` without the EOS
     some tokenizers append, or a list of chat messages, put through the tokenizer's chat template
-    with the generation prompt. Prompts over `max_prompt_length` tokens are problems, or dropped or
-    cut, counted and logged (`data.overlong_prompts`).
+    with the generation prompt. Special tokens that the texts of rows spell are text unless
+    `data.allow_special_tokens`; those that the template writes are tokens. Prompts over
+    `max_prompt_length` tokens are problems, or dropped or cut, counted and logged
+    (`data.overlong_prompts`).
     Raises UserError with every problem, each keyed by `file:row`.
     """
     names = [files] if isinstance(files, str) else list(files)
-    num_eos = num_appended_eos(tokenizer)
+    reader = _Reader(tokenizer, data, max_prompt_length)
     problems: list[Problem] = []
     prompts: list[Prompt] = []
     for name in names:
         found = FileProblems(name)
-        limit = LengthLimit(name, max_prompt_length, data.overlong_prompts)
-        rows = list(_text_rows(name, tokenizer, data, found))
-        for row, token_ids in _tokenized(tokenizer, rows, num_eos):
-            kept = limit.fit(row.row, token_ids, found)
-            if kept is not None:
-                text = row.text if kept is token_ids else str(tokenizer.decode(kept))
-                prompts.append(_prompt(len(prompts), row, text, kept))
-        limit.report(len(rows), found)
+        for row, text, token_ids in reader.read(name, found):
+            prompts.append(_prompt(len(prompts), row, text, token_ids))
         problems += found.located()
     if problems:
         raise UserError(problems)
     return prompts
 
 
-def _text_rows(
-    file: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig, problems: FileProblems
-) -> Iterator[_TextRow]:
+class _Reader:
+    """Tokenizes the prompts of files, a chunk of rows at a time."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, max_prompt_length: int
+    ) -> None:
+        self._tokenizer, self._data, self._max_length = tokenizer, data, max_prompt_length
+        self._num_eos = num_appended_eos(tokenizer)
+        self._special = SpecialTokens(tokenizer)
+
+    def read(self, file: str, found: FileProblems) -> Iterator[tuple[_TextRow, str, list[int]]]:
+        """(row, text, token ids) of the prompts that are kept."""
+        limit = LengthLimit(file, self._max_length, self._data.overlong_prompts)
+        rows, num_rows, num_spelled = _text_rows(file, self._data, found), 0, 0
+        while chunk := list(islice(rows, ENCODE_CHUNK)):
+            num_rows += len(chunk)
+            short = [row for row in chunk if limit.may_fit(row.row, row.num_characters, found)]
+            if not self._data.allow_special_tokens:
+                num_spelled += sum(self._special.spelled_in(row.prompt) for row in short)
+            try:
+                texts = self._with_texts(short, found)
+            except OutOfBoundsError:
+                break  # of the template: every row would take as long
+            for row in texts:
+                row.text = limit.cut_text(row.text)
+            for row, token_ids in self._tokenized(texts):
+                kept = limit.fit(row.row, token_ids, found)
+                if kept is not None:
+                    text = self._special.shown(row.text)
+                    yield row, text if kept is token_ids else self._decoded(kept), kept
+        limit.report(num_rows, found)
+        if num_spelled:
+            logger.warning(
+                "%s: %d of %d prompts spell special tokens of the tokenizer, which are read as "
+                "text; data.allow_special_tokens=true reads them as tokens",
+                file,
+                num_spelled,
+                num_rows,
+            )
+
+    def _decoded(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids))
+
+    def _with_texts(self, rows: list[_TextRow], problems: FileProblems) -> list[_TextRow]:
+        """The rows whose text can be tokenized; raises OutOfBoundsError, which is told."""
+        chats = [row for row in rows if row.is_chat]
+        given = [self._messages(row) for row in chats]
+        filled = fill_in(self._tokenizer, given)
+        good = []
+        for row in rows:
+            reason = ""
+            if row.is_chat:
+                try:
+                    row.text, reason = next(filled)
+                except OutOfBoundsError as error:
+                    problems.add(row.row, _of_template(str(error)))
+                    raise
+            else:
+                row.text = str(row.prompt)
+            problem = _of_template(reason) if reason else _text_problem(row.text)
+            if problem:
+                problems.add(row.row, problem)
+            else:
+                good.append(row)
+        return good
+
+    def _messages(self, row: _TextRow) -> list[dict[str, Any]]:
+        messages = row.prompt
+        assert not isinstance(messages, str), "a chat"
+        if self._data.allow_special_tokens or not self._special.spelled_in(messages):
+            return messages
+        return [self._special.hidden(message) for message in messages]
+
+    def _tokenized(self, rows: list[_TextRow]) -> Iterator[tuple[_TextRow, list[int]]]:
+        """Each row with its token ids, in order, without an EOS that the tokenizer appends."""
+        encoded: dict[int, list[int]] = {}
+        split = not self._data.allow_special_tokens
+        for row in rows:
+            if row.is_chat and self._special.hides(row.text):
+                encoded[row.row] = self._special.token_ids(row.text)
+        for is_chat in (False, True):
+            alike = [row for row in rows if row.is_chat is is_chat and row.row not in encoded]
+            texts, cut = [row.text for row in alike], 0 if is_chat else self._num_eos
+            all_ids = _token_ids(self._tokenizer, texts, not is_chat, split and not is_chat)
+            for row, ids in zip(alike, all_ids, strict=True):
+                encoded[row.row] = ids[: len(ids) - cut]
+        yield from ((row, encoded[row.row]) for row in rows)
+
+
+def _text_rows(file: str, data: DataConfig, problems: FileProblems) -> Iterator[_TextRow]:
     """Rows of a file with all their fields in order; the others go to `problems`."""
     for number, row in read_rows(file, problems):
         prompt = look_up(row, data.prompt_key)
-        text, problem = _prompt_text(prompt, tokenizer)
+        problem = _prompt_problem(prompt)
         if prompt is None:
             rule = f"a row must have a {data.prompt_key!r}, this one has {describe_keys(row)}"
             remedy = "set data.prompt_key to the key of the prompt, or complete the row"
@@ -110,38 +215,38 @@ def _text_rows(
         for each in found:
             problems.add(number, each)
         if not found:
-            yield _TextRow(number, text, not isinstance(prompt, str), ground_truth, source)
+            yield _TextRow(number, prompt, ground_truth, source)
 
 
-def _prompt_text(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Problem | None]:
-    """(text, None) of a prompt value, or ("", problem)."""
-    rule = "a prompt must be text or a list of chat messages {role, content}"
+RULE = "a prompt must be text or a list of chat messages {role, content}"
+
+
+def _prompt_problem(prompt: Any) -> Problem | None:
     if isinstance(prompt, str):
-        text = prompt
-    elif isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
-        try:
-            messages = [{k: v for k, v in m.items() if v is not None} for m in prompt]
-            text = str(
-                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            )
-        except Exception as error:  # a template is code of the tokenizer's folder: any kind
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            return "", fault(
-                f"the tokenizer's chat template must accept the messages: {reason}",
-                "give the tokenizer's folder a fitting chat template, or write the prompt as text",
-            )
-    else:
-        return "", fault(f"{rule}, this one is {shown(prompt)}", "write it as text")
+        return _text_problem(prompt)
+    if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
+        return None
+    return fault(f"{RULE}, this one is {shown(prompt)}", "write it as text")
+
+
+def _text_problem(text: str) -> Problem | None:
     if not text.strip():
-        return "", fault(f"{rule} and not empty", "complete or remove the row")
-    problem = unicode_problem(text)
-    return ("", problem) if problem else (text, None)
+        return fault(f"{RULE} and not empty", "complete or remove the row")
+    return unicode_problem(text)
+
+
+def _of_template(reason: str) -> Problem:
+    return fault(
+        f"the tokenizer's chat template must accept the messages: {reason}",
+        "give the tokenizer's folder a fitting chat template, or write the prompt as text",
+    )
 
 
 def _is_message(message: Any) -> bool:
     return (
         isinstance(message, dict)
         and isinstance(message.get("role"), str)
+        and bool(ROLE.fullmatch(message["role"]))
         and isinstance(message.get("content"), str)
     )
 
@@ -168,28 +273,15 @@ def data_source_of(value: Any, data: DataConfig) -> tuple[str, Problem | None]:
     return "", fault(f"{rule}, {found}", "add it to the rows or set data.default_data_source")
 
 
-def _tokenized(
-    tokenizer: PreTrainedTokenizerBase, rows: list[_TextRow], num_eos: int
-) -> Iterator[tuple[_TextRow, list[int]]]:
-    """Each row with its token ids, in order; `num_eos` of them at the end are not the prompt's."""
-    for start in range(0, len(rows), ENCODE_CHUNK):
-        chunk = rows[start : start + ENCODE_CHUNK]
-        encoded: dict[int, list[int]] = {}
-        for is_chat in (False, True):
-            places = [i for i, row in enumerate(chunk) if row.is_chat is is_chat]
-            texts = [chunk[i].text for i in places]
-            cut = 0 if is_chat else num_eos
-            for place, ids in zip(places, _token_ids(tokenizer, texts, not is_chat), strict=True):
-                encoded[place] = ids[: len(ids) - cut]
-        yield from ((row, encoded[i]) for i, row in enumerate(chunk))
-
-
 def _token_ids(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool, split: bool
 ) -> list[list[int]]:
+    """split: special tokens that the texts spell are text."""
     if not texts:
         return []
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+    ids: list[list[int]] = tokenizer(
+        texts, add_special_tokens=add_special_tokens, split_special_tokens=split
+    )["input_ids"]
     return ids
 
 
@@ -200,7 +292,7 @@ def num_appended_eos(tokenizer: PreTrainedTokenizerBase) -> int:
     """
 
     def trailing_eos(add_special_tokens: bool) -> int:
-        (ids,) = _token_ids(tokenizer, ["a"], add_special_tokens)
+        (ids,) = _token_ids(tokenizer, ["a"], add_special_tokens, split=False)
         count = 0
         while count < len(ids) and ids[-1 - count] == tokenizer.eos_token_id:
             count += 1

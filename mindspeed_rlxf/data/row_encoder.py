@@ -17,7 +17,7 @@ from mindspeed_rlxf.data.conversation import UnusableRow
 from mindspeed_rlxf.data.examples import Example, example_of
 from mindspeed_rlxf.data.files import BadRow, Row, fault
 from mindspeed_rlxf.data.handlers import LABELS, Handler, Output
-from mindspeed_rlxf.data.lengths import cut
+from mindspeed_rlxf.data.lengths import CUTTING, cut, most_characters
 from mindspeed_rlxf.data.map_keys import Keys
 from mindspeed_rlxf.data.prompt_encoder import IGNORED, PromptEncoder
 from mindspeed_rlxf.data.sidecar import TOKEN_IDS
@@ -118,10 +118,17 @@ class RowEncoder:
             rejected.append(_rejected(row, row.row.reason, row.row.problem))
             return None
         try:
-            return example_of(row.row, self.keys, self.handler)
+            example = example_of(row.row, self.keys, self.handler)
         except UnusableRow as error:
             rejected.append(_rejected(row, error.reason, error.problem))
             return None
+        if self.max_length is None or self.overlong in CUTTING:
+            return example
+        length = sum(len(turn.text) for turn in example.turns)
+        if length > most_characters(self.max_length):  # not worth tokenizing
+            rejected.append(self._too_long(row, f"{length} characters", bool(example.responses)))
+            return None
+        return example
 
     def _id_rows(self, examples: Sequence[Example]) -> list[IdRows]:
         if not self.handler.has_responses:
@@ -159,13 +166,16 @@ class RowEncoder:
             return ids
         kept = None if len(ids) > 1 else cut(ids[0], self.max_length, self.overlong)
         if kept is None:
-            name, remedy = "prompt", "raise it or use --overlong keep-tail"
-            if len(ids) > 1:
-                name, remedy = "conversation", "raise it"
-            rule = f"a {name} must fit --seq-length={self.max_length}, this one has {longest}"
-            rejected.append(_rejected(row, TOO_LONG, fault(f"{rule} tokens", remedy)))
+            rejected.append(self._too_long(row, f"{longest} tokens", len(ids) > 1))
             return None
         return (kept,)
+
+    def _too_long(self, row: NumberedRow, length: str, is_conversation: bool) -> Rejected:
+        name, remedy = "prompt", "raise it or use --overlong keep-tail"
+        if is_conversation:
+            name, remedy = "conversation", "raise it"
+        rule = f"a {name} must fit --seq-length={self.max_length}, this one has {length}"
+        return _rejected(row, TOO_LONG, fault(rule, remedy))
 
     def _fill(self, chunk: EncodedChunk, kept: Sequence[IdRows]) -> None:
         chunk.num_rows = len(kept)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.fields import Integers, Section
+from mindspeed_rlxf.config.plain_files import parse_json, read_text
 
 FORMAT_VERSION = 1
 TOKEN_IDS, MASK = "input_ids", "attention_mask"
@@ -27,7 +28,7 @@ class Column(Section):
     """
 
     name: str
-    file: str
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,120}$")]
     dtype: Literal["int32", "uint8"]
     encoding: Literal["token_ids", "labels", "mask", "json"]
 
@@ -99,8 +100,8 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
     file = sidecar_path(prefix)
     remedy = "run preprocess_data.py again"
     try:
-        text = file.read_text(encoding="utf-8")
-        version = _version(json.loads(text))
+        text = read_text(file)
+        version = _version(parse_json(text))
         if version != FORMAT_VERSION:
             raise UserError(
                 Problem(

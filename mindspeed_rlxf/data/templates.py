@@ -53,8 +53,6 @@ class Template:
     stop_words:     tokens that end a response besides the tokenizer's EOS
     text_only:      strings in the patterns that must not be single tokens: the family's later
                     tokenizers have them as such, and other patterns
-    verbatim:       the text is the whole prompt and is read like any text, special tokens that it
-                    spells included; otherwise such a spelling stays ordinary text
     """
 
     user: str = "{text}"
@@ -67,7 +65,6 @@ class Template:
     special_tokens: tuple[str, ...] = ()
     stop_words: tuple[str, ...] = ()
     text_only: tuple[str, ...] = ()
-    verbatim: bool = False
 
 
 def _chatml(default_system: str = "", user: str = "{text}") -> Template:
@@ -94,7 +91,7 @@ _MISTRAL = Template(
 )
 
 TEMPLATES: Mapping[str, Template] = {
-    "empty": Template(verbatim=True),
+    "empty": Template(),
     "default": Template(
         user="Human: {text}\n", header="Assistant:", response=" {text}{eos}", separator="\n"
     ),
@@ -109,7 +106,7 @@ TEMPLATES: Mapping[str, Template] = {
         ),
     ),
     "chatml": _chatml(),
-    "trl": Template(verbatim=True),
+    "trl": Template(),
     "llama2": Template(
         system="<<SYS>>\n{text}\n<</SYS>>\n\n",
         user="<s>[INST] {system}{text} [/INST]",

@@ -12,12 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.hf_config import absurd_fields
+from mindspeed_rlxf.config.plain_files import folder_problem, parse_json, read_json
 from mindspeed_rlxf.safe_files import is_plain_path, leading_out, leaves, read_inside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+LIMITS = {
+    **dict.fromkeys(("tokenizer.json", "tokenizer.model", "vocab.json"), 512 * 2**20),
+    **dict.fromkeys(("merges.txt", "vocab.txt", "added_tokens.json"), 128 * 2**20),
+    **dict.fromkeys(("tokenizer_config.json", "special_tokens_map.json"), 64 * 2**20),
+    **dict.fromkeys(("config.json", "chat_template.jinja", "chat_template.json"), 16 * 2**20),
+}
+"""Bytes of the files that transformers reads whole; the largest published ones have 35 MB."""
 
 KEY = "training.tokenizer_name_or_path"
 CONFIG, TEMPLATES = "tokenizer_config.json", "additional_chat_templates"
@@ -34,9 +44,13 @@ def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
     when what loads knows no ordinary token (transformers builds such an empty one, without a word,
     for a model folder whose tokenizer files are missing).
     """
+    if Path(path).is_dir() and (broken := _folder_problem(Path(path))):
+        raise UserError(_missing(key, path, broken))
     try:
         tokenizer = _load(path)
-    except Exception as error:  # transformers and tokenizers raise many kinds, bare ones too
+    except BaseException as error:  # transformers and tokenizers raise many kinds, bare ones too
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise  # what is left is, beside errors, a panic of Rust
         found = _first_line(error) if Path(path).is_dir() else "there is no such folder"
         raise UserError(_missing(key, path, found)) from error
     if _is_empty(tokenizer):
@@ -70,6 +84,7 @@ def _load(path: str, use_fast: bool = True) -> PreTrainedTokenizerBase:
     )
     if not isinstance(tokenizer, PreTrainedTokenizerBase):  # False: version 4, of a missing file
         raise ValueError("transformers cannot make one of its files")
+    tokenizer.decode(tokenizer("a")["input_ids"])  # settings of a wrong type show only in use
     return tokenizer
 
 
@@ -108,6 +123,30 @@ def _check_files(folder: Path) -> None:
         for name in names:
             if isinstance(name, str) and not is_plain_path(name):
                 raise ValueError(f"{key}={name[:200]!r} in {CONFIG} leads out of {folder}")
+
+
+def _folder_problem(folder: Path) -> str | None:
+    """What transformers would wait for or drown in."""
+    templates = folder / "additional_chat_templates"
+    found = folder_problem(folder) or (folder_problem(templates) if templates.is_dir() else None)
+    if found:
+        return found
+    for name, limit in LIMITS.items():
+        file = folder / name
+        if file.is_file() and file.stat().st_size > limit:
+            return f"{name} has {file.stat().st_size} bytes, more than {limit}"
+    return _size_problem(folder / "config.json")
+
+
+def _size_problem(config: Path) -> str | None:
+    """What transformers would make lists of: it reads this file to find the tokenizer's class."""
+    if not config.exists():
+        return None
+    try:
+        found = read_json(config)
+    except (OSError, ValueError) as error:
+        return f"config.json is not valid JSON ({_first_line(error)})"
+    return next(absurd_fields(found), None) if isinstance(found, dict) else None
 
 
 def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -191,10 +230,10 @@ def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _generation_config_eos(file: Path) -> list[int]:
     """`eos_token_id` of a generation_config.json: absent, null, an id or a list of ids."""
-    if not file.is_file():
+    if not file.exists():
         return []
     try:
-        eos = json.loads(read_inside(file.parent, file.name)).get("eos_token_id")
+        eos = parse_json(read_inside(file.parent, file.name)).get("eos_token_id")
         return [] if eos is None else [int(i) for i in (eos if isinstance(eos, list) else [eos])]
     except (OSError, ValueError, TypeError, AttributeError) as error:
         wanted = "must be a JSON object whose eos_token_id is an id or a list of ids"
@@ -218,6 +257,6 @@ def _missing(key: str, path: str, found: str) -> Problem:
     )
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(" .:")

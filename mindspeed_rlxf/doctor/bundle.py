@@ -17,11 +17,14 @@ import time
 from collections.abc import Iterator, Mapping
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.plain_files import parse_json
+from mindspeed_rlxf.config.plain_yaml import parse_yaml
+from mindspeed_rlxf.config.printable import printable
 from mindspeed_rlxf.data.files import scan_rows
 from mindspeed_rlxf.doctor.redact import Redactor, is_open_variable
 from mindspeed_rlxf.doctor.report import Report
@@ -30,6 +33,8 @@ from mindspeed_rlxf.safe_files import PRIVATE, open_file
 
 TAIL_BYTES, STACK_BYTES = 64 * 1024, 256 * 1024
 MOST_LOGS, METRIC_LINES = 64, 500
+MOST_FILES, MOST_CONFIGS = 20_000, 50
+STACK_SEARCH_BYTES = 8 * 2**20  # of the end of a log
 SAMPLE_BYTES, MOST_TEXTS = 32 * 2**20, 20_000  # of samples, read to know what must not go out
 FILE_MODE = re.compile("0?6[046][046]")
 CONFIG_FILE = re.compile(r"config(\.\d+)?\.yaml")
@@ -80,8 +85,8 @@ def _members(run: RunDirectory, report: Report, redactor: Redactor) -> Iterator[
     yield "README.txt", NOTE
     yield "doctor.json", redactor.clean(json.dumps(report.as_json(), indent=2))
     yield "environment.json", redactor.clean(json.dumps(_environment(os.environ), indent=2))
-    yield "files.txt", _listing(run.path)
-    for file in sorted(run.path.glob("config*.yaml")):
+    yield "files.txt", redactor.clean(printable(_listing(run.path)))
+    for file in sorted(islice(run.path.glob("config*.yaml"), MOST_FILES))[-MOST_CONFIGS:]:
         if CONFIG_FILE.fullmatch(file.name):
             yield file.name, redactor.clean(_tail(file, STACK_BYTES))
     if run.failure.exists():
@@ -99,7 +104,7 @@ def _members(run: RunDirectory, report: Report, redactor: Redactor) -> Iterator[
 def _failure(text: str) -> str:
     """As lines, so that the rules for lines see the traceback as it was printed."""
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError:
         return text
     if not isinstance(found, dict):
@@ -112,7 +117,7 @@ def _metrics(text: str) -> str:
     lines = []
     for line in text.splitlines()[-METRIC_LINES:]:
         try:
-            found = json.loads(line)
+            found = parse_json(line)
         except ValueError:  # the first line of a tail, or one that is being written
             continue
         if isinstance(found, dict):
@@ -135,7 +140,8 @@ def _environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _logs(run: RunDirectory) -> list[Path]:
     """The driver's, then those of the rank that failed, then the last that were written to."""
-    files = [file for file in run.logs.rglob("*") if LOG_FILE.fullmatch(file.name)]
+    there = () if run.logs.is_symlink() else islice(run.logs.rglob("*"), MOST_FILES)
+    files = [file for file in there if LOG_FILE.fullmatch(file.name)]
     files = [file for file in files if _is_plain(file)]
     rank = re.search(r'"rank":\s*(\d+)', _tail(run.failure, STACK_BYTES))
     failed = f"rank_{int(rank[1]):05d}.log" if rank else ""
@@ -168,19 +174,20 @@ def _tail(file: Path, size: int) -> str:
 def _stacks(file: Path) -> Iterator[str]:
     """What faulthandler wrote, wherever it stands in the log."""
     inside = False
-    with open_file(file, "r", encoding="utf-8", errors="replace") as stream:
-        for line in stream:
-            inside = bool(STACK_START.match(line)) or (inside and bool(STACK_LINE.match(line)))
-            if inside:
-                yield line
+    for line in _tail(file, STACK_SEARCH_BYTES).splitlines(keepends=True):
+        inside = bool(STACK_START.match(line)) or (inside and bool(STACK_LINE.match(line)))
+        if inside:
+            yield line
 
 
 def _listing(folder: Path) -> str:
     """Sizes and times of what is there; of folders of weights only their names."""
-    lines = []
+    lines: list[str] = []
     for parent, folders, names in os.walk(folder):
         folders.sort()
         for name in sorted(names):
+            if len(lines) == MOST_FILES:
+                return "\n".join([*lines, "and more"]) + "\n"
             found = os.lstat(os.path.join(parent, name))
             moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(found.st_mtime))
             path = Path(parent, name).relative_to(folder).as_posix()
@@ -194,7 +201,7 @@ def private_texts(run: RunDirectory) -> set[str]:
     for file in (run.samples, run.val_samples):
         for line in reversed(_tail(file, SAMPLE_BYTES).splitlines()):
             try:
-                texts |= set(_strings(json.loads(line)))
+                texts |= set(_strings(parse_json(line)))
             except ValueError:
                 continue
             if len(texts) >= 2 * MOST_TEXTS:
@@ -205,10 +212,15 @@ def private_texts(run: RunDirectory) -> set[str]:
 def _data_texts(run: RunDirectory) -> set[str]:
     """Of the files that the configuration names, where they can be read from here."""
     texts: set[str] = set()
+    size = 0
     for file in _data_files(run):
         try:
-            rows = islice(scan_rows(file), MOST_TEXTS)
-            texts |= {text for _, row in rows if isinstance(row, dict) for text in _strings(row)}
+            for _, row in islice(scan_rows(file), MOST_TEXTS):
+                found = set(_strings(row)) if isinstance(row, dict) else set()
+                texts |= found
+                size += sum(map(len, found))
+                if size > SAMPLE_BYTES:
+                    return texts
         except (
             OSError,
             ValueError,
@@ -231,9 +243,9 @@ def _mode(run: RunDirectory) -> int:
 
 def _data_files(run: RunDirectory) -> list[str]:
     try:
-        data = yaml.safe_load(_tail(run.config, STACK_BYTES))["data"]
+        data = parse_yaml(_tail(run.config, STACK_BYTES))["data"]
         return [str(file) for key in ("train_files", "val_files") for file in data.get(key) or ()]
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError):
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError):
         return []
 
 
@@ -246,6 +258,12 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from _strings(item)
+
+
+def _new_file(target: Path) -> IO[bytes]:
+    """For its owner alone, and never what a link leads to."""
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    return os.fdopen(os.open(target, flags, 0o600), "wb")
 
 
 def _free_name(folder: Path, run: str) -> Path:

@@ -13,14 +13,37 @@ from collections.abc import Collection, Iterable, Mapping
 from mindspeed_rlxf.config.secret_words import FORMS, SCHEME, URL_USER, is_secret_name
 
 GONE = "[removed]"
+# No pattern here takes more than linear time: each starts where no other start could reach the
+# same characters (a lookbehind), and no two repetitions next to each other share a character.
 # `name=value`, `name: value`, `"name": "value"`, and the same with quotes that were escaped
 ASSIGNMENT = re.compile(
-    r"(?P<name>[\w.\-]*[A-Za-z][\w.\-]*)(?P<between>\\*[\"']?\s*[=:]\s*)"
-    r"(?P<value>\\*\"[^\"\n]*\"|\\*'[^'\n]*'|[^\s,;}\])&]+)"
+    r"(?<![\w.\-])(?P<name>[\w.\-]+)(?P<between>\\{0,8}[\"']?[ \t]{0,64}[=:][ \t]{0,64})"
 )
-URL_QUERY = re.compile(r"(\b\w+://[^\s?#\"']+)[?#][^\s\"')]+")
-NUMBERS = re.compile(r"[\[(]\s*(?:-?\d+\s*,\s*){7,}(?:-?\d+|\.\.\.)?\s*,?\s*[\])]")  # token ids
-QUOTED = re.compile(r"(?P<quote>[\"'])(?P<text>(?:\\.|(?!(?P=quote))[^\n\\])*)(?P=quote)")
+VALUE = re.compile(r"\\{0,8}\"[^\"\n]*\"|\\{0,8}'[^'\n]*'|[^\s,;}\])&]+")
+USER_FLAG = re.compile(  # curl -u user:pass
+    r"(?<![\w\-])(?P<flag>-[uU]|--user|--proxy-user)(?P<between>[ \t=]{0,8})"
+    r"(?:\"[^\"\n:]{1,256}:[^\"\n]*\"|'[^'\n:]{1,256}:[^'\n]*'|[^\s:\"']{1,256}:\S+)"
+)
+FLAG = re.compile(  # --token abc
+    r"(?<![\w\-])(?P<flag>--(?:[a-z]{1,20}-)?(?:password|passwd|token|key|secret))"
+    r"(?P<between>[ \t]{1,8})(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s\-]\S*)"
+)
+NETRC = re.compile(r"(?<!\w)(?P<name>login|password)[ \t]{1,8}(?P<value>[^\s;,]+)")
+HEADER = re.compile(
+    r"(?<![\w\-])(?P<name>(?:proxy-)?authorization|cookie|set-cookie|x-[a-z\-]{0,40}(?:token|key))"
+    r"(?P<between>[\"']?[ \t]{0,8}[:=][ \t]{0,8})(?P<value>[^\n]+)",
+    re.I,
+)
+URL_QUERY = re.compile(r"(://[^\s?#\"']{0,512})[?#][^\s\"')]+")
+NUMBERS = re.compile(  # token ids
+    r"[\[(][ ]?(?:-?\d{1,20}[ ]?,[ \n]{0,2}){7,}(?:-?\d{1,20}|\.\.\.)?[ ]?,?[ ]?[\])]"
+)
+QUOTED = re.compile(  # an escaped sign outside is passed over, so that no start lies in a text
+    r"\\.|\"(?P<double>[^\"\n\\]*(?:\\.[^\"\n\\]*)*)\"|'(?P<single>[^'\n\\]*(?:\\.[^'\n\\]*)*)'"
+)
+MAX_LINE = 16_384  # characters of a line that is looked through; the rest of a longer one goes
+LONGEST_NAME = 256
+LONGEST_WORD = 1024
 LONG_QUOTE = 40  # characters; longer ones with spaces are sentences, not names
 TRACE_FILE = re.compile(r'^\s*File "')
 # Variables whose values help and are no secret.
@@ -49,36 +72,56 @@ class Redactor:
     def clean(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, GONE)
+        there = {text[i : i + SHORTEST] for i in range(len(text))}
         for private in self._texts:
-            if private in text:
+            if private[:SHORTEST] in there and private[-SHORTEST:] in there:
                 text = text.replace(private, GONE)
+        text = "".join(map(_cut, text.splitlines(keepends=True)))
         for pattern in FORMS:
             text = pattern.sub(GONE, text)
+        text = HEADER.sub(rf"\g<name>\g<between>{GONE}", text)
         text = SCHEME.sub(rf"\1 {GONE}", text)
         text = URL_USER.sub(f"{GONE}@", text)
         text = URL_QUERY.sub(rf"\1?{GONE}", text)
+        text = USER_FLAG.sub(rf"\g<flag>\g<between>{GONE}", text)
+        text = FLAG.sub(rf"\g<flag>\g<between>{GONE}", text)
+        text = NETRC.sub(rf"\g<name> {GONE}", text)
         text = NUMBERS.sub("[numbers removed]", text)
         return "".join(self._line(line) for line in text.splitlines(keepends=True))
 
     @staticmethod
     def _line(line: str) -> str:
-        line = ASSIGNMENT.sub(_assignment, line)
+        line = _without_values(line)
         return line if TRACE_FILE.match(line) else QUOTED.sub(_quoted, line)
 
 
-def _assignment(found: re.Match[str]) -> str:
-    name, value = found["name"], found["value"]
-    closed = VARIABLE.match(name) and not is_open_variable(name)
-    if value == GONE or not (closed or is_secret_name(name)):
-        return found[0]
-    return f"{name}{found['between']}{GONE}"
+def _cut(line: str) -> str:
+    """A line that no log has is cut between two words; the rest is not looked through."""
+    if len(line) <= MAX_LINE:
+        return line
+    end = max(line.rfind(" ", MAX_LINE - LONGEST_WORD, MAX_LINE), MAX_LINE - LONGEST_WORD)
+    return f"{line[:end]} [{len(line) - end} characters removed]\n"
+
+
+def _without_values(line: str) -> str:
+    """The line without the values whose names say that they are secret."""
+    parts, start, place = [], 0, 0
+    while found := ASSIGNMENT.search(line, place):
+        place = found.end()
+        name = found["name"]
+        closed = VARIABLE.match(name) and not is_open_variable(name)
+        value = VALUE.match(line, place) if closed or is_secret_name(name) else None
+        if value and not value[0].startswith(GONE[:-1]):
+            parts += [line[start:place], GONE]
+            start = place = value.end()
+    return "".join([*parts, line[start:]])
 
 
 def _quoted(found: re.Match[str]) -> str:
-    text = found["text"]
+    text = found["double"] or found["single"] or ""
     if len(text) <= LONG_QUOTE or " " not in text:
         return found[0]
-    return f"{found['quote']}[{len(text)} characters removed]{found['quote']}"
+    return f"{found[0][0]}[{len(text)} characters removed]{found[0][0]}"
 
 
 def _spellings(texts: Iterable[str]) -> set[str]:

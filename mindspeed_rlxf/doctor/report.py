@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, TextIO
 
+from mindspeed_rlxf.config.printable import printable
 from mindspeed_rlxf.doctor.findings import Finding, Status
 from mindspeed_rlxf.runtime.installed import build
 
@@ -91,12 +92,12 @@ def _lines(finding: Finding, checks: int, width: int, colour: bool) -> str:
         word = f"\033[{COLOURS[finding.status]}m{word}\033[0m"
     margin = 7 + 2 + checks + 2
     room = max(width - margin, 30)
-    value = finding.value + _where(finding.hosts)
+    value = printable(finding.value + _where(finding.hosts))
     first, *rest = _wrapped(value, room) or [""]
-    lines = [f"{word}  {finding.check:<{checks}}  {first}"]
+    lines = [f"{word}  {printable(finding.check):<{checks}}  {first}"]
     lines += [" " * margin + line for line in rest]
     if finding.remedy:
-        wrapped = _wrapped(finding.remedy, room - 3)
+        wrapped = _wrapped(printable(finding.remedy), room - 3)
         lines += [" " * margin + ("-> " if i == 0 else "   ") + x for i, x in enumerate(wrapped)]
     return "\n".join(lines)
 

@@ -11,6 +11,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from mindspeed_rlxf.config.printable import CODEC, RawStream, printable
+
 
 class Progress:
     """Shows iterations as they end.
@@ -40,7 +42,7 @@ class Progress:
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Iteration `iteration`, counted from 1, has ended with these metrics."""
-        shown = {name: _number(metrics[name]) for name in self._names if name in metrics}
+        shown = {printable(name): _number(metrics[name]) for name in self._names if name in metrics}
         if self._bar is not None:
             self._bar.set_postfix(shown, refresh=False)
             self._bar.update(iteration - self._bar.n)
@@ -52,9 +54,9 @@ class Progress:
 
     def note(self, text: str) -> None:
         """A line of its own with the time in front, above the bar where there is one."""
-        line = f"[{datetime.now():%Y-%m-%d %H:%M:%S}] {text}"
+        line = printable(f"[{datetime.now():%Y-%m-%d %H:%M:%S}] {text}")
         if self._bar is not None:
-            self._bar.write(line, file=self._stream)
+            self._bar.write(line, file=RawStream(self._stream))
         else:
             print(line, file=self._stream, flush=True)
 
@@ -63,7 +65,7 @@ class Progress:
             self._bar.close()
 
     def _new_bar(self) -> tqdm:
-        return tqdm(total=self._total, file=self._stream, unit="it", dynamic_ncols=True)
+        return tqdm(total=self._total, file=RawStream(self._stream), unit="it", dynamic_ncols=True)
 
     def _time_left(self, iteration: int) -> timedelta:
         """From the mean of the iterations so far, in whole seconds."""
@@ -74,7 +76,7 @@ class Progress:
 
 def use_utf8(stream: TextIO) -> None:
     """Text written to `stream` becomes UTF-8 whatever the locale; in-memory streams stay."""
-    if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+    if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", CODEC):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 

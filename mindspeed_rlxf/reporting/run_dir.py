@@ -15,6 +15,8 @@ import yaml
 
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.plain_files import folder_problem
+from mindspeed_rlxf.config.plain_yaml import MAX_BYTES, parse_yaml
 from mindspeed_rlxf.config.resume import Change, changes
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting import run_lock
@@ -129,6 +131,8 @@ class RunDirectory:
         """Problems of taking the folder: it holds another run, or cannot be written, or a live run
         is in it. Writes nothing."""
         directory = cls.choose(config)
+        if directory.path.is_dir() and (found := folder_problem(directory.path)):
+            return [_not_writable(directory.path, found)]
         if directory.is_used and not config.training.new_run:
             return directory._resume_problems(config)
         parent = next(p for p in (directory.path, *directory.path.parents) if p.exists())
@@ -173,9 +177,9 @@ class RunDirectory:
         latest = [self.config, *self._later_configs()][-1]
         try:
             with open_file(latest, "r", encoding="utf-8") as stream:
-                before: Any = yaml.safe_load(stream)
+                before: Any = parse_yaml(stream.read(MAX_BYTES))
             assert isinstance(before, dict)
-        except (OSError, yaml.YAMLError, UnicodeDecodeError, AssertionError):
+        except (OSError, ValueError, yaml.YAMLError, AssertionError):
             free = _next_free(self.path)
             raise UserError(
                 Problem(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.printable import CODEC
 from mindspeed_rlxf.data.batch import Rows
 from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine import shared_groups
@@ -104,6 +105,6 @@ def redirect_output(path: Path, mode: int = PRIVATE) -> None:
     for name, number in (("stdout", 1), ("stderr", 2)):
         getattr(sys, name).flush()
         os.dup2(log, number)
-        stream = os.fdopen(number, "w", 1, "utf-8", "replace", closefd=False)
+        stream = os.fdopen(number, "w", 1, CODEC, "replace", closefd=False)
         setattr(sys, name, stream)
     os.close(log)

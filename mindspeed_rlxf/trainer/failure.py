@@ -9,6 +9,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rlxf.config.plain_files import parse_json
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.errors import HostError, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.safe_files import PRIVATE, open_file, replace_file
@@ -61,7 +62,7 @@ def put_away(file: Path, history: Path, mode: int = PRIVATE) -> None:
     with open_file(file, "rb") as stream:
         content = stream.read()
     try:
-        line = json.dumps(json.loads(content.decode("utf-8")), ensure_ascii=False)
+        line = json.dumps(parse_json(content), ensure_ascii=False)
     except ValueError:  # cut off, or edited
         line = json.dumps({"message": content.decode("utf-8", "replace")})
     with open_file(history, "ab", mode) as stream:

@@ -66,9 +66,9 @@ def best_iterations(store: RunStore) -> list[int]:
     for checkpoint in store.newest_first():
         try:
             score = read_state(checkpoint).get("score")
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError):
             continue  # damaged: nothing that is to be kept
-        if isinstance(score, (int, float)) and math.isfinite(score):
+        if isinstance(score, (int, float)) and abs(score) < math.inf:
             scores[checkpoint.iteration] = float(score)
     best = max(scores.values(), default=None)
     return [min(n for n, score in scores.items() if score == best)] if scores else []

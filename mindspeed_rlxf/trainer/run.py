@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from mindspeed_rlxf.checkpoint.run_store import RunStore
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.printable import CODEC
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.runtime.errors import (
@@ -284,11 +285,11 @@ class _LogFile(logging.FileHandler):
 
     def __init__(self, path: Path, mode: int) -> None:
         self._file_mode = mode
-        super().__init__(path, encoding="utf-8")
+        super().__init__(path, encoding=CODEC)
 
     def _open(self) -> TextIOWrapper:
         name, mode = Path(self.baseFilename), self._file_mode
-        return cast(TextIOWrapper, open_file(name, "a", mode, encoding="utf-8"))
+        return cast(TextIOWrapper, open_file(name, "a", mode, encoding=CODEC))
 
 
 def _log_to(directory: RunDirectory) -> None:

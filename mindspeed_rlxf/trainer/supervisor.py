@@ -22,6 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from mindspeed_rlxf.config.plain_files import open_plain, parse_json, read_json, read_pointer
+from mindspeed_rlxf.config.printable import protect
 from mindspeed_rlxf.config.quoting import quoted
 from mindspeed_rlxf.safe_files import PRIVATE, replace_file
 from mindspeed_rlxf.trainer.restarts import Failure, Restarts, smaller_pools
@@ -53,6 +55,8 @@ def supervise() -> int | None:
         return None
     if any(word.lstrip("+").lower() in UNSUPERVISED for word in words):
         return None
+    for stream in (sys.stdout, sys.stderr):
+        protect(stream)
     return Supervisor([sys.executable, *sys.orig_argv[1:]]).run()
 
 
@@ -194,7 +198,7 @@ class Supervisor:
             return None
         directory = Path(self._facts["directory"])
         pointer = directory / POINTER
-        saved = pointer.read_text(encoding="utf-8").strip() if pointer.exists() else ""
+        saved = _word(pointer)
         file = directory / "failure.json"
         found = _read(file) if file.exists() and file.stat().st_mtime >= began - 1.0 else {}
         if not found:
@@ -241,15 +245,23 @@ class Supervisor:
 def under_way(metrics: Path) -> int:
     """The iteration after the last that metrics.jsonl has."""
     try:
-        with open(metrics, "rb") as file:
+        with open_plain(metrics) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_LINES_BYTES))
             lines = file.read().splitlines()
     except OSError:
         return 1
     for line in reversed(lines):
         with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off when it was killed
-            return int(json.loads(line)["iteration"]) + 1
+            return int(parse_json(line)["iteration"]) + 1
     return 1
+
+
+def _word(pointer: Path) -> str:
+    """What it holds; empty where it is missing or cannot be read."""
+    try:
+        return read_pointer(pointer)
+    except OSError:
+        return ""
 
 
 def ended(code: int) -> str:
@@ -264,7 +276,7 @@ def ended(code: int) -> str:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

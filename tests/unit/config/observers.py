@@ -299,7 +299,7 @@ def tokenizer() -> Any:
 def read_prompts(config: RunConfig) -> Any:
     """The prompts of a file with two columns for each thing; the second row is long."""
     rows = [
-        {"prompt": "one", "question": "two", "ground_truth": "1", "answer": "2",
+        {"prompt": "<s>", "question": "two", "ground_truth": "1", "answer": "2",
          "data_source": "a", "source": "b"},
         {"prompt": "much longer", "question": "2", "ground_truth": "1", "answer": "2",
          "source": "b"},

@@ -257,6 +257,7 @@ DATA: dict[str, Any] = {
     "data_source_key": Case("source", see.read_prompts, ANY_ROWS),
     "default_data_source": Case("y", see.read_prompts, {"data.overlong_prompts": "keep_tail"}),
     "overlong_prompts": Case("keep_head", see.read_prompts, ANY_ROWS),
+    "allow_special_tokens": Case(True, see.read_prompts, ANY_ROWS),
     "shuffle": Case(False, see.driven),
 }
 VALIDATION: dict[str, Any] = {

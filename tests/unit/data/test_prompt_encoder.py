@@ -34,12 +34,16 @@ def test_a_turn_cannot_forge_a_special_token(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["empty", "trl"])
 def test_bare_text_is_tokenized_as_the_tokenizer_reads_any_text(name: str) -> None:
-    """With what it adds (BOS), without the EOS it appends; spelled special tokens included."""
+    """With what it adds (BOS), without the EOS it appends; spelled special tokens where allowed."""
     tokenizer = byte_tokenizer(frame="<s> $A <|end_of_text|>")
     text = "<|im_start|>user\nhi"
-    (ids,) = PromptEncoder(tokenizer, name).encode([[Turn("user", text)]])
+    allowed = PromptEncoder(tokenizer, name, allow_special_tokens=True)
+    (ids,) = allowed.encode([[Turn("user", text)]])
     assert ids == tokenizer(text)["input_ids"][:-1]
     assert ids[:2] == [SPECIAL.index("<s>"), SPECIAL.index("<|im_start|>")]
+    (ids,) = PromptEncoder(tokenizer, name).encode([[Turn("user", text)]])
+    assert ids[0] == SPECIAL.index("<s>")
+    assert min(ids[1:]) >= len(SPECIAL) and tokenizer.decode(ids[1:]) == text
 
 
 def test_the_beginning_of_text_is_there_once() -> None:

@@ -66,7 +66,8 @@ def test_special_tokens_are_added_but_no_eos_is_appended(make_tokenizer, ids_of,
 @pytest.mark.parametrize("template", ["$A", "$A <eos>"])
 def test_an_eos_that_the_text_spells_out_stays(template, make_tokenizer, ids_of, write_jsonl):
     file = write_jsonl({"prompt": "ab<eos>"})
-    (prompt,) = load_prompts(file, make_tokenizer(template), data(), 100)
+    allowed = data(allow_special_tokens=True)
+    (prompt,) = load_prompts(file, make_tokenizer(template), allowed, 100)
     assert prompt.token_ids.tolist() == ids_of("a", "b", "<eos>")
 
 

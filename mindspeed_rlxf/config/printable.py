@@ -1,0 +1,89 @@
+"""Text from files as a terminal may show it: what would steer it is written out.
+
+Escape sequences can move the cursor, change the title, or put text on the clipboard; overrides of
+the direction show a line in another order than it has.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+from typing import TextIO
+
+CODEC = "utf-8-printable"
+_STEERING = (
+    *(number for number in range(0x20) if chr(number) not in "\n\t"),
+    *range(0x7F, 0xA0),
+    0x2028, 0x2029,  # ends of lines
+    *range(0x202A, 0x202F), *range(0x2066, 0x206A),  # directions
+)  # fmt: skip
+_ESCAPES = {number: f"\\u{number:04x}" for number in _STEERING}
+
+
+def printable(text: str) -> str:
+    """The text with control characters, but for line ends and tabs, as `\\u001b`.
+
+    Inside the quotes of JSON and YAML that means the same character.
+    """
+    return text if text.isascii() and text.isprintable() else text.translate(_ESCAPES)
+
+
+def protect(stream: TextIO) -> None:
+    """Whatever is printed to `stream` from now on is UTF-8 and printable; in memory it stays."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(encoding=CODEC, errors="backslashreplace")
+
+
+def write_raw(stream: TextIO, text: str) -> None:
+    """Past `protect`, for colours and cursor moves of our own."""
+    stream.flush()
+    buffer = getattr(stream, "buffer", None)
+    if buffer is None:
+        stream.write(text)
+    else:
+        buffer.write(text.encode("utf-8", "backslashreplace"))
+        buffer.flush()
+
+
+class RawStream:
+    """A stream for tqdm, which draws its bar with cursor moves: only numbers and names of metrics
+    go through it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.encoding = "utf-8"
+
+    def write(self, text: str) -> None:
+        write_raw(self._stream, text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
+class _Encoder(codecs.IncrementalEncoder):
+    def encode(self, text: str, final: bool = False) -> bytes:
+        return printable(text).encode("utf-8", self.errors)
+
+
+def _find(name: str) -> codecs.CodecInfo | None:
+    if name.replace("_", "-") != CODEC:
+        return None
+    plain = codecs.lookup("utf-8")
+    return codecs.CodecInfo(
+        lambda text, errors="strict": (printable(text).encode("utf-8", errors), len(text)),
+        plain.decode,
+        plain.streamreader,
+        plain.streamwriter,
+        _Encoder,
+        plain.incrementaldecoder,
+        CODEC,
+    )
+
+
+codecs.register(_find)
