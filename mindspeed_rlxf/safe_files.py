@@ -14,6 +14,7 @@ import stat
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+MAX_TEXT = 64 << 20  # bytes of a text that is read whole
 PRIVATE = 0o600
 """Mode of files that hold configuration, logs, metrics or samples."""
 
@@ -188,10 +189,16 @@ def open_inside(folder: Path, name: str) -> IO[bytes]:
     return os.fdopen(descriptor, "rb")
 
 
-def read_inside(folder: Path, name: str) -> str:
-    """The text of a file below `folder`. Errors: as `open_inside`, UnicodeDecodeError."""
+def read_inside(folder: Path, name: str, limit: int = MAX_TEXT) -> str:
+    """The text of a file below `folder`, of so many bytes at most.
+
+    Errors: as `open_inside`, ValueError for a longer one, UnicodeDecodeError.
+    """
     with open_inside(folder, name) as stream:
-        return stream.read().decode("utf-8")
+        content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"{folder / name} has more than {limit} bytes; copy it again")
+    return content.decode("utf-8")
 
 
 def leading_out(path: Path) -> str:

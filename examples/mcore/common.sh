@@ -60,7 +60,7 @@ need_token() {
   [ -n "${RAY_AUTH_TOKEN:-}" ] || [ -n "$DRY_RUN" ] ||
     [ -s "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ] ||
     fail "no token for Ray: run '(umask 077; ray get-auth-token --generate)' once, and put its file" \
-      "~/.ray/auth_token on every node"
+      "$HOME/.ray/auth_token on every node"
 }
 
 # Ray opens its folder to every user of the host; nobody else enters the one above it.

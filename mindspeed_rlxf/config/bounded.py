@@ -1,14 +1,14 @@
 """Run what hostile input may drive without end in a forked process with limits.
 
 Limits of the kernel, as neither a deadline nor a handler of this process stops a power of large
-integers or a text of terabytes. Values come back as plain data (`marshal`), so a result is numbers,
-texts, lists and dicts.
+integers or a text of terabytes. Values come back as JSON, so a result is numbers, texts, lists and
+dicts, whose keys may be numbers too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import marshal
+import json
 import os
 import resource
 import select
@@ -43,7 +43,7 @@ def stream_bounded(
     os.close(sink)
     try:
         while (frame := _frame(source)) is not None:
-            yield marshal.loads(frame)
+            yield _unpacked(json.loads(frame))
     finally:
         os.close(source)
         with contextlib.suppress(ProcessLookupError):
@@ -67,11 +67,24 @@ def _make(values: Callable[[], Iterator[Any]], sink: int, cpu_s: float, memory: 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # of computing: ends the process
         for value in values():
-            _write(sink, marshal.dumps(value))
+            _write(sink, json.dumps(_packed(value)).encode())
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
         _write(sink, b"")
     finally:
         os._exit(0)
+
+
+def _packed(value: Any) -> Any:
+    """As JSON has it: a dict as its items in one more list, which keeps keys that are no text."""
+    if isinstance(value, dict):
+        return {"items": [[key, _packed(item)] for key, item in value.items()]}
+    return [_packed(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _unpacked(item) for key, item in value["items"]}
+    return [_unpacked(item) for item in value] if isinstance(value, list) else value
 
 
 def _address_space() -> int:

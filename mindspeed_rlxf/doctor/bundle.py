@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from itertools import count, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
@@ -258,12 +258,6 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from _strings(item)
-
-
-def _new_file(target: Path) -> IO[bytes]:
-    """For its owner alone, and never what a link leads to."""
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-    return os.fdopen(os.open(target, flags, 0o600), "wb")
 
 
 def _free_name(folder: Path, run: str) -> Path:

@@ -146,7 +146,8 @@ def test_what_is_no_address_is_refused_in_one_line(
     with pytest.raises(UserError) as refused:
         ray_cluster.open_cluster(address, {})
     (line,) = str(refused.value).splitlines()
-    assert line.startswith(f"runtime.address={address} must be that of a running Ray cluster (")
+    start = f"runtime.address={address} must be that of a running Ray cluster ("
+    assert line.startswith(start[:200]) and len(line) < 10_000
     assert time.monotonic() - began < 5
 
 

@@ -99,7 +99,9 @@ def index_part(ending: str) -> Callable[[Path], Any]:
 
 def run_directory(file: Path) -> Any:
     config: Any = SimpleNamespace(
-        training=SimpleNamespace(output_dir=str(file.parent), new_run=False, resume="auto")
+        training=SimpleNamespace(
+            output_dir=str(file.parent), new_run=False, resume="auto", file_mode_bits=0o600
+        )
     )
     if problems := RunDirectory.check(config):
         raise ValueError(problems[0])
