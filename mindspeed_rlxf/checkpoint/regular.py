@@ -1,25 +1,23 @@
-"""Opening what a stranger may have put in the place of a file: a pipe, a device, a JSON bomb."""
+"""Files of checkpoints, as `plain_files` reads them, with errors that name the file."""
 
 from __future__ import annotations
 
-import json
-import os
-import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
+
+from mindspeed_rlxf.config import plain_files
 
 MAX_JSON = 32 << 20  # bytes; in memory it may be 20 times as much
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> IO[bytes]:
     """Open for reading, without waiting. Errors: OSError; ValueError for what is no file."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
+    try:
+        return plain_files.open_plain(path)
+    except (plain_files.NotPlainError, IsADirectoryError):
         raise ValueError(
             f"{path} must be a file, it is a pipe, a device or a folder; copy it again"
-        )
-    return os.fdopen(descriptor, "rb")
+        ) from None
 
 
 def read_json(path: Path, limit: int = MAX_JSON) -> Any:
@@ -34,8 +32,6 @@ def read_json(path: Path, limit: int = MAX_JSON) -> Any:
 def parse_json(data: bytes, path: Path) -> Any:
     """As `read_json`, of a part of the file."""
     try:
-        return json.loads(data)
-    except RecursionError:
-        raise ValueError(f"{path} has too many values inside each other; copy it again") from None
+        return plain_files.parse_json(data)
     except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error}); copy it again") from None
