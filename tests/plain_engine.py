@@ -30,7 +30,7 @@ class PlainEngine:
         section = config.role(role)
         assert section.load is not None
         self.micro_batch_size, self.folder = section.micro_batch_size, Path(section.load)
-        self.model = AutoModelForCausalLM.from_pretrained(section.load, dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_pretrained(section.load).float()
         embedding = self.model.model.embed_tokens
         embedding.padding_idx = None  # transformers would drop the gradient of token 0
         weights = load_file(self.folder / "model.safetensors")

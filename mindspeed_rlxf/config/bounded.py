@@ -8,6 +8,7 @@ dicts, whose keys may be numbers too.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -62,6 +63,7 @@ def _make(values: Callable[[], Iterator[Any]], sink: int, cpu_s: float, memory: 
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
+        gc.freeze()  # collecting what is there already would copy it, at this value's cost
         limit = _address_space() + memory
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -45,6 +45,8 @@ def _filled_in(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) 
     try:
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         text = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+    except RecursionError:  # its text depends on the depth at which Python stopped it
+        return "", "it calls itself without end"
     except Exception as error:  # any kind: it is the template's code
         return "", (str(error).splitlines() or [type(error).__name__])[0]
     if len(text) > MAX_TEXT:
