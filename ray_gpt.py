@@ -2,7 +2,7 @@
 
 import sys
 
-from mindspeed_rlxf.trainer.supervisor import supervise
+from mindspeed_rlxf.ops.supervisor import supervise
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.run import training
 

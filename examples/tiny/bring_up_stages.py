@@ -87,8 +87,8 @@ def collective(kind: str, _work: Path) -> Numbers:
     import torch.distributed as dist
 
     where = claim(kind)
+    from mindspeed_rlxf.cluster.local import LocalWorld
     from mindspeed_rlxf.config.enums import DeviceKind
-    from mindspeed_rlxf.runtime.local import LocalWorld
 
     world = LocalWorld(DeviceKind(kind), 1, TIMEOUT_S)
     rank, size = world.rank, world.size
@@ -126,7 +126,7 @@ def collective(kind: str, _work: Path) -> Numbers:
 def forward(kind: str, work: Path) -> Numbers:
     """Weights from a Hugging Face folder, and the log-probs of given responses."""
     _runtime, roles, source, _ = start(kind, work)
-    from mindspeed_rlxf.runtime.refs import resolve
+    from mindspeed_rlxf.cluster.refs import resolve
 
     roles.rollout.update_weights(roles.actor, 0)
     rollouts = roles.rollout.generate(source.next_prompts(), seed=1).rows()
@@ -142,7 +142,7 @@ def update(kind: str, work: Path) -> Numbers:
 def generate(kind: str, work: Path) -> Numbers:
     """Greedy responses with the KV cache."""
     _runtime, roles, source, _ = start(kind, work, fixed=False)
-    from mindspeed_rlxf.runtime.refs import resolve
+    from mindspeed_rlxf.cluster.refs import resolve
 
     roles.rollout.update_weights(roles.actor, 0)
     pending = roles.rollout.generate(source.next_prompts(), seed=1, greedy=True)
@@ -171,8 +171,8 @@ STAGES = {
 def claim(kind: str) -> Any:
     """The device of this process, before Megatron is imported."""
     from mindspeed_rlxf import device
+    from mindspeed_rlxf.cluster.local import claim_device
     from mindspeed_rlxf.config.enums import DeviceKind
-    from mindspeed_rlxf.runtime.local import claim_device
 
     claim_device(DeviceKind(kind), 1, TIMEOUT_S)
     return device.current_device()
@@ -197,9 +197,9 @@ def start(kind: str, work: Path, fixed: bool = True) -> tuple[Any, Any, Any, Any
     """The roles of one process and the prompts that they are given."""
     config = configure(kind, work, 1, fixed)
     claim(kind)
+    from mindspeed_rlxf.cluster.local import LocalRuntime
+    from mindspeed_rlxf.cluster.role_groups import RoleGroups
     from mindspeed_rlxf.data.sampler import PromptSampler
-    from mindspeed_rlxf.runtime.local import LocalRuntime
-    from mindspeed_rlxf.runtime.role_groups import RoleGroups
     from mindspeed_rlxf.trainer.preflight import prepare
     from mindspeed_rlxf.trainer.prompt_source import PromptSource
 

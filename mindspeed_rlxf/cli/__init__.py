@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from mindspeed_rlxf.cli.command_line import speak_utf8
-from mindspeed_rlxf.trainer.supervisor import supervise
+from mindspeed_rlxf.ops.supervisor import supervise
 
 COMMANDS = ("train", "preprocess", "convert", "doctor")
 

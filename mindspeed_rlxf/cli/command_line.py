@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.printable import protect
 from mindspeed_rlxf.config.suggest import closest
+from mindspeed_rlxf.files.printable import protect
 
 
 class Parser(argparse.ArgumentParser):

@@ -21,16 +21,16 @@ import yaml
 from tqdm import tqdm
 
 from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8, unknown_option
-from mindspeed_rlxf.cli.convert_flags import add_old_flags, notice, refusals
+from mindspeed_rlxf.compat.convert_flags import add_old_flags, notice, refusals
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.plain_yaml import read_yaml
-from mindspeed_rlxf.config.printable import RawStream
 from mindspeed_rlxf.config.suggest import closest
+from mindspeed_rlxf.files.plain_yaml import read_yaml
+from mindspeed_rlxf.files.printable import RawStream
 
 if TYPE_CHECKING:
-    from mindspeed_rlxf.checkpoint.convert import Conversion, Progress
     from mindspeed_rlxf.config.schema import ArchitectureConfig
+    from mindspeed_rlxf.weights.convert import Conversion, Progress
 
 FAMILIES = {
     "llama2": ("llama", "qwen2"),
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # no accelerator is used
     try:
         conversion = plan(_parse(argv))
-        from mindspeed_rlxf.checkpoint.convert import DiskFull, convert
+        from mindspeed_rlxf.weights.convert import DiskFull, convert
 
         try:
             with _progress() as progress:
@@ -128,14 +128,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def plan(arguments: argparse.Namespace) -> Conversion:
     """What the arguments ask for, checked. Errors: UserError with the problems found."""
-    from mindspeed_rlxf.checkpoint.convert import (
+    from mindspeed_rlxf.weights.convert import (
         DTYPE_NAMES,
         Conversion,
         choose_head,
         open_source,
         read_architecture,
     )
-    from mindspeed_rlxf.checkpoint.formats import Format
+    from mindspeed_rlxf.weights.formats import Format
 
     source, target, config = _folders(arguments)
     to = Format.HF if arguments.to == "hf" else Format(arguments.format or "torch")
@@ -162,7 +162,7 @@ def plan(arguments: argparse.Namespace) -> Conversion:
 
 def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
     """Source, target, and where config.json is."""
-    from mindspeed_rlxf.checkpoint.formats import Format, find_weights
+    from mindspeed_rlxf.weights.formats import Format, find_weights
 
     problems = _choice_problems(arguments)
     for role, flag in (("source", "load_dir"), ("target", "save_dir")):
@@ -235,8 +235,8 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
 
 def _roles_in(folder: Path) -> list[str]:
     """The folders of weights in a checkpoint of a run; none in another folder."""
-    from mindspeed_rlxf.checkpoint.run_store import MANIFEST
     from mindspeed_rlxf.config.schema import SAVED_AS
+    from mindspeed_rlxf.run.store import MANIFEST
 
     is_run = (folder / MANIFEST).is_file()
     return [name for name in SAVED_AS.values() if is_run and (folder / name).is_dir()]
@@ -244,9 +244,9 @@ def _roles_in(folder: Path) -> list[str]:
 
 def _original_of(source: Path) -> str:
     """The flags that describe it: a checkpoint of a run says what the run has loaded."""
-    from mindspeed_rlxf.checkpoint.folders import described_by
     from mindspeed_rlxf.config.schema import SAVED_AS
-    from mindspeed_rlxf.trainer.resume import CONFIG, TRAINER
+    from mindspeed_rlxf.run.driver_state import CONFIG, TRAINER
+    from mindspeed_rlxf.weights.folders import described_by
 
     folder = source.resolve()
     section = next((role.value for role, name in SAVED_AS.items() if name == folder.name), "")
@@ -354,7 +354,7 @@ def _check_model(
 
 
 def _layout(arguments: argparse.Namespace, architecture: ArchitectureConfig):  # type: ignore[no-untyped-def]
-    from mindspeed_rlxf.checkpoint.layout import make_layout
+    from mindspeed_rlxf.weights.layout import make_layout
 
     layer_list = None
     if arguments.num_layer_list is not None:

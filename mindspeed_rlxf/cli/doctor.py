@@ -13,18 +13,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8
+from mindspeed_rlxf.compat import older_toolkit
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import ConfigError, UserError
-from mindspeed_rlxf.config.printable import write_raw
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.doctor.bundle import write_bundle
-from mindspeed_rlxf.doctor.cluster import look as look_at_cluster
-from mindspeed_rlxf.doctor.findings import Finding, error, ok
-from mindspeed_rlxf.doctor.local import look
-from mindspeed_rlxf.doctor.report import Report, line_width, make_report, wants_colour
-from mindspeed_rlxf.doctor.subject import subject_of
+from mindspeed_rlxf.files.printable import write_raw
+from mindspeed_rlxf.ops.doctor.bundle import write_bundle
+from mindspeed_rlxf.ops.doctor.cluster import look as look_at_cluster
+from mindspeed_rlxf.ops.doctor.findings import Finding, error, ok
+from mindspeed_rlxf.ops.doctor.local import look
+from mindspeed_rlxf.ops.doctor.report import Report, line_width, make_report, wants_colour
+from mindspeed_rlxf.ops.doctor.subject import subject_of
 
 KINDS = [kind.value for kind in DeviceKind]
 DEADLINE_S = 300.0
@@ -78,7 +79,7 @@ def _config(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[Findi
         return None, []
     tree = compose(name, arguments.overrides, arguments.config_dir)
     try:
-        return resolve(tree, name.removesuffix(".yaml")), [ok("config", name)]
+        return resolve(tree, name.removesuffix(".yaml"), older_toolkit), [ok("config", name)]
     except ConfigError as problem:
         remedy = "correct it: files and devices of this configuration are not looked at"
         return None, [error("config", str(each), remedy) for each in problem.problems]

@@ -18,17 +18,17 @@ from dataclasses import asdict
 from tqdm import tqdm
 
 from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8, unknown_option
-from mindspeed_rlxf.cli.preprocess_flags import add_older_flags, notes, refusals
+from mindspeed_rlxf.compat.preprocess_flags import add_older_flags, notes, refusals
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.printable import RawStream
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.data.handlers import DEFAULT_HANDLER, HANDLERS, REFUSED_HANDLERS
-from mindspeed_rlxf.data.map_keys import Keys, default_keys, parse_map_keys
-from mindspeed_rlxf.data.merge import merge
-from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
-from mindspeed_rlxf.data.row_source import Counts, Progress, readable
+from mindspeed_rlxf.data.preprocessing.map_keys import Keys, default_keys, parse_map_keys
+from mindspeed_rlxf.data.preprocessing.merge import merge
+from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
+from mindspeed_rlxf.data.preprocessing.row_source import Counts, Progress, readable
 from mindspeed_rlxf.data.templates import TEMPLATES
+from mindspeed_rlxf.files.printable import RawStream
 
 TOKENIZER_TYPE = "PretrainedFromHF"
 OVERLONG = {policy.value.replace("_", "-"): policy for policy in OverlongPrompts}

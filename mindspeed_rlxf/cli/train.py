@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8
+from mindspeed_rlxf.compat import older_toolkit
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.enums import RuntimeKind
@@ -29,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(argv)
         tree = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
-        config, notes = resolve_with_notes(tree, arguments.config_name.removesuffix(".yaml"))
+        config, notes = resolve_with_notes(
+            tree, arguments.config_name.removesuffix(".yaml"), older_toolkit
+        )
         for note in notes:
             print(f"note: {note}", file=sys.stderr if arguments.cfg else sys.stdout, flush=True)
         if arguments.cfg == "job":
@@ -54,7 +57,7 @@ def _prepare(config: RunConfig) -> Run:
 
     prepared = prepare(config)
     if config.runtime.kind is RuntimeKind.LOCAL:  # before the next import, which brings in Megatron
-        from mindspeed_rlxf.runtime.local import claim_device
+        from mindspeed_rlxf.cluster.local import claim_device
 
         claim_device(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
     from mindspeed_rlxf.trainer.run import Run
@@ -64,8 +67,8 @@ def _prepare(config: RunConfig) -> Run:
 
 def _dry_run(config: RunConfig) -> int:
     """The plan, then all that this host lacks or that does not fit, and every problem of files."""
-    from mindspeed_rlxf.config.host import check_host
-    from mindspeed_rlxf.planning.plan import plan
+    from mindspeed_rlxf.config.rules.host import check_host
+    from mindspeed_rlxf.ops.planning.plan import plan
     from mindspeed_rlxf.trainer.preflight import prepare
 
     planned = plan(config)

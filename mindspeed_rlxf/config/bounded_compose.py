@@ -20,9 +20,9 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mindspeed_rlxf.config.bounded import OutOfBoundsError, run_bounded
-from mindspeed_rlxf.config.plain_files import read_text
-from mindspeed_rlxf.config.plain_yaml import MAX_BYTES, check_yaml
+from mindspeed_rlxf.files.bounded import OutOfBoundsError, run_bounded
+from mindspeed_rlxf.files.plain import read_text
+from mindspeed_rlxf.files.plain_yaml import MAX_BYTES, check_yaml
 
 FEW = 16  # interpolations: at worst they make a text some hundred times longer
 MAX_TEXT = 4096  # characters of a value, where interpolations are resolved here

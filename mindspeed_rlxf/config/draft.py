@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.keys import unknown_key
@@ -78,3 +78,15 @@ class Draft:
             path = self.spelled.get(f"{section}.{name}", "")
             self.problems.append(unknown_key(section, name, keys, path))
         return {name: value for name, value in values.items() if name in keys}
+
+
+class Dialect(Protocol):
+    """Words of another toolkit, translated before the values are typed; see `compat`."""
+
+    def translate(self, draft: Draft, sections: Tree, nested: bool) -> None:
+        """sections: underscored, roles at the top. nested: the tree has `actor_rollout_ref`."""
+
+    def tokenizer_vocabulary(
+        self, draft: Draft, sections: Tree, model: str, architecture: Tree
+    ) -> None:
+        """Add `vocab_size` to an architecture of the YAML that leaves it out."""

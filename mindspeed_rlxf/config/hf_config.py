@@ -13,10 +13,10 @@ from mindspeed_rlxf.config.architecture import (
     MOST_TOKENS,
     MOST_WIDTH,
 )
-from mindspeed_rlxf.config.plain_files import parse_json
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.config.suggest import shown
-from mindspeed_rlxf.safe_files import read_inside
+from mindspeed_rlxf.files.plain import parse_json
+from mindspeed_rlxf.files.safe import read_inside
 
 FAMILIES = {
     "llama": {"add_qkv_bias": False, "qk_layernorm": False},

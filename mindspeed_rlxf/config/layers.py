@@ -18,7 +18,7 @@ from mindspeed_rlxf.config.derived import (
     place_roles,
     stage_defaults,
 )
-from mindspeed_rlxf.config.draft import Draft, Tree, set_default
+from mindspeed_rlxf.config.draft import Dialect, Draft, Tree, set_default
 from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind, Role
 from mindspeed_rlxf.config.errors import Problem, UserError, ref
 from mindspeed_rlxf.config.hf_config import (
@@ -40,7 +40,6 @@ from mindspeed_rlxf.config.keys import (
     role_keys,
     unknown_key,
 )
-from mindspeed_rlxf.config.older_toolkit import tokenizer_vocabulary, translate
 from mindspeed_rlxf.config.plugins import read_and_load
 from mindspeed_rlxf.config.schema import KlControlConfig, TrainingConfig
 from mindspeed_rlxf.config.suggest import closest, written
@@ -52,18 +51,23 @@ VERBATIM = ("model", "resource_pool", "rules")
 """Sections whose keys are names that the user chose."""
 
 
-def make_draft(tree: Mapping[str, Any], name: str) -> Draft:
-    """Everything of RunConfig that the YAML says, and the defaults that depend on other keys."""
+def make_draft(tree: Mapping[str, Any], name: str, dialect: Dialect | None = None) -> Draft:
+    """Everything of RunConfig that the YAML says, and the defaults that depend on other keys.
+
+    dialect: words that are translated first
+    """
     draft = Draft()
     sections = _sections(draft, tree)
-    translate(draft, sections, nested=any(str(k).replace("-", "_") == NESTED_ROLES for k in tree))
+    if dialect:
+        nested = any(str(key).replace("-", "_") == NESTED_ROLES for key in tree)
+        dialect.translate(draft, sections, nested)
     draft.payload = {"name": name, "dry_run": sections.pop("dry_run", False)}
     for section, schema in PLAIN_SECTIONS.items():
         draft.payload[section] = draft.known(section, sections[section], fields(schema))
     _kl_ctrl(draft)
     _training(draft, sections["training"], name)
     _plugins(draft)
-    _roles(draft, sections)
+    _roles(draft, sections, dialect)
     stage_defaults(draft)
     place_roles(draft, sections)
     max_new_tokens(draft)
@@ -151,7 +155,7 @@ def _plugins(draft: Draft) -> None:
     training["plugins"] = loaded
 
 
-def _roles(draft: Draft, sections: Tree) -> None:
+def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
     models = _models(draft, sections["model"])
     training = {key: value for key, value in sections["training"].items() if key in SHARED_KEYS}
     for role in CONFIGURED:
@@ -171,8 +175,8 @@ def _roles(draft: Draft, sections: Tree) -> None:
             architecture = _from_folder(draft, role, own.get("load", training.get("load")))
         else:
             architecture = models.get(str(chosen))
-            if architecture is not None and "vocab_size" not in own:
-                tokenizer_vocabulary(draft, sections, str(chosen), architecture)
+            if dialect and architecture is not None and "vocab_size" not in own:
+                dialect.tokenizer_vocabulary(draft, sections, str(chosen), architecture)
         layers = {f"model.{chosen}": architecture or {}, "training": training}
         merged = _merge(draft, role, {**layers, role.value: own})
         if merged.get("micro_batch_size", 0) is None and merged.get("max_tokens_per_micro_batch"):

@@ -11,7 +11,7 @@ from math import lcm
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.roles import RoleConfig
-from mindspeed_rlxf.config.tensor_parallel import groups_per_rank, qkv_rows
+from mindspeed_rlxf.config.rules.tensor_parallel import groups_per_rank, qkv_rows
 
 FP32 = 4
 CACHE_SHARE = 0.3  # of a device's memory, for the KV cache where the number of rows is left open

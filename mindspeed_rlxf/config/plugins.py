@@ -21,7 +21,7 @@ from types import CodeType
 from typing import Any, TypeVar
 
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.plain_files import read_text
+from mindspeed_rlxf.files.plain import read_text
 
 KEY = "training.plugins"
 T = TypeVar("T")

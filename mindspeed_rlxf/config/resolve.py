@@ -10,15 +10,15 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from mindspeed_rlxf.config.checks import check
-from mindspeed_rlxf.config.draft import Draft
+from mindspeed_rlxf.config.draft import Dialect, Draft
 from mindspeed_rlxf.config.errors import ConfigError, Problem
 from mindspeed_rlxf.config.fields import RULES_LATER, Section
-from mindspeed_rlxf.config.host import check_host
-from mindspeed_rlxf.config.idle_keys import idle_keys
 from mindspeed_rlxf.config.layers import make_draft
 from mindspeed_rlxf.config.messages import explain
-from mindspeed_rlxf.config.notices import notices
+from mindspeed_rlxf.config.rules.host import check_host
+from mindspeed_rlxf.config.rules.idle_keys import idle_keys
+from mindspeed_rlxf.config.rules.notices import notices
+from mindspeed_rlxf.config.rules.sections import check
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
     ArchitectureConfig,
@@ -38,19 +38,22 @@ STAND_INS: Mapping[str, Any] = {
 """Good values for the required texts and numbers."""
 
 
-def resolve(tree: Mapping[str, Any], name: str) -> RunConfig:
+def resolve(tree: Mapping[str, Any], name: str, dialect: Dialect | None = None) -> RunConfig:
     """The configuration that `tree` (see `compose`) describes.
 
-    name: config name, which the run is called by unless `training.run_name` is given.
+    name:    config name, which the run is called by unless `training.run_name` is given
+    dialect: words of another toolkit that the tree may use, as the commands accept them
     Raises ConfigError with every problem found: unknown keys, types, limits, rules across
     sections, and devices that this host does not have (of a dry run its command asks for these).
     """
-    return resolve_with_notes(tree, name)[0]
+    return resolve_with_notes(tree, name, dialect)[0]
 
 
-def resolve_with_notes(tree: Mapping[str, Any], name: str) -> tuple[RunConfig, list[str]]:
+def resolve_with_notes(
+    tree: Mapping[str, Any], name: str, dialect: Dialect | None = None
+) -> tuple[RunConfig, list[str]]:
     """As `resolve`, with a line for keys that mean little, nothing or something else here."""
-    draft = make_draft(tree, name)
+    draft = make_draft(tree, name, dialect)
     if (config := _typed(draft)) is not None:
         draft.judge(_section_rules(draft, config))
         if not any(key in path for path in draft.broken for key in LAYOUT_KEYS):

@@ -14,8 +14,8 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.fields import Integers, Section, Word, key
+from mindspeed_rlxf.config.rules.tensor_parallel import uneven
 from mindspeed_rlxf.config.suggest import around, divisors, use
-from mindspeed_rlxf.config.tensor_parallel import uneven
 
 PIPELINE, CHUNK = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 

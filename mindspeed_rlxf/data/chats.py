@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_rlxf.config.bounded import OutOfBoundsError, stream_bounded
+from mindspeed_rlxf.files.bounded import OutOfBoundsError, stream_bounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

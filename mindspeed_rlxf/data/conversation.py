@@ -13,7 +13,7 @@ from mindspeed_rlxf.data.files import (
     shown,
     unicode_problem,
 )
-from mindspeed_rlxf.data.map_keys import MapKeys
+from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
 from mindspeed_rlxf.data.templates import Turn
 
 ROLES = ("system", "user", "assistant")

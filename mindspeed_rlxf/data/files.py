@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.config.errors import Problem
-from mindspeed_rlxf.config.plain_files import (
+from mindspeed_rlxf.files.plain import (
     MAX_DEPTH,
     NotPlainError,
     open_plain,

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_rlxf.config.plain_files import open_plain, read_plain
-from mindspeed_rlxf.safe_files import new_file
+from mindspeed_rlxf.files.plain import open_plain, read_plain
+from mindspeed_rlxf.files.safe import new_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.plain_files import parse_json
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.files import FileProblems, Row, fault, look_up
 from mindspeed_rlxf.data.handlers import LABELS, SEQUENCES, Output
@@ -40,6 +39,7 @@ from mindspeed_rlxf.data.sidecar import (
     sidecar_path,
 )
 from mindspeed_rlxf.data.tokenizer import KEY, vocabulary_hash
+from mindspeed_rlxf.files.plain import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Prompts given out, each `samples_per_prompt` times under sample ids that count up."""
+
+    first_sample_id: int
+    samples_per_prompt: int
+    prompts: list[int]  # indices in the data set
 
 
 class PromptSampler:

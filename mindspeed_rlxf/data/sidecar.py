@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.fields import Integers, Section
-from mindspeed_rlxf.config.plain_files import parse_json, read_text
+from mindspeed_rlxf.files.plain import parse_json, read_text
 
 FORMAT_VERSION = 1
 TOKEN_IDS, MASK = "input_ids", "attention_mask"

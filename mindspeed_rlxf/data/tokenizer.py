@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.hf_config import absurd_fields
-from mindspeed_rlxf.config.plain_files import folder_problem, parse_json, read_json
-from mindspeed_rlxf.safe_files import is_plain_path, leading_out, leaves, read_inside
+from mindspeed_rlxf.files.plain import folder_problem, parse_json, read_json
+from mindspeed_rlxf.files.safe import is_plain_path, leading_out, leaves, read_inside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,9 +20,6 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.algorithms.slots import readable_slots
-from mindspeed_rlxf.checkpoint.folders import copy_side_files, described_by, open_weights
-from mindspeed_rlxf.checkpoint.run_files import Written
-from mindspeed_rlxf.checkpoint.weights import StageWeights
 from mindspeed_rlxf.config.enums import NanPolicy
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
@@ -50,6 +47,9 @@ from mindspeed_rlxf.engine.train_state import StateSaver, load_state
 from mindspeed_rlxf.models.experts import weigh_balance_loss
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
+from mindspeed_rlxf.weights.folders import copy_side_files, described_by, open_weights
+from mindspeed_rlxf.weights.stage import StageWeights
+from mindspeed_rlxf.weights.state_files import Written
 
 
 class MegatronEngine:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mindspeed_rlxf.checkpoint.boxes import Box, flat_boxes, view, whole
-from mindspeed_rlxf.checkpoint.weights import StageWeights
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.models.parameters import (
     EMBEDDING,
@@ -23,6 +21,8 @@ from mindspeed_rlxf.models.parameters import (
     hf_shape,
     shard_slices,
 )
+from mindspeed_rlxf.weights.boxes import Box, flat_boxes, view, whole
+from mindspeed_rlxf.weights.stage import StageWeights
 
 
 @dataclass(frozen=True)

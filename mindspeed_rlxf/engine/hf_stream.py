@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.checkpoint.weights import StageWeights
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.models.parameters import (
     OUTPUT_LAYER,
@@ -18,6 +17,7 @@ from mindspeed_rlxf.models.parameters import (
     hf_shape,
     rank_parameters,
 )
+from mindspeed_rlxf.weights.stage import StageWeights
 
 
 def hf_tensors(

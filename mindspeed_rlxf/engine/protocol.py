@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
-from mindspeed_rlxf.checkpoint.run_files import Written
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
+from mindspeed_rlxf.weights.state_files import Written
 
 
 class TokenLogProbs(NamedTuple):

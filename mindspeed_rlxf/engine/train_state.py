@@ -1,6 +1,6 @@
 """What a trained role has to remember, written to and read from a folder by all its ranks.
 
-    state_00003.safetensors     weights and Adam's slots that the rank writes (`run_state`)
+    state_00003.safetensors     weights and Adam's slots that the rank writes (`weights.role_state`)
     random/rank_00003.json      random streams of a rank
     state.json                  steps taken, layout
     config.json, ...            what describes the model to who converts it, and the tokenizer
@@ -24,14 +24,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_rlxf.checkpoint.regular import read_json
-from mindspeed_rlxf.checkpoint.run_files import (
-    HOST,
-    Written,
-    entry_of,
-    write_text,
-)
-from mindspeed_rlxf.checkpoint.run_state import (
+from mindspeed_rlxf.device import random_states
+from mindspeed_rlxf.engine.hf_shards import Shard, shards
+from mindspeed_rlxf.engine.slots import held_slots, make_slots, step_of
+from mindspeed_rlxf.files.safe import sync_folder
+from mindspeed_rlxf.weights.regular import read_json
+from mindspeed_rlxf.weights.role_state import (
     BUFFER_BYTES,
     WEIGHT,
     Piece,
@@ -39,11 +37,13 @@ from mindspeed_rlxf.checkpoint.run_state import (
     file_of,
     write_pieces,
 )
-from mindspeed_rlxf.checkpoint.sharded_run_state import open_state
-from mindspeed_rlxf.device import random_states
-from mindspeed_rlxf.engine.hf_shards import Shard, shards
-from mindspeed_rlxf.engine.slots import held_slots, make_slots, step_of
-from mindspeed_rlxf.safe_files import sync_folder
+from mindspeed_rlxf.weights.sharded_state import open_state
+from mindspeed_rlxf.weights.state_files import (
+    HOST,
+    Written,
+    entry_of,
+    write_text,
+)
 
 if TYPE_CHECKING:
     from mindspeed_rlxf.engine.engine import MegatronEngine

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from mindspeed_rlxf.config.rules.tensor_parallel import qkv_rows
 from mindspeed_rlxf.config.schema import ArchitectureConfig
-from mindspeed_rlxf.config.tensor_parallel import qkv_rows
 
 
 class Head(str, Enum):

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from mindspeed_rlxf.config.printable import CODEC, RawStream, printable
+from mindspeed_rlxf.files.printable import CODEC, RawStream, printable
 
 
 class Progress:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, cast
 
-from mindspeed_rlxf.safe_files import (
+from mindspeed_rlxf.files.safe import (
     hidden_name,
     hidden_names_of,
     open_file,

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
+from mindspeed_rlxf.files.safe import PRIVATE, open_file
 from mindspeed_rlxf.reporting.line_file import LineFile
-from mindspeed_rlxf.safe_files import PRIVATE, open_file
 
 
 @dataclass(frozen=True)

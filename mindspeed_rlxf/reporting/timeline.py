@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from mindspeed_rlxf.safe_files import PRIVATE, open_file, private_folder
+from mindspeed_rlxf.files.safe import PRIVATE, open_file, private_folder
 
 ITERATIONS = 100  # of a file
 KEPT = 5  # files

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.memory import PREFILL_TOKENS, kv_cache_rows
-from mindspeed_rlxf.config.tensor_parallel import groups_per_rank
+from mindspeed_rlxf.config.rules.tensor_parallel import groups_per_rank
 from mindspeed_rlxf.models.attention import PackedSequences
 from mindspeed_rlxf.models.heads import full_logits, token_log_probs
 from mindspeed_rlxf.models.transformer import TransformerModel

@@ -6,18 +6,18 @@ import time
 from typing import Any
 
 from mindspeed_rlxf.algorithms.kl import KlController
+from mindspeed_rlxf.cluster.group import Pending
+from mindspeed_rlxf.cluster.refs import standing_for
+from mindspeed_rlxf.cluster.role_groups import RoleGroups
 from mindspeed_rlxf.config.enums import KlControl, OldLogProbs, RuntimeKind, ScoreSlotLimit
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs
-from mindspeed_rlxf.runtime.group import Pending
-from mindspeed_rlxf.runtime.refs import standing_for
-from mindspeed_rlxf.runtime.role_groups import RoleGroups
+from mindspeed_rlxf.run.checkpoints import RunCheckpoints
+from mindspeed_rlxf.run.recorder import Recorder
+from mindspeed_rlxf.run.stopping import Stopped, StopRequest
 from mindspeed_rlxf.trainer import metrics as names
 from mindspeed_rlxf.trainer.collector import Collected, Collector
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
-from mindspeed_rlxf.trainer.recorder import Recorder
-from mindspeed_rlxf.trainer.run_checkpoints import RunCheckpoints
-from mindspeed_rlxf.trainer.stopping import Stopped, StopRequest
 from mindspeed_rlxf.trainer.validation import Validator
 
 

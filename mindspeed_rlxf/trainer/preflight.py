@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mindspeed_rlxf.checkpoint.folders import check_side_files, described_by, open_weights
-from mindspeed_rlxf.checkpoint.hf_folder import shape_problems
-from mindspeed_rlxf.checkpoint.reader import WeightReader
+from mindspeed_rlxf.cluster import environment
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, disagreements, read_hf_config
@@ -26,14 +24,16 @@ from mindspeed_rlxf.data.tokenizer import (
 )
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.sizes import HEADS
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rollout.engines import ENGINES, NATIVE
-from mindspeed_rlxf.runtime import environment
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.driver_state import beyond, newest_state, reached
+from mindspeed_rlxf.run.exports import save_problems
 from mindspeed_rlxf.trainer.fixed_order import order_problems
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
-from mindspeed_rlxf.trainer.resume import beyond, newest_state, reached
-from mindspeed_rlxf.trainer.weight_saver import save_problems
+from mindspeed_rlxf.weights.folders import check_side_files, described_by, open_weights
+from mindspeed_rlxf.weights.hf_folder import shape_problems
+from mindspeed_rlxf.weights.reader import WeightReader
 
 T = TypeVar("T")
 TINY_MODELS = ("outputs", "tiny", "models")  # of examples/tiny/make.py

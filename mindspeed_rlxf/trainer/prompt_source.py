@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.fixed_responses import FixedResponses
 from mindspeed_rlxf.data.prompts import Prompt
-from mindspeed_rlxf.data.sampler import PromptSampler
-
-
-@dataclass(frozen=True)
-class Taken:
-    """Prompts given out, each `samples_per_prompt` times under sample ids that count up."""
-
-    first_sample_id: int
-    samples_per_prompt: int
-    prompts: list[int]  # indices in the data set
+from mindspeed_rlxf.data.sampler import PromptSampler, Taken
 
 
 class PromptSource:

@@ -11,37 +11,36 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from mindspeed_rlxf.checkpoint.run_store import RunStore
-from mindspeed_rlxf.config.enums import Role, RuntimeKind
-from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.config.printable import CODEC
-from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
-from mindspeed_rlxf.runtime.errors import (
+from mindspeed_rlxf.cluster.errors import (
     DevicesMissing,
     HostError,
     RuntimeTimeout,
     TooFewDevices,
     WorkerError,
 )
-from mindspeed_rlxf.runtime.protocol import Runtime
-from mindspeed_rlxf.runtime.role_groups import RoleGroups
-from mindspeed_rlxf.safe_files import open_file
-from mindspeed_rlxf.trainer import failure, supervisor
+from mindspeed_rlxf.cluster.protocol import Runtime
+from mindspeed_rlxf.cluster.role_groups import RoleGroups
+from mindspeed_rlxf.config.enums import Role, RuntimeKind
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.files.printable import CODEC
+from mindspeed_rlxf.files.safe import open_file
+from mindspeed_rlxf.run import failure, supervised
+from mindspeed_rlxf.run.checkpoints import RunCheckpoints
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.driver_state import digest, is_finished
+from mindspeed_rlxf.run.exports import WeightSaver
+from mindspeed_rlxf.run.recorder import Recorder
+from mindspeed_rlxf.run.stopping import Stopped, StopRequest
+from mindspeed_rlxf.run.store import RunStore
+from mindspeed_rlxf.run.supervised import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.prompt_source import PromptSource, as_rows
-from mindspeed_rlxf.trainer.recorder import Recorder
-from mindspeed_rlxf.trainer.resume import digest, is_finished
-from mindspeed_rlxf.trainer.run_checkpoints import RunCheckpoints
-from mindspeed_rlxf.trainer.stopping import Stopped, StopRequest
 from mindspeed_rlxf.trainer.validation import Validator
-from mindspeed_rlxf.trainer.weight_saver import WeightSaver
 
 if TYPE_CHECKING:
-    from mindspeed_rlxf.runtime.ray_runtime import RayRuntime
-
-EXIT_DONE, EXIT_FAILED, EXIT_STOPPED = 0, 1, 75
+    from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ class Run:
         self._stop = StopRequest(
             training.stop_grace_s,
             training.max_wall_time,
-            supervisor.command_started(),
+            supervised.command_started(),
             history=config.validation.interval + 1,
         )
 
@@ -95,19 +94,19 @@ class Run:
         return self._start_on_ray()
 
     def _start_on_ray(self) -> PpoTrainer:
-        from mindspeed_rlxf.runtime.ray_runtime import RayRuntime
+        from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
 
         directory = self._take(RunDirectory.create(self.config))
         _tell(self.config, directory)
         runtime = RayRuntime.from_config(self.config, directory.logs, directory.config)
         self._open.callback(runtime.shutdown)
         self._open.enter_context(_examined(runtime))
-        supervisor.tell(joined=not runtime.cluster.own)
+        supervised.report_facts(joined=not runtime.cluster.own)
         return self._train(directory, runtime)
 
     def _start_locally(self) -> PpoTrainer:
         """In this process, or in all processes of torchrun, of which the first one writes."""
-        from mindspeed_rlxf.runtime.local import LocalRuntime
+        from mindspeed_rlxf.cluster.local import LocalRuntime
 
         runtime = LocalRuntime.from_config(self.config, log_dir=None)
         self._open.callback(runtime.shutdown)
@@ -148,13 +147,13 @@ class Run:
         except UserError as mistake:
             self._release()
             if isinstance(mistake, TooFewDevices):
-                supervisor.tell(free=mistake.free)
+                supervised.report_facts(free=mistake.free)
             raise
         except (KeyboardInterrupt, Stopped):
             self._say_stopped(f"{self._stop.reason or 'SIGINT'}; {self._stop.lost}")
         except DevicesMissing as missing:
             self._release()
-            supervisor.tell(free=missing.free)
+            supervised.report_facts(free=missing.free)
             self._say_stopped(str(missing))
         except Exception as failed:
             self._fail(failed)
@@ -199,7 +198,7 @@ def _tell(config: RunConfig, directory: RunDirectory) -> None:
         for name in config.resource_pool
         if (layouts := [config.layout(role) for role in config.roles_of(name)])
     }
-    supervisor.tell(
+    supervised.report_facts(
         directory=str(directory.path),
         max_restarts=training.max_restarts,
         node_wait_s=training.node_wait_s,
@@ -300,4 +299,4 @@ def _log_to(directory: RunDirectory) -> None:
     package.setLevel(logging.INFO)
     console = logging.StreamHandler(sys.stdout)  # which cluster, which nodes, what is waited for
     console.setFormatter(logging.Formatter("ray: %(message)s"))
-    logging.getLogger("mindspeed_rlxf.runtime").addHandler(console)
+    logging.getLogger("mindspeed_rlxf.cluster").addHandler(console)

@@ -6,10 +6,10 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
+from mindspeed_rlxf.cluster.role_groups import RoleGroups
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.roles.reports import ScoreReport
-from mindspeed_rlxf.runtime.role_groups import RoleGroups
-from mindspeed_rlxf.trainer.recorder import Recorder
+from mindspeed_rlxf.run.recorder import Recorder
 
 
 class Validator:

@@ -10,10 +10,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from mindspeed_rlxf.checkpoint.run_files import content_problem
-from mindspeed_rlxf.checkpoint.run_store import RunStore
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
-from mindspeed_rlxf.trainer.run_checkpoints import RunCheckpoints
+from mindspeed_rlxf.run.checkpoints import RunCheckpoints
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.store import RunStore
+from mindspeed_rlxf.weights.state_files import content_problem
 from tests.chaos.failing_files import FailingFiles, worth_failing
 from tests.chaos.forked import Forked
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.run.directory import RunDirectory
 
 POLL_S = 0.002
 INTO_SAVE_S = 0.05

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.checkpoint.run_store import Checkpoint
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.store import Checkpoint
 
 TIMES = ("timing/", "throughput/")
 

@@ -24,7 +24,7 @@ def ray_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     A pool that a test ends keeps its processes: the next pool of the same shape takes them over,
     with all their imports done. Pools that a test leaves open end with the session.
     """
-    from mindspeed_rlxf.runtime.ray_runtime import RayRuntime
+    from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
 
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "RAY_ADDRESS")}
     os.environ["PYTHONPATH"] = str(REPOSITORY)  # where workers find the roles that tests define

@@ -17,6 +17,7 @@ from mindspeed_rlxf.config.enums import (
     RopeScaling,
     RuntimeKind,
 )
+from mindspeed_rlxf.config.rules.tensor_parallel import SHARED_GROUPS_SINCE
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -31,7 +32,6 @@ from mindspeed_rlxf.config.schema import (
     RuntimeConfig,
     TrainingConfig,
 )
-from mindspeed_rlxf.config.tensor_parallel import SHARED_GROUPS_SINCE
 from tests.families import config_keys, family_of
 
 # Tensor-parallel ranks may share a key-value group.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mindspeed_rlxf.cluster.role_groups import ActorGroup, RolloutGroup
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.runtime.role_groups import ActorGroup, RolloutGroup
 
 
 def build_policy(

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mindspeed_rlxf.checkpoint.hf_folder import HfFolder
 from mindspeed_rlxf.config.schema import RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
@@ -17,6 +16,7 @@ from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.models.heads import full_logits
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
+from mindspeed_rlxf.weights.hf_folder import HfFolder
 
 
 class EngineProbe:

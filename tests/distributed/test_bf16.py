@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from mindspeed_rlxf.cluster.group import RoleGroup
 from mindspeed_rlxf.config.enums import LossNormalizer, Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
@@ -23,7 +24,6 @@ from mindspeed_rlxf.engine.losses import normalised_loss
 from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models import heads
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.runtime.group import RoleGroup
 from tests.distributed.llamas import PLAIN, TIED, make_llama
 from tests.distributed.samples import make_rollouts
 from tests.golden import runs

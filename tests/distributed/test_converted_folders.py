@@ -13,6 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from mindspeed_rlxf.cli.convert import main
+from mindspeed_rlxf.cluster.group import RoleGroup
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import ArchitectureConfig, RoleConfig
@@ -21,7 +22,6 @@ from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.models.parameters import Head, padded_vocab_size
 from mindspeed_rlxf.models.transformer import transformer_config
-from mindspeed_rlxf.runtime.group import RoleGroup
 from tests.distributed.llamas import (
     ONE_GROUP,
     PLAIN,

@@ -17,7 +17,7 @@ from mindspeed_rlxf.config.enums import (
     Stage,
 )
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.run.directory import RunDirectory
 from tests.distributed.llamas import TIED, make_llama
 from tests.distributed.test_layout_invariance import (
     ITERATIONS,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
+from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
 from mindspeed_rlxf.config.enums import LossNormalizer, Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
@@ -19,7 +20,6 @@ from mindspeed_rlxf.engine.grouping import chunk_rows
 from mindspeed_rlxf.engine.losses import normalised_loss
 from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
 from tests.distributed.llamas import (
     MIXTRAL,
     QWEN3_MOE,

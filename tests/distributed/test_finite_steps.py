@@ -19,7 +19,8 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.enums import ModelType
 from torch import Tensor
 
-from mindspeed_rlxf.checkpoint.torch_dist import open_torch_dist
+from mindspeed_rlxf.cluster.errors import WorkerError
+from mindspeed_rlxf.cluster.group import RoleGroup
 from mindspeed_rlxf.config.enums import NanPolicy, Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
@@ -29,8 +30,7 @@ from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.protocol import LossOutput, Mean, PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.runtime.errors import WorkerError
-from mindspeed_rlxf.runtime.group import RoleGroup
+from mindspeed_rlxf.weights.torch_dist import open_torch_dist
 from tests.distributed.llamas import TIED, make_llama
 from tests.distributed.samples import make_rollouts
 

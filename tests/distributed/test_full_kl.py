@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
+from mindspeed_rlxf.cluster.protocol import Peer
 from mindspeed_rlxf.config.enums import KlPenalty, RewardKind, Role
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.reference import ReferenceRole
-from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
-from mindspeed_rlxf.runtime.protocol import Peer
 from tests.distributed.llamas import PLAIN, make_llama, run_config
 from tests.distributed.samples import make_rollouts
 

@@ -22,8 +22,9 @@ from mindspeed_rlxf.config.schema import (
 )
 from mindspeed_rlxf.data.fixed_responses import FixedResponses
 from mindspeed_rlxf.data.prompts import Prompt
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import Prepared
+from tests.distributed.cluster.test_local_runtime import torchrun
 from tests.distributed.conftest import NUM_DEVICES, REPOSITORY
 from tests.distributed.llamas import (
     MIXTRAL,
@@ -37,7 +38,6 @@ from tests.distributed.llamas import (
     make_llama,
     run_config,
 )
-from tests.distributed.runtime.test_local_runtime import torchrun
 from tests.training import train
 from tests.trl.record import make_tokenizer
 from tests.trl.runs import metrics_of

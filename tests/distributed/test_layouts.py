@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from mindspeed_rlxf.cluster.group import Sharded
+from mindspeed_rlxf.cluster.role_groups import ActorGroup, CriticGroup
 from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig
 from mindspeed_rlxf.data.batch import Experience, Rollouts
 from mindspeed_rlxf.data.mini_batches import rank_steps
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
-from mindspeed_rlxf.runtime.group import Sharded
-from mindspeed_rlxf.runtime.role_groups import ActorGroup, CriticGroup
 from tests.distributed.llamas import (
     PLAIN,
     QWEN2,

@@ -10,14 +10,14 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_rlxf.cluster.group import RoleGroup
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.engine.engine import MegatronEngine
-from mindspeed_rlxf.planning.memory import role_memory
+from mindspeed_rlxf.ops.planning.memory import role_memory
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
-from mindspeed_rlxf.runtime.group import RoleGroup
 from tests.distributed.llamas import PLAIN, TIED, make_llama, run_config
 from tests.distributed.samples import make_experience, make_rollouts
 from tests.distributed.test_layouts import update

@@ -1,4 +1,4 @@
-"""Checkpoints that megatron-core wrote, for versions of this package before `run_state`, go on."""
+"""Checkpoints that megatron-core wrote, for versions of this package before `weights.role_state`, go on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from mindspeed_rlxf.checkpoint.run_state import file_of
+from mindspeed_rlxf.cluster.group import RoleGroup
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
@@ -22,7 +22,7 @@ from mindspeed_rlxf.engine.sharded_files import save_sharded
 from mindspeed_rlxf.engine.slots import held_slots
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.saved import SavedRole
-from mindspeed_rlxf.runtime.group import RoleGroup
+from mindspeed_rlxf.weights.role_state import file_of
 from tests.distributed.llamas import QWEN3_MOE, make_llama
 from tests.distributed.test_resume import whole_tensors
 

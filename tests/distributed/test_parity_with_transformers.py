@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
+from mindspeed_rlxf.cluster.role_groups import ActorGroup, CriticGroup
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import ArchitectureConfig, RoleConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.critic import CriticRole
-from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
-from mindspeed_rlxf.runtime.role_groups import ActorGroup, CriticGroup
 from tests.distributed.llamas import (
     ONE_GROUP,
     PLAIN,

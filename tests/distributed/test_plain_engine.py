@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from mindspeed_rlxf.algorithms.slots import value_mask
+from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
 from mindspeed_rlxf.config.enums import Role, ScorePosition
 from mindspeed_rlxf.config.schema import OptimizerConfig, RunConfig
 from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.reports import UpdateReport
-from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
 from tests.distributed.llamas import PLAIN, make_llama, run_config
 from tests.distributed.samples import make_experience, make_rollouts
 from tests.plain_engine import PlainEngine

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
 from mindspeed_rlxf.config.enums import (
     DpoLoss,
     KlIn,
@@ -26,7 +27,6 @@ from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import Experience, Rollouts
 from mindspeed_rlxf.data.mini_batches import rank_steps
 from mindspeed_rlxf.roles.actor import ActorRole
-from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
 from tests.distributed.llamas import MAX_NEW_TOKENS, TIED, make_llama, run_config
 from tests.distributed.samples import make_experience, make_rollouts
 

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mindspeed_rlxf.checkpoint.run_store import Checkpoint, RunStore
 from mindspeed_rlxf.cli.convert import main as convert
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.exports import WeightSaver
+from mindspeed_rlxf.run.store import Checkpoint, RunStore
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
-from mindspeed_rlxf.trainer.weight_saver import WeightSaver
 from tests.chaos.same_run import lines_of, state_of
 from tests.distributed.conftest import REPOSITORY
 from tests.distributed.llamas import make_llama

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from mindspeed_rlxf.checkpoint.run_state import BUFFER_BYTES, RunState
+from mindspeed_rlxf.cluster.group import RoleGroup
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
@@ -24,7 +24,7 @@ from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.slots import chained, held_slots
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.saved import SavedRole
-from mindspeed_rlxf.runtime.group import RoleGroup
+from mindspeed_rlxf.weights.role_state import BUFFER_BYTES, RunState
 from tests.distributed.llamas import PLAIN, make_llama
 
 MIB = 1 << 20

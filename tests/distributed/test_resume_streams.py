@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 
+from mindspeed_rlxf.cluster.errors import WorkerError
+from mindspeed_rlxf.cluster.group import RoleGroup
 from mindspeed_rlxf.config.enums import NanPolicy, Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
@@ -25,8 +27,6 @@ from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps, Step
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.saved import SavedRole
-from mindspeed_rlxf.runtime.errors import WorkerError
-from mindspeed_rlxf.runtime.group import RoleGroup
 from tests.distributed.llamas import TIED, make_llama
 
 MAX_SKIPPED = 2

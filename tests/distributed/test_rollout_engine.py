@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
 from mindspeed_rlxf.roles.generation import make_requests, sampling_settings
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.weights import OwnWeights
-from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
 from tests.distributed.llamas import QWEN2, QWEN3_MOE, TIED, make_llama, run_config
 from tests.distributed.policies import build_policy
 from tests.distributed.test_parity_with_transformers import LAYOUTS, make_prompts

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from mindspeed_rlxf.cluster.group import RoleGroup
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.data.batch import RoleOutput
-from mindspeed_rlxf.runtime.group import RoleGroup
 
 
 class GroupsProbe:

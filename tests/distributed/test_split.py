@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mindspeed_rlxf.cluster.errors import WorkerError
+from mindspeed_rlxf.cluster.role_groups import ActorGroup, RolloutGroup
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.rollout import RolloutRole
 from mindspeed_rlxf.rollout import transfer
-from mindspeed_rlxf.runtime.errors import WorkerError
-from mindspeed_rlxf.runtime.role_groups import ActorGroup, RolloutGroup
+from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import Prepared
 from tests.distributed.llamas import PLAIN, SHARES_GROUPS
 from tests.distributed.test_layout_invariance import (

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import TokenLoss, clipped_policy_loss
 from mindspeed_rlxf.algorithms.masked import masked_whiten
+from mindspeed_rlxf.cluster import role_groups
+from mindspeed_rlxf.cluster.role_groups import CriticGroup
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     LossNormalizer,
@@ -39,13 +41,11 @@ from mindspeed_rlxf.data.batch import (
     fit_columns,
 )
 from mindspeed_rlxf.engine.protocol import LossOutput
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.roles import objectives as objectives_module
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.objectives import ClippedObjective
-from mindspeed_rlxf.runtime import role_groups
-from mindspeed_rlxf.runtime.role_groups import CriticGroup
+from mindspeed_rlxf.run.directory import RunDirectory
 from tests.rows import length_mask
 from tests.training import train
 from tests.trl.record import (

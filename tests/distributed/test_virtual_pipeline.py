@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.testing import assert_close
 
+from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.runtime.group import RoleGroup, Sharded
 from tests.distributed.llamas import PLAIN, TIED, make_llama
 from tests.distributed.probe import EngineProbe
 from tests.distributed.samples import PROMPT_LENGTHS, RESPONSE_LENGTHS, make_rollouts

@@ -12,9 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
-from mindspeed_rlxf.runtime.ray_runtime import RayRuntime
 from tests.distributed.conftest import OnePoolSetAtATime
 from tests.golden.runs import SETTINGS, START, TRACES, Curves, read_trace, run, write_trace
 

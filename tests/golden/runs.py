@@ -13,7 +13,7 @@ import torch
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
 from tests.training import train
 

@@ -23,7 +23,7 @@ JOIN = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.runtime.ray_cluster import open_cluster
+from mindspeed_rlxf.cluster.ray.cluster import open_cluster
 try:
     open_cluster(None, {}).close()
 except UserError as error:

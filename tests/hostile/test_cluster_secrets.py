@@ -12,8 +12,8 @@ from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.withheld import reveal
-from mindspeed_rlxf.planning.plan import plan
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.ops.planning.plan import plan
+from mindspeed_rlxf.run.directory import RunDirectory
 
 CANARY = "Canary0f5E9b"
 LITERAL = {

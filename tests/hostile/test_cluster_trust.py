@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_rlxf.cluster.ray import cluster as ray_cluster
+from mindspeed_rlxf.cluster.ray import trust as ray_trust
+from mindspeed_rlxf.cluster.ray.trust import View, check
 from mindspeed_rlxf.config import cluster, listeners
 from mindspeed_rlxf.config.cluster import choose_cluster, started_here
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.runtime import ray_cluster, ray_trust
-from mindspeed_rlxf.runtime.ray_trust import View, check
 
 LONG = pytest.param("x" * 100_000, id="long")
 ANOTHER = 65534  # nobody

@@ -15,24 +15,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindspeed_rlxf.checkpoint.convert import read_architecture
-from mindspeed_rlxf.checkpoint.formats import find_weights
-from mindspeed_rlxf.checkpoint.hf_folder import HfFolder
-from mindspeed_rlxf.checkpoint.run_store import Checkpoint, RunStore
 from mindspeed_rlxf.config.hf_config import read_hf_config
-from mindspeed_rlxf.config.plain_files import open_plain, read_pointer
 from mindspeed_rlxf.config.plugins import read_and_load
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.fixed_responses import load_fixed_responses
 from mindspeed_rlxf.data.indexed import HEADER, MAGIC, BrokenIndex, IndexedReader
-from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
+from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from mindspeed_rlxf.data.prompts import load_prompts
 from mindspeed_rlxf.data.sidecar import read_sidecar
 from mindspeed_rlxf.data.tokenizer import eos_token_ids, load_tokenizer
-from mindspeed_rlxf.doctor.bundle import private_texts, write_bundle
-from mindspeed_rlxf.doctor.report import make_report
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
-from mindspeed_rlxf.trainer.supervisor import under_way
+from mindspeed_rlxf.files.plain import open_plain, read_pointer
+from mindspeed_rlxf.ops.doctor.bundle import private_texts, write_bundle
+from mindspeed_rlxf.ops.doctor.report import make_report
+from mindspeed_rlxf.ops.supervisor import under_way
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.store import Checkpoint, RunStore
+from mindspeed_rlxf.weights.convert import read_architecture
+from mindspeed_rlxf.weights.formats import find_weights
+from mindspeed_rlxf.weights.hf_folder import HfFolder
 from tests.unit.data.byte_tokenizer import byte_tokenizer, write_tokenizer
 
 SECONDS = 5

@@ -16,15 +16,15 @@ import pytest
 from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config import bounded_compose
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.plain_files import parse_json
-from mindspeed_rlxf.config.plain_yaml import parse_yaml
-from mindspeed_rlxf.config.printable import printable, protect
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data import chats
 from mindspeed_rlxf.data.indexed import IndexedReader
-from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
+from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
-from mindspeed_rlxf.doctor.redact import Redactor
+from mindspeed_rlxf.files.plain import parse_json
+from mindspeed_rlxf.files.plain_yaml import parse_yaml
+from mindspeed_rlxf.files.printable import printable, protect
+from mindspeed_rlxf.ops.doctor.redact import Redactor
 from tests.unit.data.byte_tokenizer import SPECIAL, byte_tokenizer, write_tokenizer
 
 SECONDS, MORE_KIB = 5.0, 2 * 2**20  # of one case; 2 GiB

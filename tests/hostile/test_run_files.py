@@ -12,26 +12,26 @@ from typing import cast
 
 import pytest
 
-from mindspeed_rlxf.checkpoint import host_part
-from mindspeed_rlxf.checkpoint.run_files import write_text
-from mindspeed_rlxf.checkpoint.run_store import RunStore
+from mindspeed_rlxf.cluster.host_agent import HostAgent
+from mindspeed_rlxf.cluster.places import Place
+from mindspeed_rlxf.cluster.process import redirect_output
+from mindspeed_rlxf.cluster.witness import GONE, Sighting, Watched, keep_logs
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.handlers import HANDLERS
-from mindspeed_rlxf.data.prompt_set_writer import PromptSetWriter, finish_interrupted
-from mindspeed_rlxf.doctor.bundle import write_bundle
-from mindspeed_rlxf.doctor.report import Report
+from mindspeed_rlxf.data.preprocessing.writer import PromptSetWriter, finish_interrupted
+from mindspeed_rlxf.files.safe import mode_within, private_folder, replace_file
+from mindspeed_rlxf.ops.doctor.bundle import write_bundle
+from mindspeed_rlxf.ops.doctor.report import Report
 from mindspeed_rlxf.reporting.line_file import LineFile
 from mindspeed_rlxf.reporting.metrics import MetricsWriter
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
 from mindspeed_rlxf.reporting.timeline import Span, Timeline
-from mindspeed_rlxf.runtime.host_agent import HostAgent
-from mindspeed_rlxf.runtime.places import Place
-from mindspeed_rlxf.runtime.process import redirect_output
-from mindspeed_rlxf.runtime.witness import GONE, Sighting, Watched, keep_logs
-from mindspeed_rlxf.safe_files import mode_within, private_folder, replace_file
-from mindspeed_rlxf.trainer import failure
+from mindspeed_rlxf.run import failure
+from mindspeed_rlxf.run import host_files as host_part
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.stopping import StopRequest
+from mindspeed_rlxf.run.store import RunStore
 from mindspeed_rlxf.trainer.run import _log_to
-from mindspeed_rlxf.trainer.stopping import StopRequest
+from mindspeed_rlxf.weights.state_files import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "of the user\n"
@@ -201,7 +201,7 @@ def test_a_part_of_another_host_is_not_written_through_a_link(tmp_path: Path, mi
 
 
 def test_a_checkpoint_of_another_host_keeps_the_configuration_private(tmp_path: Path) -> None:
-    from mindspeed_rlxf.checkpoint.run_store import Manifest
+    from mindspeed_rlxf.run.store import Manifest
 
     store = RunStore(tmp_path)
     store.begin(1)
@@ -236,9 +236,9 @@ def test_a_list_of_moves_moves_nothing_of_elsewhere(tmp_path: Path, mine: Path) 
 
 # Files that write into a folder which this process has made, or documents of this repository.
 WRITES_ITSELF = {
-    "config/migration.py", "checkpoint/convert.py", "checkpoint/torch_dist_writer.py",
-    "checkpoint/torch_file_writer.py",
-    "checkpoint/safetensors_writer.py", "reporting/metrics.py", "safe_files.py",
+    "compat/migration.py", "weights/convert.py", "weights/torch_dist_writer.py",
+    "weights/torch_file_writer.py",
+    "weights/safetensors_writer.py", "reporting/metrics.py", "files/safe.py",
 }  # fmt: skip
 
 
@@ -251,7 +251,7 @@ def test_everything_is_written_by_way_of_one_module() -> None:
             if isinstance(node, ast.Call) and _writes(node):
                 found.add(file.relative_to(package).as_posix())
     assert found <= WRITES_ITSELF, found - WRITES_ITSELF
-    assert {"config/migration.py", "checkpoint/safetensors_writer.py"} <= found, "it finds these"
+    assert {"compat/migration.py", "weights/safetensors_writer.py"} <= found, "it finds these"
 
 
 def _writes(call: ast.Call) -> bool:

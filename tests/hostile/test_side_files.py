@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf import safe_files
-from mindspeed_rlxf.checkpoint.folders import SIDE_FILES
-from mindspeed_rlxf.checkpoint.formats import find_weights
-from mindspeed_rlxf.checkpoint.hf_folder import HfFolder
 from mindspeed_rlxf.cli.convert import main
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.tokenizer import eos_token_ids, load_tokenizer
-from mindspeed_rlxf.safe_files import open_file, open_inside, replace_file
-from tests.unit.checkpoint.folders_of import make_folder
+from mindspeed_rlxf.files import safe as safe_files
+from mindspeed_rlxf.files.safe import open_file, open_inside, replace_file
+from mindspeed_rlxf.weights.folders import SIDE_FILES
+from mindspeed_rlxf.weights.formats import find_weights
+from mindspeed_rlxf.weights.hf_folder import HfFolder
 from tests.unit.data.byte_tokenizer import byte_tokenizer
+from tests.unit.weights.folders_of import make_folder
 
 CANARY = "canary-4711"
 BOUND_S = 5.0

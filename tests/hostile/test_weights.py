@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.checkpoint.inert_pickle import read_pickle
+from mindspeed_rlxf.weights.inert_pickle import read_pickle
 from tests.hostile.watched import armed, outcome, read_all
 
 # Programs for the pickle machine --------------------------------------------------------------

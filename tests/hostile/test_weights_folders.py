@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_rlxf.checkpoint.formats import find_weights
-from mindspeed_rlxf.checkpoint.run_state import Piece, file_of, write_pieces
 from mindspeed_rlxf.cli.convert import main
+from mindspeed_rlxf.weights.formats import find_weights
+from mindspeed_rlxf.weights.role_state import Piece, file_of, write_pieces
 from tests.hostile.test_weights import PROGRAMS
 from tests.hostile.watched import outcome, read_all
-from tests.unit.checkpoint.folders_of import make_folder
+from tests.unit.weights.folders_of import make_folder
 
 # Folders ------------------------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.checkpoint.folders import open_weights
 from mindspeed_rlxf.models.parameters import Head, Slice, hf_shapes
-from tests.unit.checkpoint.folders_of import architecture_of
+from mindspeed_rlxf.weights.folders import open_weights
+from tests.unit.weights.folders_of import architecture_of
 
 SECONDS, BYTES = 5.0, 1 << 30  # of one case
 ARCHITECTURE = architecture_of("llama")

@@ -1,6 +1,6 @@
 """Whole runs that something happens to: one message, failure.json, nothing left, the right status.
 
-Without restarts, so that each fault is seen for itself; `tests/unit/trainer/test_supervisor.py` has
+Without restarts, so that each fault is seen for itself; `tests/unit/ops/test_supervisor.py` has
 those.
 """
 

@@ -15,7 +15,7 @@ import pytest
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.data.conversation import MapKeys
-from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
+from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from tests.distributed.llamas import make_llama
 from tests.distributed.test_ppo_run import VOCAB, write_tokenizer
 from tests.older_yaml import EVERY, models, write_one

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rlxf.cluster.local import LocalRuntime, claim_device
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.runtime.local import LocalRuntime, claim_device
 from tests.npu_rehearsal.cases import CASES, PATHS
 
 TIMEOUT_S = 300.0
@@ -24,7 +24,7 @@ def main(kind: DeviceKind, folder: Path, out: Path, name: str) -> None:
     if kind is DeviceKind.NPU:
         count_operators()
     from mindspeed_rlxf.config.schema import DeviceConfig
-    from mindspeed_rlxf.reporting.run_dir import RunDirectory
+    from mindspeed_rlxf.run.directory import RunDirectory
     from tests.distributed import llamas
     from tests.distributed.test_layout_invariance import fixed_run
     from tests.training import train

@@ -16,10 +16,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from mindspeed_rlxf.cluster import role_groups
+from mindspeed_rlxf.cluster.local import LocalRuntime
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
-from mindspeed_rlxf.runtime import role_groups
-from mindspeed_rlxf.runtime.local import LocalRuntime
+from mindspeed_rlxf.run.directory import RunDirectory
 from tests.training import train
 from tests.trl.record import SETTINGS, UPDATES, make_tokenizer
 from tests.trl.runs import Trace, metrics_of, prepared, recorded_order, trl_config

@@ -21,7 +21,7 @@ from mindspeed_rlxf.config.enums import (
 from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RunConfig
 from mindspeed_rlxf.data.fixed_responses import FixedResponses
 from mindspeed_rlxf.data.prompts import Prompt
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import Prepared
 from tests.distributed.llamas import run_config
 from tests.trl.record import (

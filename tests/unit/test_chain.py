@@ -11,9 +11,9 @@ from typing import Any
 
 from mindspeed_rlxf.algorithms.losses import clipped_policy_loss
 from mindspeed_rlxf.cli import train
+from mindspeed_rlxf.cluster.role_groups import ActorGroup
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.objectives import ClippedObjective
-from mindspeed_rlxf.runtime.role_groups import ActorGroup
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 
 COMMAND = Path(__file__).parents[2] / "ray_gpt.py"

@@ -10,9 +10,9 @@ from typing import get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
+from mindspeed_rlxf.compat.migration import put_into
 from mindspeed_rlxf.config.compose import builtin_config_dir, config_names
 from mindspeed_rlxf.config.keys import known_keys
-from mindspeed_rlxf.config.migration import put_into
 from mindspeed_rlxf.config.roles import ActorConfig, CriticConfig, OptimizerConfig
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.sections import AlgorithmConfig
@@ -54,7 +54,7 @@ def test_configs_and_tests_that_a_document_names_exist(document: Path) -> None:
 
 def test_the_tables_for_migrating_are_made_from_the_schema() -> None:
     text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
-    remedy = "run python -m mindspeed_rlxf.config.migration docs/migrating.md"
+    remedy = "run python -m mindspeed_rlxf.compat.migration docs/migrating.md"
     assert put_into(text) == text, remedy
 
 

@@ -29,8 +29,8 @@ LOADS = ("torch", "pickle", "dcp", "dist_checkpointing", "checkpoint", "np", "nu
 # Our own restricted reader, which has two of these names, and the writer of Megatron's files.
 BASES = {"pickle.Unpickler", "Unpickler"}
 ALLOWED = {
-    ("mindspeed_rlxf.checkpoint.dist_metadata", "read_pickle"),
-    ("mindspeed_rlxf.checkpoint.torch_dist", "read_metadata"),
+    ("mindspeed_rlxf.weights.dist_metadata", "read_pickle"),
+    ("mindspeed_rlxf.weights.torch_dist", "read_metadata"),
 }
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from mindspeed_rlxf import cli
 from mindspeed_rlxf.cli import doctor
-from mindspeed_rlxf.doctor.findings import Finding, error, ok
-from mindspeed_rlxf.doctor.subject import Subject
+from mindspeed_rlxf.ops.doctor.findings import Finding, error, ok
+from mindspeed_rlxf.ops.doctor.subject import Subject
 
 
 @pytest.fixture

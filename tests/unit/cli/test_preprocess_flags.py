@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from mindspeed_rlxf.cli.preprocess import main
-from mindspeed_rlxf.cli.preprocess_flags import OLDER_FLAGS
+from mindspeed_rlxf.compat.preprocess_flags import OLDER_FLAGS
 from tests.unit.data.byte_tokenizer import write_tokenizer
 
 CONVERSATIONS = "--handler-name AlpacaStyleInstructionHandler"

@@ -192,7 +192,7 @@ def test_installed_command_finds_its_subcommands(
 def test_a_local_run_claims_its_device_before_the_roles_bring_in_megatron(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from mindspeed_rlxf.runtime import local
+    from mindspeed_rlxf.cluster import local
 
     order: list[str] = []
     replace_trainer(monkeypatch, prepare=lambda config: order.append("prepare"))

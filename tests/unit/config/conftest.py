@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf import packages
+from mindspeed_rlxf.compat import older_toolkit
 from mindspeed_rlxf.config import cluster
 from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.resolve import resolve
@@ -83,7 +84,7 @@ def problems(make_tree: Callable[..., Tree]) -> Callable[..., list[str]]:
 
     def run(changes: Tree | None = None, drop: tuple[str, ...] = ()) -> list[str]:
         try:
-            resolve(make_tree(changes, drop), "test")
+            resolve(make_tree(changes, drop), "test", older_toolkit)
         except ConfigError as error:
             return [str(problem) for problem in error.problems]
         return []

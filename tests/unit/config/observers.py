@@ -20,31 +20,32 @@ import numpy as np
 import torch
 
 from mindspeed_rlxf.algorithms.masked import alone
+from mindspeed_rlxf.cluster import local, role_groups
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs, LogProbs, Scores, Values
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
-from mindspeed_rlxf.doctor import subject
 from mindspeed_rlxf.engine import engine, optimizer
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.protocol import TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head, stage_parameters
 from mindspeed_rlxf.models.rope import inverse_frequencies
 from mindspeed_rlxf.models.transformer import transformer_config
-from mindspeed_rlxf.planning import available
-from mindspeed_rlxf.planning.plan import plan
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.ops.doctor import subject
+from mindspeed_rlxf.ops.planning import available
+from mindspeed_rlxf.ops.planning.plan import plan
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.roles import actor, critic, engines
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.generation import sampling_settings
 from mindspeed_rlxf.roles.objectives import objective_of
 from mindspeed_rlxf.rollout.sampling import choose_tokens
-from mindspeed_rlxf.runtime import local, role_groups
-from mindspeed_rlxf.trainer import ppo, preflight, recorder, run
-from mindspeed_rlxf.trainer.stopping import Stopped
+from mindspeed_rlxf.run import recorder
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.stopping import Stopped
+from mindspeed_rlxf.trainer import ppo, preflight, run
 from tests.unit.data.byte_tokenizer import byte_tokenizer
 from tests.unit.roles.test_experience import HAS_EOS, LENGTHS, rollouts_of
 
@@ -266,7 +267,7 @@ def validated(config: RunConfig) -> list[Any]:
 
 def supervised(config: RunConfig) -> Any:
     """What the supervisor is told of restarts, and the request to stop of its limits."""
-    with patch.object(run.supervisor, "tell") as tell:
+    with patch.object(run.supervised, "report_facts") as tell:
         run._tell(config, MagicMock(path="here"))
     stops = patch.object(run, "StopRequest", side_effect=Over)
     with stops as stop, contextlib.suppress(Over):
@@ -357,7 +358,8 @@ def started(config: RunConfig) -> Any:
 
 def joined(config: RunConfig) -> Any:
     """What Ray's runtime makes of a cluster that it joins: deadlines, threads, checks."""
-    from mindspeed_rlxf.runtime import node_check, ray_runtime
+    from mindspeed_rlxf.cluster import node_check
+    from mindspeed_rlxf.cluster.ray import runtime as ray_runtime
 
     cluster = SimpleNamespace(own=False, address="head:1")
     opens = patch.object(ray_runtime, "open_cluster", return_value=cluster)

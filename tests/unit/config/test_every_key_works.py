@@ -15,6 +15,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
+from mindspeed_rlxf.compat import older_toolkit
 from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS
 from mindspeed_rlxf.config.resolve import resolve
@@ -33,8 +34,8 @@ from tests.unit.config.conftest import TREE
 MakeTree = Callable[..., dict[str, Any]]
 Changes = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[3]
-CHECKPOINTS, STORE = "trainer/test_run_checkpoints.py", "checkpoint/test_run_store.py"
-RUN_DIR, COLLECTOR = "reporting/test_run_dir.py", "trainer/test_collector.py"
+CHECKPOINTS, STORE = "run/test_checkpoints.py", "run/test_store.py"
+RUN_DIR, COLLECTOR = "run/test_directory.py", "trainer/test_collector.py"
 ROLES = ("actor_rollout", "ref", "critic", "reward")
 
 ACTOR, CRITIC = "actor_rollout.", "critic."
@@ -290,7 +291,7 @@ RUNTIME: dict[str, Any] = {
     "kind": Case("local", base={"resource_pool.main": 1}),
     "address": Case("head:6379"),
     "allow_unauthenticated": Shown(
-        "runtime/test_ray_cluster.py",
+        "cluster/ray/test_cluster.py",
         "test_the_key_for_clusters_without_tokens_reaches_the_one_that_joins",
     ),
     "timeout_s": Case(7.0, see.joined),
@@ -372,7 +373,7 @@ def seen(make_tree: MakeTree, changes: Changes, drop: tuple[str, ...], case: Cas
 
 @functools.cache
 def _seen(tree: str, observe: see.Observer) -> Any:
-    return observe(resolve(json.loads(tree), "test"))
+    return observe(resolve(json.loads(tree), "test", older_toolkit))
 
 
 OBSERVERS = sorted({p.values[2].see for p in cases() if isinstance(p.values[2], Case)}, key=str)

@@ -14,8 +14,8 @@ from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.dump import to_tree
 from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.resolve import resolve
-from mindspeed_rlxf.config.resume import changes
 from mindspeed_rlxf.rewards.rules import RULES, RewardResult
+from mindspeed_rlxf.run.changed_keys import changes
 from tests.registries import forgotten
 
 MakeTree = Callable[..., dict[str, Any]]

@@ -14,10 +14,10 @@ import yaml
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.dump import to_tree, to_yaml
 from mindspeed_rlxf.config.resolve import resolve, resolve_with_notes
-from mindspeed_rlxf.config.resume import changes
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.withheld import Withheld, open_variables, reveal, secret_variables
-from mindspeed_rlxf.planning.plan import plan
+from mindspeed_rlxf.ops.planning.plan import plan
+from mindspeed_rlxf.run.changed_keys import changes
 
 CANARY = "canary5f0e"
 

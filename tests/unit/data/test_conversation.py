@@ -9,7 +9,7 @@ import pytest
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.conversation import UnusableRow, conversation_of
 from mindspeed_rlxf.data.handlers import HANDLERS
-from mindspeed_rlxf.data.map_keys import MapKeys, parse_map_keys
+from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys, parse_map_keys
 
 PPO = HANDLERS["PPOAlpacaStyleInstructionHandler"]
 KEYS = MapKeys("p", "q", "r", "h", "s")

@@ -13,9 +13,9 @@ from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.handlers import HANDLERS
 from mindspeed_rlxf.data.indexed import IndexedReader
 from mindspeed_rlxf.data.indexed_prompts import load_indexed_prompts
-from mindspeed_rlxf.data.map_keys import parse_map_keys
-from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
-from mindspeed_rlxf.data.row_source import Counts
+from mindspeed_rlxf.data.preprocessing.map_keys import parse_map_keys
+from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
+from mindspeed_rlxf.data.preprocessing.row_source import Counts
 from mindspeed_rlxf.data.sidecar import column_files, data_path, read_sidecar
 from tests.unit.data.byte_tokenizer import byte_tokenizer, write_tokenizer
 

@@ -15,8 +15,8 @@ from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.indexed import IndexedWriter
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
-from mindspeed_rlxf.data.map_keys import MapKeys
-from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
+from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
+from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
 from mindspeed_rlxf.data.sidecar import data_path, partial_folder, sidecar_path
 from mindspeed_rlxf.data.tokenizer import load_tokenizer

@@ -70,8 +70,10 @@ def test_code_in_the_folder_is_not_run(tmp_path):
 
 
 def test_importing_the_driver_side_does_not_import_transformers():
-    modules = "data.prompts data.indexed_prompts data.preprocess data.tokenizer data.sampler "
-    modules += "rewards.manager reporting.run_dir"
+    modules = (
+        "data.prompts data.indexed_prompts data.preprocessing.pipeline data.tokenizer data.sampler "
+    )
+    modules += "rewards.manager run.directory"
     imports = "; ".join(f"import mindspeed_rlxf.{name}" for name in modules.split())
     program = (
         f"{imports}; import sys; assert not {{'transformers', 'torch', 'ray'}} & set(sys.modules)"

@@ -11,7 +11,7 @@ import pytest
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.device import npu, npu_count
-from mindspeed_rlxf.doctor import devices
+from mindspeed_rlxf.ops.doctor import devices
 from tests.unit.device import npu_recorder
 
 NPU = DeviceKind.NPU

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_rlxf.checkpoint.legacy import shard_shape
 from mindspeed_rlxf.engine.hf_shards import shards
 from mindspeed_rlxf.models.parameters import (
     Head,
@@ -19,7 +18,8 @@ from mindspeed_rlxf.models.parameters import (
     padded_vocab_size,
     rank_parameters,
 )
-from tests.unit.checkpoint.folders_of import architecture_of
+from mindspeed_rlxf.weights.legacy import shard_shape
+from tests.unit.weights.folders_of import architecture_of
 
 
 def rank_of(family: str, tp: tuple[int, int], pp: tuple[int, int], dp: tuple[int, int],

@@ -14,7 +14,7 @@ import torch
 from mindspeed_rlxf.engine import train_state
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.models.parameters import Head
-from tests.unit.checkpoint.folders_of import make_folder
+from tests.unit.weights.folders_of import make_folder
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rlxf.models.parameters import Head
-from tests.unit.checkpoint.folders_of import assert_same, make_folder, read_folder
+from tests.unit.weights.folders_of import assert_same, make_folder, read_folder
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "examples" / "mcore"
 FAMILIES = {"llama2": "llama", "llama3": "llama", "llama32": "tied", "qwen25": "qwen2"}

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mindspeed_rlxf.trainer.supervisor import SHUTDOWN_S
+from mindspeed_rlxf.ops.supervisor import SHUTDOWN_S
 
 FOLDER = Path(__file__).parents[3] / "examples" / "launch"
 # In place of the interpreter: `$LAB` collects what was called and who is there.

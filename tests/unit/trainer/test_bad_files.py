@@ -25,8 +25,8 @@ from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
-from mindspeed_rlxf.data.map_keys import MapKeys
-from mindspeed_rlxf.data.preprocess import PreprocessOptions, preprocess
+from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
+from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from mindspeed_rlxf.rollout.engines import ENGINES
 from mindspeed_rlxf.trainer.preflight import prepare
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.enums import AdvEstimator
 from mindspeed_rlxf.config.schema import AlgorithmConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.roles.reports import GenerateReport, ScoreReport
-from mindspeed_rlxf.runtime.refs import Piece, RowsRef
 from mindspeed_rlxf.trainer.collector import Collected, Collector
 
 SIZE = 2  # responses to a prompt

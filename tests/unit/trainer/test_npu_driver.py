@@ -33,7 +33,7 @@ DRIVER = """
 from types import SimpleNamespace
 from mindspeed_rlxf.config.errors import Problem, UserError
 main([*line, "dry_run=true", f"training.output_dir={sys.argv[2]}/dry"])
-from mindspeed_rlxf.runtime import ray_pools, ray_runtime
+from mindspeed_rlxf.cluster import ray_pools, ray_runtime
 def no_cluster(*args):
     return SimpleNamespace(own=True, address="", close=lambda: None)
 def reached(*args):
@@ -41,8 +41,8 @@ def reached(*args):
 ray_runtime.open_cluster, ray_pools.RayPools.create = no_cluster, reached
 assert main([*line, f"training.output_dir={sys.argv[2]}/run"]) == 2
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.doctor import devices, software
-from mindspeed_rlxf.runtime.node_report import report
+from mindspeed_rlxf.ops.doctor import devices, software
+from mindspeed_rlxf.cluster.node_report import report
 report([], None, DeviceKind.NPU)
 devices.look(DeviceKind.NPU)
 software.look(DeviceKind.NPU)

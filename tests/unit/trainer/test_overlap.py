@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.enums import ScoreSlotLimit
 from mindspeed_rlxf.config.schema import AlgorithmConfig
-from mindspeed_rlxf.runtime.refs import Piece, RowsRef
+from mindspeed_rlxf.run.stopping import StopRequest
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
-from mindspeed_rlxf.trainer.stopping import StopRequest
 
 
 class Waited(Exception):

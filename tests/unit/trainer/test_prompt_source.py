@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_rlxf.data.prompts import Prompt
-from mindspeed_rlxf.data.sampler import PromptSampler
-from mindspeed_rlxf.trainer.prompt_source import PromptSource, Taken, as_rows
+from mindspeed_rlxf.data.sampler import PromptSampler, Taken
+from mindspeed_rlxf.trainer.prompt_source import PromptSource, as_rows
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.cluster.errors import DevicesMissing, TooFewDevices
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.resolve import resolve
-from mindspeed_rlxf.reporting.run_dir import RunDirectory
-from mindspeed_rlxf.runtime.errors import DevicesMissing, TooFewDevices
+from mindspeed_rlxf.run.checkpoints import RunCheckpoints
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.supervised import CHILD_OF
 from mindspeed_rlxf.trainer import run as run_module
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.run import Run
-from mindspeed_rlxf.trainer.run_checkpoints import RunCheckpoints
-from mindspeed_rlxf.trainer.supervisor import CHILD_OF
 from tests.unit.config.conftest import make_tree, no_cluster
-from tests.unit.trainer.test_run_checkpoints import Role
+from tests.unit.run.test_checkpoints import Role
 
 __all__ = ["make_tree", "no_cluster"]
 FREE = [4, 3]
@@ -76,7 +76,7 @@ def command(
 ) -> Iterator[Command]:
     found = Command(make_tree, tmp_path)
     ray = SimpleNamespace(RayRuntime=SimpleNamespace(from_config=found.from_config))
-    monkeypatch.setitem(sys.modules, "mindspeed_rlxf.runtime.ray_runtime", ray)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "mindspeed_rlxf.cluster.ray.runtime", ray)  # type: ignore[arg-type]
     monkeypatch.setattr(run_module, "training", found.training)
     monkeypatch.setenv(CHILD_OF, f"{os.getppid()}:0.0:{found.facts}")
     loggers = [logging.getLogger(f"mindspeed_rlxf{name}") for name in ("", ".runtime")]

@@ -1,0 +1,69 @@
+"""How long the driver waits for what. Every number that `docs/failures.md` shows stands here.
+
+| wait                  | deadline                                                      |
+|-----------------------|---------------------------------------------------------------|
+| devices               | resource_pool.wait_s                                          |
+| processes, worlds     | runtime.start_timeout_s                                       |
+| a role's build        | runtime.timeout_s                                             |
+| save, load of state   | runtime.timeout_s                                             |
+| files of checkpoints  | runtime.timeout_s, on each host                               |
+| a phase's first call  | runtime.timeout_s                                             |
+| its later calls       | the largest of a tenth of it, SHORTEST_S and 5 x the running  |
+|                       | median, but no longer than the first                          |
+| a collective          | the longest of these + COLLECTIVE_MARGIN_S, on the workers    |
+
+A phase is a method of a role on a number of rows, to the next power of two: the first validation is
+no late call of training's generation. Free of Ray.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from mindspeed_rlxf.cluster.protocol import BUILD, Request
+
+FIRST_CALL_FACTOR = 10.0  # compilation, warm-up of caches and communicators
+MEDIAN_FACTOR = 5.0
+SHORTEST_S = 30.0  # a busy host can hold up any call for that long
+HISTORY = 15  # calls that the median is taken over
+# The driver's deadline passes first, so that its message, which names the ranks, is the one seen.
+COLLECTIVE_MARGIN_S = 60.0
+
+# Methods that read or write files: they take what the storage takes, whatever came before.
+ON_STORAGE = (BUILD, "export", "begin_save", "end_save", "load_state")
+
+Phase = tuple[str, str, int]
+
+
+class Deadlines:
+    """Of the calls of one run; learns from those that ended."""
+
+    def __init__(self, longest_s: float) -> None:
+        """longest_s: `runtime.timeout_s`, the deadline of first calls"""
+        self.longest_s = longest_s
+        self._seen: dict[Phase, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
+
+    def of(self, requests: Sequence[Request]) -> float:
+        """Seconds to wait for this call, of all ranks."""
+        phase = phase_of(requests)
+        seen = self._seen.get(phase)
+        if phase[1] in ON_STORAGE or not seen:
+            return self.longest_s
+        usual = MEDIAN_FACTOR * statistics.median(seen)
+        return min(self.longest_s, max(self.longest_s / FIRST_CALL_FACTOR, SHORTEST_S, usual))
+
+    def ended(self, requests: Sequence[Request], seconds: float) -> None:
+        """A call ended well; seconds: that it was waited for, or that it took where that is more"""
+        self._seen[phase_of(requests)].append(seconds)
+
+
+def phase_of(requests: Sequence[Request]) -> Phase:
+    rows = sum(request.num_rows or 0 for request in requests if request.keeps_rows)
+    return requests[0].role.value, requests[0].method, rows.bit_length()
+
+
+def collective_timeout_s(*deadlines: float) -> float:
+    """For the collective libraries: longer than any wait of the driver."""
+    return max(deadlines) + COLLECTIVE_MARGIN_S

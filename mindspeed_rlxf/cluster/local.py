@@ -1,0 +1,261 @@
+"""The runtime without Ray: one process, or all ranks of torchrun, each running the same driver.
+
+Every pool spans the whole torchrun world and all pools share its processes, so calls run one after
+the other. Rows and reports are exchanged between the ranks at the end of each call.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.cluster.deadlines import collective_timeout_s
+from mindspeed_rlxf.cluster.errors import HostError, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.host_agent import Function, HostAgent, HostCall, ThreadCall, outcomes
+from mindspeed_rlxf.cluster.machine import machine
+from mindspeed_rlxf.cluster.protocol import Reply, Request
+from mindspeed_rlxf.cluster.worker import RoleHost
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.batch import Rows
+from mindspeed_rlxf.device import worlds
+from mindspeed_rlxf.engine import shared_groups
+
+Outcome = Any  # of one rank: what the others get to see
+Failure = WorkerError | HostError
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class LocalHandle:
+    """The rows themselves; equal only to itself."""
+
+    rows: Rows | None
+    origin: str
+
+    def __repr__(self) -> str:
+        return self.origin
+
+
+class LocalCall:
+    def __init__(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
+        role, method = requests[0].role.value, requests[0].method
+        self.handles = [
+            LocalHandle(rows, f"rows of {role}.{method} from rank {rank}")
+            for rank, (rows, _) in enumerate(outcomes)
+        ]
+        self._replies = [reply for _, reply in outcomes]
+
+    def wait(self) -> list[Reply]:
+        return self._replies
+
+
+def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
+    """Set up this process's device, which has to come before Megatron is imported.
+
+    Raises UserError where something of the installation is missing.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    try:
+        device.setup(kind, threads, local_rank, deadline_s=collective_timeout_s(timeout_s))
+    except ValueError as error:
+        raise UserError(Problem("", str(error))) from error
+
+
+def _to_text(error: Failure | None) -> str:
+    """An error for the other ranks: its kind and what it is made of."""
+    return json.dumps([type(error).__name__, error.__reduce__()[1]] if error else None)
+
+
+def _from_text(text: str) -> Failure | None:
+    found = json.loads(text)
+    return (
+        {kind.__name__: kind for kind in (WorkerError, HostError)}[found[0]](*found[1])
+        if found
+        else None
+    )
+
+
+class LocalWorld:
+    """The ranks of torchrun, or this process alone, and the exchange between them."""
+
+    def __init__(self, kind: DeviceKind, threads: int, timeout_s: float) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        claim_device(kind, threads, timeout_s)
+        self.timeout_s, self._calls = timeout_s, itertools.count()
+        self._store: Store = HashStore()
+        if self.size > 1:
+            self._store, _, _ = next(rendezvous("env://", self.rank, self.size))
+        timeout = timedelta(seconds=collective_timeout_s(timeout_s))
+        store = PrefixStore("world", self._store)
+        worlds.join(device.backend(kind), store, self.rank, (self.size,), timeout)
+        self._host_group = dist.new_group(backend="gloo", timeout=timeout)
+        found = self.exchange((socket.gethostname(), machine()), "the names of hosts")
+        agents = {host: LocalAgent(host[0], found.index(host), self) for host in found}
+        self.hosts: list[HostAgent] = [agents[host] for host in found]  # by rank
+
+    def exchange(self, outcome: Outcome | Failure, what: str) -> list[Outcome]:
+        """Outcomes by rank, on every rank. A failure on one rank is raised on all that arrive."""
+        number = next(self._calls)
+        error = outcome if isinstance(outcome, Failure) else None
+        self._store.set(self._key(number, self.rank), _to_text(error))
+        if isinstance(outcome, Failure):
+            raise outcome
+        self._await_all(number, what)
+        for rank in range(self.size):
+            flag = self._store.get(self._key(number, rank))
+            failure = _from_text(flag.decode())
+            if failure is not None:
+                raise failure
+        if number > 0:  # every rank has read the flags of the call before
+            self._store.delete_key(self._key(number - 1, self.rank))
+        outcomes: list[Any] = [outcome]
+        if self.size > 1:
+            outcomes = [None] * self.size
+            dist.all_gather_object(outcomes, outcome, group=self._host_group)
+        return outcomes
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        result: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                result[0] = make()
+            except Exception as error:
+                result[1] = error
+        if self.size > 1:
+            dist.broadcast_object_list(result, src=0, group=self._host_group)
+        if result[1] is not None:
+            raise result[1]
+        return result[0]
+
+    def close(self) -> None:
+        shared_groups.forget()
+        worlds.leave()
+
+    def _await_all(self, number: int, what: str) -> None:
+        keys = [self._key(number, rank) for rank in range(self.size)]
+        try:
+            self._store.wait(keys, timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise RuntimeTimeout(what, self.timeout_s, missing) from error
+
+    @staticmethod
+    def _key(number: int, rank: int) -> str:
+        return f"call/{number}/{rank}"
+
+
+class LocalAgent(HostAgent):
+    """Runs functions in a thread of one rank. Every rank makes the same calls, in the same order,
+    and gets the result; to start one is to wait for all ranks."""
+
+    def __init__(self, host: str, rank: int, world: LocalWorld) -> None:
+        super().__init__(host)
+        self._rank, self._world = rank, world
+
+    def start(self, function: Function, *args: Any, timeout_s: float) -> LocalHostCall:
+        what = f"{function.__name__} on {self.host}"
+        self._world.exchange(None, what)
+        values = [arg.result() if isinstance(arg, LocalHostCall) else arg for arg in args]
+        call = None
+        if self._world.rank == self._rank:
+            call = ThreadCall(self.host, function, values, timeout_s)
+        return LocalHostCall(call, self._rank, what, self._world)
+
+
+class LocalHostCall:
+    """Implements `HostCall`. call: None on ranks that do not run it"""
+
+    def __init__(self, call: HostCall | None, rank: int, what: str, world: LocalWorld) -> None:
+        self._call, self._rank, self._what, self._world = call, rank, what, world
+
+    def result(self) -> Any:
+        (outcome,) = outcomes([self._call]) if self._call else [None]
+        return self._world.exchange(outcome, self._what)[self._rank]
+
+
+class LocalPool:
+    def __init__(self, name: str, world: LocalWorld) -> None:
+        self.name, self.world_size, self._world = name, world.size, world
+        self.hosts = world.hosts
+        self._host = RoleHost(world.rank, lambda handles: [handle.rows for handle in handles])
+
+    def submit(self, requests: Sequence[Request], first_rank: int = 0) -> LocalCall:
+        """Run this rank's request now. Raises what `Call.wait` raises in other runtimes."""
+        assert first_rank == 0 and len(requests) == self.world_size, "a local pool has no parts"
+        mine = requests[self._world.rank]
+        outcome: Outcome | WorkerError
+        # A rank that hangs shows where, also in C; the others' collectives end a little later.
+        faulthandler.dump_traceback_later(self._world.timeout_s, file=2)
+        try:
+            outcome = self._host.run(mine)
+        except WorkerError as error:
+            outcome = error
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        return LocalCall(
+            requests, self._world.exchange(outcome, f"{mine.role.value}.{mine.method}")
+        )
+
+    def shutdown(self) -> None:
+        """Nothing of its own to end."""
+
+
+class LocalRuntime:
+    """Runs in the processes that are there."""
+
+    def __init__(self, kind: DeviceKind, threads: int = 1, timeout_s: float = 1800.0) -> None:
+        self.world = LocalWorld(kind, threads, timeout_s)
+
+    @classmethod
+    def from_config(cls, config: RunConfig, log_dir: Path | None) -> LocalRuntime:
+        """log_dir is not used: output stays on the terminals the processes were started from."""
+        return cls(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
+
+    @property
+    def is_first(self) -> bool:
+        """This process writes the files of the run."""
+        return self.world.rank == 0
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make()` returns on rank 0, or raises there, on every rank."""
+        return self.world.from_first(make)
+
+    def create_pools(
+        self,
+        processes_per_node: Mapping[str, Sequence[int]],
+        parts: Mapping[str, Sequence[int]] | None = None,
+    ) -> dict[str, LocalPool]:
+        assert not parts, "refused by the rules of the configuration"
+        size = self.world.size
+        problems = [
+            Problem(
+                f"resource_pool.{name}",
+                f"must add up to the {size} processes of runtime=local",
+                list(counts),
+                f"use {size}, or start {sum(counts)} with torchrun",
+            )
+            for name, counts in processes_per_node.items()
+            if sum(counts) != size
+        ]
+        if problems:
+            raise UserError(problems)
+        return {name: LocalPool(name, self.world) for name in processes_per_node}
+
+    def shutdown(self) -> None:
+        self.world.close()

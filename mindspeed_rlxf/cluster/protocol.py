@@ -1,0 +1,116 @@
+"""What a runtime has to offer. Two implementations: `ray.runtime` and `local`.
+
+A pool is one torch.distributed world: process i is rank i, one process per device. Several roles
+may live in the processes of one pool; their methods then run one after the other, in the order of
+submission. Methods on different pools run at the same time.
+
+A pool may be split into parts, each a world of neighbouring ranks; `PoolPart` is one as a pool.
+Methods on different parts run at the same time too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mindspeed_rlxf.cluster.host_agent import HostAgent
+from mindspeed_rlxf.cluster.refs import Handle
+from mindspeed_rlxf.config.enums import Role
+
+BUILD = "build"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An argument that stands for the object of another role in the same process."""
+
+    role: Role
+
+
+@dataclass(frozen=True)
+class Request:
+    """One role method on one rank; any RowsRef inside `args`, and any Peer, is resolved there."""
+
+    role: Role
+    method: str
+    args: tuple[Any, ...]
+    keeps_rows: bool  # a leader: its rows and its report count
+    num_rows: int | None = None  # rows that the method has to return; None = any number
+    factory: Callable[..., Any] | None = None  # builds the role instead of calling a method
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the driver learns from one rank."""
+
+    report: Any  # None where the rank is no leader
+    num_rows: int | None
+    seconds: float  # in the method, without waiting for its inputs
+    rank: int = 0  # in the pool
+    started: float = 0.0  # the method, seconds of the epoch by the clock of the rank's host
+
+
+class Call(Protocol):
+    """One method under way on all ranks of a pool."""
+
+    @property
+    def handles(self) -> Sequence[Handle]:
+        """By rank: where the rows are, or will be."""
+
+    def wait(self) -> list[Reply]:
+        """Replies by rank. Raises WorkerError, or RuntimeTimeout at the deadline."""
+
+
+class Pool(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def hosts(self) -> Sequence[HostAgent]:
+        """By rank: the agent of its host, the same object for the ranks of one host."""
+
+    def submit(self, requests: Sequence[Request], first_rank: int = 0) -> Call:
+        """Start one request per rank, in the order of ranks, without waiting.
+
+        first_rank: where they begin; a part of the pool may have fewer than its ranks
+        """
+
+    def shutdown(self) -> None:
+        """End the roles and processes of this pool."""
+
+
+class PoolPart:
+    """Neighbouring ranks of a pool, counted from 0; implements `Pool`."""
+
+    def __init__(self, pool: Pool, first_rank: int, world_size: int) -> None:
+        assert 0 <= first_rank <= first_rank + world_size <= pool.world_size, (
+            f"{pool.name} has {pool.world_size} ranks, not {first_rank} + {world_size}"
+        )
+        self.name, self.world_size = pool.name, world_size
+        self.hosts = pool.hosts[first_rank : first_rank + world_size]
+        self._pool, self._first = pool, first_rank
+
+    def submit(self, requests: Sequence[Request], first_rank: int = 0) -> Call:
+        return self._pool.submit(requests, self._first + first_rank)
+
+    def shutdown(self) -> None:
+        """The pool ends as a whole."""
+
+
+class Runtime(Protocol):
+    def create_pools(
+        self,
+        processes_per_node: Mapping[str, Sequence[int]],
+        parts: Mapping[str, Sequence[int]] | None = None,
+    ) -> dict[str, Any]:
+        """Pools by name, started at the same time. Each list is the processes on each node.
+
+        parts: of pools that are split, the sizes
+        """
+
+    def shutdown(self) -> None:
+        """End all pools and whatever else this runtime started."""

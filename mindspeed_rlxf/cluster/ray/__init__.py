@@ -1,0 +1,1 @@
+"""The runtime on Ray, the only package that imports ray."""

@@ -1,0 +1,141 @@
+"""The nodes of a Ray cluster, and an agent on each: a process without a device or a processor."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mindspeed_rlxf.cluster.errors import HostError
+from mindspeed_rlxf.cluster.host_agent import Function, HostAgent, late
+from mindspeed_rlxf.cluster.nodes import Node, by_address, make_node
+from mindspeed_rlxf.cluster.ray.wait import how_it_ended
+from mindspeed_rlxf.config.withheld import open_variables
+
+FETCH_S = 10.0  # for a result that is there to come from its host, whatever the deadline
+# Calls at the same time: a long one of files does not keep diagnosis waiting.
+RESTARTED = {"max_restarts": -1, "max_task_retries": 1, "max_concurrency": 8}
+
+
+def live_nodes(resource: str) -> list[Node]:
+    """All nodes that are alive, with their devices by this resource, in the order of addresses."""
+    free = ray._private.state.available_resources_per_node()
+    alive = [facts for facts in ray.nodes() if facts["Alive"]]
+    hosts = Counter(facts["NodeManagerHostname"] for facts in alive)
+    found = []
+    for facts in alive:
+        host, totals = facts["NodeManagerHostname"], facts["Resources"]
+        name = host if hosts[host] == 1 else f"{host}/{facts['NodeID'][:6]}"
+        available = free.get(facts["NodeID"], totals).get(resource, 0)
+        named = {**facts, "NodeManagerHostname": name}
+        found.append(make_node(named, resource, totals, available))
+    return by_address(found)
+
+
+class Caller:
+    """The actor class: calls what it is given."""
+
+    def call(self, function: Function, *args: Any) -> Any:
+        return function(*args)
+
+
+class RayAgent(HostAgent):
+    """Runs functions in a process on one node, which starts with the first call."""
+
+    def __init__(self, node: str, host: str, **options: Any) -> None:
+        """node: its id; options: of the actor"""
+        super().__init__(host)
+        self._node, self._options = node, options
+        self._actor: Any = None
+
+    def open(self) -> None:
+        """Start the process if there is none, without waiting for it."""
+        if self._actor is None:
+            where = NodeAffinitySchedulingStrategy(self._node, soft=False)
+            made = ray.remote(Caller).options(scheduling_strategy=where, **self._options)
+            self._actor = made.remote()
+            self.answer = self._actor.call.remote(time.time)
+
+    def start(self, function: Function, *args: Any, timeout_s: float) -> RayHostCall:
+        self.open()
+        given = [arg.ref if isinstance(arg, RayHostCall) else arg for arg in args]
+        inputs = [arg for arg in args if isinstance(arg, RayHostCall)]
+        ref = self._actor.call.remote(function, *given)
+        return RayHostCall(self, function, ref, timeout_s, inputs)
+
+    def end(self) -> None:
+        """End the process; another call starts a new one."""
+        if self._actor is not None:
+            ray.kill(self._actor)
+        self._actor = None
+
+
+class RayHostCall:
+    """Implements `HostCall`."""
+
+    def __init__(
+        self,
+        agent: RayAgent,
+        function: Function,
+        ref: Any,
+        timeout_s: float,
+        inputs: Sequence[RayHostCall],
+    ) -> None:
+        self.ref = ref
+        self._agent, self._function, self._inputs = agent, function, inputs
+        self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
+
+    def result(self) -> Any:
+        host, name = self._agent.host, self._function.__name__
+        left = max(self._deadline - time.monotonic(), 0)
+        if not ray.wait([self.ref], timeout=left, fetch_local=False)[0]:
+            is_there = ray.wait([self._agent.answer], timeout=0, fetch_local=False)[0]
+            waits_for = "the function to return" if is_there else "the process of its agent"
+            raise late(host, self._function, self._timeout_s, waits_for)
+        try:
+            return ray.get(self.ref, timeout=max(left, FETCH_S))
+        except GetTimeoutError:
+            raise late(host, self._function, self._timeout_s, "its result to arrive") from None
+        except RayError as error:
+            for call in self._inputs:  # its own failure, if there was one, is the cause
+                call.result()
+            raised = error.cause if isinstance(error, RayTaskError) else None
+            raise HostError(host, name, how_it_ended(error), str(error)) from raised
+
+
+class RayAgents:
+    """The agents of one run, or of one look at a cluster, by node."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        """environment: variables to set for them"""
+        self._environment = environment or {}
+        self._by_node: dict[str, RayAgent] = {}
+
+    def on(self, node: str, host: str) -> RayAgent:
+        """The agent of a node. node: its id"""
+        options = device_options(None, self._environment) | RESTARTED
+        return self._by_node.setdefault(node, RayAgent(node, host, **options))
+
+    def end(self, but: Sequence[HostAgent] = ()) -> None:
+        """End their processes, except those of some."""
+        for agent in set(self._by_node.values()).difference(but):
+            agent.end()
+
+
+def device_options(resource: str | None, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Options of an actor with one device. resource: of a device, None = without"""
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
+    if resource == "GPU":
+        options["num_gpus"] = 1
+    elif resource is not None:
+        options["resources"] = {resource: 1}
+    if environment:
+        shown = open_variables(environment)
+        assert len(shown) == len(environment), "Ray shows and logs what it sets"
+        options["runtime_env"] = {"env_vars": shown}
+    return options

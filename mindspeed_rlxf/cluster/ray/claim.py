@@ -1,0 +1,140 @@
+"""Reserving the devices of all pools of a run at once, and waiting for those that are not there."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
+
+from mindspeed_rlxf.cluster.errors import DevicesMissing, TooFewDevices
+from mindspeed_rlxf.cluster.node_check import NodeCheck
+from mindspeed_rlxf.cluster.nodes import MODEL_PREFIX, Node, lacking, missing, model_for, taken
+from mindspeed_rlxf.cluster.ray.agent import live_nodes
+from mindspeed_rlxf.config.errors import Problem
+
+logger = logging.getLogger(__name__)
+
+OWN_WAIT_S = 30.0  # an own cluster has nobody to wait for
+FIRST_S = 3.0  # until a joined cluster without the devices is told so for the first time
+SAY_MISSING_EVERY_S = 15.0
+PAUSE_S = (0.2, 2.0)  # between attempts; random, so that two runs do not collide for ever
+NODE_ID = "ray.io/node-id"  # a label that Ray gives each node
+A_LITTLE = 0.001  # of a node's model resource: names the model, uses nothing up
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class DeviceClaim:
+    """Placement groups for the pools of one run: all of them or none.
+
+    A run that waits holds nothing, so that two runs, each with half of what it needs, do not wait
+    for each other.
+    """
+
+    def __init__(
+        self, address: str, resource: str, logical: bool, wait_s: float | None, check: NodeCheck
+    ) -> None:
+        """logical: nodes of an own CPU cluster are as logical as its devices
+        wait_s: None on an own cluster, which nobody adds nodes to
+        """
+        self._address, self._resource = address, resource
+        self._logical, self._wait_s, self._check = logical, wait_s, check
+
+    def reserve(self, shapes: Shapes) -> dict[str, Any]:
+        """A placement group per pool, with a bundle for each entry of its shape.
+
+        Raises DevicesMissing (joined cluster) or TooFewDevices (own) at the deadline; UserError
+        when a node differs from the driver's, or a pool would mix device models.
+        """
+        limit = OWN_WAIT_S if self._wait_s is None else self._wait_s
+        deadline = time.monotonic() + limit
+        patience = SAY_MISSING_EVERY_S if self._wait_s is None else FIRST_S
+        while True:
+            left = max(deadline - time.monotonic(), 0)
+            groups, late = self._attempt(shapes, min(left, patience))
+            patience = SAY_MISSING_EVERY_S
+            if not late:
+                return groups
+            time.sleep(min(random.uniform(*PAUSE_S), left))
+            self._report(shapes, late, time.monotonic() >= deadline)
+
+    def _attempt(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
+        """All groups, or none and the pools that did not get theirs."""
+        nodes = self._checked_nodes()
+        groups: dict[str, Any] = {}
+        try:
+            # The largest first: small pools fit into what is left, not the other way round.
+            for name in sorted(shapes, key=lambda name: -max(shapes[name])):
+                model = model_for(name, shapes[name], nodes)
+                nodes = taken(nodes, shapes[name], model)
+                groups[name] = self._group(shapes[name], model)
+            late = _late(groups, wait_s)
+            if not late:  # a node may have joined meanwhile
+                late = _mixed(groups, self._checked_nodes())
+        except BaseException:
+            _remove(groups)
+            raise
+        if late:
+            _remove(groups)
+        return groups, [name for name in shapes if name in late]
+
+    def _checked_nodes(self) -> list[Node]:
+        """Of a joined cluster; none of an own one, which is this host alone."""
+        if self._wait_s is None:
+            return []
+        return self._check.check([node for node in live_nodes(self._resource) if node.count])
+
+    def _group(self, shape: tuple[int, ...], model: str | None) -> Any:
+        bundle = {f"{MODEL_PREFIX}{model}": A_LITTLE} if model else {}
+        strategy = "PACK" if self._logical or len(shape) == 1 else "STRICT_SPREAD"
+        bundles = [{self._resource: count, **bundle} for count in shape]
+        if not self._check.left_out:
+            return placement_group(bundles, strategy=strategy)
+        others = {NODE_ID: f"!in({','.join(sorted(self._check.left_out))})"}
+        return placement_group(
+            bundles, strategy=strategy, bundle_label_selector=[others] * len(bundles)
+        )
+
+    def _report(self, shapes: Shapes, late: list[str], is_last: bool) -> None:
+        left_out = self._check.left_out
+        nodes = [n for n in live_nodes(self._resource) if n.count and n.id not in left_out]
+        told = lacking(late, shapes, nodes)
+        found = [missing(n, shapes[n], self._resource, self._address, nodes) for n in told]
+        if not is_last:
+            logger.warning("waiting for devices: %s", "; ".join(found))
+            return
+        free = [node.free for node in nodes]
+        if self._wait_s is None:
+            raise TooFewDevices([Problem("", text) for text in found], free)
+        waited = f"waited {self._wait_s:g} s (resource_pool.wait_s) for devices: "
+        raise DevicesMissing(waited + "; ".join(found), free)
+
+
+def _late(groups: Mapping[str, Any], wait_s: float) -> list[str]:
+    deadline = time.monotonic() + wait_s
+    return [
+        name
+        for name, group in groups.items()
+        if not group.wait(timeout_seconds=max(deadline - time.monotonic(), 0.01))
+    ]
+
+
+def _mixed(groups: Mapping[str, Any], nodes: Sequence[Node]) -> list[str]:
+    """Pools that Ray put on several device models, which the choice before did not know of."""
+    models = {node.id: node.model for node in nodes if node.model}
+    found = []
+    for name, group in groups.items() if len(set(models.values())) > 1 else ():
+        places = ray.util.placement_group_table(group)["bundles_to_node_id"].values()
+        if len({models[place] for place in places if place in models}) > 1:
+            found.append(name)
+    return found
+
+
+def _remove(groups: Mapping[str, Any]) -> None:
+    for group in groups.values():
+        ray.util.remove_placement_group(group)

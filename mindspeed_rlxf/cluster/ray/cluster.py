@@ -1,0 +1,224 @@
+"""The Ray cluster of a run: one that is there, or our own, which never outlives this process.
+
+An own cluster listens on the loopback interface only, needs a token made here, keeps its files in
+one temporary folder that no other user enters, and is watched over by `orphan_guard` for the case
+that this process is killed. Ray is imported inside the functions: it reads its environment when it
+is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from mindspeed_rlxf import device as device_facade
+from mindspeed_rlxf.cluster.ray import trust as ray_trust
+from mindspeed_rlxf.cluster.ray.orphans import OrphanGuard
+from mindspeed_rlxf.config.cluster import AUTO, choose_cluster, knock
+from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.schema import DeviceConfig
+
+logger = logging.getLogger(__name__)
+
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # every failure is reported once, by us
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_enable_metrics_collection": "0",
+}
+OBJECT_STORE_LIMIT = 2 * 2**30  # bytes; what does not fit is spilled to disk
+LOOPBACK = "127.0.0.1"
+KNOCK_S = 10.0
+_own_token: list[str] = []  # of the own clusters of this process
+PREFIX, SESSIONS = "rlxf-ray-", "r"
+SOCKET_BYTES = 107  # longest path of a unix socket
+# The longest that Ray puts below its folder; the number is the pid of this process.
+LONGEST_SOCKET = "session_2026-01-31_12-00-00_000000_4194304/sockets/plasma_store"
+
+
+@dataclass
+class RayCluster:
+    """A connection to Ray. `close` ends it, and with it an own cluster."""
+
+    own: bool
+    address: str
+    temp_dir: Path | None = None
+    guard: OrphanGuard | None = None
+
+    def close(self) -> None:
+        import ray
+
+        processes = psutil.Process().children(recursive=True) if self.own else []
+        if self.guard is not None:
+            processes = [p for p in processes if p.pid != self.guard.pid]
+        ray.shutdown()
+        if not self.own:
+            return
+        _, left = psutil.wait_procs(processes, timeout=0.5)
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=5)
+        if self.guard is not None:
+            self.guard.end()
+        if self.temp_dir is not None:
+            shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+
+def resource_name(device: DeviceConfig) -> str:
+    """The Ray resource that stands for one device."""
+    return device.resource_name or device_facade.ray_resource(device.kind)
+
+
+def open_cluster(
+    address: str | None, resources: dict[str, float], allow_unauthenticated: bool = False
+) -> RayCluster:
+    """Join the cluster that `config.cluster` chooses; where there is none start our own.
+
+    address:   `runtime.address`
+    resources: that an own cluster registers beyond those Ray finds by itself
+    allow_unauthenticated: see `trust.check`
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    chosen = choose_cluster(address)
+    if chosen.address is None:
+        cluster = _start_own(resources)
+        logger.info(
+            "started an own Ray cluster at %s with %s (%s)",
+            cluster.address, resources or "its devices", chosen.source,
+        )  # fmt: skip
+        return cluster
+    cluster = _join(chosen.address, allow_unauthenticated)
+    logger.info("joined the Ray cluster at %s (%s)", cluster.address, chosen.source)
+    return cluster
+
+
+def _join(address: str, allow_unauthenticated: bool) -> RayCluster:
+    try:
+        if address == AUTO:
+            raise ValueError("no `ray start` of this user runs on this host")
+        knock(address, KNOCK_S)
+        if ray_trust.check(address, allow_unauthenticated):
+            _ask_with_token()
+        import ray
+
+        _keep_quiet()
+        with _own_sigterm():
+            context = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:
+        # Another version of Ray or Python is a RuntimeError, a wrong token an error of Ray's own.
+        expected = isinstance(error, (OSError, ValueError, RuntimeError))
+        of_ray = type(error).__module__.startswith("ray.")
+        if isinstance(error, UserError) or not (expected or of_ray):
+            raise
+        raise _cannot_join(address, error) from error
+    return RayCluster(own=False, address=context.address_info["address"])
+
+
+def _cannot_join(address: str, error: Exception) -> UserError:
+    return UserError(
+        Problem(
+            "runtime.address",
+            f"must be that of a running Ray cluster ({error})",
+            address,
+            "start one, correct it, give the token of the cluster as ~/.ray/auth_token or "
+            "RAY_AUTH_TOKEN_PATH if it asks for one, or runtime.address=local for an own cluster",
+        )
+    )
+
+
+def _ask_with_token() -> None:
+    """Have this process show the token of its user; Ray finds it by itself for `auto` only."""
+    if "RAY_AUTH_MODE" not in os.environ:
+        _set_token_mode()
+
+
+def _set_token_mode(**token: str) -> None:
+    os.environ.update(RAY_AUTH_MODE="token", **token)
+    if "ray" in sys.modules:  # it has read its environment
+        from ray._raylet import (  # type: ignore[attr-defined]
+            AuthenticationTokenLoader,
+            Config,
+        )
+
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _start_own(resources: dict[str, float]) -> RayCluster:
+    if "ray" not in sys.modules:  # too late otherwise: Ray's own defaults hold
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's word for: loopback only
+        os.environ.setdefault("RAY_worker_niceness", "0")  # its 15 slows the workers down
+    if not _own_token:  # the whole process has one
+        _own_token.append(secrets.token_hex(32))
+    _set_token_mode(RAY_AUTH_TOKEN=_own_token[0])
+    import ray
+
+    _keep_quiet()
+    temp_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_short_temp_root()))
+    guard = OrphanGuard(temp_dir)
+    try:
+        with _own_sigterm():
+            context = ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                num_cpus=1,
+                resources=resources,
+                object_store_memory=object_store_bytes(),
+                # Ray opens the folder that it is given, and all below, to every user of the host.
+                _temp_dir=str(temp_dir / SESSIONS),
+            )
+        guard.tell(process.pid for process in psutil.Process().children(recursive=True))
+    except BaseException:
+        ray.shutdown()
+        guard.end()
+        shutil.rmtree(temp_dir, ignore_errors=True)
+        raise
+    address = context.address_info["address"]
+    return RayCluster(own=True, address=address, temp_dir=temp_dir, guard=guard)
+
+
+def _keep_quiet() -> None:
+    """Ray has no option against the paragraph it prints here when a worker dies, nor against the
+    command line that it shows with the job, whose overrides may have secrets."""
+    import ray._private.utils
+    import ray._private.worker
+
+    ray._private.utils.get_entrypoint_name = lambda: Path(sys.argv[0]).name
+    ray._private.worker.listen_error_messages = lambda *args, **kwargs: None
+
+
+def _short_temp_root() -> str:
+    """Where the paths of Ray's sockets are not too long."""
+    root = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    longest = f"{root}/{PREFIX}12345678/{SESSIONS}/{LONGEST_SOCKET}"
+    return root if len(os.fsencode(longest)) <= SOCKET_BYTES else "/tmp"
+
+
+def object_store_bytes() -> int:
+    tenth = int(psutil.virtual_memory().total) // 10
+    return max(min(OBJECT_STORE_LIMIT, tenth), 100 * 2**20)
+
+
+class _own_sigterm:
+    """Ray replaces the driver's SIGTERM handler; put it back."""
+
+    def __enter__(self) -> None:
+        self._main = threading.current_thread() is threading.main_thread()
+        self._before = signal.getsignal(signal.SIGTERM)
+
+    def __exit__(self, *_error: object) -> None:
+        if self._main:
+            signal.signal(signal.SIGTERM, self._before)

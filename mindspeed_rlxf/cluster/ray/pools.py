@@ -1,0 +1,255 @@
+"""Pools on a Ray cluster: reserves devices, starts processes, joins them into worlds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from mindspeed_rlxf import device as device_facade
+from mindspeed_rlxf.cluster.deadlines import Deadlines, collective_timeout_s
+from mindspeed_rlxf.cluster.environment import worker_environment
+from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.node_check import NodeCheck
+from mindspeed_rlxf.cluster.places import by_rank, described
+from mindspeed_rlxf.cluster.process import ProcessSetup
+from mindspeed_rlxf.cluster.ray.agent import RayAgent, RayAgents, device_options
+from mindspeed_rlxf.cluster.ray.claim import DeviceClaim
+from mindspeed_rlxf.cluster.ray.cluster import LOOPBACK, RayCluster, resource_name
+from mindspeed_rlxf.cluster.ray.pool import RayPool, RayWorker, RayWorkers
+from mindspeed_rlxf.cluster.ray.wait import Origin, RayHandle, gather
+from mindspeed_rlxf.cluster.witness import (
+    Producer,
+    Sighting,
+    examined,
+    explained,
+    keep_logs,
+    look_everywhere,
+)
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RuntimeConfig
+from mindspeed_rlxf.config.withheld import open_variables, secret_variables
+from mindspeed_rlxf.files.safe import PRIVATE, mode_within
+
+logger = logging.getLogger(__name__)
+
+
+class RayPools:
+    """All pools of a runtime."""
+
+    def __init__(
+        self,
+        cluster: RayCluster,
+        device: DeviceConfig,
+        settings: RuntimeConfig,
+        num_devices: int,
+        log_dir: Path | None,
+        keep_warm: bool,
+        pool_settings: PoolSettings,
+        node_check: NodeCheck,
+        agents: RayAgents,
+    ) -> None:
+        self._agents = agents
+        self._cluster, self._threads = cluster, device.cpu_threads
+        self.deadlines = Deadlines(settings.timeout_s)
+        self.start_timeout_s = settings.start_timeout_s
+        self._kind = device_facade.resolve_kind(device.kind)
+        self._resource = resource_name(device)
+        self.log_dir, self._keep_warm, self._num_devices = log_dir, keep_warm, num_devices
+        environment = worker_environment(pool_settings.env, inherits=cluster.own)
+        self._environment = open_variables(environment)
+        self._secrets = secret_variables(environment)  # Ray shows and logs what it sets itself
+        self._node_check = node_check
+        logical = cluster.own and self._kind is DeviceKind.CPU
+        wait_s = None if cluster.own else pool_settings.wait_s
+        self.claim = DeviceClaim(cluster.address, self._resource, logical, wait_s, node_check)
+        self._pools: list[RayPool] = []
+        self._warm: list[RayWorkers] = []
+
+    def create(
+        self,
+        processes_per_node: Mapping[str, Sequence[int]],
+        parts: Mapping[str, Sequence[int]],
+    ) -> dict[str, RayPool]:
+        """Pools by name, started at the same time. parts: sizes, of pools that are split.
+
+        Raises DevicesMissing (joined cluster) or UserError (own) when the devices are not there,
+        WorkerError when a process does not come up, RuntimeTimeout when it does not come back.
+        """
+        claimed: dict[str, RayWorkers] = {}
+        reserved: dict[str, Any] = {}
+        try:
+            for name, shape in processes_per_node.items():
+                warm = next((w for w in self._warm if w.processes_per_node == tuple(shape)), None)
+                if warm is not None:
+                    self._warm.remove(warm)
+                    claimed[name] = warm
+            cold = {n: tuple(s) for n, s in processes_per_node.items() if n not in claimed}
+            self._make_room(sum(sum(shape) for shape in cold.values()), claimed)
+            reserved = self.claim.reserve(cold)
+            claimed.update(self._start_processes(cold, reserved))
+            setups = self._join_worlds({n: claimed[n] for n in processes_per_node}, parts)
+        except BaseException:
+            for workers in claimed.values():
+                workers.kill()
+            for name, group in reserved.items():
+                if name not in claimed:
+                    ray.util.remove_placement_group(group)
+            raise
+        pools = {
+            name: RayPool(
+                name, claimed[name], setups[name], self._hosts(claimed[name]), self.deadlines, self
+            )
+            for name in processes_per_node
+        }
+        self._pools += pools.values()
+        self._agents.end(but=[agent for pool in self._pools for agent in pool.hosts])
+        return pools
+
+    def _hosts(self, workers: RayWorkers) -> list[RayAgent]:
+        """The agent of each rank's host."""
+        return [self._agents.on(place.node, place.host) for place in workers.places]
+
+    def end(self) -> None:
+        """End every process."""
+        self._keep_warm = False
+        for pool in list(self._pools):
+            pool.shutdown()
+        for workers in self._warm:
+            workers.kill()
+        self._warm.clear()
+        self._agents.end()
+
+    def look(self, stacks: bool) -> dict[tuple[str, int], Sighting]:
+        """At every worker, by pool and rank; brings the logs of other hosts here.
+
+        Empty where looking fails: the failure that it is to explain counts for more.
+
+        stacks: have each write the stack of its threads to its log
+        """
+        watched = [worker for pool in self._pools for worker in pool.watched()]
+        try:
+            told = look_everywhere(watched, stacks)
+            keep_logs(watched, told)
+            return told
+        except Exception:  # of Ray, or a disk that is full
+            logger.exception("the workers could not be looked at")
+            return {}
+
+    def explain(
+        self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
+    ) -> RuntimeTimeout:
+        made = [(handle.origin, repr(handle)) for handle in inputs]
+        producers = [Producer(o.pool, o.rank, o.host, f"{o.role}.{o.phase}", r) for o, r in made]
+        return explained(error, pool.name, producers, self.look(stacks=True))
+
+    def examined(self, error: WorkerError) -> WorkerError:
+        """As `witness.examined`, after a look at all workers."""
+        watched = {(w.pool, w.rank): w for pool in self._pools for w in pool.watched()}
+        told = self.look(stacks=False)
+        rose = [
+            sighting.oom_kills - watched[key].place.oom_kills
+            for key, sighting in told.items()
+            if watched[key].place.host == error.host
+        ]
+        return examined(error, max(rose, default=0))
+
+    def release(self, pool: RayPool) -> None:
+        if pool not in self._pools:
+            return
+        self._pools.remove(pool)
+        if self._keep_warm and pool.workers.reset():
+            self._warm.append(pool.workers)
+        else:
+            pool.workers.kill()
+
+    def _make_room(self, needed: int, claimed: Mapping[str, RayWorkers]) -> None:
+        """End warm processes of other shapes when they hold the devices that are needed."""
+        in_use = [pool.workers for pool in self._pools] + list(claimed.values())
+        while self._warm:
+            held = sum(len(workers.actors) for workers in in_use + self._warm)
+            if held + needed <= self._num_devices:
+                return
+            self._warm.pop(0).kill()
+
+    def _start_processes(
+        self, shapes: Mapping[str, tuple[int, ...]], groups: Mapping[str, Any]
+    ) -> dict[str, RayWorkers]:
+        actors = {name: self._actors(shape, groups[name]) for name, shape in shapes.items()}
+        tasks = [
+            (actor.place.remote(entry), Origin(name, index, "a host not known yet", "start"))
+            for name, found in actors.items()
+            for index, (entry, actor) in enumerate(found)
+        ]
+        places, workers = iter(gather(tasks, self.start_timeout_s)), {}
+        for name, found in actors.items():
+            ordered = by_rank([(actor, next(places)) for _, actor in found])
+            workers[name] = RayWorkers(shapes[name], groups[name], *ordered)
+            for agent in self._hosts(workers[name]):
+                agent.open()  # starts while the ranks import what they need
+            if not self._cluster.own:
+                logger.info("pool %s: %s", name, described(workers[name].places))
+        if not self._cluster.own:
+            hosts = {place.host for w in workers.values() for place in w.places}
+            self._node_check.say_what_is_not_shared(hosts)
+        return workers
+
+    def _actors(self, shape: tuple[int, ...], group: Any) -> list[tuple[int, Any]]:
+        wants = device_options(self._resource, self._environment)
+        found = []
+        for bundle, count in enumerate(shape):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+            factory = ray.remote(RayWorker).options(scheduling_strategy=strategy, **wants)
+            found += [(bundle, factory.remote()) for _ in range(count)]
+        return found
+
+    def _join_worlds(
+        self, workers: Mapping[str, RayWorkers], parts: Mapping[str, Sequence[int]]
+    ) -> dict[str, list[ProcessSetup]]:
+        """Make each pool one torch.distributed world, or one of each of its parts."""
+        limit = self.start_timeout_s
+        ips = {n: LOOPBACK if self._cluster.own else w.places[0].ip for n, w in workers.items()}
+        opening = [
+            (
+                w.actors[0].open_store.remote(ips[name], len(w.actors), limit),
+                Origin(name, 0, w.places[0].host, "start"),
+            )
+            for name, w in workers.items()
+        ]
+        ports = dict(zip(workers, gather(opening, limit), strict=True))
+        setups = {
+            name: self._setups(name, w, tuple(parts.get(name, ()))) for name, w in workers.items()
+        }
+        starting = [
+            (
+                actor.start.remote(setups[name][rank], ips[name], ports[name], self._secrets),
+                Origin(name, rank, w.places[rank].host, "start"),
+            )
+            for name, w in workers.items()
+            for rank, actor in enumerate(w.actors)
+        ]
+        gather(starting, limit)
+        return setups
+
+    def _setups(self, name: str, workers: RayWorkers, parts: tuple[int, ...]) -> list[ProcessSetup]:
+        return [
+            ProcessSetup(
+                pool=name,
+                rank=rank,
+                world_size=len(workers.places),
+                device_kind=self._kind,
+                threads=self._threads,
+                collective_timeout_s=collective_timeout_s(
+                    self.deadlines.longest_s, self.start_timeout_s
+                ),
+                log_dir=str(self.log_dir.absolute()) if self.log_dir is not None else None,
+                ip=LOOPBACK if self._cluster.own else place.ip,
+                log_mode=mode_within(self.log_dir) if self.log_dir is not None else PRIVATE,
+                parts=parts,
+            )
+            for rank, place in enumerate(workers.places)
+        ]

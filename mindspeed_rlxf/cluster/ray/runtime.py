@@ -1,0 +1,103 @@
+"""The runtime on Ray: a cluster and the pools on it, from start to end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mindspeed_rlxf.cluster.errors import WorkerError
+from mindspeed_rlxf.cluster.protocol import Pool
+from mindspeed_rlxf.cluster.ray.cluster import RayCluster, open_cluster, resource_name
+from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RunConfig, RuntimeConfig
+from mindspeed_rlxf.device import resolve_kind
+
+FOUND_BY_RAY = ("GPU", "NPU")  # resources that Ray counts itself; others an own cluster declares
+
+
+class RayRuntime:
+    """Implements `protocol.Runtime`. Importing this module does not import Ray."""
+
+    def __init__(
+        self,
+        device: DeviceConfig,
+        settings: RuntimeConfig,
+        num_devices: int,
+        log_dir: Path | None = None,
+        keep_warm: bool = False,
+        pool_settings: PoolSettings | None = None,
+        read_by_workers: Mapping[str, str] | None = None,
+        run_file: Path | None = None,
+    ) -> None:
+        """Join a cluster, or start our own.
+
+        num_devices: logical devices that an own cluster declares
+        log_dir: gets one folder per pool; None leaves the output of workers to Ray
+        keep_warm: processes of ended pools wait for a pool of the same shape (tests)
+        read_by_workers: folder -> the configuration keys that name it; looked at on every node
+        run_file: of the run directory, written already: who sees it shares the directory
+        """
+        resource = resource_name(device)
+        declared = {} if resource in FOUND_BY_RAY else {resource: float(num_devices)}
+        self.cluster: RayCluster = open_cluster(
+            settings.address, declared, settings.allow_unauthenticated
+        )
+        # Only now: Ray reads its environment, which depends on the cluster, when it is imported.
+        from mindspeed_rlxf.cluster.node_check import NodeCheck
+        from mindspeed_rlxf.cluster.ray.agent import RayAgents
+        from mindspeed_rlxf.cluster.ray.pools import RayPools
+
+        pool_settings = pool_settings or PoolSettings(wait_s=settings.start_timeout_s)
+        probe = resolve_kind(device.kind) if pool_settings.bad_nodes == "leave_out" else None
+        agents, wait_s = RayAgents(), settings.start_timeout_s
+        check = NodeCheck(agents.on, read_by_workers or {}, run_file, wait_s, probe)
+        arguments = (self.cluster, device, settings, num_devices, log_dir, keep_warm)
+        self.pools = RayPools(*arguments, pool_settings, check, agents)
+
+    @classmethod
+    def from_config(cls, config: RunConfig, log_dir: Path, run_file: Path) -> RayRuntime:
+        """run_file: see the constructor"""
+        return cls(
+            config.device,
+            config.runtime,
+            num_devices=sum(config.pool_size(name) for name in config.resource_pool),
+            log_dir=log_dir,
+            pool_settings=config.pool_settings,
+            read_by_workers=folders_of_workers(config),
+            run_file=run_file,
+        )
+
+    def create_pools(
+        self,
+        processes_per_node: Mapping[str, Sequence[int]],
+        parts: Mapping[str, Sequence[int]] | None = None,
+    ) -> dict[str, Pool]:
+        """Pools by name, started at the same time.
+
+        Raises DevicesMissing (joined cluster) or UserError (own) when the devices are not there,
+        WorkerError when a process does not come up, RuntimeTimeout when it does not come back.
+        """
+        return dict(self.pools.create(processes_per_node, parts or {}))
+
+    def examined(self, error: WorkerError) -> WorkerError:
+        """The error with what is to be seen of its process; brings logs of other hosts here."""
+        return self.pools.examined(error)
+
+    def shutdown(self) -> None:
+        """End all pools, and an own cluster with everything in it."""
+        try:
+            self.pools.end()
+        finally:
+            self.cluster.close()
+
+
+def folders_of_workers(config: RunConfig) -> dict[str, str]:
+    """Folders that workers read, each with the keys that name it; the rest is the driver's."""
+    keys: dict[str, list[str]] = {}
+    for role in config.roles:
+        if role is Role.REWARD and config.reward.kind is RewardKind.RULE:
+            continue
+        keys.setdefault(str(config.role(role).load), []).append(f"{role.value}.load")
+    tokenizer = config.training.tokenizer_name_or_path
+    keys.setdefault(tokenizer, []).append("training.tokenizer_name_or_path")
+    return {folder: ", ".join(names) for folder, names in keys.items()}

@@ -1,0 +1,205 @@
+"""The roles as the driver sees them: one typed method for each call, over all ranks of a role."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded, submit_together
+from mindspeed_rlxf.cluster.protocol import Peer, Pool, PoolPart, Request
+from mindspeed_rlxf.cluster.refs import RowsRef
+from mindspeed_rlxf.cluster.saved_group import SavedGroup
+from mindspeed_rlxf.config.enums import KlPenalty, Role, Stage
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.batch import ExperienceInputs, Prompts
+from mindspeed_rlxf.data.mini_batches import mini_batch_order, rank_steps
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.roles.reference import ReferenceRole
+from mindspeed_rlxf.roles.reports import SampleText
+from mindspeed_rlxf.roles.reward import RewardRole
+from mindspeed_rlxf.roles.rollout import RolloutRole
+
+
+class ActorGroup(SavedGroup):
+    """The policy that learns."""
+
+    def __init__(self, config: RunConfig, pool: Pool) -> None:
+        layout = config.layout(Role.ACTOR_ROLLOUT)
+        self.run, self.config, self.seed = config, config.actor_rollout, config.training.seed
+        trains = PoolPart(pool, 0, config.parts[0]) if config.parts else pool
+        self.train = self.saved = RoleGroup(Role.ACTOR_ROLLOUT, layout, trains)
+
+    def build(self) -> Pending:
+        return self.train.build(ActorRole, self.run)
+
+    def prepare_send_weights(self) -> list[Request]:
+        """The half of a call in which the ranks that generate receive the weights."""
+        return self.train.prepare(ActorRole.send_weights)
+
+    def log_probs(self, rollouts: RowsRef) -> Pending:
+        """Rows: LogProbs. Reports: LogProbReport per replica."""
+        return self.train.call(ActorRole.log_probs, rollouts)
+
+    def sample_texts(self, rollouts: RowsRef, count: int) -> list[SampleText]:
+        """Token ids of the first `count` samples, for the sample log; waits for them."""
+        rows = list(range(count))
+        rows += [0] * (-count % self.train.layout.dp)  # replicas get equal parts
+        pending = self.train.call(ActorRole.describe, rollouts.take(rows))
+        return [text for report in pending.result() for text in report][:count]
+
+    def make_experience(self, inputs: ExperienceInputs) -> Pending:
+        """Where there is no critic. Rows: Experience. Reports: ExperienceReport per replica."""
+        return self.train.call(ActorRole.make_experience, inputs)
+
+    def update_policy(
+        self, rollouts: RowsRef, experience: RowsRef, iteration: int, kl_coef: float
+    ) -> Pending:
+        """Reports: UpdateReport per replica, the same on each."""
+        orders = mini_batch_order(
+            rollouts.num_rows,
+            self.config.ppo_epochs,
+            self.config.shuffle_minibatch,
+            self.seed,
+            iteration,
+            2 if self.run.training.stage is Stage.RAY_ONLINE_DPO else 1,
+        )
+        steps = rank_steps(orders, self.config.ppo_mini_batch_size, self.train.layout.dp)
+        return self.train.call(
+            ActorRole.update_policy,
+            Sharded([rollouts.take(share.rows) for share in steps]),
+            Sharded([experience.take(share.rows) for share in steps]),
+            Sharded([share.steps for share in steps]),
+            kl_coef,
+        )
+
+
+class RolloutGroup:
+    """What generates: the tensor-parallel groups of the actor's ranks are its replicas, or those of
+    the other part of a pool that is split."""
+
+    def __init__(self, config: RunConfig, pool: Pool) -> None:
+        self.run, self.pool = config, pool
+        generates = PoolPart(pool, *config.parts) if config.parts else pool
+        self.group = RoleGroup(Role.ROLLOUT, config.rollout_layout, generates)
+        self._version: int | None = None  # of the weights that the ranks have
+
+    def build(self, eos_token_ids: Sequence[int]) -> Pending:
+        """After the actor, whose processes and weights are shared unless the pool is split."""
+        actor = None if self.run.parts else Peer(Role.ACTOR_ROLLOUT)
+        return self.group.build(RolloutRole, self.run, tuple(eos_token_ids), actor)
+
+    def update_weights(self, actor: ActorGroup, version: int) -> None:
+        """Generate with the weights of the actor, which has been updated `version` times; waits.
+
+        Nothing moves where the same ranks train. Raises WorkerError, RuntimeTimeout.
+        """
+        if version == self._version:
+            return
+        parts = [self.group.prepare(RolloutRole.update_weights, version)]
+        if self.run.parts:
+            parts.insert(0, actor.prepare_send_weights())
+        submit_together(self.pool, *parts).result()
+        self._version = version
+
+    def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> Pending:
+        """Rows: Rollouts in the order of the prompts. Reports: GenerateReport per replica."""
+        parts = Sharded(prompts.split(self.group.layout.dp))
+        return self.group.call(RolloutRole.generate, parts, seed, greedy)
+
+
+class ReferenceGroup:
+    def __init__(self, config: RunConfig, pool: Pool) -> None:
+        self.run = config
+        self.group = RoleGroup(Role.REF, config.layout(Role.REF), pool)
+
+    def build(self) -> Pending:
+        return self.group.build(ReferenceRole, self.run)
+
+    def log_probs(self, rollouts: RowsRef) -> Pending:
+        """Rows: LogProbs, or LogProbsWithKl where the KL is over the vocabulary."""
+        if self.run.algorithm.kl_penalty is KlPenalty.FULL:
+            actor = Peer(Role.ACTOR_ROLLOUT)
+            return self.group.call(ReferenceRole.log_probs_with_kl, rollouts, actor)
+        return self.group.call(ReferenceRole.log_probs, rollouts)
+
+
+class CriticGroup(SavedGroup):
+    def __init__(self, config: RunConfig, pool: Pool) -> None:
+        self.run, self.config, self.seed = config, config.value_model, config.training.seed
+        self.group = self.saved = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
+
+    def build(self) -> Pending:
+        return self.group.build(CriticRole, self.run)
+
+    def values(self, rollouts: RowsRef) -> Pending:
+        """Rows: Values."""
+        return self.group.call(CriticRole.values, rollouts)
+
+    def make_experience(self, inputs: ExperienceInputs) -> Pending:
+        """Rows: Experience. Reports: ExperienceReport per replica."""
+        return self.group.call(CriticRole.make_experience, inputs)
+
+    def update_critic(self, rollouts: RowsRef, experience: RowsRef, iteration: int) -> Pending:
+        """Reports: UpdateReport per replica, the same on each."""
+        orders = mini_batch_order(
+            rollouts.num_rows,
+            self.config.critic_update_epochs,
+            self.config.shuffle_minibatch,
+            self.seed,
+            iteration,
+        )
+        steps = rank_steps(orders, self.config.critic_mini_batch_size, self.group.layout.dp)
+        return self.group.call(
+            CriticRole.update_critic,
+            Sharded([rollouts.take(share.rows) for share in steps]),
+            Sharded([experience.take(share.rows) for share in steps]),
+            Sharded([share.steps for share in steps]),
+        )
+
+
+class RewardGroup:
+    def __init__(self, config: RunConfig, pool: Pool) -> None:
+        self.run = config
+        self.group = RoleGroup(Role.REWARD, config.layout(Role.REWARD), pool)
+
+    def build(self) -> Pending:
+        return self.group.build(RewardRole, self.run)
+
+    def score(self, rollouts: RowsRef) -> Pending:
+        """Rows: Scores. Reports: ScoreReport per replica."""
+        return self.group.call(RewardRole.score, rollouts)
+
+    def score_by_rule(self, rollouts: RowsRef) -> Pending:
+        """As `score`, by the rules whatever the configured reward."""
+        return self.group.call(RewardRole.score_by_rule, rollouts)
+
+
+@dataclass(frozen=True)
+class RoleGroups:
+    """The roles of a run; `critic` is None where the stage has none."""
+
+    actor: ActorGroup
+    rollout: RolloutGroup
+    ref: ReferenceGroup
+    critic: CriticGroup | None
+    reward: RewardGroup
+
+    @classmethod
+    def build(
+        cls, config: RunConfig, pools: Mapping[str, Pool], eos_token_ids: Sequence[int]
+    ) -> RoleGroups:
+        """Make every role in its pool's processes, those of different pools at the same time."""
+        policy = pools[config.pool_of(Role.ACTOR_ROLLOUT)]
+        actor, rollout = ActorGroup(config, policy), RolloutGroup(config, policy)
+        ref = ReferenceGroup(config, pools[config.pool_of(Role.REF)])
+        critic = None
+        if config.critic is not None:
+            critic = CriticGroup(config, pools[config.pool_of(Role.CRITIC)])
+        reward = RewardGroup(config, pools[config.pool_of(Role.REWARD)])
+        builds = [actor.build(), rollout.build(eos_token_ids)]
+        builds += [ref.build(), reward.build()]
+        builds += [critic.build()] if critic else []
+        for build in builds:
+            build.result()
+        return cls(actor, rollout, ref, critic, reward)

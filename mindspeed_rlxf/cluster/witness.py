@@ -1,0 +1,300 @@
+"""Diagnose workers from outside the process when one hangs or has died, by their hosts' agents.
+
+The workers themselves are not asked: one that is stopped, or stuck in C, answers nothing. A signal
+makes Python write the stack of every thread of a worker to its log, also of one stuck in C; the
+process table tells the rest. Free of Ray.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import re
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_rlxf.cluster.errors import DIED, HostError, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.host_agent import HostAgent, outcomes
+from mindspeed_rlxf.cluster.places import Place
+from mindspeed_rlxf.files.safe import mode_within, open_file, private_folder, replace_file
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 30.0  # for a host: the process of its agent may have to start first
+STACK_SIGNAL = signal.SIGUSR2
+FETCHED = "[the end of this log, fetched from "  # how a copy begins
+STDERR = 2
+STACK_S = 2.0  # for the stacks to be written
+TAIL_BYTES = 64 * 1024  # of a log, that travel to the driver
+
+STOPPED = "is stopped (SIGSTOP, or a debugger)"
+GONE = "is gone"
+SILENT = "answers no signal (stuck in the kernel, perhaps in a driver or a file system)"
+
+FRAME = re.compile(r'^  File "(?P<file>.+)", line \d+ in (?P<function>.+)$', re.MULTILINE)
+THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A worker to look at. log: its file; empty = unknown"""
+
+    rank: int
+    pid: int
+    log: str
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """state: as in `rank 1 <state>`; waits: for other ranks, so that these are the late ones"""
+
+    rank: int
+    state: str
+    waits: bool
+    tail: str  # of the log
+    oom_kills: int = 0  # for memory on its host so far
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A worker by its pool and rank. log: its file on its host; empty = unknown"""
+
+    pool: str
+    rank: int
+    place: Place
+    log: str
+    agent: HostAgent
+
+
+def show_stacks_on_signal() -> None:
+    """In a worker: on the signal, and on a crash in C, write the stack of every thread to stderr"""
+    faulthandler.enable(STDERR)
+    faulthandler.register(STACK_SIGNAL, STDERR, all_threads=True)
+
+
+def look_everywhere(workers: Sequence[Watched], stacks: bool) -> dict[tuple[str, int], Sighting]:
+    """`look` on every host of these workers; by (pool, rank), of the hosts that answer in time."""
+    by_agent: dict[HostAgent, list[Watched]] = defaultdict(list)
+    for worker in workers:
+        by_agent[worker.agent].append(worker)
+    calls = [
+        agent.start(
+            look, [Subject(w.rank, w.place.pid, w.log) for w in found], stacks, timeout_s=ANSWER_S
+        )
+        for agent, found in by_agent.items()
+    ]
+    answers: dict[tuple[str, int], Sighting] = {}
+    for found, reply in zip(by_agent.values(), outcomes(calls), strict=True):
+        if isinstance(reply, HostError):
+            logger.warning("no stacks and no logs of the ranks on %s: %s", reply.host, reply.cause)
+        else:
+            answers.update({(w.pool, w.rank): t for w, t in zip(found, reply, strict=True)})
+    return answers
+
+
+def look(subjects: Sequence[Subject], stacks: bool) -> list[Sighting]:
+    """Of workers on this node. stacks: have each write its stacks to its log"""
+    kills = oom_kills()
+    before = {subject.rank: _size(subject.log) for subject in subjects}
+    asked = [s for s in subjects if stacks and _state(s.pid) not in "TtZX" and _signal(s.pid)]
+    deadline = time.monotonic() + STACK_S
+    sizes: list[int] = []
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        seen, sizes = sizes, [_size(s.log) for s in asked]
+        if sizes == seen and all(_stack_since(s.log, before[s.rank]) for s in asked if s.log):
+            break
+    found = []
+    for subject in subjects:
+        stack = _stack_since(subject.log, before[subject.rank]) if subject in asked else ""
+        state, waits = _described(subject, stack, subject in asked)
+        found.append(Sighting(subject.rank, state, waits, tail(subject.log), kills))
+    return found
+
+
+def _described(subject: Subject, stack: str, asked: bool) -> tuple[str, bool]:
+    letter = _state(subject.pid)
+    if letter in "ZX":
+        return GONE, False
+    if letter in "Tt":
+        return STOPPED, False
+    if not asked or not subject.log:
+        return "is alive", False
+    return doing(stack) if stack else (SILENT, False)
+
+
+def doing(stack: str) -> tuple[str, bool]:
+    """What the thread that runs roles does, from the stacks of all threads; does it wait?"""
+    threads = THREAD.split(stack)[1:]
+    ours = next((t for t in threads if "cluster/worker.py" in t or "process.py" in t), None)
+    if ours is None:
+        return "has no call to work on", False
+    frames = [(f["file"], f["function"]) for f in FRAME.finditer(ours)]
+    if any(name == "fetch_rows" for _, name in frames):
+        return "waits for rows", True
+    collective = [name for file, name in frames if "torch/distributed/" in file]
+    if collective:
+        named = [name for name in collective if not name.startswith(("wrapper", "_", "<"))]
+        return f"waits for others in {(named or collective)[-1]}", True
+    file, name = frames[0]
+    caller = next((f"{Path(f).stem}.{n}" for f, n in frames if "mindspeed_rlxf" in f), "")
+    inside = f" from {caller}" if caller and "mindspeed_rlxf" not in file else ""
+    return f"is in {Path(file).stem}.{name}{inside}", False
+
+
+@dataclass(frozen=True)
+class Producer:
+    """A rank whose rows are waited for. call: that makes them, `role.phase`; rows: their name"""
+
+    pool: str
+    rank: int
+    host: str
+    call: str
+    rows: str
+
+
+def explained(
+    error: RuntimeTimeout,
+    pool: str,
+    producers: Sequence[Producer],
+    told: Mapping[tuple[str, int], Sighting],
+) -> RuntimeTimeout:
+    """The error with what its ranks did; those that waited for others are no longer its ranks.
+
+    Where all of them waited for rows, it becomes the error of who has not made the rows.
+
+    pool: of the error's ranks; told: by (pool, rank)
+    """
+    waiting = [rank for rank in error.missing if (t := told.get((pool, rank))) and t.waits]
+    late = [rank for rank in error.missing if rank not in waiting] or error.missing
+    hosts = [host for rank, host in zip(error.missing, error.hosts, strict=False) if rank in late]
+    parts = _states({rank: told.get((pool, rank)) for rank in error.missing})
+    if producers:
+        parts.append("waiting for " + ", ".join(each.rows for each in producers))
+        for each in producers:
+            if each.pool != pool:
+                state = _states({each.rank: told.get((each.pool, each.rank))})
+                parts += [f"{each.pool} {said}" for said in state]
+    if any(told.values()):
+        parts.append("the logs of all ranks have their stacks")
+    what = error.what
+    if len(waiting) == len(error.missing) and (makers := _late_makers(producers, told)):
+        parts[0] = f"{what}: {parts[0]}"
+        what, late, hosts = makers[0].call, [m.rank for m in makers], [m.host for m in makers]
+    return RuntimeTimeout(what, error.seconds, late, "; ".join(parts), hosts)
+
+
+def _late_makers(
+    producers: Sequence[Producer], told: Mapping[tuple[str, int], Sighting]
+) -> list[Producer]:
+    """Those that wait for nobody themselves; of the first call, where there are several."""
+    late = [p for p in producers if not ((t := told.get((p.pool, p.rank))) and t.waits)]
+    return list({p.rank: p for p in late if p.call == late[0].call}.values())
+
+
+def examined(error: WorkerError, oom_kills: int) -> WorkerError:
+    """The error; of a process that died on a host whose kernel has killed for memory, with that.
+
+    oom_kills: on its host since the worker started
+    """
+    if not error.cause.startswith(DIED) or not oom_kills:
+        return error
+    cause = f"{error.cause}; its host ran out of memory: the kernel killed {oom_kills} of its "
+    cause += "processes meanwhile"
+    return WorkerError(
+        error.role, error.rank, error.host, error.phase, cause, error.remote_traceback
+    )
+
+
+def _states(told: Mapping[int, Sighting | None]) -> list[str]:
+    """`rank 0 is gone`, `each of ranks 1, 2 waits for others in all_reduce`."""
+    by_state: dict[str, list[int]] = {}
+    for rank, sighting in told.items():
+        state = sighting.state if sighting else "is on a node that does not answer"
+        by_state.setdefault(state, []).append(rank)
+    return [
+        f"{'rank' if len(ranks) == 1 else 'each of ranks'} {', '.join(map(str, ranks))} {state}"
+        for state, ranks in by_state.items()
+    ]
+
+
+def tail(log: str) -> str:
+    """The end of a log; empty where there is none."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def keep_logs(workers: Sequence[Watched], told: Mapping[tuple[str, int], Sighting]) -> None:
+    """Write the ends of logs that stand on other hosts below the same path of this one."""
+    for worker in workers:
+        sighting = told.get((worker.pool, worker.rank))
+        if sighting is None or not sighting.tail or not worker.log:
+            continue
+        file = Path(worker.log)
+        if not file.exists() or is_copy(file):
+            mode = mode_within(file.parents[1])
+            private_folder(file.parent, mode)
+            heading = f"{FETCHED}{worker.place.host}]\n"
+            replace_file(file, (heading + sighting.tail).encode("utf-8", "replace"), mode)
+
+
+def is_copy(file: Path) -> bool:
+    with open_file(file, "r", encoding="utf-8", errors="replace") as stream:
+        return bool(stream.read(len(FETCHED)) == FETCHED)
+
+
+def oom_kills() -> int:
+    """Processes that this host's kernel, or this container's limit, killed for memory so far."""
+    found = 0
+    for name in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
+        try:
+            lines = Path(name).read_text(encoding="ascii").splitlines()
+        except (OSError, ValueError):
+            continue
+        counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
+        found = max(found, int(counts.get("oom_kill", "0")))
+    return found
+
+
+def _state(pid: int) -> str:
+    """Letter of /proc: R, S, D, T(stopped), Z(ombie); X where there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "X"
+    return text.rpartition(")")[2].split()[0]
+
+
+def _signal(pid: int) -> bool:
+    try:
+        os.kill(pid, STACK_SIGNAL)
+    except OSError:
+        return False
+    return True
+
+
+def _size(log: str) -> int:
+    try:
+        return os.stat(log).st_size
+    except OSError:
+        return 0
+
+
+def _stack_since(log: str, offset: int) -> str:
+    """What was written after `offset`, once a stack is there."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(offset)
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return text if THREAD.search(text) else ""

@@ -1,0 +1,143 @@
+"""The tables of `docs/migrating.md`, from the schema and the lists of older keys.
+
+`python -m mindspeed_rlxf.compat.migration docs/migrating.md` puts them where they belong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from mindspeed_rlxf.compat.older_keys import ANY, NO_OP_LIST, REFUSED_LIST, NoOp
+from mindspeed_rlxf.compat.older_toolkit import MOVED
+from mindspeed_rlxf.config.architecture import ArchitectureConfig
+from mindspeed_rlxf.config.enums import CONFIGURED, Role
+from mindspeed_rlxf.config.fields import key
+from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS, fields
+from mindspeed_rlxf.config.roles import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.sections import KlControlConfig, PoolSettings, TrainingConfig
+from mindspeed_rlxf.config.suggest import written
+
+MARK = "<!-- Everything below is made by: python -m mindspeed_rlxf.compat.migration -->"
+
+# Of the section resource_pool, where the user chooses the names.
+POOL = key(..., "processes of the pool of that name: a count, or a list with one for each node")
+REWARD_POOL = "its pool; absent with reward.kind=rule = that of the actor, or of ref if it is split"
+
+
+def tables() -> str:
+    """Markdown: every key that works, is moved, has no effect, or is refused."""
+    parts = [
+        "## Keys that work",
+        *(f"### `{title}`\n\n{_section(names)}" for title, names in _sections().items()),
+        "## Keys that live on under another name",
+        _table("key | here", ([f"`{key}`", f"`{home}`"] for key, home in sorted(MOVED.items()))),
+        "## Keys without effect",
+        "Accepted with one line at the start, for these values; other values are errors that say "
+        "what to use.",
+        _table("key | values | what it means here", map(_no_op, NO_OP_LIST)),
+        "## Keys that are refused",
+        "`false` and `null` are accepted for all of them.",
+        _table(
+            "key | why | remedy",
+            ([_listed(entry.keys), entry.why, entry.remedy] for entry in REFUSED_LIST),
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def put_into(text: str) -> str:
+    """The document with the tables after its mark."""
+    head, mark, _ = text.partition(MARK)
+    if not mark:
+        raise ValueError(f"the document must hold the line {MARK!r}; add it where the tables go")
+    return f"{head}{MARK}\n\n{tables()}"
+
+
+def _sections() -> dict[str, dict[str, FieldInfo]]:
+    """Title -> keys; those of all roles, of optimizers and of architectures once."""
+    common, optimizer = fields(RoleConfig), fields(OptimizerConfig)
+    found = {
+        "training": dict(TrainingConfig.model_fields),
+        "every role": _without(RoleConfig, {"architecture"}),
+        "actor_rollout, critic: optimizer": dict(OptimizerConfig.model_fields),
+    }
+    for role, schema in ROLE_SECTIONS.items():
+        own = _without(schema, common | optimizer | {"optimizer"})
+        if own:
+            found[role.value] = own
+    found["model.<name>"] = dict(ArchitectureConfig.model_fields)
+    for name, section in PLAIN_SECTIONS.items():
+        found[name] = _without(section, {"kl_ctrl"})
+        if name == "algorithm":
+            found["algorithm.kl_ctrl"] = dict(KlControlConfig.model_fields)
+    found["placement"] = {
+        role.value: key(role.value, REWARD_POOL if role is Role.REWARD else "its pool")
+        for role in CONFIGURED
+    }
+    found["resource_pool"] = {"<pool>": POOL, **PoolSettings.model_fields}
+    found["the top level"] = {"dry_run": RunConfig.model_fields["dry_run"]}
+    return found
+
+
+def _without(section: type[BaseModel], names: set[str]) -> dict[str, FieldInfo]:
+    return {key: field for key, field in section.model_fields.items() if key not in names}
+
+
+def _section(keys: dict[str, FieldInfo]) -> str:
+    rows = ([f"`{key}`", _default(field), field.description or ""] for key, field in keys.items())
+    return _table("key | default | meaning", rows)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value: Any = field.default
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, tuple):
+        return "a list" if value else "`[]`"
+    return f"`{value}`" if isinstance(value, str) else f"`{written(value)}`"
+
+
+def _no_op(entry: NoOp) -> list[str]:
+    values = ANY if isinstance(entry.allowed, str) else _listed(_as_text(v) for v in entry.allowed)
+    return [_listed(entry.keys), values, entry.meaning]
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else written(value)
+
+
+def _listed(words: Sequence[str] | Iterator[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def _table(head: str, rows: Any) -> str:
+    columns = head.split(" | ")
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) != 1:
+        print(tables(), end="")
+        return 0
+    file = Path(arguments[0])
+    file.write_text(put_into(file.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Rules between keys: what a configuration must keep, as problems with rule, value and remedy."""

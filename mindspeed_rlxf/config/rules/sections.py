@@ -1,0 +1,143 @@
+"""Rules across sections. Those between the keys of one section are `Section.broken_rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.errors import Problem, ref
+from mindspeed_rlxf.config.rules.batch import (
+    TITLES,
+    check_batches,
+    loss_by_micro_batch,
+    token_budget,
+)
+from mindspeed_rlxf.config.rules.experts import check_experts
+from mindspeed_rlxf.config.rules.split import ROLLOUT_TP, TRAIN, check_split
+from mindspeed_rlxf.config.rules.stages import check_stage
+from mindspeed_rlxf.config.rules.tensor_parallel import uneven
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.suggest import closest, multiples_around, use
+
+
+def check(config: RunConfig) -> list[Problem]:
+    """Every rule across sections that the configuration breaks; nothing here looks at the host."""
+    problems = [*_pools(config), *_lengths(config), *_validation(config)]
+    problems += [*check_stage(config), *check_split(config)]
+    for role in config.roles:
+        if not _is_rule(config, role):
+            problems += _model(config, role)
+        problems += _parallel(config, role)
+    problems += loss_by_micro_batch(config)
+    if not _misplaced(config):
+        problems += check_batches(config)
+    return problems
+
+
+def _pools(config: RunConfig) -> Iterator[Problem]:
+    known = ", ".join(config.resource_pool)
+    for role, pool in config.placement.items():
+        if pool not in config.resource_pool:
+            key = f"placement.{role.value}"
+            guess = closest(pool, config.resource_pool) or next(iter(config.resource_pool))
+            yield Problem(
+                key,
+                f"must name a pool of resource_pool ({known})",
+                pool,
+                f"use {ref(key)}={guess}, or add resource_pool.{pool}",
+            )
+    for pool in config.resource_pool.keys() - config.placement.values():
+        yield Problem(
+            f"resource_pool.{pool}", "must hold a role", remedy="remove it, or place a role on it"
+        )
+
+
+def _misplaced(config: RunConfig) -> bool:
+    """True while some role has no whole replicas, so that there is no data-parallel size."""
+    return any(_pools(config)) or any(_replicas(config, role) for role in config.roles)
+
+
+def _replicas(config: RunConfig, role: Role) -> Problem | None:
+    pool, section = config.pool_of(role), config.role(role)
+    tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
+    size = sum(config.processes_of(role)) if pool in config.resource_pool else tp * pp
+    if size % (tp * pp) == 0:
+        return None
+    return Problem(
+        TRAIN if role is Role.ACTOR_ROLLOUT and config.parts else f"resource_pool.{pool}",
+        f"must be a multiple of TP {tp} x PP {pp} = {tp * pp} of {TITLES[role]} ({role.value})",
+        size,
+        use(multiples_around(size, tp * pp)),
+    )
+
+
+def _is_rule(config: RunConfig, role: Role) -> bool:
+    return role is Role.REWARD and config.reward.architecture is None
+
+
+def _model(config: RunConfig, role: Role) -> Iterator[Problem]:
+    section = config.role(role)
+    if section.load is None:
+        yield Problem(f"{role.value}.load", "is required", remedy="give the folder of its weights")
+    total, longest = config.training.seq_length, section.architecture.max_position_embeddings
+    if total > longest:
+        limit = ref(f"model.{section.model}.max_position_embeddings")
+        yield Problem(
+            "training.seq_length",
+            f"must be at most {limit}={longest} of {TITLES[role]}",
+            total,
+            f"use {longest} or less",
+        )
+
+
+def _parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
+    misplaced = _replicas(config, role)
+    if misplaced:
+        yield misplaced
+    if _is_rule(config, role):
+        return
+    section = config.role(role)
+    tp = section.tensor_model_parallel_size
+    placed = misplaced is None and config.pool_of(role) in config.resource_pool
+    yield from check_experts(role, section, config.layout(role).dp if placed else None)
+    key = f"{role.value}.tensor_model_parallel_size"
+    if role is Role.ACTOR_ROLLOUT and config.rollout_tp != tp:
+        a = section.architecture
+        yield from uneven(ROLLOUT_TP, config.rollout_tp, a, section.model, f"{role.value}.")
+    yield from token_budget(config, role)
+    known = config.pool_of(role) in config.resource_pool
+    may_span = config.pool_settings.tensor_parallel_spans_nodes
+    for processes in config.processes_of(role) if known and not may_span else []:
+        if processes % tp and not misplaced:
+            yield Problem(
+                f"resource_pool.{config.pool_of(role)}",
+                f"{processes} processes on a node must be a multiple of the tensor-parallel size "
+                f"{tp} of {role.value}, which may not span nodes",
+                remedy=f"{use(multiples_around(processes, tp))}, or allow it with "
+                "resource_pool.tensor_parallel_spans_nodes=true",
+                colon=True,
+                reads=(key,),
+            )
+
+
+def _lengths(config: RunConfig) -> Iterator[Problem]:
+    actor, total = config.actor_rollout, config.training.seq_length
+    if actor.max_prompt_length + actor.max_new_tokens > total:
+        prompt, new = ref("actor_rollout.max_prompt_length"), ref("actor_rollout.max_new_tokens")
+        yield Problem(
+            "training.seq_length",
+            f"must be at least {prompt}={actor.max_prompt_length} + {new}={actor.max_new_tokens}",
+            total,
+            f"use {actor.max_prompt_length + actor.max_new_tokens} or more",
+        )
+
+
+def _validation(config: RunConfig) -> Iterator[Problem]:
+    data, interval = config.data, config.validation.interval
+    if interval and not data.val_files and not data.val_data_path:
+        yield Problem(
+            "validation.interval",
+            f"needs {ref('data.val_files')} or {ref('data.val_data_path')}",
+            interval,
+            f"name a file, or use {ref('validation.interval')}=0",
+        )

@@ -1,0 +1,220 @@
+"""Rules of stages and estimators: which keys go together. Nothing here looks at the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mindspeed_rlxf.config.enums import (
+    AdvantageWhiten,
+    KlIn,
+    KlPenalty,
+    RewardKind,
+    Role,
+    Stage,
+)
+from mindspeed_rlxf.config.errors import Problem, ref
+from mindspeed_rlxf.config.rules.without_effect import without_effect
+from mindspeed_rlxf.config.schema import RunConfig
+
+ESTIMATOR, STAGE = "algorithm.adv_estimator", "training.stage"
+SAMPLES, NEW_TOKENS = "actor_rollout.n_samples_per_prompt", "actor_rollout.max_new_tokens"
+FILTER, PENALTY, KL_IN = "algorithm.filter_groups", "algorithm.kl_penalty", "algorithm.kl_in"
+
+
+def check_stage(config: RunConfig) -> Iterator[Problem]:
+    """Every such rule that the configuration breaks."""
+    if config.training.stage is Stage.RAY_ONLINE_DPO:
+        yield from [*_pairs(config), *_pairs_by_tokens(config)]
+    else:
+        yield from _estimator(config)
+        yield from [*_kl(config), *_full_kl(config)]
+    yield from _one_vocabulary(config)
+    yield from without_effect(config)
+    yield from _samples_per_prompt(config)
+    yield from [*_rewards(config), *_verifiers(config)]
+    yield from _whitening(config)
+
+
+def _estimator(config: RunConfig) -> Iterator[Problem]:
+    estimator, stage = config.algorithm.adv_estimator, config.training.stage
+    traits = config.algorithm.estimator
+    if stage is Stage.RAY_PPO and not traits.needs_critic:
+        yield Problem(
+            ESTIMATOR,
+            f"works without the critic of {ref(STAGE)}=ray_ppo",
+            estimator,
+            f"use gae, or {ref(STAGE)}=ray_grpo",
+        )
+    if stage is not Stage.RAY_PPO and traits.needs_critic:
+        yield Problem(
+            ESTIMATOR,
+            f"needs a critic, which {ref(STAGE)}={stage.value} has not",
+            estimator,
+            f"use grpo, or {ref(STAGE)}=ray_ppo",
+        )
+
+
+def _kl(config: RunConfig) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    if algorithm.kl_in is KlIn.LOSS and algorithm.kl_penalty is KlPenalty.KL:
+        yield Problem(
+            PENALTY,
+            f"teaches nothing with {ref(KL_IN)}=loss, where its gradient is 0 on average",
+            algorithm.kl_penalty,
+            "use low_var_kl or mse",
+        )
+
+
+def _full_kl(config: RunConfig) -> Iterator[Problem]:
+    """Both distributions have to be in one process, split in the same way."""
+    if config.algorithm.kl_penalty is not KlPenalty.FULL:
+        return
+    actor, ref_section = config.actor_rollout, config.ref
+    if config.algorithm.kl_in is KlIn.LOSS:
+        yield Problem(PENALTY, f"needs {ref(KL_IN)}=reward", "full", "use that, or low_var_kl")
+    pools = [config.pool_of(role) for role in (Role.ACTOR_ROLLOUT, Role.REF)]
+    if pools[0] != pools[1]:
+        yield Problem(
+            PENALTY,
+            "compares all of the vocabulary and needs actor and reference in one pool, they are "
+            f"in {pools[0]} and {pools[1]}",
+            "full",
+            f"use {ref('placement.ref')}={pools[0]}, or low_var_kl",
+        )
+    for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        mine, theirs = getattr(actor, key), getattr(ref_section, key)
+        if mine != theirs:
+            yield Problem(
+                f"ref.{key}",
+                f"must be the actor's {mine} with {ref(PENALTY)}=full, which compares "
+                "vocabularies part by part",
+                theirs,
+                f"use {mine}, or low_var_kl",
+                reads=(f"actor_rollout.{key}",),
+            )
+
+
+def _one_vocabulary(config: RunConfig) -> Iterator[Problem]:
+    mine, theirs = config.actor_rollout, config.ref
+    sizes = [section.architecture.vocab_size for section in (mine, theirs)]
+    if sizes[0] != sizes[1]:
+        yield Problem(
+            "ref",
+            f"vocab_size={sizes[1]} must be the actor's {sizes[0]}, whose tokens it judges",
+            remedy="give folder and model of the policy that training starts from",
+            colon=True,
+            reads=tuple(f"model.{section.model}.vocab_size" for section in (mine, theirs)),
+        )
+
+
+def _samples_per_prompt(config: RunConfig) -> Iterator[Problem]:
+    samples, algorithm = config.actor_rollout.n_samples_per_prompt, config.algorithm
+    needs = {
+        f"{ref(ESTIMATOR)}={algorithm.adv_estimator}": algorithm.estimator.compares_group,
+        f"{ref(FILTER)}=true": algorithm.filter_groups,
+    }
+    for name, needed in needs.items():
+        if needed and samples < 2 and config.training.stage is not Stage.RAY_ONLINE_DPO:
+            yield Problem(
+                SAMPLES,
+                f"must be 2 or more with {name}, which compares the responses to a prompt",
+                samples,
+                "use 4 or 8",
+            )
+
+
+def _pairs(config: RunConfig) -> Iterator[Problem]:
+    samples = config.actor_rollout.n_samples_per_prompt
+    if samples != 2:
+        yield Problem(
+            SAMPLES,
+            f"must be 2 with {ref(STAGE)}=ray_online_dpo, which prefers one of two responses",
+            samples,
+            "use 2",
+        )
+
+
+def _pairs_by_tokens(config: RunConfig) -> Iterator[Problem]:
+    limit = config.actor_rollout.max_tokens_per_micro_batch
+    if limit is not None:
+        yield Problem(
+            "actor_rollout.max_tokens_per_micro_batch",
+            f"may part the responses of a pair with {ref(STAGE)}=ray_online_dpo",
+            limit,
+            "use null, and micro_batch_size",
+        )
+
+
+def _rewards(config: RunConfig) -> Iterator[Problem]:
+    actor, algorithm = config.actor_rollout, config.algorithm
+    if algorithm.overlong_buffer_len > actor.max_new_tokens:
+        yield Problem(
+            "algorithm.overlong_buffer_len",
+            f"must be at most {ref(NEW_TOKENS)}={actor.max_new_tokens}",
+            algorithm.overlong_buffer_len,
+            f"use {actor.max_new_tokens} or less",
+        )
+    if not algorithm.filter_groups:
+        return
+    if actor.fixed_responses is not None:
+        responses = ref("actor_rollout.fixed_responses")
+        yield Problem(
+            FILTER,
+            f"draws prompts that {responses} has no responses for",
+            True,
+            "remove one of them",
+        )
+    pairs = config.training.stage is Stage.RAY_ONLINE_DPO
+    if not (algorithm.estimator.compares_group or pairs):
+        yield Problem(
+            FILTER,
+            f"drops prompts that {ref(ESTIMATOR)}={algorithm.adv_estimator} learns from",
+            True,
+            "remove it, or use grpo, dr_grpo, rloo or reinforce_plus_plus_baseline",
+        )
+    if config.reward.kind is RewardKind.MODEL:
+        yield Problem(
+            FILTER,
+            f"needs {ref('reward.kind')}=rule, because the scores of a reward model always differ",
+            True,
+            "remove one of them",
+        )
+
+
+def _verifiers(config: RunConfig) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    rules, weights = algorithm.verifier_function, algorithm.verifier_weight
+    if not config.reward.verifier:
+        remedy = f"remove it, or use {ref('reward.verifier')}=true"
+        for name in ("verifier_function", "verifier_weight"):
+            if getattr(algorithm, name):
+                yield Problem(
+                    f"algorithm.{name}",
+                    f"has no effect with {ref('reward.verifier')}=false",
+                    remedy=remedy,
+                )
+    elif weights and len(weights) != len(rules or (None,)):
+        functions = ref("algorithm.verifier_function")
+        yield Problem(
+            "algorithm.verifier_weight",
+            f"must have a weight for each of the {len(rules or (None,))} {functions}",
+            list(weights),
+            "give as many",
+        )
+
+
+def _whitening(config: RunConfig) -> Iterator[Problem]:
+    """Variance needs two tokens; a response has one at least."""
+    whiten, actor = config.algorithm.advantage_whiten, config.actor_rollout
+    sizes = {
+        AdvantageWhiten.BATCH: config.samples_per_iteration,
+        AdvantageWhiten.MINIBATCH: actor.ppo_mini_batch_size,
+    }
+    pairs = config.training.stage is Stage.RAY_ONLINE_DPO
+    if not pairs and sizes.get(whiten, 2) * actor.max_new_tokens == 1:
+        yield Problem(
+            "algorithm.advantage_whiten",
+            f"needs two tokens, and one sample with {ref(NEW_TOKENS)}=1 has one",
+            whiten,
+            "use none, or more samples",
+        )

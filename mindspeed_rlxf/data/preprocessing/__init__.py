@@ -1,0 +1,1 @@
+"""Files of rows become an indexed prompt data set."""

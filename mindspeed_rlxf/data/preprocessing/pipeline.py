@@ -1,0 +1,240 @@
+"""Files of rows become an indexed prompt data set: read, tokenize in processes, write in order."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mindspeed_rlxf.config.enums import OverlongPrompts
+from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.data.files import fault
+from mindspeed_rlxf.data.handlers import DEFAULT_HANDLER, HANDLERS, LABELS, Handler, Output
+from mindspeed_rlxf.data.preprocessing.map_keys import Keys, MapKeys, missing_columns
+from mindspeed_rlxf.data.preprocessing.row_encoder import (
+    TOO_LONG,
+    EncodedChunk,
+    NumberedRow,
+    RowEncoder,
+)
+from mindspeed_rlxf.data.preprocessing.row_source import (
+    Counts,
+    Progress,
+    Refusals,
+    RowSource,
+    chunks_of,
+    find_files,
+    readable,
+)
+from mindspeed_rlxf.data.preprocessing.worker import start_worker, work
+from mindspeed_rlxf.data.preprocessing.writer import (
+    PromptSetWriter,
+    existing_files,
+    finish_interrupted,
+    not_new,
+    not_written,
+)
+from mindspeed_rlxf.data.prompt_encoder import PromptEncoder
+from mindspeed_rlxf.data.sidecar import Sidecar, TokenizerId
+from mindspeed_rlxf.data.tokenizer import load_slow_tokenizer, load_tokenizer, vocabulary_hash
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHUNKS_AHEAD = 2  # per process, so that memory stays bounded
+
+
+@dataclass(frozen=True)
+class PreprocessOptions:
+    """The flags of the command.
+
+    max_prompt_length:  in tokens, None = any; of conversations and pairs the longest sequence
+    max_samples:        rows that are read, None = all
+    additional_columns: those that are kept beside the handler's own, None = all
+    append_eod:         conversations end with the tokenizer's EOS whatever the template
+    allow_special_tokens: those that the text of a row spells are tokens
+    slow_tokenizer:     the one in Python where transformers has it; `Counts.not_slow` says why not
+    """
+
+    inputs: tuple[str, ...]
+    output_prefix: str
+    tokenizer_path: str
+    template: str = "empty"
+    map_keys: Keys = field(default_factory=MapKeys)
+    handler: str = DEFAULT_HANDLER
+    workers: int = 1
+    max_prompt_length: int | None = None
+    overlong: OverlongPrompts = OverlongPrompts.DROP
+    max_samples: int | None = None
+    strict: bool = False
+    overwrite: bool = False
+    additional_columns: tuple[str, ...] | None = None
+    append_eod: bool = False
+    slow_tokenizer: bool = False
+    allow_special_tokens: bool = False
+
+
+def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: None) -> Counts:
+    """Writes the data set of `options.output_prefix`, whole or not at all.
+
+    progress: called with the number of rows read so far.
+    Raises UserError: what cannot be read or written, no row left, and with `strict` (or
+    `overlong` ERROR) every row that is dropped.
+    """
+    prefix = _checked_prefix(options)
+    counts = Counts()
+    files = find_files(options.inputs, counts.skipped)
+    tokenizer = _tokenizer(options, counts)
+    handler = HANDLERS[options.handler]
+    encoder = _row_encoder(options, handler, tokenizer)
+    rows = RowSource(files, options.max_samples, counts, progress)
+    try:
+        with PromptSetWriter(prefix, handler) as writer:
+            _write_rows(rows, encoder, options, counts, writer)
+            sidecar = Sidecar(
+                handler=handler.name,
+                template=options.template,
+                stop_token_ids=tuple(encoder.prompts.stop_token_ids),
+                tokenizer=TokenizerId(
+                    path=readable(options.tokenizer_path), sha256=vocabulary_hash(tokenizer)
+                ),
+                columns=writer.columns(),
+                counts=counts.numbers(),
+            )
+            writer.commit(sidecar, has_rejected=bool(counts.dropped))
+    except OSError as error:
+        raise UserError(not_written(readable(str(prefix)), error)) from error
+    return counts
+
+
+def _tokenizer(options: PreprocessOptions, counts: Counts) -> PreTrainedTokenizerBase:
+    flag = "--tokenizer-name-or-path"
+    if not options.slow_tokenizer:
+        return load_tokenizer(options.tokenizer_path, flag)
+    tokenizer, counts.not_slow = load_slow_tokenizer(options.tokenizer_path, flag)
+    return tokenizer
+
+
+def _row_encoder(
+    options: PreprocessOptions, handler: Handler, tokenizer: PreTrainedTokenizerBase
+) -> RowEncoder:
+    eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
+    if options.append_eod and eos is None:
+        raise UserError(
+            Problem(
+                "--append-eod",
+                "needs the tokenizer's EOS token, it has none",
+                remedy="set eos_token in its tokenizer_config.json or leave --append-eod out",
+            )
+        )
+    kept = options.additional_columns
+    return RowEncoder(
+        PromptEncoder(
+            tokenizer, options.template, handler.has_responses, options.allow_special_tokens
+        ),
+        options.map_keys,
+        handler,
+        options.max_prompt_length,
+        options.overlong,
+        kept_columns=None if kept is None else frozenset((*kept, LABELS)),
+        end_id=eos if options.append_eod else None,
+        unknown_id=None if unknown == eos else unknown,  # some tokenizers have one for both
+    )
+
+
+def _write_rows(
+    rows: RowSource,
+    encoder: RowEncoder,
+    options: PreprocessOptions,
+    counts: Counts,
+    writer: PromptSetWriter,
+) -> None:
+    refusals = Refusals()
+    with closing(_encoded(chunks_of(iter(rows)), encoder, options.workers)) as chunks:
+        for chunk in chunks:
+            writer.add(chunk)
+            counts.add(chunk)
+            for reject in chunk.rejected:
+                refusals.add(reject)
+    _check_result(options, counts, refusals, rows.columns)
+
+
+def _checked_prefix(options: PreprocessOptions) -> Path:
+    shown = readable(options.output_prefix)
+    if not os.path.basename(options.output_prefix):
+        raise UserError(
+            Problem("--output-prefix", "must end in a name, not in a folder", shown, "add a name")
+        )
+    prefix = Path(os.path.abspath(os.path.expanduser(options.output_prefix)))
+    finish_interrupted(prefix)
+    found = existing_files(prefix)
+    if found and not options.overwrite:
+        raise UserError(not_new(shown, readable(found[0].name)))
+    return prefix
+
+
+def _encoded(
+    chunks: Iterator[list[NumberedRow]], encoder: RowEncoder, workers: int
+) -> Generator[EncodedChunk]:
+    """The chunks in order; one process works in this one.
+
+    The others are forked: they share the tokenizer, and import nothing again.
+    """
+    if workers == 1:
+        yield from map(encoder.encode, chunks)
+        return
+    first = next(chunks, None)
+    if first is None:
+        return
+    fork = get_context("fork")
+    with ProcessPoolExecutor(workers, fork, start_worker, (encoder, os.getpid())) as pool:
+        pending: deque[Future[EncodedChunk]] = deque([pool.submit(work, first)])
+        try:
+            for chunk in chunks:
+                pending.append(pool.submit(work, chunk))
+                if len(pending) > workers * CHUNKS_AHEAD:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _check_result(
+    options: PreprocessOptions, counts: Counts, refusals: Refusals, columns: dict[str, None]
+) -> None:
+    """Raises UserError when what was read must not become a data set."""
+    if options.overlong is OverlongPrompts.ERROR and counts.dropped[TOO_LONG]:
+        raise UserError(refusals.located(TOO_LONG))
+    if not counts.rows_written:
+        reasons = ", ".join(f"{number} {reason}" for reason, number in counts.dropped.items())
+        found = f"dropped: {reasons}" if reasons else "the files hold none"
+        remedy = "correct --map-keys or the rows" if reasons else "name files that have rows"
+        summary = fault(f"a row must be left, of {counts.rows_read} rows none is ({found})", remedy)
+        raise UserError([summary, *refusals.located()])
+    if options.strict and counts.dropped:
+        rule = f"no row may be dropped, {counts.dropped.total()} are"
+        summary = Problem("--strict", rule, remedy="mend them", colon=True)
+        raise UserError([summary, *refusals.located()])
+    handler, extra = HANDLERS[options.handler], options.additional_columns or ()
+    own = {LABELS} if handler.output is Output.ANSWERED else set()
+    problems = list(
+        missing_columns(options.map_keys, handler, columns, [c for c in extra if c not in own])
+    )
+    response = getattr(options.map_keys, "response", "")
+    if own & columns.keys() and response not in (None, LABELS):
+        problems.append(
+            Problem(
+                handler.name,
+                f"writes the answers as {LABELS!r}, the rows have such a column",
+                remedy='map "response" to it or rename it',
+            )
+        )
+    if problems:
+        raise UserError(problems)

@@ -1,0 +1,195 @@
+"""The rows of all input files, in chunks, and the counts of what became of them."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.data.files import READERS, BadRow, BrokenFile, FileProblems, scan_rows
+from mindspeed_rlxf.data.preprocessing.row_encoder import EncodedChunk, NumberedRow, Rejected
+
+CHUNK_ROWS = 512
+CHUNK_CHARACTERS = 4_000_000  # about; a chunk ends with the row that passes it
+
+Progress = Callable[[int], None]
+
+
+@dataclass
+class Counts:
+    """What became of the rows.
+
+    skipped:  files of a folder that are of no known type
+    not_slow: why the tokenizer is fast though a slow one was asked for, "" = it is not
+    """
+
+    rows_read: int = 0
+    rows_written: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    cut: int = 0
+    repeated_ids: int = 0
+    num_tokens: int = 0
+    unknown_tokens: int = 0
+    empty_files: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    not_slow: str = ""
+
+    def add(self, chunk: EncodedChunk) -> None:
+        self.rows_written += chunk.num_rows
+        self.cut += chunk.num_cut
+        self.num_tokens += chunk.num_tokens
+        self.unknown_tokens += chunk.num_unknown
+        self.dropped.update(reject.reason for reject in chunk.rejected)
+
+    def numbers(self) -> dict[str, int | dict[str, int]]:
+        """For the sidecar."""
+        return {
+            "rows_read": self.rows_read,
+            "rows_written": self.rows_written,
+            "dropped": dict(sorted(self.dropped.items())),
+            "cut": self.cut,
+            "repeated_ids": self.repeated_ids,
+            "tokens": self.num_tokens,
+            "unknown_tokens": self.unknown_tokens,
+        }
+
+
+def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
+    """The data files among `inputs`, a folder's sorted by name; its others go to `skipped`."""
+    files, problems = [], []
+    endings = ", ".join(READERS)
+    for name in inputs:
+        path = Path(name)
+        if path.is_dir():
+            inside = sorted(str(entry) for entry in path.iterdir())
+            good = [entry for entry in inside if _is_readable_kind(entry)]
+            skipped += [readable(entry) for entry in inside if entry not in good]
+            files += good
+            if not good:
+                problems.append(
+                    _of_input(name, f"the folder must hold {endings} files, it has none")
+                )
+        elif not path.exists():
+            problems.append(_of_input(name, "no such file or folder", "correct the path"))
+        elif path.suffix.lower() not in READERS:
+            problems.append(
+                _of_input(
+                    name,
+                    f"a data file must end in {endings}, not in {readable(path.suffix)!r}",
+                    "convert or rename it",
+                )
+            )
+        else:
+            files.append(name)
+    if problems:
+        raise UserError(problems)
+    return files
+
+
+def _of_input(name: str, rule: str, remedy: str = "") -> Problem:
+    return Problem(f"--input {readable(name)}", rule, remedy=remedy, colon=True)
+
+
+def readable(path: str) -> str:
+    """The path as text, also where the locale could not decode its bytes."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def _is_readable_kind(entry: str) -> bool:
+    return Path(entry).suffix.lower() in READERS and Path(entry).is_file()
+
+
+class RowSource:
+    """The rows of all files, counted, with the names of all columns seen."""
+
+    def __init__(
+        self, files: list[str], max_rows: int | None, counts: Counts, progress: Progress
+    ) -> None:
+        self._files, self._max_rows = files, max_rows
+        self._counts, self._progress = counts, progress
+        self._ids: set[str] = set()
+        self.columns: dict[str, None] = {}  # in the order of their first row
+
+    def __iter__(self) -> Iterator[NumberedRow]:
+        return islice(self._all(), self._max_rows)
+
+    def _all(self) -> Iterator[NumberedRow]:
+        for file in self._files:
+            name, before = readable(file), self._counts.rows_read
+            for number, row in self._rows_of(file):
+                self._counts.rows_read += 1
+                if not isinstance(row, BadRow):
+                    if not row.keys() <= self.columns.keys():
+                        self.columns |= dict.fromkeys(row)
+                    self._note_id(row.get("id"))
+                yield NumberedRow(name, number, row)
+                self._progress(self._counts.rows_read)
+            if self._counts.rows_read == before:
+                self._counts.empty_files.append(name)
+
+    def _rows_of(self, file: str) -> Iterator[tuple[int, Any]]:
+        try:
+            if not os.path.isfile(file) or os.path.getsize(file):  # an empty file is of no type
+                yield from scan_rows(file)
+        except BrokenFile as error:
+            name = f"{file}:{error.row}" if error.row else file
+            found = _of_input(name, error.problem.rule, error.problem.remedy)
+            raise UserError(found) from error
+        except OSError as error:
+            raise UserError(
+                _of_input(
+                    file,
+                    f"cannot be read ({error.strerror or error})",
+                    "check the path and its rights",
+                )
+            ) from error
+
+    def _note_id(self, value: Any) -> None:
+        if isinstance(value, (str, int)):
+            self._counts.repeated_ids += repr(value) in self._ids
+            self._ids.add(repr(value))
+
+
+def chunks_of(rows: Iterator[NumberedRow]) -> Iterator[list[NumberedRow]]:
+    """The same chunks whatever the number of processes."""
+    chunk: list[NumberedRow] = []
+    size = 0
+    for row in rows:
+        chunk.append(row)
+        size += _num_characters(row.row)
+        if len(chunk) == CHUNK_ROWS or size >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _num_characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, BadRow):
+        return len(value.raw)
+    if isinstance(value, dict):
+        return sum(map(_num_characters, value.values()))
+    return sum(map(_num_characters, value)) if isinstance(value, list) else 0
+
+
+class Refusals:
+    """Problems of the dropped rows, by reason and file."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], FileProblems] = {}
+
+    def add(self, reject: Rejected) -> None:
+        found = self._found.setdefault((reject.reason, reject.file), FileProblems(reject.file))
+        found.add(reject.row, reject.problem)
+
+    def located(self, only: str | None = None) -> list[Problem]:
+        """Keyed by `file:row`; `only`: of this reason."""
+        chosen = [f for (reason, _), f in self._found.items() if only in (None, reason)]
+        return [problem for found in chosen for problem in found.located()]

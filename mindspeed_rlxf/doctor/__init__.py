@@ -1,1 +1,0 @@
-"""Finds what keeps a run from working, before it starts: hosts, devices, and what joins them."""

@@ -1,0 +1,73 @@
+"""YAML that others may have written: bounded in size, depth and what its aliases unfold to."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import yaml
+
+from mindspeed_rlxf.files.plain import MAX_DEPTH, read_text
+
+MAX_BYTES = 2**20  # of one file; the longest of this package has 4 KB
+MAX_NODES = 100_000  # of one file, each alias counted as what it stands for
+
+
+def read_yaml(path: str | os.PathLike[str]) -> Any:
+    """Raises OSError (see `open_plain`), ValueError and yaml.YAMLError."""
+    return parse_yaml(read_text(path, MAX_BYTES))
+
+
+def parse_yaml(text: str) -> Any:
+    """Plain values. Raises ValueError and yaml.YAMLError."""
+    check_yaml(text)
+    return yaml.safe_load(text)
+
+
+def check_yaml(text: str, name: str = "<unicode string>") -> None:
+    """Raises yaml.YAMLError, naming the line, for text that would unfold or nest without end."""
+    if "*" not in text and text.count("[") + text.count("{") <= MAX_DEPTH and not _is_deep(text):
+        return  # without aliases it unfolds to nothing, and it cannot nest
+    loader = _Counter(text)
+    loader.name = name
+    try:
+        loader.get_single_node()
+    except RecursionError:
+        raise yaml.YAMLError("it nests too deep") from None
+    finally:
+        loader.dispose()
+
+
+def _is_deep(text: str) -> bool:
+    """Whether a line is indented, or opens so many lists, that its node could be too deep."""
+    indents = (len(line) - len(line.lstrip(" -?:")) for line in text.splitlines())
+    return max(indents, default=0) > MAX_DEPTH
+
+
+class _Counter(yaml.SafeLoader):  # type: ignore[misc]
+    """Composes nodes, and counts them as if every alias were a copy."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._count = 0
+        self._sizes: dict[int, int] = {}  # id of a node -> nodes in it, unfolded
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        mark, before = self.peek_event().start_mark, self._count
+        is_alias = self.check_event(yaml.AliasEvent)
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise self._refusal(f"it nests more than {MAX_DEPTH} deep", mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias and id(node) not in self._sizes:
+            raise self._refusal("an alias must not be inside what it stands for", mark)
+        self._count += self._sizes[id(node)] if is_alias else 1
+        if self._count > MAX_NODES:
+            raise self._refusal(f"its aliases unfold to more than {MAX_NODES} values", mark)
+        self._sizes.setdefault(id(node), self._count - before)
+        return node
+
+    @staticmethod
+    def _refusal(rule: str, mark: Any) -> yaml.YAMLError:
+        return yaml.constructor.ConstructorError(None, None, rule, mark)

@@ -1,0 +1,135 @@
+"""Host memory and disk of a run."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from mindspeed_rlxf.config import memory
+from mindspeed_rlxf.config.enums import Role, RuntimeKind
+from mindspeed_rlxf.config.rules.host import PROCESS_BYTES
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.models.sizes import HEADS, model_numbers
+from mindspeed_rlxf.ops.planning.available import is_joined, on_cpu
+from mindspeed_rlxf.ops.planning.memory import PoolMemory
+from mindspeed_rlxf.weights.hf_folder import HfFolder
+
+
+def _trained(config: RunConfig) -> list[Role]:
+    return [role for role in (Role.ACTOR_ROLLOUT, Role.CRITIC) if role in config.roles]
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes on the host with most processes, which may hold the driver and all of the rows."""
+
+    num_processes: int
+    processes: int
+    devices: int  # what roles hold, on CPU
+    rows: int
+    driver: int
+    export: int
+
+    @property
+    def total(self) -> int:
+        """Final weights are written after the last iteration, when its rows are no more needed."""
+        return self.processes + self.driver + self.devices + max(self.rows, self.export)
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes in the run directory: final weights, and checkpoints of the run.
+
+    checkpoint: bytes of one; num_checkpoints: those that are kept, and the one being written
+    """
+
+    exports: dict[Role, int]
+    checkpoint: int
+    num_checkpoints: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.exports.values()) + self.num_checkpoints * self.checkpoint
+
+
+def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory:
+    """pools: of the run, for what lies in the host's memory on CPU."""
+    actor, samples = config.actor_rollout, config.samples_per_iteration
+    sizes = {need.pool: _on_a_host(config, config.resource_pool[need.pool]) for need in pools}
+    shared = config.runtime.kind is RuntimeKind.LOCAL or is_joined(config)
+    count = max(sizes.values()) if shared else sum(sizes.values())
+    devices = [need.total * _on_a_host(config, need.processes) for need in pools]
+    row = memory.sample_bytes(actor.max_prompt_length, actor.max_new_tokens)
+    return HostMemory(
+        num_processes=count,
+        processes=count * PROCESS_BYTES,
+        devices=sum(devices) if on_cpu(config) else 0,
+        rows=memory.store_bytes(_generated(config), row),
+        driver=memory.driver_bytes(PROCESS_BYTES, samples, actor.max_prompt_length),
+        export=sum(_written_on_a_host(config, role) for role in _trained(config)),
+    )
+
+
+def _generated(config: RunConfig) -> int:
+    """Responses of an iteration at most, those that are not learnt from among them."""
+    algorithm, samples = config.algorithm, config.samples_per_iteration
+    batches = algorithm.max_num_gen_batches if algorithm.filter_groups else 1
+    greedy = algorithm.estimator.reads_greedy
+    return batches * samples + (config.training.global_batch_size if greedy else 0)
+
+
+def disk_needed(config: RunConfig) -> Disk:
+    return Disk(
+        {role: _export_bytes(config, role) for role in _trained(config)},
+        sum(_checkpoint_bytes(config, role) for role in _trained(config)),
+        config.training.keep_last + 1,
+    )
+
+
+def _on_a_host(config: RunConfig, processes: Sequence[int]) -> int:
+    """Of the processes of each node: on a cluster that is joined those of the largest."""
+    return max(processes) if is_joined(config) else sum(processes)
+
+
+def _numbers(config: RunConfig, role: Role) -> int:
+    return model_numbers(config.role(role).architecture, HEADS[role])
+
+
+def _written_on_a_host(config: RunConfig, role: Role) -> int:
+    """Weights that the ranks which write them hold on the same host: the first rank of a stage,
+    and with experts on several ranks the first of each of these."""
+    section, layout = config.role(role), config.layout(role)
+    ep = section.expert_model_parallel_size
+    numbers = _numbers(config, role) // (layout.pp * ep)
+    share = memory.weight_bytes(numbers, memory.itemsize(section))
+    sizes = config.resource_pool[config.pool_of(role)]
+    ends = list(accumulate(sizes if is_joined(config) else [sum(sizes)]))
+    writers = [
+        layout.tp * (layout.dp * pp_rank + ep_rank)
+        for pp_rank in range(layout.pp)
+        for ep_rank in range(ep)
+    ]
+    hosts = Counter(bisect_right(ends, rank) for rank in writers)
+    return share * max(hosts.values())
+
+
+def _checkpoint_bytes(config: RunConfig, role: Role) -> int:
+    return memory.checkpoint_bytes(_numbers(config, role), memory.itemsize(config.role(role)))
+
+
+def _export_bytes(config: RunConfig, role: Role) -> int:
+    itemsize = memory.itemsize(config.role(role))
+    stored = stored_itemsize(config.role(role).load, itemsize)
+    return memory.export_bytes(_numbers(config, role), itemsize, stored)
+
+
+def stored_itemsize(folder: str | None, otherwise: int) -> int:
+    """Bytes of one number in a Hugging Face folder; `otherwise` where it cannot be read, which is
+    the preflight's to report."""
+    try:
+        return HfFolder(str(folder)).dtype("model.norm.weight").itemsize
+    except (KeyError, ValueError):
+        return otherwise

@@ -1,0 +1,333 @@
+"""Memory of a pool's devices: what each role keeps, and what its phases need for a while.
+
+Roles of a pool share a process. What they keep adds up; their phases follow one another, so that
+only the largest one counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config import memory
+from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.layout import ParallelLayout, part_of
+from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, OptimizerConfig, RunConfig
+from mindspeed_rlxf.models.heads import CHUNK_TOKENS
+from mindspeed_rlxf.models.parameters import Head, padded_vocab_size
+from mindspeed_rlxf.models.sizes import HEADS, received_numbers, shard_sizes, split_sizes
+from mindspeed_rlxf.ops.planning.available import rollout_memory
+from mindspeed_rlxf.rollout.transfer import BUCKET_BYTES
+
+TRAINS, GENERATES = "ranks that train", "ranks that generate"
+POOL_GROUP = 1  # the communicator of a split pool, for weights
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes that one step of a role needs beside what it keeps."""
+
+    name: str
+    activations: int = 0
+    kv_cache: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.kv_cache + self.other
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Bytes of one role on one rank; `other` are lasting communication buffers."""
+
+    role: Role
+    weights: int
+    gradients: int
+    optimizer: int
+    other: int
+    phases: tuple[Phase, ...]
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Weights, gradients, optimizer."""
+        return self.weights, self.gradients, self.optimizer
+
+    @property
+    def kept(self) -> int:
+        return sum(self.state) + self.other
+
+    @property
+    def largest(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+@dataclass(frozen=True)
+class PoolMemory:
+    """Bytes of one rank of a pool; `process` is what it takes without any role."""
+
+    pool: str
+    rank: int
+    roles: tuple[RoleMemory, ...]
+    process: int
+    processes: tuple[int, ...]  # of the pool, or of the part of it, on each node
+    part: str = ""  # of a pool that is split
+
+    @property
+    def busiest(self) -> RoleMemory | None:
+        """The role with the largest phase; None where no role has a model."""
+        return max(self.roles, key=lambda role: role.largest.total, default=None)
+
+    @property
+    def total(self) -> int:
+        phase = self.busiest.largest.total if self.busiest else 0
+        return self.process + sum(role.kept for role in self.roles) + phase
+
+
+def has_model(config: RunConfig, role: Role) -> bool:
+    """False for a reward by rule."""
+    return role is not Role.REWARD or config.reward.kind is RewardKind.MODEL
+
+
+def pool_memories(config: RunConfig, pool: str) -> list[PoolMemory]:
+    """The pool's rank that needs most; where the pool is split, one for each part."""
+    if not is_split(config, pool):
+        return [pool_memory(config, pool)]
+    return [replace(pool_memory(config, pool), part=TRAINS), _generating(config, pool)]
+
+
+def is_split(config: RunConfig, pool: str) -> bool:
+    return config.parts is not None and pool == config.pool_of(Role.ACTOR_ROLLOUT)
+
+
+def _generating(config: RunConfig, pool: str) -> PoolMemory:
+    """A rank that only generates: the weights of all layers and experts, and the KV cache."""
+    assert config.parts is not None, "the pool is split"
+    actor, tp = config.actor_rollout, config.rollout_tp
+    item = memory.itemsize(actor)
+    numbers = sum(shard_sizes(actor.architecture, Head.LANGUAGE_MODEL, tp, 0, 1))
+    weights = memory.weight_bytes(numbers, item)
+    groups = (2 if actor.architecture.num_experts else 1) * (tp > 1) + POOL_GROUP
+    rollout = RoleMemory(
+        Role.ACTOR_ROLLOUT,
+        weights,
+        0,
+        0,
+        groups * device.communicator_bytes(config.device.kind),
+        (_buckets("receive weights", weights), generate_phase(config, 0)),
+    )
+    return PoolMemory(
+        pool,
+        config.parts[0],
+        (rollout,),
+        device.process_bytes(config.device.kind),
+        tuple(part_of(config.resource_pool[pool], *config.parts)),
+        GENERATES,
+    )
+
+
+def _buckets(name: str, weights: int) -> Phase:
+    """Weights on their way from one part of a pool to the other."""
+    return Phase(name, other=min(BUCKET_BYTES, weights))
+
+
+def generate_phase(config: RunConfig, received: int) -> Phase:
+    """The rollout: no pipeline, all experts; `received` numbers are there for its time only."""
+    actor, tp, rows = config.actor_rollout, config.rollout_tp, cache_rows(config)
+    a, item = actor.architecture, memory.itemsize(actor)
+    prefill = memory.prefill_tokens(rows, actor.max_prompt_length)
+    working = memory.layer_activation_bytes(a, prefill, tp, False, item)
+    working += memory.dispatch_bytes(a, prefill, tp, False, item)
+    sampling = memory.sampling_bytes(rows, a.vocab_size, actor.do_sample)
+    length = actor.max_prompt_length + actor.max_new_tokens
+    return Phase(
+        "generate",
+        max(working, sampling),
+        memory.kv_cache_bytes(rows, length, a, tp, item),
+        memory.weight_bytes(received, item),
+    )
+
+
+def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
+    """The rank that needs most of those that learn or compute; the first one of these."""
+    roles = [role for role in config.roles_of(pool) if has_model(config, role)]
+    process = device.process_bytes(config.device.kind)
+    ranks: dict[tuple[int, ...], int] = {}
+    processes = tuple(config.processes_of(config.roles_of(pool)[0]))
+    for rank in range(sum(processes)):
+        ranks.setdefault(tuple(config.layout(role).pp_rank(rank) for role in roles), rank)
+    needs = [
+        PoolMemory(
+            pool,
+            rank,
+            tuple(role_memory(config, r, s) for r, s in zip(roles, stages, strict=True)),
+            process,
+            processes,
+        )
+        for stages, rank in ranks.items()
+    ]
+    return max(needs, key=lambda need: need.total)
+
+
+def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
+    """A role on the ranks of one pipeline stage."""
+    stage = _Stage(config, role, pp_rank)
+    optimizer = optimizer_of(config, role)
+    numbers, item = sum(stage.sizes), stage.itemsize
+    gradients = state = 0
+    if optimizer:
+        distributed = optimizer.use_distributed_optimizer
+        numbers = 0
+        for sizes, replicas in stage.buffers:
+            held = memory.buffer_numbers(sizes, replicas, distributed)
+            state += memory.optimizer_bytes(held, item, replicas if distributed else 1)
+            numbers += held
+        gradients = memory.gradient_bytes(numbers)
+    return RoleMemory(
+        role,
+        memory.weight_bytes(numbers, item),
+        gradients,
+        state,
+        stage.communication(trains=optimizer is not None),
+        tuple(_phases(stage, optimizer)),
+    )
+
+
+def cache_rows(config: RunConfig) -> int:
+    """Sequences that a rollout replica generates at once."""
+    actor, layout = config.actor_rollout, config.rollout_layout
+    waiting = -(-config.samples_per_iteration // layout.dp)
+    length = actor.max_prompt_length + actor.max_new_tokens
+    row = memory.kv_cache_bytes(1, length, actor.architecture, layout.tp, memory.itemsize(actor))
+    room = rollout_memory(config)
+    return memory.kv_cache_rows(actor.num_samples_per_step, waiting, row, room)
+
+
+def optimizer_of(config: RunConfig, role: Role) -> OptimizerConfig | None:
+    """None for a role that does not learn."""
+    section = config.role(role)
+    return section.optimizer if isinstance(section, (ActorConfig, CriticConfig)) else None
+
+
+def _phases(stage: _Stage, optimizer: OptimizerConfig | None) -> Iterator[Phase]:
+    config, role = stage.config, stage.role
+    yield stage.forward()
+    if optimizer:
+        yield stage.update(_mini_batch(config, role) // stage.layout.dp)
+        distributed = optimizer.use_distributed_optimizer
+        roots = [
+            memory.optimizer_step_bytes(sum(sizes), replicas if distributed else 1)
+            for sizes, replicas in stage.buffers
+        ]
+        yield Phase("optimizer step", other=max(roots))
+    if role is Role.ACTOR_ROLLOUT and config.parts:
+        yield _buckets("send weights", memory.weight_bytes(sum(stage.sizes), stage.itemsize))
+    elif role is Role.ACTOR_ROLLOUT:
+        yield generate_phase(config, stage.received())
+
+
+def _mini_batch(config: RunConfig, role: Role) -> int:
+    if role is Role.CRITIC:
+        return config.value_model.critic_mini_batch_size
+    return config.actor_rollout.ppo_mini_batch_size
+
+
+class _Stage:
+    """One role on one pipeline stage, with the sizes that its phases are worked out from."""
+
+    def __init__(self, config: RunConfig, role: Role, pp_rank: int) -> None:
+        self.config, self.role, self.pp_rank = config, role, pp_rank
+        self.section, self.head = config.role(role), HEADS[role]
+        self.layout: ParallelLayout = config.layout(role)
+        self.architecture = self.section.architecture
+        self.itemsize = memory.itemsize(self.section)
+        self.sequence_parallel = self.section.sequence_parallel and self.layout.tp > 1
+        self.ep = self.section.expert_model_parallel_size
+        place = (pp_rank, self.layout.pp, self.section.model_chunks, self.ep)
+        shared, experts = split_sizes(self.architecture, self.head, self.layout.tp, *place)
+        self.sizes = shared + experts
+        # Parameters that Megatron keeps in one buffer, and the replicas that sum its gradients.
+        self.buffers = [(self.sizes, self.layout.dp)]
+        if self.ep > 1:
+            self.buffers = [(shared, self.layout.dp), (experts, self.layout.dp // self.ep)]
+        actor = config.actor_rollout
+        self.prompt, self.response = actor.max_prompt_length, actor.max_new_tokens
+
+    def communication(self, trains: bool) -> int:
+        layout = self.layout
+        generates = self.role is Role.ACTOR_ROLLOUT and not self.config.parts
+        experts = self.architecture.num_experts is not None
+        sizes = (layout.tp, layout.pp, layout.dp)
+        groups = memory.communicators(*sizes, trains, generates, self.ep, experts)
+        groups += POOL_GROUP if is_split(self.config, self.config.pool_of(self.role)) else 0
+        held = groups * device.communicator_bytes(self.config.device.kind)
+        if self.sequence_parallel:
+            hidden = self.architecture.hidden_size
+            held += memory.gather_buffer_bytes(self._tokens(self._samples), hidden, self.itemsize)
+        return held
+
+    def forward(self) -> Phase:
+        """A pass without gradients: one layer at a time."""
+        tokens = self._tokens(self._samples)
+        held = self._layer(tokens) + self._head(self._samples)
+        return Phase("forward", held, other=self._sent(tokens))
+
+    def update(self, samples: int) -> Phase:
+        """Forward and backward of one micro-batch, with those that the pipeline has under way.
+
+        samples: of an optimizer step on this rank
+        """
+        tokens, layout = self._tokens(samples), self.layout
+        chunks = self.section.model_chunks
+        layers = self.architecture.num_layers // (layout.pp * chunks)
+        held = layers * self._layer(tokens)
+        if layout.pp > 1:
+            own = tokens // layout.tp if self.sequence_parallel else tokens
+            held += memory.stage_transfer_bytes(own, self.architecture.hidden_size, self.itemsize)
+        micro_batches = memory.micro_batches(self.section, samples, self._length)
+        count = memory.in_flight(self.pp_rank, layout.pp, micro_batches, chunks)
+        gradient = memory.weight_gradient_bytes(self.sizes, self.itemsize)
+        other = gradient + self._sent(tokens)
+        return Phase("update", count * held + self._head(samples), other=other)
+
+    def received(self) -> int:
+        """Numbers of other stages and experts that a rank which generates too is sent."""
+        place = (self.pp_rank, self.layout.pp, self.section.model_chunks, self.ep)
+        return received_numbers(self.architecture, self.head, self.layout.tp, *place)
+
+    @property
+    def _length(self) -> int:
+        return self.prompt + self.response
+
+    @property
+    def _samples(self) -> int:
+        """Of an iteration on this rank."""
+        return self.config.samples_per_iteration // self.layout.dp
+
+    def _tokens(self, samples: int) -> int:
+        return memory.micro_batch_tokens(self.section, samples, self._length)
+
+    def _layer(self, tokens: int) -> int:
+        return memory.layer_activation_bytes(
+            self.architecture, tokens, self.layout.tp, self.sequence_parallel, self.itemsize
+        )
+
+    def _sent(self, tokens: int) -> int:
+        """Hidden states on their way between the experts of a layer."""
+        return memory.dispatch_bytes(
+            self.architecture, tokens, self.layout.tp, self.sequence_parallel, self.itemsize
+        )
+
+    def _head(self, samples: int) -> int:
+        """What the last stage reads from the hidden states of the largest micro-batch."""
+        if self.pp_rank < self.layout.pp - 1:
+            return 0
+        a, hidden = self.architecture, self.architecture.hidden_size
+        slots = self.response if self.head is Head.LANGUAGE_MODEL else self.response + 1
+        read = memory.micro_batch_tokens(self.section, samples, slots)
+        held = memory.last_hidden_bytes(self._tokens(samples), read, hidden, self.itemsize)
+        if self.head is Head.SCORE:
+            return held + memory.score_head_bytes(read, hidden)
+        vocab = padded_vocab_size(a, self.layout.tp) // self.layout.tp
+        return held + memory.log_prob_head_bytes(read, vocab, CHUNK_TOKENS)

@@ -1,0 +1,183 @@
+"""What `dry_run=true` prints: what will run where, in which sizes, and where the output goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_rlxf.cluster.environment import variables
+from mindspeed_rlxf.config import memory
+from mindspeed_rlxf.config.cluster import choose_cluster
+from mindspeed_rlxf.config.enums import Role, RuntimeKind
+from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
+from mindspeed_rlxf.ops.planning.fit import fit
+from mindspeed_rlxf.ops.planning.memory import cache_rows, has_model
+from mindspeed_rlxf.ops.planning.topology import topology
+from mindspeed_rlxf.reporting.table import pairs, table
+
+NONE = "-"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan as text, and what does not fit."""
+
+    text: str
+    problems: list[Problem]
+
+
+def plan(config: RunConfig) -> Plan:
+    """The whole plan; no device is claimed and nothing is written."""
+    fitting = fit(config)
+    sections = {
+        f"Run {config.training.run_name}": pairs(_run(config)),
+        "Roles": table(_roles(config)),
+        "Places of the ranks": topology(config),
+        "Environment of the workers": _environment(config),
+        "Batch of an iteration": pairs(_batch(config)),
+        "Forward passes": table(_forwards(config)),
+        "Optimizer": table(_updates(config)),
+        **fitting.sections,
+    }
+    text = "\n\n".join(f"{title}\n{body}" for title, body in sections.items())
+    return Plan(text, fitting.problems)
+
+
+def _run(config: RunConfig) -> list[tuple[str, object]]:
+    training, runtime, data = config.training, config.runtime, config.data
+    chosen = choose_cluster(runtime.address)
+    cluster = f"cluster at {chosen.address}" if chosen.address else "own cluster on this host"
+    return [
+        ("iterations", training.train_iters),
+        ("output", training.output_dir),
+        *((f"weights of {role.value}", folder) for role, folder in _save_folders(config)),
+        ("checkpoints of the run", _checkpoints(config)),
+        ("tokenizer", training.tokenizer_name_or_path),
+        ("training prompts", ", ".join(data.train_files or data.data_path)),
+        ("validation prompts", ", ".join(data.val_files or data.val_data_path) or "none"),
+        (
+            "runtime",
+            f"ray, {cluster} ({chosen.source})" if runtime.kind is RuntimeKind.RAY else "local",
+        ),
+        ("device", config.device.kind.value),
+        ("reward", _reward(config)),
+    ]
+
+
+def _save_folders(config: RunConfig) -> list[tuple[Role, object]]:
+    """Of the trained roles whose weights do not go to the output folder."""
+    folders = {role: config.save_folder(role) for role in config.roles if role in SAVED_AS}
+    return [(role, folder) for role, folder in folders.items() if folder is not None]
+
+
+def _checkpoints(config: RunConfig) -> str:
+    training, found = config.training, []
+    if 0 < training.save_interval <= training.train_iters:
+        found.append(f"every {training.save_interval} iterations")
+    if training.seconds_between_saves:
+        found.append(f"every {training.seconds_between_saves:g} s")
+    kept = f"the last {training.keep_last} are kept"
+    return ", ".join([*found, "at the end", kept])
+
+
+def _reward(config: RunConfig) -> str:
+    rules = ", ".join(f"{weight:g} x {rule.value}" for rule, weight in config.verifiers)
+    return f"verifier: {rules}" if rules else config.reward.kind.value
+
+
+def _environment(config: RunConfig) -> str:
+    """Variables that every worker gets; on an own cluster it has the driver's others too."""
+    found = variables(config.pool_settings.env)
+    if not found:
+        return pairs([("no variables", "add some with resource_pool.env")])
+    return table([["variable", "value", "source"], *([v.name, v.value, v.source] for v in found)])
+
+
+def _roles(config: RunConfig) -> list[list[object]]:
+    rows: list[list[object]] = [
+        ["role", "model", "pool", "ranks", "TP", "PP", "DP", "EP", "precision", "weights"]
+    ]
+    for role in config.roles:
+        section, layout = config.role(role), config.layout(role)
+        where: list[object] = [config.pool_of(role), layout.world_size]
+        if not has_model(config, role):
+            rows.append([role.value, "rule", *where, NONE, NONE, layout.dp, *[NONE] * 3])
+            continue
+        precision = "bf16" if section.bf16 else "fp32"
+        chunks = f" x {section.model_chunks} chunks" if section.model_chunks > 1 else ""
+        ep = section.expert_model_parallel_size
+        sizes = [layout.tp, f"{layout.pp}{chunks}", layout.dp, ep]
+        rows.append([role.value, section.model, *where, *sizes, precision, section.load])
+        if role is Role.ACTOR_ROLLOUT and config.parts:
+            rows.append(_rollout(config, precision))
+    return rows
+
+
+def _rollout(config: RunConfig, precision: str) -> list[object]:
+    """The line of ranks that only generate."""
+    layout, pool = config.rollout_layout, config.pool_of(Role.ACTOR_ROLLOUT)
+    sizes = [layout.world_size, layout.tp, layout.pp, layout.dp, 1]
+    model = config.actor_rollout.model
+    return ["rollout", model, pool, *sizes, precision, "the actor's, after each update"]
+
+
+def _batch(config: RunConfig) -> list[tuple[str, object]]:
+    actor = config.actor_rollout
+    per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
+    return [
+        ("prompts (global_batch_size)", config.training.global_batch_size),
+        ("samples per prompt", actor.n_samples_per_prompt),
+        ("samples", config.samples_per_iteration),
+        ("samples per actor replica", per_rank),
+        ("generated at once per rollout replica", _at_once(config)),
+        ("longest prompt + response", f"{actor.max_prompt_length} + {actor.max_new_tokens} tokens"),
+        ("decoding", f"sample, temperature {actor.temperature:g}" if actor.do_sample else "greedy"),
+    ]
+
+
+def _at_once(config: RunConfig) -> str:
+    """On replicas of the rollout, which has no pipeline."""
+    per_replica = -(-config.samples_per_iteration // config.rollout_layout.dp)
+    rows = cache_rows(config)
+    return f"{rows} (rounds: {-(-per_replica // rows)})"
+
+
+def _forwards(config: RunConfig) -> list[list[object]]:
+    rows: list[list[object]] = [["role", "samples per rank", "micro-batch", "micro-batches"]]
+    for role in config.roles:
+        if has_model(config, role):
+            samples = config.samples_per_iteration // config.layout(role).dp
+            rows.append([role.value, samples, *_micro_batches(config, role, samples)])
+    return rows
+
+
+def _micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, str]:
+    """Size and number of those that a rank makes of `samples`."""
+    section, actor = config.role(role), config.actor_rollout
+    count = memory.micro_batches(section, samples, actor.max_prompt_length + actor.max_new_tokens)
+    limit = section.max_tokens_per_micro_batch
+    if limit is None:
+        return str(min(section.micro_batch_size, samples)), str(count)
+    return f"<= {limit} tokens", f"<= {count}"
+
+
+def _updates(config: RunConfig) -> list[list[object]]:
+    actor = config.actor_rollout
+    rows: list[list[object]] = [
+        ["role", "mini-batch", "mini-batches", "epochs", "steps per iteration",
+         "micro-batches per rank and step", "steps in the run", "learning rate"]
+    ]  # fmt: skip
+    updates = {
+        Role.ACTOR_ROLLOUT: (actor.ppo_mini_batch_size, actor.ppo_epochs, actor.optimizer.lr),
+    }
+    if critic := config.critic:
+        updates[Role.CRITIC] = (
+            critic.critic_mini_batch_size, critic.critic_update_epochs, critic.optimizer.lr,
+        )  # fmt: skip
+    for role, (size, epochs, lr) in updates.items():
+        count = config.samples_per_iteration // size
+        _, micro = _micro_batches(config, role, size // config.layout(role).dp)
+        steps = count * epochs
+        total = steps * config.training.train_iters
+        rows.append([role.value, size, count, epochs, steps, micro, total, f"{lr:g}"])
+    return rows

@@ -1,0 +1,330 @@
+"""Checkpoints of a run as the driver takes and uses them: when, what, and which to go on from."""
+
+from __future__ import annotations
+
+import json
+import platform
+import secrets
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import mindspeed_rlxf
+from mindspeed_rlxf.cluster.host_agent import call_each
+from mindspeed_rlxf.cluster.role_groups import ActorGroup, CriticGroup, RoleGroups
+from mindspeed_rlxf.config.dump import to_yaml
+from mindspeed_rlxf.config.enums import Role, RuntimeKind
+from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
+from mindspeed_rlxf.run import driver_state as resume
+from mindspeed_rlxf.run import host_files as host_part
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.host_parts import HostParts
+from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
+from mindspeed_rlxf.weights.state_files import (
+    Entry,
+    Written,
+    entry_of,
+    under,
+    without_host,
+    write_text,
+)
+
+Note = Callable[[str], None]
+PROBE = ".seen_by_all"
+
+
+class RunCheckpoints:
+    """Saving is in two steps: the roles write (`write`), then all of it gets its name (`commit`).
+
+    Between the two the iteration's line goes into metrics.jsonl, with the time that writing took.
+    With `async_save` the roles go on writing through the next iteration, and `settle` gives it its
+    name after that.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        roles: RoleGroups,
+        directory: RunDirectory,
+        prompts_digest: str,
+        writes: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """writes: False on all but the first rank of torchrun."""
+        self.config, self.directory, self.writes = config, directory, writes
+        self.store = RunStore(directory.checkpoints)
+        self.prompts_digest = prompts_digest
+        self.trained = trained_roles(roles)
+        self._timeout_s = config.runtime.timeout_s
+        self._clock = clock
+        self._last_save = clock()
+        self._files: list[Entry] = []
+        self._parts: HostParts | None = None  # None where all hosts see the driver's folder
+        self._waiting: dict[str, Any] | None = None
+        self.write_s = 0.0  # the last time that ranks wrote beside an iteration, seconds
+        self.newest = 0  # iteration of the newest complete checkpoint of this process; 0 = none
+
+    def is_due(self, iteration: int, stops: bool = False) -> bool:
+        """By number, by time, and at the end.
+
+        stops: the run ends after this iteration, before its time
+        """
+        if stops:
+            return True
+        training = self.config.training
+        interval, seconds = training.save_interval, training.seconds_between_saves
+        if iteration == training.train_iters or (interval > 0 and iteration % interval == 0):
+            return True
+        return seconds > 0 and self._clock() - self._last_save >= seconds
+
+    def write(self, iteration: int, note: Note) -> float:
+        """All ranks write their part, or with `async_save` begin to; returns the seconds."""
+        self.settle(note)
+        started = time.monotonic()
+        hidden = self.store.hidden(iteration)
+        if self.writes:
+            self.store.begin(iteration)
+        if self._parts:
+            self._parts.begin(iteration)
+        begun = [group.begin_save(hidden / SAVED_AS[role]) for role, group in self.trained.items()]
+        for call in begun:
+            call.result()
+        self._files = [] if self.config.training.async_save else self._written()
+        return time.monotonic() - started
+
+    def commit(
+        self, iteration: int, state: dict[str, Any], score: float | None, note: Note
+    ) -> None:
+        """Add the driver's part, and let the checkpoint be one: now, or when all is written.
+
+        score: of the validation of this iteration; the best of those on the disk is kept
+        """
+        self._last_save = self._clock()
+        content = {
+            "iteration": iteration,
+            "trainer": state,
+            "positions": resume.positions(self.directory),
+            "prompts_digest": self.prompts_digest,
+            "score": score,
+        }
+        self._waiting = content
+        if not self.config.training.async_save:
+            self._publish(note)
+
+    def settle(self, note: Note) -> None:
+        """Complete the checkpoint that is being written, if there is one; waits for it."""
+        if self._waiting is not None:
+            self._files = self._written()
+            self._publish(note)
+
+    def _written(self) -> list[Entry]:
+        """Files of all roles; waits for them."""
+        calls = {role: group.end_save() for role, group in self.trained.items()}
+        found: dict[Role, Written] = {role: call.result()[0] for role, call in calls.items()}
+        if self.config.training.async_save:
+            self.write_s = max(written.seconds for written in found.values())
+        return [
+            without_host(entry) if self._parts is None else self._parts.kept_here(entry)
+            for role, written in found.items()
+            for entry in under(SAVED_AS[role], written.files)
+        ]
+
+    def _publish(self, note: Note) -> None:
+        content, self._waiting = self._waiting, None
+        if content is not None:
+            self.newest = content["iteration"]
+        if not self.writes or content is None:
+            return
+        iteration = content["iteration"]
+        hidden = self.store.hidden(iteration)
+        texts = {
+            f"{resume.TRAINER}/{resume.STATE}": json.dumps(content, indent=1),
+            f"{resume.TRAINER}/{resume.CONFIG}": to_yaml(self.config),
+        }
+        mode = self.directory.file_mode
+        for path, text in texts.items():
+            write_text(hidden / path, text, mode)
+        files = self._files + [entry_of(hidden, hidden / path) for path in texts]
+        manifest = Manifest(iteration, files, _about(self.config))
+        if found := manifest.lacking(hidden):
+            raise RuntimeError(
+                f"the checkpoint of iteration {iteration} is not whole: {found}; is "
+                f"{hidden.parent} the same folder on every host?"
+            )
+        if self._parts:
+            self._parts.commit(manifest, texts, mode)
+        final = self.store.commit(manifest)
+        training = self.config.training
+        best = resume.best_iterations(self.store)
+        self.store.prune(training.keep_last, training.keep_every, best)
+        if self._parts:
+            self._parts.keep()
+        note(f"checkpoint of iteration {iteration}: {final}")
+
+    def restore(self, note: Note) -> dict[str, Any] | None:
+        """Give the roles the state of the newest whole checkpoint; None where there is none.
+
+        Returns the driver's state. Files of lines are cut to where they stood. Raises UserError
+        where the prompts are others, and where there are checkpoints and none of them is whole.
+        """
+        self._parts = self._look_at_hosts(note)
+        if self.writes:
+            self.store.clear_unfinished()
+        whole, problems = resume.whole_checkpoints(self.config, self.store)
+        for checkpoint, manifest in whole:
+            if found := self._damage(checkpoint, manifest):
+                problems.append(f"{checkpoint.path} is damaged: {found}")
+                continue
+            state = resume.read_state(checkpoint)
+            if lacking := resume.lacking(self.directory, state["positions"]):
+                problems.append(f"{checkpoint.path} is not gone on from: {lacking}")
+                continue
+            for problem in problems:
+                note(f"warning: {problem}; an older one is taken")
+            for path in resume.gone(self.directory, state["positions"]):
+                note(f"warning: {path} is gone; it starts with the next iteration")
+            return self._load(checkpoint, state, note)
+        if problems:  # to start again would remove what there is
+            raise UserError(
+                Problem(
+                    f"no checkpoint of {self.directory.path}",
+                    f"can be gone on from: {'; '.join(problems)}",
+                    remedy="put the files back, or set training.new_run=true",
+                )
+            )
+        if self.writes:
+            self._start_again(note)
+        return None
+
+    def _look_at_hosts(self, note: Note) -> HostParts | None:
+        """Whether every host of a role that is trained sees the driver's run directory.
+
+        Raises UserError where one does not, and the configuration says that all do.
+        """
+        # A folder that was copied has the probe of another run. The ranks of torchrun look for the
+        # same name each for itself.
+        alone = self.config.runtime.kind is RuntimeKind.LOCAL
+        probe = self.store.folder / (PROBE if alone else f"{PROBE}_{secrets.token_hex(8)}")
+        if self.writes:
+            write_text(probe, "")
+        roles = {SAVED_AS[role]: group.hosts for role, group in self.trained.items()}
+        agents = list(dict.fromkeys(agent for hosts in roles.values() for agent in hosts))
+        seen = call_each(agents, host_part.look_for, probe, timeout_s=self._timeout_s)
+        if self.writes:
+            probe.unlink(missing_ok=True)
+        blind = sorted({view.host for view in seen if not view.sees})
+        if not blind:
+            return None
+        self._check_apart(blind)
+        note(f"note: {', '.join(blind)} keep their parts of checkpoints on their own disks")
+        views = dict(zip(agents, seen, strict=True))
+        return HostParts(self.store, roles, views, self._timeout_s)
+
+    def _check_apart(self, blind: list[str]) -> None:
+        if not self.config.training.no_shared_storage:
+            raise UserError(
+                Problem(
+                    "training.output_dir",
+                    f"must be on storage that all hosts share, {', '.join(blind)} do not see it",
+                    self.directory.path,
+                    "use such a folder, or training.no_shared_storage=true: each host then keeps "
+                    "its part of a checkpoint",
+                )
+            )
+        if self.config.runtime.kind is RuntimeKind.LOCAL:
+            raise UserError(
+                Problem(
+                    "training.no_shared_storage",
+                    "must be with runtime=ray, which brings files from host to host; "
+                    f"{', '.join(blind)} do not see {self.directory.path}",
+                    True,
+                    "use runtime=ray, or a folder that all hosts share",
+                )
+            )
+
+    def _damage(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
+        """What is wrong with the roles' files; nothing has unpickled any of them before this."""
+        folder, parts = checkpoint.path, self._parts
+        unsafe = parts.bring(checkpoint, manifest) if parts else host_part.unsafe(folder)
+        if unsafe:
+            return unsafe
+        calls = [  # each host reads its share, or all where it has files of its own
+            (name, agent.start(host_part.damage, folder / name, share, timeout_s=self._timeout_s))
+            for role, group in self.trained.items()
+            for name, entries in ((SAVED_AS[role], manifest.part(SAVED_AS[role])),)
+            for place, agent in enumerate(group.hosts)
+            for share in (entries if self._parts else entries[place :: len(group.hosts)],)
+        ]
+        found = [f"{name}/{problem}" for name, call in calls for problem in call.result()]
+        return "; ".join(dict.fromkeys(found))
+
+    def _load(self, checkpoint: Checkpoint, state: dict[str, Any], note: Note) -> dict[str, Any]:
+        if state["prompts_digest"] != self.prompts_digest:
+            place = f"the run in {self.directory.path}"
+            raise UserError(
+                Problem(
+                    "data.train_files",
+                    f"must give the prompts of {place}, with this tokenizer they are others",
+                    remedy="put files and tokenizer back, or set training.new_run=true",
+                )
+            )
+        calls = {
+            role: group.load_state(checkpoint.path / SAVED_AS[role])
+            for role, group in self.trained.items()
+        }
+        same = [all(call.result()) for call in calls.values()]
+        if self.writes:
+            for other in self.store.newest_first():
+                if other.iteration > checkpoint.iteration:
+                    aside = self.store.set_aside(other)
+                    note(f"note: {other.path.name} is kept as {aside.name}")
+            self.store.point_to(checkpoint.iteration)
+            resume.cut_files(self.directory, state["positions"])
+        self.newest = checkpoint.iteration
+        note(f"resumed from {checkpoint.path}; its weights, not those of `load`, are gone on with")
+        if not all(same):
+            note(
+                "note: the layout is another one; state and data go on exactly, random streams of "
+                "the ranks start from the seed"
+            )
+        return state
+
+    def _start_again(self, note: Note) -> None:
+        if any(resume.positions(self.directory).values()):
+            note("no checkpoint yet to go on from: starts from iteration 0 again")
+        resume.cut_files(self.directory, {})
+
+
+def trained_roles(roles: RoleGroups) -> dict[Role, ActorGroup | CriticGroup]:
+    """The roles that learn."""
+    trained: dict[Role, ActorGroup | CriticGroup] = {Role.ACTOR_ROLLOUT: roles.actor}
+    if roles.critic is not None:
+        trained[Role.CRITIC] = roles.critic
+    return trained
+
+
+def _about(config: RunConfig) -> dict[str, Any]:
+    """What wrote it."""
+    names = ("torch", "megatron-core", "ray", "numpy")
+    layouts = {}
+    for role, name in SAVED_AS.items():
+        if role in config.roles:
+            layout = config.layout(role)
+            layouts[name] = {"world_size": layout.world_size, "tp": layout.tp, "pp": layout.pp}
+    return {
+        "versions": {
+            "mindspeed_rlxf": mindspeed_rlxf.__version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in names},
+        },
+        "layouts": layouts,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except ImportError:  # a checkout on the path, not a package that is installed
+        return None

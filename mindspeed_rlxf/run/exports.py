@@ -1,0 +1,81 @@
+"""The final weights of what is trained, and where they go."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from mindspeed_rlxf.cluster.role_groups import ActorGroup, CriticGroup
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
+from mindspeed_rlxf.run.directory import RunDirectory
+
+HF, MEGATRON = "hf", "megatron"
+
+
+class WeightSaver:
+    def __init__(
+        self,
+        config: RunConfig,
+        trained: dict[Role, ActorGroup | CriticGroup],
+        directory: RunDirectory,
+        writes: bool = True,
+    ) -> None:
+        """writes: False on all but the first rank of torchrun."""
+        self.config, self.trained, self.writes = config, trained, writes
+        self.final = directory.path / "final"
+
+    def export(self) -> None:
+        """Final weights, as Hugging Face folders and in Megatron's format.
+
+        What an earlier end of the same run has written there makes room.
+        """
+        pending = []
+        for role, group in self.trained.items():
+            folders = export_folders(self.config, role, self.final)
+            for folder in folders:
+                if self.writes and folder.exists():
+                    shutil.rmtree(folder)
+            pending.append(group.export(*folders))
+        for export in pending:
+            export.result()
+
+
+def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Path]:
+    """(Hugging Face, Megatron) folders of a trained role: under its `save`, else in `final`."""
+    folder = config.save_folder(role)
+    if folder is not None:
+        return folder / HF, folder / MEGATRON
+    return final / f"{SAVED_AS[role]}_{HF}", final / f"{SAVED_AS[role]}_{MEGATRON}"
+
+
+def save_problems(config: RunConfig) -> list[Problem]:
+    """Folders named by `save` that hold something already: nothing is written over."""
+    problems = []
+    for role in (role for role in config.roles if role in SAVED_AS):
+        folder, key = config.save_folder(role), f"{role.value}.save"
+        if folder is None:
+            continue
+        for path in (folder / HF, folder / MEGATRON):
+            if path.is_dir() and any(path.iterdir()):
+                problems.append(
+                    Problem(
+                        key,
+                        f"must not hold weights, they would be written over in {path}",
+                        repr(str(folder)),
+                        "give another folder, or move them away",
+                    )
+                )
+        above = next(p for p in (folder, *folder.parents) if p.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            problems.append(
+                Problem(
+                    key,
+                    f"must be a folder that can be written, {above} cannot",
+                    repr(str(folder)),
+                    "give another one",
+                )
+            )
+    return problems

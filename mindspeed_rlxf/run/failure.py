@@ -1,0 +1,70 @@
+"""How a run that failed is written down: one message, failure.json, the logs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.cluster.errors import HostError, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.files.plain import parse_json
+from mindspeed_rlxf.files.safe import PRIVATE, open_file, replace_file
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.stopping import StopRequest
+
+NAMED = ("role", "rank", "host", "phase", "cause", "missing", "remote_traceback")
+
+
+def message_of(error: BaseException) -> str:
+    """One line that says who, where, during what and why."""
+    if isinstance(error, (WorkerError, RuntimeTimeout, HostError)):
+        return " ".join(str(error).split())
+    return " ".join(f"driver: {type(error).__name__}: {error}".split())
+
+
+def report(directory: RunDirectory | None, error: BaseException, stop: StopRequest) -> None:
+    """directory: None where this process has none of its own, as the later ranks of torchrun"""
+    message = message_of(error)
+    where = f" (iteration {stop.under_way})" if stop.under_way else ""
+    print(f"failed: {message}{where}", file=sys.stderr, flush=True)
+    if directory is None:
+        return
+    print(f"logs: {directory.logs}; {stop.lost}", file=sys.stderr, flush=True)
+    details: dict[str, Any] = {
+        "message": message,
+        "error": type(error).__name__,
+        "role": "driver",
+        "phase": "driver",
+        "cause": message,
+        **{name: getattr(error, name) for name in NAMED if hasattr(error, name)},
+        "iteration": stop.under_way,
+        "saved_iteration": stop.saved,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    if isinstance(error, RuntimeTimeout):
+        details["cause"] = "did not arrive in time"  # the same each time, whatever the deadline
+    text = json.dumps(details, indent=2, ensure_ascii=False, default=str)
+    try:
+        content = (text + "\n").encode("utf-8", "backslashreplace")
+        replace_file(directory.failure, content, directory.file_mode)
+    except OSError as problem:
+        print(f"warning: {directory.failure} cannot be written: {problem}", file=sys.stderr)
+
+
+def put_away(file: Path, history: Path, mode: int = PRIVATE) -> None:
+    """The failure of an earlier attempt becomes a line of the history: this attempt has none."""
+    if not file.exists():
+        return
+    with open_file(file, "rb") as stream:
+        content = stream.read()
+    try:
+        line = json.dumps(parse_json(content), ensure_ascii=False)
+    except ValueError:  # cut off, or edited
+        line = json.dumps({"message": content.decode("utf-8", "replace")})
+    with open_file(history, "ab", mode) as stream:
+        stream.write((line + "\n").encode("utf-8", "backslashreplace"))
+    file.unlink()

@@ -1,0 +1,122 @@
+"""One live run in a run directory: a lock that the kernel takes back when its process ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from pathlib import Path
+from typing import IO
+
+from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.files.safe import PRIVATE, open_file
+
+LOCK = "run.lock"
+_held: dict[Path, IO[str]] = {}
+
+
+def take(folder: Path, mode: int = PRIVATE) -> None:
+    """Take the lock of the folder for this process, or raise UserError that names who has it.
+
+    Raises OSError where its name leads elsewhere.
+
+    The lock is one of byte ranges: NFS passes it on to other hosts, and a forked child does not
+    inherit it. Where the file system has no locks, the note of host and process decides.
+    """
+    file = folder / LOCK
+    if file in _held:
+        return
+    while not _still_there(file, stream := _locked(folder, file, mode)):
+        stream.close()  # who had the lock removed the file after this process had opened it
+    stream.seek(0)
+    stream.truncate()
+    stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n")
+    stream.flush()
+    _held[file] = stream
+
+
+def _locked(folder: Path, file: Path, mode: int) -> IO[str]:
+    stream = open_file(file, "a+", mode, encoding="utf-8")
+    try:
+        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = _holder(stream)
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            stream.close()
+            raise UserError(_refusal(folder, *holder)) from None
+        if _is_alive(*holder):
+            stream.close()
+            raise UserError(_refusal(folder, *holder)) from None
+    return stream
+
+
+def _still_there(file: Path, stream: IO[str]) -> bool:
+    """Whether the name still leads to the opened file."""
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(stream.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def release(folder: Path) -> None:
+    """Give the lock back, if this process has it."""
+    file = folder / LOCK
+    stream = _held.pop(file, None)
+    if stream is not None:
+        file.unlink(missing_ok=True)
+        stream.close()
+
+
+def problem(folder: Path) -> Problem | None:
+    """Why the lock cannot be taken at this moment; takes nothing."""
+    file = folder / LOCK
+    if file in _held or not os.path.lexists(file):
+        return None
+    try:
+        stream = open_file(file, "r+", None, encoding="utf-8")
+    except OSError as error:
+        return _unusable(folder, error)
+    with stream:
+        try:
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = _holder(stream)
+            if error.errno in (errno.EACCES, errno.EAGAIN) or _is_alive(*holder):
+                return _refusal(folder, *holder)
+    return None
+
+
+def _holder(stream: IO[str]) -> tuple[str, int]:
+    stream.seek(0)
+    try:
+        note = json.loads(stream.read())
+        return str(note["host"]), int(note["pid"])
+    except (ValueError, KeyError, TypeError):
+        return "another host", 0
+
+
+def _is_alive(host: str, pid: int) -> bool:
+    """As far as this host can tell: a process of another one counts as alive."""
+    if host != socket.gethostname():
+        return pid > 0
+    return pid > 0 and Path(f"/proc/{pid}").exists()
+
+
+def _refusal(folder: Path, host: str, pid: int) -> Problem:
+    return Problem(
+        "training.output_dir",
+        f"must not be in use, process {pid} on {host} runs in it",
+        repr(str(folder)),
+        f"wait for it, end it, or set training.new_run=true (if it is gone, remove {LOCK})",
+    )
+
+
+def _unusable(folder: Path, error: OSError) -> Problem:
+    return Problem(
+        "training.output_dir",
+        f"must have a lock that this user can take: {error.strerror}",
+        repr(str(folder)),
+        f"remove {LOCK}, or set training.new_run=true",
+    )

@@ -1,0 +1,163 @@
+"""Writes an iteration down: metrics, samples, console."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.cluster.group import Pending
+from mindspeed_rlxf.cluster.refs import RowsRef
+from mindspeed_rlxf.cluster.role_groups import ActorGroup
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.sampler import Taken
+from mindspeed_rlxf.reporting.console import Progress
+from mindspeed_rlxf.reporting.metrics import LedgerWriter, MetricsWriter, Sample, SampleWriter
+from mindspeed_rlxf.reporting.timeline import Span, Timeline
+from mindspeed_rlxf.roles.reports import ScoreReport
+from mindspeed_rlxf.run.directory import RunDirectory
+
+GAP_WARNING = 0.05  # mean |log-prob of generation - of training|, nats; bf16 rounds to about 0.01
+
+
+class Recorder:
+    """Owns the open files of the run directory and the console's progress."""
+
+    def __init__(
+        self, config: RunConfig, directory: RunDirectory, tokenizer: Any, writes: bool = True
+    ) -> None:
+        """writes: False on all but the first rank of torchrun, which run the same driver code."""
+        self.tokenizer = tokenizer
+        mode, nowhere = directory.file_mode, Path(os.devnull)
+        limit = config.logging.samples, config.logging.samples_file_mb * 10**6, mode
+        self._metrics = MetricsWriter(directory.metrics if writes else nowhere, mode)
+        self._ledger = LedgerWriter(directory.consumed if writes else nowhere, mode)
+        self._samples = SampleWriter(directory.samples if writes else nowhere, *limit)
+        self._val_samples = SampleWriter(directory.val_samples if writes else nowhere, *limit)
+        self._timeline = Timeline(directory.timeline, mode) if writes else None
+        self._progress = Progress(
+            config.training.train_iters,
+            config.logging.console_metrics,
+            sys.stdout if writes else io.StringIO(),
+        )
+
+    def iteration(self, iteration: int, metrics: dict[str, float], seconds: float) -> None:
+        """seconds: of the whole iteration."""
+        self._metrics.write(iteration, metrics, seconds)
+        self._progress.update(iteration, metrics)
+        if alike := int(metrics.get("rollout/alike_groups", 0)):
+            self._progress.note(
+                f"warning: {alike} prompts of this iteration teach nothing, all their responses "
+                "score alike; raise algorithm.max_num_gen_batches, or use easier or harder prompts"
+            )
+        gap = metrics.get("rollout/log_prob_gap_mean", 0.0)
+        if gap > GAP_WARNING:
+            self._progress.note(
+                f"warning: log-probs of generation and training differ by {gap:.3g} on average; "
+                "algorithm.max_log_prob_gap stops at the token that is worst"
+            )
+
+    def skipped(self, iteration: int, metrics: dict[str, float], scores: dict[int, float]) -> None:
+        """Say which optimizer steps were left out, and because of which samples' scores."""
+        for role in ("critic", "actor"):
+            if count := int(metrics.get(f"{role}/skipped_steps", 0)):
+                self._progress.note(
+                    f"warning: {count} optimizer steps of the {role} left out in iteration "
+                    f"{iteration}: loss or gradient norm was no finite number"
+                )
+        if scores:
+            named = ", ".join(f"{score} for sample {i}" for i, score in list(scores.items())[:8])
+            self._progress.note(f"warning: the reward gave {named} in iteration {iteration}")
+
+    def validation(self, iteration: int, metrics: dict[str, float]) -> None:
+        """One console line; before the first iteration also a metrics line of its own."""
+        if iteration == 0:
+            self._metrics.write(iteration, metrics, metrics["timing/val"])
+        shown = " | ".join(f"{k} : {v:.4f}" for k, v in metrics.items() if k.startswith("val/"))
+        self._progress.note(f"validation after iteration {iteration} | {shown}")
+
+    def consumed(self, iteration: int, taken: Taken) -> None:
+        """Into the ledger."""
+        self._ledger.write(
+            iteration, taken.first_sample_id, taken.samples_per_prompt, taken.prompts
+        )
+
+    def timeline(
+        self, iteration: int, calls: Iterable[Pending], driver: Mapping[str, tuple[float, float]]
+    ) -> None:
+        """calls: of the iteration; waits for them
+        driver: what it did itself -> start (seconds of the epoch), seconds
+        """
+        if self._timeline is None:
+            return
+        own = [Span(name, "driver", 0, *when) for name, when in driver.items()]
+        others = [
+            Span(call.what, call.pool, reply.rank, reply.started, reply.seconds)
+            for call in calls
+            for reply in call.replies()
+        ]
+        self._timeline.write(iteration, own + others)
+
+    def note(self, text: str) -> None:
+        """A console line of its own."""
+        self._progress.note(text)
+
+    def samples(
+        self, iteration: int, actor: ActorGroup, rollouts: RowsRef, scores: Sequence[ScoreReport]
+    ) -> None:
+        self._write(self._samples, iteration, actor, rollouts, scores)
+
+    def validation_samples(
+        self,
+        iteration: int,
+        actor: ActorGroup,
+        rollouts: RowsRef,
+        scores: Sequence[ScoreReport],
+        ground_truths: Sequence[str],
+    ) -> None:
+        self._write(self._val_samples, iteration, actor, rollouts, scores, ground_truths)
+
+    def close(self) -> None:
+        self._progress.close()
+        for writer in (self._metrics, self._ledger, self._samples, self._val_samples):
+            writer.close()
+
+    def _write(
+        self,
+        writer: SampleWriter,
+        iteration: int,
+        actor: ActorGroup,
+        rollouts: RowsRef,
+        scores: Sequence[ScoreReport],
+        ground_truths: Sequence[str] = (),
+    ) -> None:
+        """The first samples only: no more leave the workers than are written."""
+        count = writer.num_kept(len(ground_truths) or rollouts.num_rows)
+        if not count:
+            return
+        texts = actor.sample_texts(rollouts, count)
+        values = [score for report in scores for score in report.scores]
+        parts = [part for report in scores for part in report.parts] or [{}] * len(values)
+        truths: Sequence[str | None] = ground_truths or [None] * count
+        rows = zip(texts, values[:count], parts[:count], truths[:count], strict=True)
+        decode = self.tokenizer.decode
+        writer.write(
+            iteration,
+            [
+                Sample(
+                    sample_id=text.sample_id,
+                    prompt=decode(text.prompt_ids),
+                    response=decode(text.response_ids),
+                    prompt_ids=text.prompt_ids,
+                    response_ids=text.response_ids,
+                    score=score,
+                    reward_parts=part,
+                    weights_version=text.weights_version,
+                    ground_truth=truth,
+                )
+                for text, score, part, truth in rows
+            ],
+        )

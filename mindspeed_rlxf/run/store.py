@@ -1,0 +1,265 @@
+"""The folder `checkpoints` of a run: what is in it, what is whole, what is kept.
+
+A checkpoint is written to a hidden folder, which gets its name when everything is on the disk; the
+pointer names it after that. A manifest lists every file with size and hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.files.plain import parse_json, read_pointer
+from mindspeed_rlxf.files.safe import sync_folder
+from mindspeed_rlxf.weights.regular import MAX_JSON, open_regular
+from mindspeed_rlxf.weights.state_files import (
+    HOST,
+    Entry,
+    leaves_folder,
+    size_problem,
+    write_text,
+)
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+POINTER = "latest_checkpointed_iteration.txt"
+EXPORTED = "exported_iteration.txt"
+NAME = re.compile(r"iter_(\d{7,})")
+UNUSED = ".unused"  # behind the name of a checkpoint that was set aside
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A named folder of the store; whether it is whole is another question."""
+
+    path: Path
+    iteration: int
+
+    def read(self) -> Manifest:
+        """Raises ValueError, which says what is wrong, when something is missing or cut short.
+
+        Files are not read, see `state_files.content_problem`; what another host keeps is not here.
+        """
+        manifest = _read_manifest(self.path / MANIFEST)
+        if manifest.iteration != self.iteration:
+            raise ValueError(f"{MANIFEST} is of iteration {manifest.iteration}")
+        if found := manifest.lacking(self.path):
+            raise ValueError(found)
+        return manifest
+
+
+@dataclass(frozen=True)
+class Manifest:
+    iteration: int
+    files: list[Entry]
+    about: dict[str, Any]
+    """Versions and layouts that wrote it; said, not needed."""
+
+    def part(self, name: str) -> list[Entry]:
+        """Files of one subfolder, paths within it."""
+        head = f"{name}/"
+        return [
+            {**entry, "path": entry["path"].removeprefix(head)}
+            for entry in self.files
+            if entry["path"].startswith(head)
+        ]
+
+    def lacking(self, folder: Path) -> str:
+        """Files that are missing or cut short, but for those that another host keeps; empty = none.
+
+        None of them is read.
+        """
+        here = [entry for entry in self.files if HOST not in entry]
+        problems = [size_problem(folder, entry) for entry in here]
+        found = [problem for problem in problems if problem is not None]
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        return "; ".join(found[:3]) + more
+
+    def to_json(self) -> str:
+        content = {
+            "format_version": FORMAT_VERSION,
+            "iteration": self.iteration,
+            **self.about,
+            "files": self.files,
+        }
+        return json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, name: str) -> Manifest:
+        """Raises ValueError, which calls it by its name, where it is not what `to_json` gave."""
+        try:
+            tree = parse_json(text)
+            stated = tree.pop("sha256")
+            version = tree["format_version"]
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            raise ValueError(f"{name} is not what was written") from None
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"{name} has format_version {version}, this version reads {FORMAT_VERSION}"
+            )
+        if stated != _digest(tree):
+            raise ValueError(f"{name} is not what was written (sha256)")
+        files = tree.get("files")
+        if type(tree.get("iteration")) is not int or not _are_entries(files):
+            raise ValueError(f"{name} is not what was written (its list of files)")
+        outside = [entry["path"] for entry in files if leaves_folder(entry["path"])]
+        if outside:
+            raise ValueError(f"{name} names {outside[0]!r}, outside its folder")
+        about = {k: v for k, v in tree.items() if k not in ("format_version", "iteration", "files")}
+        return cls(tree["iteration"], files, about)
+
+
+class RunStore:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def newest_first(self) -> list[Checkpoint]:
+        """Everything that has the name of a checkpoint."""
+        if not self.folder.is_dir():
+            return []
+        found = [(NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
+        named = [Checkpoint(path, int(match[1])) for match, path in found if match]
+        return sorted(named, key=lambda each: -each.iteration)
+
+    def hidden(self, iteration: int) -> Path:
+        """Where a checkpoint is written before it has its name."""
+        return self.folder / f".iter_{iteration:07d}"
+
+    def path(self, iteration: int) -> Path:
+        return self.folder / f"iter_{iteration:07d}"
+
+    def begin(self, iteration: int) -> Path:
+        """The hidden folder, empty; what was left of others is removed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.clear_unfinished()
+        hidden = self.hidden(iteration)
+        hidden.mkdir()
+        return hidden
+
+    def clear_unfinished(self) -> None:
+        """Remove what has no name; on a full disk it holds what the next start needs."""
+        for leftover in self.folder.glob(".*"):
+            _discard(leftover)
+
+    def commit(self, manifest: Manifest) -> Path:
+        """The hidden folder becomes the checkpoint, then the pointer names it."""
+        hidden, final = self.hidden(manifest.iteration), self.path(manifest.iteration)
+        write_text(hidden / MANIFEST, manifest.to_json())
+        for folder in (hidden, *(path for path in hidden.rglob("*") if path.is_dir())):
+            sync_folder(folder)
+        if final.exists():  # damaged, or of a run that went back to before it
+            self.set_aside(Checkpoint(final, manifest.iteration))
+        os.replace(hidden, final)
+        sync_folder(self.folder)
+        self.point_to(manifest.iteration)
+        return final
+
+    def point_to(self, iteration: int) -> None:
+        write_text(self.folder / POINTER, f"{iteration}\n")
+
+    def set_aside(self, checkpoint: Checkpoint) -> Path:
+        """A checkpoint that is not gone on from keeps its files under another name."""
+        aside = checkpoint.path.with_name(f"{checkpoint.path.name}{UNUSED}")
+        if aside.exists():
+            _discard(aside)
+        os.replace(checkpoint.path, aside)
+        return aside
+
+    def prune(self, keep_last: int, keep_every: int, best: Iterable[int] = ()) -> list[int]:
+        """Remove all but the newest `keep_last`, multiples of `keep_every` (0 = none) and `best`.
+
+        Looks at the disk, so that checkpoints from before a restart count. Returns what was
+        removed.
+        """
+        kept, removed = set(best), []
+        for place, checkpoint in enumerate(self.newest_first()):
+            n = checkpoint.iteration
+            if place < keep_last or n in kept or (keep_every and n % keep_every == 0):
+                continue
+            self._remove(checkpoint)
+            removed.append(n)
+        self._forget_unused()
+        return removed
+
+    def keep(self, iterations: Iterable[int]) -> None:
+        """Remove all checkpoints but these."""
+        kept = set(iterations)
+        for checkpoint in self.newest_first():
+            if checkpoint.iteration not in kept:
+                self._remove(checkpoint)
+        self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        """Remove what was set aside, once the two newest checkpoints are of later iterations."""
+        oldest = min((c.iteration for c in self.newest_first()[:2]), default=0)
+        for folder in self.folder.glob(f"*{UNUSED}"):
+            match = NAME.fullmatch(folder.name.removesuffix(UNUSED))
+            if match and int(match[1]) < oldest:
+                _discard(folder)
+
+    def _remove(self, checkpoint: Checkpoint) -> None:
+        """It loses its name first: a folder cut short never has one."""
+        going = self.hidden(checkpoint.iteration)
+        going = going.with_name(f"{going.name}.removed")
+        os.replace(checkpoint.path, going)
+        _discard(going)
+
+    def exported(self) -> int | None:
+        """The iteration whose weights stand in the export folders; None = none yet."""
+        try:
+            return int(read_pointer(self.folder / EXPORTED))
+        except (OSError, ValueError):
+            return None
+
+    def set_exported(self, iteration: int) -> None:
+        write_text(self.folder / EXPORTED, f"{iteration}\n")
+
+    def forget_export(self) -> None:
+        (self.folder / EXPORTED).unlink(missing_ok=True)
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder or a file; of a link to where somebody moved it, the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _read_manifest(file: Path) -> Manifest:
+    try:
+        with open_regular(file) as stream:
+            text = stream.read(MAX_JSON).decode("utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{file.name} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{file.name} cannot be read ({error.strerror})") from None
+    except ValueError:  # not even text
+        raise ValueError(f"{file.name} is not what was written") from None
+    return Manifest.from_json(text, file.name)
+
+
+def _are_entries(files: Any) -> bool:
+    return isinstance(files, list) and all(
+        isinstance(entry, dict)
+        and type(entry.get("size")) is int
+        and {"path", "sha256"} <= entry.keys()
+        for entry in files
+    )
+
+
+def _digest(content: dict[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def missing_parts(manifest: Manifest, parts: Sequence[str]) -> list[str]:
+    """Subfolders of which the manifest has no file."""
+    return [name for name in parts if not manifest.part(name)]

@@ -1,0 +1,1 @@
+"""Weights of models: formats, layouts, conversion, and reading that runs no code."""

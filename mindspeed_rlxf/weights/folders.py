@@ -1,0 +1,113 @@
+"""What a folder of weights is, and what stands beside the weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.files.plain import parse_json
+from mindspeed_rlxf.files.safe import open_inside, read_inside, replace_file
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.weights.formats import Format, find_weights
+from mindspeed_rlxf.weights.hf_folder import HfFolder
+from mindspeed_rlxf.weights.legacy import read_legacy
+from mindspeed_rlxf.weights.reader import MegatronWeights
+from mindspeed_rlxf.weights.role_state import RunState
+from mindspeed_rlxf.weights.torch_dist import open_torch_dist, read_torch_dist
+
+CONFIG = "config.json"
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+def described_by(weights: str | Path, tokenizer: str | Path) -> Path:
+    """The folder whose config.json and generation_config.json describe the weights.
+
+    Megatron's folders of other tools have neither; those of the tokenizer count then.
+    Errors: ValueError when neither folder has a config.json.
+    """
+    weights, tokenizer = Path(weights), Path(tokenizer)
+    if (weights / CONFIG).exists() or find_weights(weights)[0] is Format.HF:
+        return weights
+    if (tokenizer / CONFIG).exists():
+        return tokenizer
+    raise ValueError(
+        f"{CONFIG} is neither in it nor in training.tokenizer_name_or_path={tokenizer}; copy that "
+        "of the Hugging Face model into either"
+    )
+
+
+def open_weights(
+    folder: str | Path, architecture: ArchitectureConfig
+) -> HfFolder | MegatronWeights | RunState:
+    """A reader of the folder's weights, of whatever format.
+
+    Errors: ValueError when something is missing or damaged, or, for a Megatron folder, when it
+    holds another model or more than data.
+    """
+    kind, place = find_weights(Path(folder))
+    if kind is Format.RUN_STATE:
+        return RunState(place)
+    if kind is Format.LEGACY:
+        return read_legacy(place, architecture)
+    if kind is Format.TORCH_DIST:
+        return read_torch_dist(open_torch_dist(place), architecture)
+    return HfFolder(folder)
+
+
+def is_scorer(config: dict[str, Any]) -> bool:
+    """Whether a config.json describes a model with a score head."""
+    names = config.get("architectures") or [""]
+    return str(names[0]).endswith("ForSequenceClassification")
+
+
+def check_side_files(folder: Path) -> None:
+    """See that `copy_side_files` will find plain files of the folder, and no links out of it.
+
+    Errors: ValueError.
+    """
+    for name in (CONFIG, *SIDE_FILES):
+        if os.path.lexists(folder / name):
+            try:
+                open_inside(folder, name).close()
+            except OSError as error:
+                rule = f"{folder / name} cannot be read ({error.strerror})"
+                raise ValueError(f"{rule}; remove it or copy it again") from None
+
+
+def copy_side_files(
+    source: Path, target: Path, head: Head, dtype: torch.dtype | None = None
+) -> list[Path]:
+    """config.json, made to name the head (and the dtype, if given), and the tokenizer's files.
+
+    Returns the files it wrote. Errors: ValueError where one is a link out of `source`.
+    """
+    config = parse_json(read_inside(source, CONFIG))
+    if head is Head.SCORE:
+        kind = (config.get("architectures") or ["LlamaForCausalLM"])[0].split("For")[0]
+        config["architectures"] = [f"{kind}ForSequenceClassification"]
+        config["num_labels"], config["id2label"] = 1, {"0": "LABEL_0"}
+        config["label2id"] = {"LABEL_0": 0}
+    if dtype is not None:
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        config[key] = str(dtype).removeprefix("torch.")
+    replace_file(target / CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    beside = [file for file in SIDE_FILES if (source / file).exists()]
+    for file in beside:
+        with open_inside(source, file) as stream:
+            replace_file(target / file, stream.read())
+    return [target / file for file in (CONFIG, *beside)]

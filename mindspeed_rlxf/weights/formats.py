@@ -1,0 +1,66 @@
+"""The format of a folder of weights, and where in it they lie. Light: every node asks it."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+
+from mindspeed_rlxf.files.safe import open_inside
+from mindspeed_rlxf.weights.layout import RANK_FOLDER, TRACKER
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+METADATA, COMMON = ".metadata", "common.pt"  # of Megatron's sharded checkpoints
+TRACKER_BYTES = 100  # of a tracker: more is no number of an iteration
+MAX_DIGITS = 18  # of an iteration
+STATE_FILES = "state_*.safetensors"  # of a role in a checkpoint of a run
+
+
+class Format(str, Enum):
+    """How weights lie in a folder; the values of --ckpt-format, `hf`, and that of runs."""
+
+    HF = "hf"
+    LEGACY = "torch"
+    TORCH_DIST = "torch_dist"
+    RUN_STATE = "run_state"  # read only
+
+
+def find_weights(folder: Path) -> tuple[Format, Path]:
+    """The format of a folder, and where in it the weights lie.
+
+    Errors: ValueError when a Megatron folder is ambiguous. A folder without anything known counts
+    as Hugging Face, whose reader says what is missing.
+    """
+    if (folder / INDEX).exists() or (folder / SINGLE).exists() or not folder.is_dir():
+        return Format.HF, folder
+    if (folder / METADATA).exists():
+        return Format.TORCH_DIST, folder
+    if any(folder.glob(STATE_FILES)):
+        return Format.RUN_STATE, folder
+    if any(RANK_FOLDER.fullmatch(path.name) for path in folder.iterdir()):
+        return Format.LEGACY, folder
+    iteration = _iteration(folder)
+    return (Format.HF, folder) if iteration is None else find_weights(iteration)
+
+
+def _iteration(folder: Path) -> Path | None:
+    """The checkpoint that the tracker names, else the only one."""
+    tracker = folder / TRACKER
+    if tracker.exists():
+        with open_inside(folder, TRACKER) as stream:
+            text = stream.read(TRACKER_BYTES).decode("utf-8", "replace").strip()
+        name = text if text == "release" else f"iter_{text:0>7}"
+        is_name = text == "release" or (text.isdecimal() and len(text) <= MAX_DIGITS)
+        if not is_name or not (folder / name).is_dir():
+            raise ValueError(
+                f"{tracker} names {text[:40]!r}, and {folder / name[:40]} is not there; "
+                "give the folder of an iteration, or copy it again"
+            )
+        return folder / name
+    found = sorted(path for path in folder.glob("iter_*") if path.is_dir())
+    if len(found) > 1:
+        raise ValueError(
+            f"{folder} holds {', '.join(path.name for path in found[:5])} and no {TRACKER}; "
+            "give the folder of one of them"
+        )
+    return found[0] if found else None

@@ -1,0 +1,332 @@
+"""Reads pickled data with a machine of its own, which has no operation that runs anything.
+
+A pickle is a program for a stack machine. Python's machine calls what a pickle names; this one
+knows names only as text. It builds plain dicts, lists, tuples, strings and numbers, and an `Inert`
+for an object of a listed class (`pickle_names`). There is no import, no call and no attribute of a
+Python object in reach of a pickle, and no second reader behind this one.
+
+Every step costs a bounded time and memory: nesting, steps, objects and numbers have limits, a
+container is not changed after it has become part of another one (so no data contains itself), and
+keys of dicts are values whose hash is quickly found.
+"""
+
+from __future__ import annotations
+
+import gc
+import struct
+from collections.abc import Iterable
+from types import NoneType
+from typing import Any, ClassVar
+
+import torch
+
+from mindspeed_rlxf.weights.pickle_names import (
+    ALLOWED,
+    ORDERED_DICT,
+    SIZE,
+    STATES,
+    STORAGE_TYPE,
+    TENSORS,
+    Inert,
+    Named,
+    Storage,
+    is_attributes,
+    is_fields,
+)
+from mindspeed_rlxf.weights.pickle_operations import SCALARS, Operation
+from mindspeed_rlxf.weights.pickle_values import (
+    Refused,
+    attributes_of,
+    check_key,
+    kind_of,
+    named_value,
+    shown,
+)
+
+MAX_STEPS = 16_000_000  # of one pickle: a sharded folder of 400,000 chunks has these
+MAX_CONTAINERS = 6_000_000  # at a time: 200 bytes each, with what is known of it
+BETWEEN_CHECKS = 1 << 16  # steps
+MAX_DEPTH = 100
+MAX_NAME = 200  # characters of module and name
+
+_PLAIN = frozenset((str, int, float, bool, bytes, NoneType, torch.dtype, Named, Storage))
+
+
+def read_pickle(data: bytes) -> Any:
+    """What a pickle holds. Errors: ValueError when it is damaged, Refused as above."""
+    return InertUnpickler(data).load()
+
+
+class InertUnpickler:
+    """One pickle, from the first byte of `data` to the last."""
+
+    TABLE: ClassVar[list[Operation]]  # by opcode
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        # Nesting by id, of containers and objects; negative = a part of another one by now.
+        self.depth: dict[int, int] = {id(()): -1}
+
+    def load(self) -> Any:
+        collects = gc.isenabled()
+        gc.disable()  # it would walk all of it many times, to find no cycle
+        try:
+            return self._run()
+        except Refused:
+            raise
+        except (IndexError, struct.error):
+            raise ValueError("damaged pickle: it ends early") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"damaged pickle: {shown(error)}") from None
+        finally:
+            if collects:
+                gc.enable()
+
+    def _run(self) -> Any:
+        data, table = self.data, self.TABLE
+        for _ in range(MAX_STEPS // BETWEEN_CHECKS):
+            for _ in range(BETWEEN_CHECKS):
+                at = self.at
+                self.at = at + 1
+                code = data[at]
+                if code == STOP:
+                    return self._result()
+                table[code](self)
+            if len(self.depth) > MAX_CONTAINERS:
+                raise Refused(f"more than {MAX_CONTAINERS} containers and objects")
+        raise Refused(f"more than {MAX_STEPS} steps")
+
+    def _result(self) -> Any:
+        if self.marks or len(self.stack) != 1:
+            raise ValueError("it ends with parts left over")
+        if self.at != len(self.data):
+            raise Refused("more bytes after its end")
+        return self.stack[0]
+
+    def tensor(self, function: str, arguments: tuple[Any, ...]) -> Any:
+        """What a function of `TENSORS` makes of arguments that are as they should be."""
+        raise Refused(f"{function} outside a file of tensors")
+
+    def storage(self, dtype: str, key: str, elements: int) -> Storage:
+        """The data of a tensor. dtype: name of the storage's class"""
+        raise Refused("a tensor's data outside a file of tensors")
+
+    # Of bytes ------------------------------------------------------------------------------------
+
+    def _line(self) -> str:
+        end = self.data.find(b"\n", self.at, self.at + MAX_NAME + 1)
+        if end < 0:
+            raise ValueError("a name without an end")
+        line = self.data[self.at : end]
+        self.at = end + 1
+        return line.decode("utf-8")
+
+    # Of containers -------------------------------------------------------------------------------
+
+    def _push_new(self, value: Any, depth: int) -> None:
+        self.depth[id(value)] = depth
+        self.stack.append(value)
+
+    def _hold(self, values: Iterable[Any]) -> int:
+        """The values become parts of another one, whose depth this returns."""
+        deepest, depths = 0, self.depth
+        for value in values:
+            if type(value) in _PLAIN:
+                continue
+            key = id(value)
+            depth = depths.get(key, -1)  # a tensor has none
+            if depth > 0:
+                depths[key] = -depth
+            else:
+                depth = -depth
+            if depth > deepest:
+                deepest = depth
+        if deepest >= MAX_DEPTH:
+            raise Refused(f"more than {MAX_DEPTH} values inside each other")
+        return deepest + 1
+
+    def _change(self, target: Any, kind: type, values: Iterable[Any]) -> None:
+        """`target` gets the values as parts."""
+        if type(target) is not kind:
+            raise Refused(f"items or attributes for a {type(target).__name__}")
+        key, depth = id(target), self._hold(values)
+        before = self.depth[key]
+        if before < 0:
+            raise Refused("data that contains itself, or changes after it was used")
+        if depth > before:
+            self.depth[key] = depth
+
+    def _since_mark(self) -> list[Any]:
+        items, self.stack = self.stack, self.marks.pop()
+        return items
+
+    def _mark(self) -> None:
+        if len(self.marks) >= 2 * MAX_DEPTH:
+            raise Refused(f"more than {MAX_DEPTH} values inside each other")
+        self.marks.append(self.stack)
+        self.stack = []
+
+    def _tuple_of(self, items: list[Any]) -> None:
+        self._push_new(tuple(items), -self._hold(items))
+
+    def _one(self) -> None:
+        items = (self.stack.pop(),)
+        self._push_new(items, -self._hold(items))
+
+    def _two(self) -> None:
+        second = self.stack.pop()
+        items = (self.stack.pop(), second)
+        self._push_new(items, -self._hold(items))
+
+    def _three(self) -> None:
+        third, second = self.stack.pop(), self.stack.pop()
+        items = (self.stack.pop(), second, third)
+        self._push_new(items, -self._hold(items))
+
+    def _append(self) -> None:
+        value = self.stack.pop()
+        self._change(self.stack[-1], list, (value,))
+        self.stack[-1].append(value)
+
+    def _appends(self) -> None:
+        items = self._since_mark()
+        self._change(self.stack[-1], list, items)
+        self.stack[-1].extend(items)
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
+
+    def _set_items(self) -> None:
+        self._set(self._since_mark())
+
+    def _set(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        self._change(target, dict, items)
+        if len(items) % 2:
+            raise ValueError("a key without a value")
+        for at in range(0, len(items), 2):
+            key = items[at]
+            if type(key) is not str:
+                check_key(key)
+            if key in target:
+                raise Refused("two entries of one name")
+            target[key] = items[at + 1]
+
+    # Of names and objects ------------------------------------------------------------------------
+
+    def _global(self) -> None:
+        module, name = self._line(), self._line()
+        self.stack.append(named_value(module, name))
+
+    def _stack_global(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise Refused("a name that is no text: STACK_GLOBAL requires str")
+        self.stack.append(named_value(module, name))
+
+    def _make(self) -> None:
+        """REDUCE and NEWOBJ, which differ only for what makes objects."""
+        arguments, named = self.stack.pop(), self.stack.pop()
+        if type(named) is not Named:
+            raise Refused(f"a call of {kind_of(named)}")
+        if type(arguments) is not tuple:
+            raise Refused(f"{named.text} with arguments that are no tuple")
+        depth = self._hold(arguments)
+        made = self._made(named.text, arguments)
+        kind = type(made)
+        if kind is Inert or kind is dict:
+            self._push_new(made, depth)
+        elif kind is tuple and made:
+            self._push_new(made, -depth)
+        else:
+            self.stack.append(made)
+
+    def _made(self, text: str, arguments: tuple[Any, ...]) -> Any:
+        accepts = ALLOWED.get(text)
+        if accepts is None:
+            raise Refused("a storage that is made, not read")
+        if not accepts(arguments):
+            raise Refused(f"{text} with arguments that no checkpoint gives it")
+        if text == ORDERED_DICT:
+            return {}
+        if text == SIZE:
+            return tuple(arguments[0])
+        if text in TENSORS:
+            return self.tensor(text, arguments)
+        if text == "_codecs.encode":  # bytes, as older protocols write them
+            return arguments[0].encode("latin1")
+        return Inert(text, arguments)
+
+    def _build(self) -> None:
+        state = self.stack.pop()
+        target = self.stack[-1]
+        if type(target) is Named:
+            raise Refused(f"new attributes for the class {target.text}")
+        self._change(target, dict if type(target) is dict else Inert, (state,))
+        if type(target) is dict:  # of an OrderedDict, as `_metadata` of a model's state
+            if not is_fields(state):
+                raise Refused("collections.OrderedDict with a state that no checkpoint gives it")
+            return
+        if target.state is not None or not STATES.get(target.named, is_attributes)(state):
+            raise Refused(f"{target.named} with a state that no checkpoint gives it")
+        target.state = state if target.named in STATES else attributes_of(state)
+
+    def _persistent(self) -> None:
+        """("storage", type, key, device, elements[, view]), as `torch.save` writes it."""
+        pid = self.stack.pop()
+        good = type(pid) is tuple and len(pid) in (5, 6) and pid[0] == "storage"
+        if not good or [type(part) for part in pid[1:5]] != [Named, str, str, int]:
+            raise Refused(f"a reference to something outside, {kind_of(pid)}")
+        if not STORAGE_TYPE.fullmatch(pid[1].text) or pid[5:] not in ((), (None,)):
+            raise Refused("a reference to something outside")
+        self.stack.append(self.storage(pid[1].text.rpartition(".")[2], pid[2], pid[4]))
+
+    def _unknown(self) -> None:
+        raise ValueError(f"the operation {self.data[self.at - 1]:#04x}, which no checkpoint has")
+
+
+def _new_list(machine: InertUnpickler) -> None:
+    machine._push_new([], 1)
+
+
+def _new_dict(machine: InertUnpickler) -> None:
+    machine._push_new({}, 1)
+
+
+STOP = ord(".")
+
+
+def _table() -> list[Operation]:
+    """What the picklers of protocols 2 to 5 write for data; anything else is not known."""
+    machine = InertUnpickler
+    known: dict[str, Operation] = {
+        **SCALARS,
+        "(": machine._mark,
+        "]": _new_list,
+        "}": _new_dict,
+        "\x8f": _new_list,  # a set, of which nothing is hashed
+        "t": lambda m: m._tuple_of(m._since_mark()),
+        "\x91": lambda m: m._tuple_of(m._since_mark()),  # a frozenset
+        "\x85": machine._one,
+        "\x86": machine._two,
+        "\x87": machine._three,
+        "a": machine._append,
+        "e": machine._appends,
+        "\x90": machine._appends,
+        "s": machine._set_item,
+        "u": machine._set_items,
+        "c": machine._global,
+        "\x93": machine._stack_global,
+        "R": machine._make,
+        "\x81": machine._make,
+        "b": machine._build,
+        "Q": machine._persistent,
+    }
+    return [known.get(chr(code), machine._unknown) for code in range(256)]
+
+
+InertUnpickler.TABLE = _table()

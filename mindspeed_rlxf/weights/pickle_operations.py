@@ -1,0 +1,158 @@
+"""Operations of a pickle on numbers, text, bytes and what it remembers.
+
+Where bytes are too few, an operation takes what is there, and the next one finds itself behind the
+end: nothing is asked of memory for a length that a file only claims.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from mindspeed_rlxf.weights.pickle_values import Refused
+
+MAX_NUMBER_BYTES = 64  # of an integer; random streams of numpy have 16
+
+
+class Machine(Protocol):
+    """at: of the next byte of `data`"""
+
+    data: bytes
+    at: int
+    stack: list[Any]
+    memo: dict[int, Any]
+
+
+Operation = Callable[[Any], None]
+"""Of a `Machine`."""
+
+
+def take(machine: Machine, count: int) -> bytes:
+    start = machine.at
+    machine.at = end = start + count
+    return machine.data[start:end]
+
+
+def number(machine: Machine, size: int) -> int:
+    start = machine.at
+    machine.at = end = start + size
+    return int.from_bytes(machine.data[start:end], "little")
+
+
+def _push(value: Any) -> Operation:
+    return lambda machine: machine.stack.append(value)
+
+
+def _little(size: int) -> Operation:
+    return lambda machine: machine.stack.append(number(machine, size))
+
+
+def _signed(machine: Machine) -> None:
+    machine.stack.append(int.from_bytes(take(machine, 4), "little", signed=True))
+
+
+def _long(machine: Machine) -> None:
+    size = number(machine, 1)
+    if size > MAX_NUMBER_BYTES:
+        raise Refused(f"an integer of {size} bytes")
+    machine.stack.append(int.from_bytes(take(machine, size), "little", signed=True))
+
+
+def _float(machine: Machine) -> None:
+    machine.stack.append(struct.unpack(">d", take(machine, 8))[0])
+
+
+def _text(size: int) -> Operation:
+    def push(machine: Machine) -> None:
+        machine.stack.append(str(take(machine, number(machine, size)), "utf-8"))
+
+    return push
+
+
+def _bytes(size: int) -> Operation:
+    return lambda machine: machine.stack.append(take(machine, number(machine, size)))
+
+
+def _short_text(machine: Machine) -> None:
+    """The most frequent of all."""
+    start = machine.at + 1
+    end = start + machine.data[start - 1]
+    if end > len(machine.data):
+        raise IndexError
+    machine.at = end
+    machine.stack.append(str(machine.data[start:end], "utf-8"))
+
+
+def _memoize(machine: Machine) -> None:
+    memo = machine.memo
+    index = len(memo)
+    if index in memo:
+        raise Refused("a value that is remembered in place of another")
+    memo[index] = machine.stack[-1]
+
+
+def _byte(machine: Machine) -> None:
+    at = machine.at
+    machine.at = at + 1
+    machine.stack.append(machine.data[at])
+
+
+def _get(machine: Machine) -> None:
+    at = machine.at
+    machine.at = at + 1
+    machine.stack.append(machine.memo[machine.data[at]])
+
+
+def _long_get(machine: Machine) -> None:
+    at = machine.at
+    machine.at = end = at + 4
+    machine.stack.append(machine.memo[int.from_bytes(machine.data[at:end], "little")])
+
+
+def _put(size: int) -> Operation:
+    def remember(machine: Machine) -> None:
+        index = number(machine, size)
+        if index in machine.memo:
+            raise Refused("a value that is remembered in place of another")
+        machine.memo[index] = machine.stack[-1]
+
+    return remember
+
+
+def _protocol(machine: Machine) -> None:
+    if number(machine, 1) not in (2, 3, 4, 5) or machine.at != 2:
+        raise ValueError("its protocol is none of 2 to 5")
+
+
+def _frame(machine: Machine) -> None:
+    if number(machine, 8) > len(machine.data) - machine.at:
+        raise IndexError
+
+
+SCALARS: dict[str, Operation] = {
+    "\x80": _protocol,
+    "\x95": _frame,
+    "N": _push(None),
+    "\x88": _push(True),
+    "\x89": _push(False),
+    "K": _byte,
+    "M": _little(2),
+    "J": _signed,
+    "\x8a": _long,
+    "G": _float,
+    "\x8c": _short_text,
+    "X": _text(4),
+    "\x8d": _text(8),
+    "C": _bytes(1),
+    "B": _bytes(4),
+    "\x8e": _bytes(8),
+    "\x96": _bytes(8),  # a bytearray
+    ")": _push(()),
+    "h": _get,
+    "j": _long_get,
+    "\x94": _memoize,
+    "q": _put(1),
+    "r": _put(4),
+}
+"""By opcode; the empty tuple, of which there is one, is among them."""

@@ -1,0 +1,47 @@
+"""What is said of a checkpoint's file that is damaged, or holds more than data."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from mindspeed_rlxf.weights.layout import RANK_FILE
+from mindspeed_rlxf.weights.pickle_values import Refused
+
+FREELY = f"weights_only={False}"  # run by a user who trusts a file, for it runs what the file wants
+MODEL_ALONE = (
+    "import sys, torch; f = sys.argv[1]; "
+    f"d = torch.load(f, map_location='cpu', {FREELY}); "
+    "torch.save({k: d[k] for k in d if k.startswith('model')}, f)"
+)
+
+
+def refusal(path: Path, error: Refused) -> ValueError:
+    """Of a file that wants more than to be read."""
+    return ValueError(
+        f"{path} must hold nothing but the data of a checkpoint, it wants {error}; do not open a "
+        f"file of others. Where you made it, {_again(path)}"
+    )
+
+
+def _again(path: Path) -> str:
+    """How its maker saves a file without what is refused; its classes are only there."""
+    there = "in the environment that wrote it"
+    if path.name == RANK_FILE:
+        command = f'python -c "{MODEL_ALONE}" {shlex.quote(str(path))}'
+        return f"save a copy of it, then keep its model alone, {there}: {command}"
+    if path.suffix == ".pt":
+        return (
+            f"take that out and save it again, {there}: torch.load(file, {FREELY}), "
+            "torch.save(what is left, file)"
+        )
+    return f"save the checkpoint again without that, {there}"
+
+
+def unreadable(path: Path, error: ValueError) -> ValueError:
+    """Of a damaged file."""
+    text = str(error)
+    if text.startswith(str(path)):  # a sentence of its own
+        return ValueError(text)
+    verb = "" if text.startswith("is ") else "cannot be read: "
+    return ValueError(f"{path} {verb}{text}; copy it again")

@@ -1,0 +1,46 @@
+"""A driver for the tests that end it.
+
+Starts a cluster, or joins the one at RAY_ADDRESS, prints one JSON line when its worker is busy and
+waits. After an interrupt it shuts down and does the same again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from typing import Any
+
+from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
+from tests.distributed.cluster.group_checks import build
+from tests.distributed.cluster.stand_ins import StandIn
+
+
+def serve() -> None:
+    runtime = RayRuntime(DeviceConfig(kind=DeviceKind.CPU), RuntimeConfig(), 1)
+    try:
+        pool = runtime.create_pools({"pool": [1]})["pool"]
+        group = build(pool)
+        facts: dict[str, Any] = {"own": runtime.cluster.own}
+        facts["worker"] = group.call(StandIn.process).result()[0]
+        facts["forwarded"] = group.call(StandIn.environment, "NCCL_RLXF_TEST").result()[0]
+        facts["secret"] = group.call(StandIn.environment, "NCCL_RLXF_TOKEN").result()[0]
+        facts["agent"] = pool.hosts[0].call(os.getpid, timeout_s=60.0)
+        facts["address"] = runtime.cluster.address
+        facts["temp_dir"] = str(runtime.cluster.temp_dir)
+        busy = group.call(StandIn.nap, 600.0)
+        print(json.dumps(facts), flush=True)
+        busy.result()
+    finally:
+        runtime.shutdown()
+
+
+if __name__ == "__main__":
+    # A test run in the background of a shell ignores interrupts, and hands that down.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        serve()
+    serve()

@@ -1,0 +1,115 @@
+"""Nothing of an own cluster outlives its driver; a joined cluster outlives it unharmed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+
+from mindspeed_rlxf.cluster.ray import trust as ray_trust
+from tests.distributed.cluster.group_checks import build
+from tests.distributed.cluster.stand_ins import StandIn
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+@contextmanager
+def driver(**environment: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.distributed.cluster.ray_driver"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, **environment},
+        start_new_session=True,  # a process group of its own, as a terminal gives it
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def next_facts(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What the driver says when its worker is busy."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, f"the driver ended early: {process.communicate()[1]}"
+    facts: dict[str, Any] = json.loads(line)
+    return facts
+
+
+def test_nothing_of_an_own_cluster_is_left_after_an_interrupt_and_after_a_kill() -> None:
+    with driver(RAY_ADDRESS="local", RAY_AUTH_MODE="disabled") as process:
+        for number in (signal.SIGINT, signal.SIGKILL):
+            facts = next_facts(process)
+            assert ray_trust.ask(facts["address"]).tokens  # the mode is for clusters to join
+            children = psutil.Process(process.pid).children(recursive=True)
+            assert facts["own"]
+            assert {facts["worker"], facts["agent"]} <= {child.pid for child in children}
+            # Ctrl-C reaches the whole group, a kill the driver alone.
+            os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
+            _, alive = psutil.wait_procs(children, timeout=20)
+            assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+            wait_until_gone(Path(facts["temp_dir"]))
+        assert process.communicate()[1] == ""
+
+
+def test_a_driver_that_is_killed_while_ray_starts_leaves_nothing() -> None:
+    with TemporaryDirectory(dir="/tmp") as root, driver(RAY_ADDRESS="local", RAY_TMPDIR=root) as me:
+        deadline, process = time.monotonic() + 60, psutil.Process(me.pid)
+        while not any(map(is_idle_worker, children := process.children(recursive=True))):
+            assert me.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        (folder,) = Path(root).iterdir()
+        me.kill()
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+        wait_until_gone(folder)
+
+
+def is_idle_worker(process: psutil.Process) -> bool:
+    try:
+        return any("default_worker" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def wait_until_gone(folder: Path) -> None:
+    deadline = time.monotonic() + 10
+    while folder.exists():
+        assert time.monotonic() < deadline, f"{folder} is left"
+        time.sleep(0.05)
+
+
+def test_a_joined_cluster_is_left_as_it_was(ray_runtime: Any) -> None:
+    address = ray_runtime.cluster.address
+    secret = "joined-canary-61c3"
+    forwarded = {"NCCL_RLXF_TEST": "on", "NCCL_RLXF_TOKEN": secret}
+    with driver(RAY_ADDRESS=address, **forwarded) as process:
+        facts = next_facts(process)
+        assert not facts["own"] and facts["forwarded"] == "on" and facts["secret"] == secret
+        files = [p for p in ray_runtime.cluster.temp_dir.rglob("logs/**/*") if p.is_file()]
+        texts = {path: path.read_bytes() for path in files}
+        assert any(b"NCCL_RLXF_TEST" in text for text in texts.values())  # Ray logs what it sets
+        assert [path for path, text in texts.items() if secret.encode() in text] == []
+        there = [psutil.Process(facts[name]) for name in ("worker", "agent")]
+        assert not set(there) & set(psutil.Process(process.pid).children(recursive=True))
+        process.kill()
+        process.communicate()
+        for each in there:
+            each.wait(timeout=20)
+    pool = ray_runtime.create_pools({"after": [1]})["after"]
+    assert build(pool).call(StandIn.rank).result() == [(0, 1)]
+    pool.shutdown()

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from mindspeed_rlxf.cluster.deadlines import Deadlines
+from mindspeed_rlxf.cluster.errors import DevicesMissing, HostError, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.group import Sharded
+from mindspeed_rlxf.config.enums import Role
+from tests.distributed.cluster.group_checks import (
+    build,
+    check_failures,
+    check_host_agents,
+    check_ranks_and_leaders,
+    check_rows_between_layouts,
+    check_two_roles_in_one_process,
+    make_rows,
+)
+from tests.distributed.cluster.stand_ins import Numbers, StandIn
+from tests.distributed.conftest import WARM_DEVICES
+
+MakePools = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def make_pools(ray_runtime: Any) -> Iterator[MakePools]:
+    """Pools of the given sizes, ended after the test."""
+    made: list[Any] = []
+
+    def make(*sizes: int) -> list[Any]:
+        pools = ray_runtime.create_pools({f"pool_{i}": [n] for i, n in enumerate(sizes)})
+        made.extend(pools.values())
+        return list(pools.values())
+
+    yield make
+    for pool in made:
+        pool.shutdown()
+
+
+def test_ranks_are_ordered_and_leaders_report(make_pools: MakePools) -> None:
+    (pool,) = make_pools(2)
+    check_ranks_and_leaders(pool)
+
+
+def test_rows_reach_consumers_of_another_layout(make_pools: MakePools) -> None:
+    one, two = make_pools(1, 2)
+    check_rows_between_layouts(two, one)
+    check_rows_between_layouts(one, two)
+
+
+def test_roles_share_a_process_and_see_rows_in_containers(make_pools: MakePools) -> None:
+    (pool,) = make_pools(2)
+    check_two_roles_in_one_process(pool)
+
+
+def test_failures_carry_role_and_phase_and_no_tensor_reaches_the_driver(
+    make_pools: MakePools,
+) -> None:
+    (pool,) = make_pools(2)
+    check_failures(pool)
+
+
+def test_functions_run_on_hosts_beside_their_workers(make_pools: MakePools) -> None:
+    (pool,) = make_pools(2)
+    check_host_agents(pool)
+    pids = build(pool).call(StandIn.process).result()
+    assert pool.hosts[0].call(os.getpid, timeout_s=60.0) not in pids
+
+
+def test_an_agent_that_is_killed_is_replaced_and_one_that_keeps_dying_is_reported(
+    make_pools: MakePools,
+) -> None:
+    (pool,) = make_pools(1)
+    agent = pool.hosts[0]
+    first = agent.call(os.getpid, timeout_s=60.0)
+    nap = agent.start(time.sleep, 2.0, timeout_s=60.0)
+    time.sleep(0.5)
+    psutil.Process(first).kill()
+    assert nap.result() is None, "it is run again"
+    second = agent.call(os.getpid, timeout_s=60.0)
+    assert second != first
+    with pytest.raises(
+        HostError, match=rf"^_exit on {agent.host} failed: the process died"
+    ) as dead:
+        agent.call(os._exit, 1, timeout_s=60.0)
+    assert not dead.value.is_late
+    assert agent.call(os.getpid, timeout_s=60.0) not in (first, second)
+
+
+def test_roles_on_different_pools_run_at_the_same_time(make_pools: MakePools) -> None:
+    groups = [build(pool) for pool in make_pools(1, 2)]
+    started = time.perf_counter()
+    calls = [group.call(StandIn.nap, 1.0) for group in groups]
+    for call in calls:
+        call.result()
+    assert time.perf_counter() - started < 1.4
+    assert all(1.0 <= call.seconds < 1.4 for call in calls)
+
+
+def test_calls_and_references_do_not_wait(make_pools: MakePools) -> None:
+    producer, consumer = [build(pool) for pool in make_pools(1, 2)]
+    numbers = Sharded([Numbers(torch.arange(4))])
+    started = time.perf_counter()
+    rows = producer.call(StandIn.make_late, numbers, 1.0).rows()
+    pending = consumer.call(StandIn.read, rows.take([3, 2, 1, 0]))
+    assert time.perf_counter() - started < 0.5
+    assert [fetched.numbers for fetched in pending.result()] == [[3, 2], [1, 0]]
+    assert pending.seconds < 0.9  # the wait for its inputs is not the method's time
+
+
+def test_the_failure_of_a_producer_is_reported_and_not_its_consumers(
+    make_pools: MakePools,
+) -> None:
+    producer, consumer = [build(pool) for pool in make_pools(1, 2)]
+    rows = producer.call(StandIn.fail_with_rows, Sharded([Numbers(torch.arange(4))])).rows()
+    with pytest.raises(WorkerError) as caught:
+        consumer.call(StandIn.read, rows).result()
+    assert (caught.value.phase, caught.value.rank) == ("fail_with_rows", 0)
+    assert caught.value.cause == "ValueError: no rows today"
+
+
+def test_a_hang_ends_and_names_the_ranks_that_did_not_arrive(
+    ray_runtime: Any, make_pools: MakePools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = make_pools(1, 2)
+    producer, consumer = build(one), build(two, Role.CRITIC)
+    for pool in (one, two):
+        monkeypatch.setattr(pool, "deadlines", Deadlines(1.0))
+    rows = producer.call(StandIn.make_late, Sharded([Numbers(torch.arange(2))]), 20.0).rows()
+    with pytest.raises(RuntimeTimeout) as hang:
+        consumer.call(StandIn.read, rows).result()
+    hang.match(
+        r"^actor_rollout\.make_late: rank 0 did not arrive within 1 s; critic\.read: each of "
+    )
+    hang.match(r"waiting for rows of actor_rollout.make_late from rank 0; pool_0 rank 0 is in ")
+    assert (hang.value.role, hang.value.missing) == ("actor_rollout", [0])
+
+
+def test_processes_of_an_ended_pool_are_used_again_with_a_new_world(ray_runtime: Any) -> None:
+    pids = []
+    for _ in range(2):
+        pool = ray_runtime.create_pools({"again": [2]})["again"]
+        group = build(pool)
+        pids.append(group.call(StandIn.process).result())
+        assert make_rows(group, 1).num_rows == 2
+        pool.shutdown()
+        pool.shutdown()  # a second time does nothing
+    assert sorted(pids[0]) == sorted(pids[1])
+
+
+def test_a_joined_cluster_without_the_devices_says_what_is_missing(
+    ray_runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_runtime.pools.claim, "_wait_s", 1.0)
+    with pytest.raises(DevicesMissing) as missing:
+        ray_runtime.create_pools({"big": [99]})
+    message = r"waited 1 s .*: resource_pool\.big needs rlxf_cpu: 99 on one node; the cluster at "
+    message += rf".* \(127\.0\.0\.1\): \d+ of {WARM_DEVICES} free"
+    missing.match(message)
+
+
+def test_output_of_workers_goes_to_one_file_per_rank(
+    ray_runtime: Any, make_pools: MakePools
+) -> None:
+    (pool,) = make_pools(2)
+    build(pool).call(StandIn.say, "hällo").result()
+    for rank in range(2):
+        log = ray_runtime.pools.log_dir / "pool_0" / f"rank_{rank:05d}.log"
+        assert log.read_text(encoding="utf-8").endswith("hällo\nfrom C\n")
+
+
+# The last tests end processes, which the others would have to start again.
+
+
+def test_an_exception_arrives_as_one_worker_error(
+    make_pools: MakePools, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (pool,) = make_pools(2)
+    group = build(pool, Role.CRITIC)
+    started = time.perf_counter()
+    with pytest.raises(WorkerError) as caught:
+        group.call(StandIn.fail_on, 1).result()  # rank 0 waits for rank 1, for ever
+    assert time.perf_counter() - started < 5
+    error = caught.value
+    assert (error.role, error.rank, error.phase) == ("critic", 1, "fail_on")
+    assert error.cause == "ValueError: a bad number"
+    assert 'raise ValueError("a bad number")' in error.remote_traceback
+    assert error.__cause__ is None and "ray" not in str(error)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_killed_worker_is_named(make_pools: MakePools, capfd: pytest.CaptureFixture[str]) -> None:
+    (pool,) = make_pools(2)
+    group = build(pool)
+    with pytest.raises(WorkerError, match=r"rank 1 .* failed in die_on: the process died") as died:
+        group.call(StandIn.die_on, 1).result()  # rank 0 sees its connection close
+    assert died.value.rank == 1 and "rank_00001.log" in died.value.cause
+    assert "ray" not in "".join(capfd.readouterr())
+
+
+def test_a_stopped_rank_is_named_and_the_others_stacks_are_in_their_logs(
+    ray_runtime: Any, make_pools: MakePools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pool,) = make_pools(2)
+    group = build(pool)
+    monkeypatch.setattr(pool, "deadlines", Deadlines(1.0))
+    with pytest.raises(RuntimeTimeout) as hang:
+        group.call(StandIn.stop_on, 1).result()
+    hang.match(r"stop_on: rank 1 did not arrive within 1 s; rank 0 waits for others in barrier; ")
+    assert hang.value.missing == [1] and "rank 1 is stopped" in str(hang.value)
+    log = ray_runtime.pools.log_dir / "pool_0" / "rank_00000.log"
+    assert "in stop_on" in log.read_text(encoding="utf-8")
+
+
+def test_rows_of_a_killed_worker_are_reported_with_its_rank(make_pools: MakePools) -> None:
+    producer, consumer = [build(pool) for pool in make_pools(1, 2)]
+    (pid,) = producer.call(StandIn.process).result()
+    late = producer.call(StandIn.make_late, Sharded([Numbers(torch.arange(2))]), 60.0).rows()
+    pending = consumer.call(StandIn.read, late)
+    psutil.Process(pid).kill()
+    with pytest.raises(WorkerError, match="the process died") as died:
+        pending.result()
+    assert (died.value.rank, died.value.phase) == (0, "make_late")

@@ -1,0 +1,45 @@
+"""The guard over a cluster's processes: there as long as the driver, and after it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from mindspeed_rlxf.cluster.ray.orphans import OrphanGuard
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_a_killed_guard_is_replaced_and_the_next_one_knows_what_it_was_told(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "cluster"
+    folder.mkdir()
+    sleeper = "import time; time.sleep(300)"
+    named = subprocess.Popen([sys.executable, "-c", sleeper, str(folder)])
+    told = subprocess.Popen([sys.executable, "-c", sleeper])
+    guard = OrphanGuard(folder)
+    try:
+        guard.tell([told.pid, guard.pid])
+        first = guard.pid
+        psutil.Process(first).kill()
+        assert until(lambda: guard.pid != first and psutil.pid_exists(guard.pid))
+        guard.end()
+        assert (named.wait(20), told.wait(20)) == (-9, -9)
+        assert not folder.exists()
+        assert until(lambda: not psutil.pid_exists(guard.pid))
+    finally:
+        for process in (named, told):
+            process.kill()
+            process.wait()
+        guard.end()

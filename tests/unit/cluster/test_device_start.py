@@ -1,0 +1,76 @@
+"""A worker tells the device facade what it knows, before anything of Megatron is imported."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.cluster import local
+from mindspeed_rlxf.cluster.process import ProcessSetup, WorkerProcess
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.errors import UserError
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture
+def setups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `device.setup` was called with; it ends the start."""
+    calls: list[Any] = []
+
+    def setup(*args: Any, **kwargs: Any) -> None:
+        calls.append((args, kwargs))
+        raise Stop
+
+    monkeypatch.setattr(device, "setup", setup)
+    return calls
+
+
+def test_a_worker_hands_on_its_device_and_how_long_it_waits(setups: list[Any]) -> None:
+    setup = ProcessSetup("main", 0, 1, DeviceKind.NPU, 2, 1860.0, None, "")
+    with pytest.raises(Stop):
+        WorkerProcess(lambda handles: []).start(setup, "127.0.0.1", 1, "5")
+    # longer than the driver waits, whose message names the ranks
+    assert setups == [((DeviceKind.NPU, 2), {"assigned": "5", "deadline_s": 1860.0})]
+
+
+def test_a_process_of_torchrun_takes_its_local_rank(
+    setups: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(Stop):
+        local.claim_device(DeviceKind.NPU, 1, 60.0)
+    assert setups == [((DeviceKind.NPU, 1, 3), {"deadline_s": 120.0})]
+
+
+def test_what_is_missing_is_the_users_to_put_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    def setup(*_args: Any, **_kwargs: Any) -> None:
+        raise ValueError("no CANN")
+
+    monkeypatch.setattr(device, "setup", setup)
+    with pytest.raises(UserError, match="no CANN"):
+        local.claim_device(DeviceKind.NPU, 1, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ids", "assigned"),
+    [
+        (DeviceKind.NPU, {"NPU": ["5"], "GPU": []}, "5"),
+        (DeviceKind.CUDA, {"NPU": [], "GPU": ["2"]}, "2"),
+        (DeviceKind.CPU, {"NPU": [], "GPU": []}, None),
+        (DeviceKind.CPU, {}, None),
+    ],
+)
+def test_the_number_that_ray_gave_is_of_the_devices_kind(
+    monkeypatch: pytest.MonkeyPatch, kind: DeviceKind, ids: dict[str, Any], assigned: str | None
+) -> None:
+    context = SimpleNamespace(get_accelerator_ids=lambda: ids)
+    from mindspeed_rlxf.cluster.ray import pool as ray_pool
+
+    monkeypatch.setattr(ray_pool.ray, "get_runtime_context", lambda: context)
+    assert ray_pool.assigned_device(kind) == assigned

@@ -1,0 +1,64 @@
+"""Which variables workers get."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_rlxf.cluster.environment import (
+    Variable,
+    forwarded_environment,
+    problems,
+    variables,
+    worker_environment,
+)
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.withheld import open_variables, secret_variables
+
+
+def test_settings_of_libraries_are_forwarded_but_no_visibility() -> None:
+    environment = {
+        "HCCL_CONNECT_TIMEOUT": "1",
+        "ASCEND_LAUNCH_BLOCKING": "1",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "TP_SOCKET_IFNAME": "eth0",
+        "NCCL_DEBUG": "INFO",
+        "TASK_QUEUE_ENABLE": "2",
+        "CPU_AFFINITY_CONF": "1",
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+        "CLOSE_MATMUL_K_SHIFT": "0",
+        "ATB_MATMUL_SHUFFLE_K_ENABLE": "1",
+        "LCCL_DETERMINISTIC": "0",
+    }
+    hidden = {"ASCEND_RT_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0", "HOME": "/"}
+    assert forwarded_environment({**environment, **hidden}) == environment
+
+
+def test_variables_of_the_pool_come_before_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HCCL_BUFFSIZE", "200")
+    monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "60")
+    given = {"HCCL_BUFFSIZE": "256", "OMP_NUM_THREADS": "1"}
+    found = worker_environment(given, inherits=False)
+    assert {name: found[name] for name in (*given, "HCCL_CONNECT_TIMEOUT")} == {
+        **given,
+        "HCCL_CONNECT_TIMEOUT": "60",
+    }
+    assert worker_environment(given, inherits=True) == given
+    shown = [v for v in variables(given) if v.name in found]
+    assert Variable("HCCL_BUFFSIZE", "256", "resource_pool.env") in shown
+    assert Variable("HCCL_CONNECT_TIMEOUT", "60", "driver") in shown
+    assert len({v.name for v in shown}) == len(shown)
+
+
+def test_a_contradiction_is_found_between_driver_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HCCL_EVENT_TIMEOUT", "1868")
+    problem = str(*problems(DeviceKind.NPU, {"HCCL_EXEC_TIMEOUT": "3600"}))
+    assert problem.startswith("HCCL_EVENT_TIMEOUT=1868 must be greater than HCCL_EXEC_TIMEOUT=3600")
+    assert problems(DeviceKind.NPU, {"HCCL_EXEC_TIMEOUT": "60"}) == []
+
+
+def test_a_secret_of_the_driver_is_forwarded_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TP_TOKEN", "canary")
+    assert Variable("TP_TOKEN", "***", "driver") in variables({})
+    found = worker_environment({}, inherits=False)
+    assert secret_variables(found)["TP_TOKEN"] == "canary"
+    assert "TP_TOKEN" not in open_variables(found)

@@ -1,0 +1,25 @@
+"""Which folders every node has to have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.cluster.ray.runtime import folders_of_workers
+from mindspeed_rlxf.config.resolve import resolve
+from tests.unit.config.conftest import make_tree, no_cluster
+
+__all__ = ["make_tree", "no_cluster"]
+
+
+def test_folders_of_models_and_tokenizer_are_read_on_every_node(
+    make_tree: Callable[..., Any],
+) -> None:
+    tree = make_tree({"critic.load": "weights/critic", "training.tokenizer_name_or_path": "tok"})
+    here = Path.cwd()
+    assert folders_of_workers(resolve(tree, "t")) == {
+        f"{here}/weights/sft": "actor_rollout.load, ref.load",  # the reward is a rule
+        f"{here}/weights/critic": "critic.load",
+        f"{here}/tok": "training.tokenizer_name_or_path",
+    }

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_rlxf.cluster.group import RoleGroup, Sharded, submit_together
+from mindspeed_rlxf.cluster.protocol import PoolPart, Reply, Request
+from mindspeed_rlxf.cluster.refs import Piece, RowsRef
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.data.batch import RoleOutput, Rows
+from tests.unit.cluster.agents import InProcess
+
+
+@dataclass(frozen=True)
+class Numbers(Rows):
+    numbers: torch.Tensor  # [batch]
+
+
+class RecordingCall:
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.handles = [f"rank {rank}" for rank in range(len(requests))]
+        self.waits = 0
+
+    def wait(self) -> list[Reply]:
+        self.waits += 1
+        return [
+            Reply(f"report {rank}", 10 + rank, float(rank)) for rank in range(len(self.handles))
+        ]
+
+
+class RecordingPool:
+    """Keeps what is submitted; rank r reports `report r`, 10 + r rows and r seconds."""
+
+    name = "recording"
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size, self.hosts = world_size, [InProcess("here")] * world_size
+        self.requests: list[Request] = []
+        self.first_rank = 0
+        self.calls: list[RecordingCall] = []
+
+    def submit(self, requests: Sequence[Request], first_rank: int = 0) -> RecordingCall:
+        self.requests, self.first_rank = list(requests), first_rank
+        self.calls.append(RecordingCall(requests))
+        return self.calls[-1]
+
+    def shutdown(self) -> None: ...
+
+
+class SomeRole:
+    def work(self, *args: Any) -> RoleOutput:
+        raise AssertionError("never runs in the driver")
+
+
+def make_group(world_size: int, tp: int, pp: int) -> tuple[RoleGroup, RecordingPool]:
+    pool = RecordingPool(world_size)
+    return RoleGroup(Role.CRITIC, ParallelLayout(world_size, tp, pp), pool), pool
+
+
+def ref(*sizes: int) -> RowsRef:
+    return RowsRef(tuple(Piece(f"piece {i}", size) for i, size in enumerate(sizes)))
+
+
+def test_rows_are_split_by_data_parallel_rank_and_the_rest_is_the_same_for_all() -> None:
+    # TP 2, DP 2, PP 2: rank = tp + 2 * (dp + 2 * pp), so ranks 0 1 4 5 are replica 0.
+    group, pool = make_group(8, tp=2, pp=2)
+    group.call(SomeRole.work, ref(4, 2), Sharded(["left", "right"]), "all")
+    replica_0, replica_1 = ref(4, 2).split(2)
+    for rank in (0, 1, 4, 5):
+        assert pool.requests[rank].args == (replica_0, "left", "all")
+    for rank in (2, 3, 6, 7):
+        assert pool.requests[rank].args == (replica_1, "right", "all")
+    assert {request.method for request in pool.requests} == {"work"}
+
+
+def test_only_leaders_keep_rows_and_reports_come_in_data_parallel_order() -> None:
+    group, pool = make_group(8, tp=2, pp=2)  # leaders: tp 0, pp 1 -> ranks 4 and 6
+    pending = group.call(SomeRole.work, ref(4, 2))
+    kept = [rank for rank, request in enumerate(pool.requests) if request.keeps_rows]
+    assert kept == [4, 6]
+    assert pending.result() == ["report 4", "report 6"]
+    assert pending.seconds == 7.0  # the slowest of all ranks, leader or not
+
+
+def test_rows_do_not_wait_when_their_number_follows_from_the_inputs() -> None:
+    group, pool = make_group(2, tp=1, pp=1)
+    rows = group.call(SomeRole.work, ref(4, 2)).rows()
+    assert rows == RowsRef((Piece("rank 0", 3), Piece("rank 1", 3)))
+    assert pool.calls[0].waits == 0
+    assert [request.num_rows for request in pool.requests] == [3, 3]
+
+
+def test_rows_of_the_driver_count_as_those_behind_references() -> None:
+    group, _ = make_group(2, tp=1, pp=1)
+    parts = Sharded([Numbers(torch.zeros(2)), Numbers(torch.zeros(3))])
+    rows = group.call(SomeRole.work, parts).rows()
+    assert [piece.num_rows for piece in rows.pieces] == [2, 3]
+
+
+def test_the_number_of_rows_is_found_inside_sharded_containers() -> None:
+    group, _ = make_group(2, tp=1, pp=1)
+    parts = Sharded([(7, ref(2)), (7, ref(5))])
+    assert group.call(SomeRole.work, "all", parts).rows().num_rows == 7
+
+
+@dataclass(frozen=True)
+class Inputs:
+    rows: Any
+    others: Any
+    coefficient: float
+
+
+def test_references_in_the_fields_of_a_dataclass_are_split_as_the_rows_they_stand_for() -> None:
+    group, pool = make_group(2, tp=1, pp=1)
+    rows = group.call(SomeRole.work, Inputs(ref(4, 2), None, 0.5)).rows()
+    halves = ref(4, 2).split(2)
+    assert [request.args for request in pool.requests] == [
+        (Inputs(half, None, 0.5),) for half in halves
+    ]
+    assert [piece.num_rows for piece in rows.pieces] == [3, 3]
+
+
+def test_rows_of_unknown_number_wait_for_the_replies_once() -> None:
+    group, pool = make_group(2, tp=1, pp=1)
+    pending = group.call(SomeRole.work, 5)
+    assert [piece.num_rows for piece in pending.rows().pieces] == [10, 11]
+    pending.result()
+    assert pool.calls[0].waits == 1
+
+
+def test_build_sends_the_factory_to_every_rank() -> None:
+    group, pool = make_group(2, tp=2, pp=1)
+    group.build(SomeRole, "config")
+    assert [(r.factory, r.args) for r in pool.requests] == [(SomeRole, ("config",))] * 2
+
+
+def test_a_layout_that_is_not_the_pools_is_refused() -> None:
+    with pytest.raises(AssertionError, match="critic is laid out over 4 ranks"):
+        RoleGroup(Role.CRITIC, ParallelLayout(4), RecordingPool(2))
+
+
+def test_sharded_arguments_must_fit_the_layout() -> None:
+    group, _ = make_group(4, tp=2, pp=1)
+    with pytest.raises(AssertionError, match="critic has 2 data-parallel ranks, got 3 parts"):
+        group.call(SomeRole.work, Sharded([1, 2, 3]))
+
+
+def test_a_part_of_a_pool_is_a_pool_whose_ranks_count_from_its_first() -> None:
+    pool = RecordingPool(5)
+    part = PoolPart(pool, 3, 2)
+    group = RoleGroup(Role.CRITIC, ParallelLayout(2), part)
+    found = group.call(SomeRole.work, Sharded(["left", "right"]))
+    assert pool.first_rank == 3 and [r.args for r in pool.requests] == [("left",), ("right",)]
+    assert found.result() == ["report 0", "report 1"]
+    PoolPart(part, 1, 1).submit([])
+    assert pool.first_rank == 4
+    with pytest.raises(AssertionError, match="recording has 5 ranks, not 3 \\+ 3"):
+        PoolPart(pool, 3, 3)
+
+
+def test_parts_that_wait_for_each_other_are_called_at_once() -> None:
+    pool = RecordingPool(3)
+    first = RoleGroup(Role.CRITIC, ParallelLayout(2, 2), PoolPart(pool, 0, 2))
+    other = RoleGroup(Role.CRITIC, ParallelLayout(1), PoolPart(pool, 2, 1))
+    parts = first.prepare(SomeRole.work, "a"), other.prepare(SomeRole.work, "b")
+    pending = submit_together(pool, *parts)
+    assert pending.result() == [] and pool.calls[0].waits == 1  # waited for all the same
+    assert [(r.method, r.args) for r in pool.requests] == [
+        ("work", ("a",)), ("work", ("a",)), ("work", ("b",)),
+    ]  # fmt: skip

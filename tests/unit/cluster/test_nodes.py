@@ -1,0 +1,97 @@
+"""What a cluster offers, in words and numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_rlxf.cluster.nodes import (
+    Node,
+    by_address,
+    fits,
+    lacking,
+    make_node,
+    missing,
+    model_for,
+    taken,
+)
+from mindspeed_rlxf.config.errors import UserError
+
+
+def node(number: int, count: int, free: int = 0, model: str = "") -> Node:
+    return Node(f"id{number}", f"node{number}", f"10.0.0.{number}", count, free, model)
+
+
+def test_a_node_is_read_from_what_ray_says() -> None:
+    facts = {"NodeID": "n", "NodeManagerHostname": "h", "NodeManagerAddress": "10.0.0.1"}
+    totals = {"NPU": 8.0, "accelerator_type:Ascend910B3": 1.0, "CPU": 4.0}
+    made = make_node(facts, "NPU", totals, 3.0)
+    assert made == Node("n", "h", "10.0.0.1", 8, 3, "Ascend910B3")
+    assert str(made) == "h (10.0.0.1): 3 of 8 Ascend910B3 free"
+
+
+@pytest.mark.parametrize(
+    ("shape", "counts", "possible"),
+    [
+        ([2, 1], [1, 2], True),
+        ([2, 2], [4], False),  # one entry per node
+        ([2, 2], [1, 2, 8], True),
+        ([3], [2, 2], False),
+        ([1], [], False),
+    ],
+)
+def test_each_entry_needs_a_node_of_its_own(
+    shape: list[int], counts: list[int], possible: bool
+) -> None:
+    assert fits(shape, counts) is possible
+
+
+def test_a_pool_asks_for_one_model_where_there_are_several() -> None:
+    old, new = node(1, 8, model="A2"), node(2, 8, model="A3")
+    assert model_for("main", [8], [old, node(3, 8)]) is None  # one known model: nothing to choose
+    assert model_for("main", [8], [new, old]) == "A2"  # the first by address, on every start
+    assert model_for("main", [8, 8], [old, new, node(3, 8, model="A3")]) == "A3"
+    assert model_for("main", [8, 8, 8], [old, new]) is None  # more nodes may come
+
+
+def test_devices_that_are_free_come_first() -> None:
+    old, new = node(1, 8, 0, "A2"), node(2, 8, 8, "A3")
+    assert model_for("main", [8], [old, new]) == "A3"
+    assert model_for("main", [8], taken([old, new], [4], "A3")) == "A2"  # none is free: by address
+
+
+def test_a_pool_takes_the_nodes_that_it_fills_best() -> None:
+    nodes = [node(1, 8, 8), node(2, 8, 4), node(3, 8, 4, "A2")]
+    left = taken(nodes, [4, 2], None)
+    assert [n.free for n in left] == [8, 0, 2]
+    assert [n.free for n in taken(nodes, [4], "A2")] == [8, 4, 0]
+    assert taken(nodes, [9], None) == nodes
+
+
+def test_a_mixture_of_models_is_refused_by_name() -> None:
+    with pytest.raises(UserError) as caught:
+        model_for("main", [8, 8], [node(1, 8, 8, "A2"), node(2, 8, 8, "A3")])
+    assert str(caught.value) == (
+        "resource_pool.main=[8, 8] must be on devices of one model; the cluster has "
+        "node1 (10.0.0.1): 8 of 8 A2 free, node2 (10.0.0.2): 8 of 8 A3 free; "
+        "make the pool smaller, or add nodes of the same model"
+    )
+
+
+def test_nodes_that_lack_devices_are_named_in_the_order_of_their_addresses() -> None:
+    nodes = [node(10, 4, 1), node(9, 8, 8)]
+    assert [n.host for n in by_address(nodes)] == ["node9", "node10"]
+    text = missing("main", [8, 8], "NPU", "head:1", nodes)
+    assert text.startswith(
+        "resource_pool.main needs NPU: [8, 8], one entry per node; the cluster at head:1 has "
+        "node9 (10.0.0.9): 8 of 8 free, node10 (10.0.0.10): 1 of 4 free; ask for less"
+    )
+    assert "and 4 more nodes" in missing("m", [1], "NPU", "a:1", [node(n, 1) for n in range(1, 21)])
+    assert "has no node that has any; ask" in missing("m", [1], "NPU", "a:1", [])
+
+
+def test_only_pools_with_too_few_devices_are_told() -> None:
+    nodes = [node(1, 4, 4), node(2, 4, 2)]
+    shapes = {"small": [2], "big": [3, 3], "wide": [4]}
+    assert lacking(["small", "big"], shapes, nodes) == ["big"]
+    # Each of them fits alone: together they do not, or another run has taken what was free.
+    assert lacking(["small", "wide"], shapes, nodes) == ["small", "wide"]

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_rlxf.cluster.refs import Piece, RowsRef, find_refs, resolve, resolve_refs
+from mindspeed_rlxf.data.batch import Rows
+
+
+@dataclass(frozen=True)
+class Numbers(Rows):
+    numbers: torch.Tensor  # [batch] int64
+
+
+@dataclass
+class Store:
+    """Holds pieces by handle and remembers which were asked for."""
+
+    sizes: list[int]
+    fetched: list[str] = field(default_factory=list)
+
+    @property
+    def ref(self) -> RowsRef:
+        return RowsRef(tuple(Piece(f"piece {i}", size) for i, size in enumerate(self.sizes)))
+
+    def fetch(self, handles: list[str]) -> list[Rows]:
+        """Row r of all pieces together holds the number r."""
+        self.fetched += handles
+        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        indices = [int(handle.split()[1]) for handle in handles]
+        return [Numbers(torch.arange(self.sizes[i]) + starts[i]) for i in indices]
+
+
+def numbers(rows: Rows) -> list[int]:
+    assert isinstance(rows, Numbers)
+    return rows.numbers.tolist()
+
+
+def test_take_gives_rows_in_any_order_and_repeats() -> None:
+    store = Store([3, 2])  # rows 0 1 2 | 3 4
+    ref = store.ref.take([4, 0, 4, 2])
+    assert ref.num_rows == 4
+    assert numbers(resolve(ref, store.fetch)) == [4, 0, 4, 2]
+
+
+def test_take_of_a_taken_ref_counts_in_its_rows() -> None:
+    store = Store([3, 2, 4])  # rows 0 1 2 | 3 4 | 5 6 7 8
+    ref = store.ref.take([8, 1, 4, 3]).take([3, 0])
+    assert numbers(resolve(ref, store.fetch)) == [3, 8]
+
+
+def test_refs_are_joined_row_after_row() -> None:
+    store = Store([3, 2, 4])  # rows 0 1 2 | 3 4 | 5 6 7 8
+    whole = store.ref
+    first, second = RowsRef(whole.pieces[:1]), RowsRef(whole.pieces[1:]).take([5, 0, 2])
+    joined = RowsRef.concat([first, second, first.take([1])])
+    assert joined.num_rows == 7
+    assert numbers(resolve(joined, store.fetch)) == [0, 1, 2, 8, 3, 5, 1]
+    assert numbers(resolve(joined.take([6, 3, 0]), store.fetch)) == [1, 8, 0]
+    assert RowsRef.concat([first]) is first
+
+
+def test_only_pieces_with_a_wanted_row_travel_and_are_fetched() -> None:
+    store = Store([2, 2, 2])  # rows 0 1 | 2 3 | 4 5
+    ref = store.ref.take([5, 1])
+    assert [piece.handle for piece in ref.pieces] == ["piece 0", "piece 2"]
+    resolve(ref, store.fetch)
+    assert store.fetched == ["piece 0", "piece 2"]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 6])
+def test_split_is_contiguous_whatever_the_pieces(parts: int) -> None:
+    store = Store([4, 2])
+    split = store.ref.split(parts)
+    assert [ref.num_rows for ref in split] == [6 // parts] * parts
+    found = [number for ref in split for number in numbers(resolve(ref, store.fetch))]
+    assert found == list(range(6))
+
+
+def test_split_into_unequal_parts_is_refused() -> None:
+    with pytest.raises(ValueError, match="6 rows must be a multiple of 4"):
+        Store([4, 2]).ref.split(4)
+
+
+@pytest.mark.parametrize("row", [-1, 5])
+def test_take_refuses_a_row_that_is_not_there(row: int) -> None:
+    with pytest.raises(IndexError, match=r"rows must be in 0\.\.4"):
+        Store([3, 2]).ref.take([0, row])
+
+
+def test_a_piece_that_changed_size_is_noticed() -> None:
+    ref = RowsRef((Piece("piece 0", 3),))
+    with pytest.raises(AssertionError, match="holds 2 rows, not 3"):
+        resolve(ref, Store([2]).fetch)
+
+
+def test_a_method_without_rows_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="returned no rows"):
+        resolve(Store([2]).ref, lambda handles: [None])  # type: ignore[list-item]
+
+
+@given(st.data())
+def test_take_split_resolve_agree_with_plain_lists(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+    total = sum(sizes)
+    rows = data.draw(st.lists(st.integers(0, total - 1), min_size=1, max_size=12))
+    parts = data.draw(st.sampled_from([n for n in range(1, 13) if len(rows) % n == 0]))
+    store = Store(sizes)
+    split = store.ref.take(rows).split(parts)
+    assert [n for ref in split for n in numbers(resolve(ref, store.fetch))] == rows
+
+
+class Pair(NamedTuple):
+    left: RowsRef
+    right: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    first: RowsRef
+    rest: dict[str, tuple[RowsRef, ...]]
+    scale: float
+
+
+def test_references_are_found_and_resolved_inside_containers_with_one_fetch() -> None:
+    store = Store([2, 2])  # rows 0 1 | 2 3
+    ref = store.ref
+    value = (Inputs(ref, {"more": (ref.take([3]),)}, 0.5), [Pair(ref.take([0]), 7)], "text")
+    assert len(find_refs(value)) == 3
+    resolved = resolve_refs(value, store.fetch)
+    assert store.fetched == ["piece 0", "piece 1"]
+    assert numbers(resolved[0].first) == [0, 1, 2, 3]
+    assert numbers(resolved[0].rest["more"][0]) == [3]
+    assert resolved[0].scale == 0.5
+    assert isinstance(resolved[1][0], Pair) and numbers(resolved[1][0].left) == [0]
+    assert resolved[2] == "text"
+
+
+def test_a_value_without_references_is_left_as_it_is() -> None:
+    value = [Numbers(torch.zeros(1)), {"a": 1}]
+    assert resolve_refs(value, lambda handles: []) is value

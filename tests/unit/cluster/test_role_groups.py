@@ -1,0 +1,75 @@
+"""What the groups ask of their ranks."""
+
+from __future__ import annotations
+
+import ast
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.cluster.protocol import Peer
+from mindspeed_rlxf.cluster.role_groups import ActorGroup, RolloutGroup
+from mindspeed_rlxf.config.layout import ParallelLayout
+from tests.unit.cluster.test_group import RecordingPool
+from tests.unit.test_layers import FILES, PACKAGE
+
+
+def groups(parts: tuple[int, int] | None) -> tuple[ActorGroup, RolloutGroup, RecordingPool]:
+    """Of four ranks, TP 2; parts: those that train, and that generate."""
+    train, generate = parts or (4, 4)
+    config: Any = SimpleNamespace(
+        parts=parts,
+        layout=lambda role: ParallelLayout(train, 2),
+        rollout_layout=ParallelLayout(generate, 2),
+        actor_rollout=None,
+        training=SimpleNamespace(seed=1),
+    )
+    pool = RecordingPool(4)
+    return ActorGroup(config, pool), RolloutGroup(config, pool), pool
+
+
+@pytest.mark.parametrize("parts", [None, (2, 2)])
+def test_weights_are_taken_once_for_each_version(parts: tuple[int, int] | None) -> None:
+    actor, rollout, pool = groups(parts)
+    for version in (0, 0, 1, 1):
+        rollout.update_weights(actor, version)
+    assert [call.waits for call in pool.calls] == [1, 1]
+    update = ("rollout", "update_weights", (1,))
+    send = ("actor_rollout", "send_weights", ())
+    wanted = [send, send, update, update] if parts else [update] * 4
+    assert [(r.role.value, r.method, r.args) for r in pool.requests] == wanted
+
+
+def test_the_rollout_is_built_with_the_actor_only_where_they_share_processes() -> None:
+    for parts, first_rank in ((None, 0), ((2, 2), 2)):
+        _, rollout, pool = groups(parts)
+        rollout.build([3])
+        assert pool.first_rank == first_rank
+        peer = pool.requests[0].args[-1]
+        assert isinstance(peer, Peer) if parts is None else peer is None
+
+
+def methods_named(tree: ast.AST) -> set[str]:
+    """Classes of roles whose methods a piece of code names, without the ending."""
+    return {
+        node.value.id.removesuffix("Role")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if node.value.id.endswith("Role") and node.value.id != "Role"
+    }
+
+
+def test_a_group_names_methods_of_its_own_role_only() -> None:
+    """And nothing else names any: whoever wants one goes through its group."""
+    with_groups = {"cluster.role_groups", "cluster.saved_group"}
+    found: dict[str, set[str]] = {}
+    for name, file in FILES.items():
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        if name.removeprefix(f"{PACKAGE}.") in with_groups:
+            classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+            found |= {group.name: methods_named(group) for group in classes}
+        else:
+            assert not methods_named(tree), name
+    names = "Actor", "Rollout", "Reference", "Critic", "Reward", "Saved"
+    assert found == {"RoleGroups": set(), **{f"{name}Group": {name} for name in names}}

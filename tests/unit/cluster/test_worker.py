@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import io
+import pickle
+import time
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_rlxf.cluster.errors import WorkerError
+from mindspeed_rlxf.cluster.protocol import BUILD, Peer, Reply, Request
+from mindspeed_rlxf.cluster.refs import Piece, RowsRef
+from mindspeed_rlxf.cluster.worker import RoleHost, to_host
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.data.batch import RoleOutput, Rows
+
+
+@dataclass(frozen=True)
+class Numbers(Rows):
+    numbers: torch.Tensor  # [batch]
+
+
+class Doubler:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def double(self, rows: Numbers) -> RoleOutput:
+        return RoleOutput(Numbers(rows.numbers * self.factor), {"count": rows.num_rows})
+
+    def leak(self) -> RoleOutput:
+        return RoleOutput(report={"loss": torch.zeros(1)})
+
+    def fail(self, message: str) -> RoleOutput:
+        raise RuntimeError(message)
+
+    def forget(self) -> None: ...
+
+
+def make_host() -> RoleHost:
+    host = RoleHost(3, lambda handles: [Numbers(torch.arange(3)) for _ in handles])
+    host.run(Request(Role.CRITIC, BUILD, (2,), True, None, Doubler))
+    return host
+
+
+def run(method: str, *args: Any, leads: bool = True, rows: int | None = None) -> Any:
+    return make_host().run(Request(Role.CRITIC, method, args, leads, rows))
+
+
+def failure(method: str, *args: Any, rows: int | None = None) -> WorkerError:
+    with pytest.raises(WorkerError) as caught, redirect_stderr(io.StringIO()):
+        run(method, *args, rows=rows)
+    return caught.value
+
+
+def test_references_are_resolved_before_the_method_runs() -> None:
+    rows, reply = run("double", RowsRef((Piece("piece", 3),)).take([2, 1]))
+    assert rows.numbers.tolist() == [4, 2]
+    assert (reply.report, reply.num_rows) == ({"count": 2}, 2)
+    assert 0 <= reply.seconds < 1
+
+
+def test_a_rank_that_does_not_lead_sends_neither_rows_nor_report() -> None:
+    before = time.time()
+    rows, reply = run("double", Numbers(torch.arange(3)), leads=False)
+    assert rows is None
+    assert reply == Reply(None, None, reply.seconds, rank=3, started=reply.started)
+    assert before <= reply.started <= time.time()
+
+
+def test_a_failure_says_role_rank_host_phase_and_cause() -> None:
+    error = failure("fail", "no good")
+    assert (error.role, error.rank, error.phase) == ("critic", 3, "fail")
+    assert error.cause == "RuntimeError: no good" and error.host
+    assert "raise RuntimeError(message)" in error.remote_traceback
+    assert not error.is_aftermath
+
+
+def test_a_lost_peer_is_told_apart_from_a_first_cause() -> None:
+    assert failure("fail", "[gloo] Connection closed by peer [127.0.0.1]:1").is_aftermath
+
+
+def test_a_tensor_in_a_report_is_refused() -> None:
+    assert "critic.leak must report plain Python values" in failure("leak").cause
+
+
+def test_a_number_of_rows_that_was_not_announced_is_refused() -> None:
+    cause = failure("double", Numbers(torch.arange(3)), rows=4).cause
+    assert "returned 3 rows, its inputs say 4" in cause
+
+
+def test_a_method_that_returns_no_role_output_is_refused() -> None:
+    assert "forget must return a RoleOutput, got NoneType" in failure("forget").cause
+
+
+def test_a_role_that_was_not_built_is_refused() -> None:
+    host = RoleHost(0, lambda handles: [])
+    with pytest.raises(WorkerError, match="ref has not been built"), redirect_stderr(io.StringIO()):
+        host.run(Request(Role.REF, "double", (), True))
+
+
+def test_a_role_is_built_with_the_object_of_another_in_its_process() -> None:
+    host = make_host()
+    built = Request(Role.REF, BUILD, (Peer(Role.CRITIC),), True, None, lambda d: Doubler(d.factor))
+    host.run(built)
+    rows, _ = host.run(Request(Role.REF, "double", (Numbers(torch.arange(3)),), True))
+    assert rows.numbers.tolist() == [0, 2, 4]  # type: ignore[union-attr]
+    missing = Request(Role.REF, BUILD, (Peer(Role.ACTOR_ROLLOUT),), True, None, Doubler)
+    with (
+        pytest.raises(WorkerError, match="actor_rollout has not been built in this process"),
+        redirect_stderr(io.StringIO()),
+    ):
+        host.run(missing)
+
+
+def test_the_failure_of_another_rank_passes_through_unchanged() -> None:
+    first = WorkerError("ref", 1, "host-b", "log_probs", "ValueError: bad")
+
+    def fetch(handles: list[Any]) -> list[Rows]:
+        raise first
+
+    host = RoleHost(0, fetch)
+    with pytest.raises(WorkerError) as caught:
+        host.run(Request(Role.CRITIC, "double", (RowsRef((Piece("piece", 1),)),), True))
+    assert caught.value is first
+
+
+def test_a_view_travels_without_the_storage_behind_it() -> None:
+    view = torch.zeros(1000, 1000)[:, :1].squeeze(1)
+    assert len(pickle.dumps(to_host(Numbers(view)))) < 10_000

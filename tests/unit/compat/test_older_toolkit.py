@@ -1,0 +1,526 @@
+"""YAML of MindSpeed-LLM's Ray PPO: no key of it is lost, none changes a number unseen."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.compat import older_toolkit
+from mindspeed_rlxf.compat.older_keys import NO_OP_LIST, NO_OPS, REFUSED, REFUSED_LIST
+from mindspeed_rlxf.compat.older_toolkit import MOVED
+from mindspeed_rlxf.config.compose import compose
+from mindspeed_rlxf.config.enums import (
+    AdvantageWhiten,
+    AdvEstimator,
+    KlIn,
+    KlPenalty,
+    RewardKind,
+    Role,
+    Verifier,
+)
+from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.keys import known_keys
+from mindspeed_rlxf.config.resolve import resolve, resolve_with_notes
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.ops.planning.plan import plan
+from tests.older_yaml import PPO, WITHOUT_CRITIC, write
+
+Problems = Callable[..., list[str]]
+MakeTree = Callable[..., dict[str, Any]]
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+# Typed from the guide and the parser of the older toolkit, not taken from our lists.
+OF_TRAINING = words(
+    """
+stage global_batch_size seq_length tokenizer_type tokenizer_name_or_path train_iters save_interval
+distributed_backend no_shared_storage no_load_optim no_load_rng bf16 is_instruction_dataset
+variable_seq_lengths no_shuffle sequence_parallel dataset_additional_keys no_save_optim no_save_rng
+use_deter_comp
+    """
+)
+OF_ACTOR = words(
+    """
+model do_sample temperature top_k top_p micro_batch_size ppo_mini_batch_size num_samples_per_step
+max_prompt_length ppo_epochs clip_ratio entropy_coeff shuffle_minibatch use_kv_cache
+tensor_model_parallel_size pipeline_model_parallel_size lr lr_decay_style min_lr weight_decay
+lr_warmup_fraction clip_grad adam_beta1 adam_beta2 initial_loss_scale finetune load save
+num_gpus_for_train num_gpus_for_infer pad_to_multiple_of data_path split max_tokens_to_oom
+n_samples_per_prompt missing_eos_penalty dataset_category dpo_beta dpo_loss_type md5_validate
+inference_tensor_model_parallel_size rollout_batch_size shuffle no_shuffle
+    """
+)
+OF_REF = words(
+    "model tensor_model_parallel_size pipeline_model_parallel_size micro_batch_size load"
+)
+OF_REWARD = [*OF_REF, "verifier", "extract_content_for_reward", "sequence_parallel"]
+OF_CRITIC = words(
+    """
+model tensor_model_parallel_size pipeline_model_parallel_size use_mcore_models micro_batch_size lr
+lr_decay_style min_lr weight_decay lr_warmup_fraction clip_grad adam_beta1 adam_beta2
+initial_loss_scale use_distributed_optimizer load save cliprange_value critic_mini_batch_size
+critic_update_epochs no_load_optim no_load_rng is_instruction_dataset variable_seq_lengths
+sequence_parallel
+    """
+)
+OF_ALGORITHM = words(
+    """
+gamma lam adv_estimator kl_penalty kl_ctrl missing_eos_penalty verifier_function verifier_weight
+advantage_whiten
+    """
+)
+OF_KL_CTRL = words("type kl_coef target_kl horizon")
+OF_MODEL = words(
+    """
+use_mcore_models sequence_parallel num_layers hidden_size ffn_hidden_size num_attention_heads
+group_query_attention num_query_groups seq_length max_position_embeddings vocab_size
+padded_vocab_size make_vocab_size_divisible_by untie_embeddings_and_output_weights
+disable_bias_linear attention_dropout hidden_dropout init_method_std position_embedding_type
+rotary_base rotary_percent use_rotary_position_embeddings rope_scaling_type rope_scaling_factor
+low_freq_factor high_freq_factor original_max_position_embeddings normalization norm_epsilon
+use_fused_rmsnorm swiglu use_fused_swiglu use_flash_attn use_mc2 use_fused_rotary_pos_emb
+no_masked_softmax_fusion attention_softmax_in_fp32 no_gradient_accumulation_fusion bf16 seed
+add_qkv_bias adam_beta1 adam_beta2
+    """
+)
+THEIRS = {
+    "training": OF_TRAINING,
+    "actor_rollout": OF_ACTOR,
+    "ref": OF_REF,
+    "reward": OF_REWARD,
+    "critic": OF_CRITIC,
+    "algorithm": OF_ALGORITHM,
+    "algorithm.kl_ctrl": OF_KL_CTRL,
+    "model": OF_MODEL,
+}
+
+
+def ours(section: str) -> set[str]:
+    known = known_keys()
+    if section == "model":
+        return known["training"] - {"model"}  # architectures and defaults of roles
+    return known[section]
+
+
+@pytest.mark.parametrize("section", THEIRS)
+def test_every_key_of_theirs_is_ours_or_moved_or_on_one_list(section: str) -> None:
+    unsorted = []
+    for key in THEIRS[section]:
+        homes = [key in ours(section), key in NO_OPS, key in REFUSED]
+        if sum(homes) != 1 and not (sum(homes) == 0 and key in MOVED):
+            unsorted.append(key)
+    assert unsorted == []
+
+
+def test_the_lists_share_no_key_and_none_with_the_schema() -> None:
+    every = set().union(*known_keys().values()) - known_keys()["data"]
+    lists = [NO_OPS.keys(), REFUSED.keys(), MOVED.keys() - {"seed", "seq_length"}]
+    lists[2] -= {"missing_eos_penalty"}  # of algorithm; moved from the actor
+    for number, keys in enumerate(lists):
+        assert keys & every == set()
+        for others in lists[number + 1 :]:
+            assert keys & others == set()
+    assert sum(len(entry.keys) for entry in NO_OP_LIST) == len(NO_OPS)
+    assert sum(len(entry.keys) for entry in REFUSED_LIST) == len(REFUSED)
+
+
+@pytest.mark.parametrize("key", NO_OPS)
+def test_a_no_op_changes_nothing_and_is_noted_once(make_tree: MakeTree, key: str) -> None:
+    entry = NO_OPS[key]
+    values = [7] if isinstance(entry.allowed, str) else entry.allowed
+    base = resolve(make_tree(), "test", older_toolkit)
+    for value in values:
+        tree = make_tree({f"training.{key}": value, f"critic.{key}": value})
+        config, notes = resolve_with_notes(tree, "test", older_toolkit)
+        assert config == base
+        (note,) = [note for note in notes if note.startswith(f"{key}=")]
+        assert note.endswith(entry.meaning)
+
+
+OTHER_VALUES = [
+    ("hidden_dropout", 0.1), ("attention_dropout", 0.1), ("rotary_percent", 0.5), ("swiglu", False),
+    ("normalization", "LayerNorm"), ("position_embedding_type", "alibi"), ("no_load_rng", False),
+    ("no_load_optim", False), ("finetune", False), ("use_mcore_models", False),
+    ("split", "90,10,0"), ("md5_validate", True), ("extract_content_for_reward", True),
+    ("disable_bias_linear", False), ("make_vocab_size_divisible_by", 128), ("shuffle", True),
+    ("attention_softmax_in_fp32", False), ("is_instruction_dataset", False),
+    ("variable_seq_lengths", False), ("no_save_optim", False),
+    ("hidden_dropout", False), ("make_vocab_size_divisible_by", True), ("use_kv_cache", "yes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), OTHER_VALUES)
+def test_a_no_op_takes_only_values_that_say_what_happens_anyway(
+    problems: Problems, key: str, value: Any
+) -> None:
+    (problem,) = problems({f"actor_rollout.{key}": value})
+    assert problem.startswith(f"actor_rollout.{key}=") and " must be " in problem
+    assert "; use " in problem
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_is_not_there_is_refused_by_name_unless_it_asks_for_nothing(
+    problems: Problems, key: str
+) -> None:
+    (problem,) = problems({f"training.{key}": 16})
+    assert problem.startswith(f"training.{key}=16 is not to be had: {REFUSED[key].why}; ")
+    neutral = (None, False, *REFUSED[key].neutral)
+    assert [problems({f"training.{key}": value}) for value in neutral] == [[]] * len(neutral)
+
+
+# (change, where it arrives). Values that differ from what the tree of the tests has.
+MOVES: list[tuple[dict[str, Any], Callable[[RunConfig], Any], Any]] = [
+    ({"actor_rollout.no_shuffle": True}, lambda c: c.data.shuffle, False),
+    ({"training.no-shuffle": False}, lambda c: c.data.shuffle, True),
+    ({"model.small.seed": 42}, lambda c: c.training.seed, 42),
+    ({"model.small.seed": 42, "training.seed": 7}, lambda c: c.training.seed, 7),
+    ({"model.small.padded_vocab_size": 48}, lambda c: c.ref.architecture.vocab_size, 48),
+    ({"actor_rollout.missing_eos_penalty": 2.0}, lambda c: c.algorithm.missing_eos_penalty, 2.0),
+    ({"training.dataset_additional_keys": "labels categories"},
+     lambda c: c.data.ground_truth_key, "labels"),
+    ({"training.dataset_with_labels": True}, lambda c: c.data.ground_truth_key, "labels"),
+    ({"training.dataset_with_labels": False}, lambda c: c.data.ground_truth_key, "ground_truth"),
+    ({"critic.cliprange_value": 0}, lambda c: c.critic.cliprange_value, None),
+    ({"critic.cliprange_value": -1.0}, lambda c: c.critic.cliprange_value, None),
+    ({"critic.cliprange_value": 0.2}, lambda c: c.critic.cliprange_value, 0.2),
+    ({"algorithm.advantage_whiten": False}, lambda c: c.algorithm.advantage_whiten,
+     AdvantageWhiten.NONE),
+    ({"reward": {"verifier": True}, "algorithm.verifier_weight": [2.0]}, lambda c: c.verifiers,
+     [(Verifier.ACC, 2.0)]),
+    ({"reward": {"verifier": True}}, lambda c: c.reward.kind, RewardKind.RULE),
+    ({"training.use_deter_comp": True}, lambda c: c.training.deterministic, True),
+    ({"training.use_deter_comp": False}, lambda c: c.training.deterministic, None),
+    ({"model.small.seq_length": 4096}, lambda c: c.training.seq_length, 24),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "read", "value"), MOVES)
+def test_a_moved_key_arrives(
+    make_tree: MakeTree, changes: dict[str, Any], read: Callable[[RunConfig], Any], value: Any
+) -> None:
+    assert read(resolve(make_tree(changes), "test", older_toolkit)) == value
+
+
+def test_the_data_path_of_the_actor_is_that_of_the_data(
+    make_tree: MakeTree, problems: Problems
+) -> None:
+    for given, meant in {"a/b": ["a/b"], "1,a/b": ["a/b"], "a,b": ["a", "b"]}.items():
+        tree = make_tree({"actor_rollout.data_path": given}, ("data.train_files",))
+        config, notes = resolve_with_notes(tree, "test", older_toolkit)
+        assert config.data.data_path == tuple(map(os.path.abspath, meant))
+        assert config.data.default_data_source == "prompts"
+        assert any(note.startswith("data.overlong_prompts=drop: ") for note in notes)
+    (problem,) = problems({"actor_rollout.data_path": "1,a,2,b"}, ("data.train_files",))
+    assert problem == (
+        "actor_rollout.data_path=1,a,2,b: data sets are not blended by weight; use "
+        "data.data_path=[a, b], where each prompt counts once"
+    )
+
+
+def test_two_values_for_what_is_one_key_are_an_error(problems: Problems) -> None:
+    changes = {"actor_rollout.missing_eos_penalty": 1.0, "algorithm.missing_eos_penalty": 0.5}
+    assert problems(changes) == [
+        "actor_rollout.missing_eos_penalty and algorithm.missing_eos_penalty=0.5 say the same "
+        "thing differently; keep one"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "groups"),
+    [({"group_query_attention": True}, 4), ({"group_query_attention": False}, None),
+     ({"group_query_attention": True, "num_query_groups": None}, 1)],
+)  # fmt: skip
+def test_the_flag_of_grouped_queries_means_what_it_does_in_megatron(
+    make_tree: MakeTree, keys: dict[str, Any], groups: int | None
+) -> None:
+    tree = make_tree({f"model.small.{key}": value for key, value in keys.items()})
+    if groups is None:
+        with pytest.raises(ConfigError, match="=false contradicts num_query_groups=4"):
+            resolve(tree, "test", older_toolkit)
+        return
+    assert resolve(tree, "test", older_toolkit).ref.architecture.kv_heads == groups
+
+
+GRPO = {
+    "training.stage": "ray_grpo", "actor_rollout.do_sample": True,
+    "actor_rollout.n_samples_per_prompt": 4, "algorithm.adv_estimator": "group_norm",
+    "algorithm.kl_penalty": "kl",
+}  # fmt: skip
+NO_CRITIC = ("critic", "placement.critic")
+
+
+def test_group_norm_is_grpo_whitened_with_their_kl(make_tree: MakeTree) -> None:
+    algorithm = resolve(make_tree(GRPO, NO_CRITIC), "test", older_toolkit).algorithm
+    assert algorithm.adv_estimator == AdvEstimator.GRPO
+    assert algorithm.advantage_whiten is AdvantageWhiten.BATCH
+    assert (algorithm.kl_in, algorithm.kl_penalty) == (KlIn.LOSS, KlPenalty.LOW_VAR_KL)
+    plain = {**GRPO, "algorithm.advantage_whiten": False}
+    whiten = resolve(make_tree(plain, NO_CRITIC), "test", older_toolkit).algorithm.advantage_whiten
+    assert whiten is AdvantageWhiten.NONE
+
+
+def test_a_verifier_has_no_model_and_says_so(make_tree: MakeTree) -> None:
+    reward = {"verifier": True, "load": "ckpt", "model": "small", "tensor_model_parallel_size": 2}
+    pools = {"main": 8, "reward": []}
+    tree = make_tree({"reward": reward, "resource_pool": pools})
+    config, notes = resolve_with_notes(tree, "test", older_toolkit)
+    assert config.pool_of(Role.REWARD) == "main" and config.reward.model is None
+    assert notes == [
+        "reward.load='ckpt', reward.model='small', reward.tensor_model_parallel_size=2: no effect "
+        "with reward.kind=rule"
+    ]
+
+
+def test_group_norm_with_a_discount_is_refused(problems: Problems) -> None:
+    found = problems({**GRPO, "algorithm.gamma": 0.9}, NO_CRITIC)
+    assert found == [
+        "algorithm.gamma=0.9 must be 1 with algorithm.adv_estimator=group_norm, where a score "
+        "counts for every token alike; use 1.0, or reinforce_plus_plus"
+    ]
+
+
+def test_their_default_of_a_key_that_a_stage_never_reads_stops_no_run(
+    make_tree: MakeTree, problems: Problems
+) -> None:
+    pairs = {
+        "training.stage": "ray_online_dpo", "actor_rollout.do_sample": True,
+        "actor_rollout.micro_batch_size": 2, "actor_rollout.entropy_coeff": 0.001,
+    }  # fmt: skip
+    _, notes = resolve_with_notes(make_tree(pairs, NO_CRITIC), "test", older_toolkit)
+    assert "entropy_coeff=0.001: the loss of a pair has no entropy term" in notes
+    (problem,) = problems({**pairs, "actor_rollout.entropy_coeff": 0.5}, NO_CRITIC)
+    assert "entropy_coeff=0.5 has no effect" in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "start"),
+    [
+        ({"algorithm.verifier_function": ["acc"]}, "algorithm.verifier_function has no effect"),
+        ({"reward": {"verifier": True}, "algorithm.verifier_weight": [1.0, 2.0]},
+         "algorithm.verifier_weight=[1.0, 2.0] must have a weight for each of the 1"),
+        ({"reward": {"verifier": True}, "algorithm.verifier_function": ["acc", "acc"]},
+         "algorithm.verifier_function must name each function once"),
+        ({"reward": {"verifier": True, "rules": {"a": "gsm8k"}}}, "reward.rules choose a rule by"),
+        ({"reward": {"verifier": True}, "actor_rollout.dataset_category": "1,0"},
+         "actor_rollout.dataset_category='1,0': one reward scores every prompt here; use 1 "),
+        ({"actor_rollout.dataset_category": 1},
+         "actor_rollout.dataset_category=1: one reward scores every prompt here; use 0 "),
+        ({"actor_rollout.inference_tensor_model_parallel_size": 2},
+         "actor_rollout.inference_tensor_model_parallel_size=2 must be "
+         "actor_rollout.tensor_model_parallel_size=1"),
+        ({"algorithm.verifier_function": ["accc"], "reward": {"verifier": True}},
+         "algorithm.verifier_function.0='accc' must be one of acc, base_acc, format"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_itself_is_named(
+    problems: Problems, changes: dict[str, Any], start: str
+) -> None:
+    (problem,) = problems(changes)
+    assert problem.startswith(start)
+
+
+def resolved(name: str, folder: Path) -> tuple[RunConfig, list[str]]:
+    tree = compose(name, ["device.kind=cpu", "runtime.address=head:6379"], folder)
+    return resolve_with_notes(tree, name, older_toolkit)
+
+
+@pytest.fixture
+def in_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Their tokenizer of Llama 2 says how many tokens there are; its model YAML does not."""
+    monkeypatch.chdir(tmp_path)
+    for name, vocabulary in {"llama-2-7b": 32000, "Qwen2.5-Math-7B": 152064}.items():
+        folder = tmp_path / "models" / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({"vocab_size": vocabulary}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "prompts", "layouts", "mini_batch", "vocabulary"),
+    [
+        ("ppo_trainer_llama32_1b", 8, [(1, 1)] * 4, 4, 128256),
+        ("ppo_trainer_llama3_8b", 2, [(2, 2), (2, 1), (2, 2), (2, 1)], 1, 128256),
+        ("ppo_trainer_llama2_7b", 1, [(4, 1), (2, 1), (4, 1), (2, 1)], 1, 32000),
+    ],
+)
+def test_their_ppo_configurations_mean_here_what_they_meant(
+    in_their_folder: Path, name: str, prompts: int, layouts: list[Any], mini_batch: int,
+    vocabulary: int,
+) -> None:  # fmt: skip
+    write(in_their_folder / "theirs")
+    config, notes = resolved(name, in_their_folder / "theirs")
+    actor, critic = config.actor_rollout, config.value_model
+    found = [config.layout(role) for role in config.roles]
+    assert [(layout.tp, layout.pp) for layout in found] == layouts
+    assert [layout.dp for layout in found] == [1] * 4
+    assert config.training.global_batch_size == prompts
+    assert (actor.max_prompt_length, actor.max_new_tokens) == (256, 256)
+    assert actor.ppo_mini_batch_size == critic.critic_mini_batch_size == mini_batch
+    assert (actor.optimizer.lr, critic.optimizer.lr, critic.cliprange_value) == (1e-7, 1e-7, 0.2)
+    assert (actor.bf16, actor.do_sample, config.data.shuffle) == (True, False, False)
+    assert config.algorithm.kl_ctrl.kl_coef == 0.05 and config.algorithm.lam == 0.95
+    assert config.ref.architecture.vocab_size == vocabulary
+    assert config.training.seed == (42 if "8b" in name else 1234)
+    assert not actor.sequence_parallel or actor.tensor_model_parallel_size == 1
+    assert (
+        critic.optimizer.use_distributed_optimizer and not actor.optimizer.use_distributed_optimizer
+    )
+    saved = os.path.abspath("ckpt")
+    assert config.save_folder(Role.CRITIC) == Path(saved, "critic")
+    starts = ["training.save_interval=10000 is over training.train_iters=1000: it fires",
+              f"actor_rollout.save and critic.save are one folder, {saved}: ",
+              "entropy_coeff=0.001: the loss has an entropy bonus of this weight"]  # fmt: skip
+    assert [any(note.startswith(start) for note in notes) for start in starts] == [True] * 3
+    assert len(notes) == len(set(notes)) < 35
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [("ppo_trainer_llama32_1b", 5), ("ppo_trainer_llama3_8b", 16), ("ppo_trainer_llama2_7b", 16)],
+)
+def test_their_ppo_configurations_ask_for_as_many_devices(
+    in_their_folder: Path, name: str, devices: int
+) -> None:
+    write(in_their_folder / "theirs")
+    config, _ = resolved(name, in_their_folder / "theirs")
+    assert sum(sum(sizes) for sizes in config.resource_pool.values()) == devices
+    actor = PPO[name]()["actor_rollout_ref"]["actor_rollout"]
+    assert config.parts == (actor["num_gpus_for_train"], actor["num_gpus_for_infer"])
+
+
+@pytest.mark.parametrize(
+    ("name", "prompts", "samples", "mini_batch", "new_tokens"),
+    [
+        ("ray_grpo_full_llama32_1b_tp1pp1", 1, 2, 1, 53),
+        ("online_dpo_trainer_llama32_1b", 4, 8, 4, 256),
+    ],
+)
+def test_their_configurations_without_a_critic_plan(
+    in_their_folder: Path, name: str, prompts: int, samples: int, mini_batch: int, new_tokens: int
+) -> None:
+    write(in_their_folder / "theirs")
+    config, notes = resolved(name, in_their_folder / "theirs")
+    actor, algorithm = config.actor_rollout, config.algorithm
+    assert config.resource_pool == {"actor_rollout": [2], "ref": [1], "reward": [1]}
+    assert config.critic is None and config.parts == (1, 1)
+    assert (config.training.global_batch_size, config.samples_per_iteration) == (prompts, samples)
+    assert (actor.ppo_mini_batch_size, actor.max_new_tokens, actor.do_sample) == (
+        mini_batch, new_tokens, True,
+    )  # fmt: skip
+    assert algorithm.missing_eos_penalty == (1.0 if "dpo" in name else 0.0)
+    assert (config.data.shuffle, config.training.deterministic) == (
+        False, None if "dpo" in name else True,
+    )  # fmt: skip
+    if "grpo" in name:
+        assert algorithm.adv_estimator == AdvEstimator.GRPO
+        assert (algorithm.kl_in, algorithm.kl_penalty) == (KlIn.LOSS, KlPenalty.LOW_VAR_KL)
+        assert (algorithm.kl_ctrl.kl_coef, actor.entropy_coeff) == (0.05, 0.001)
+    shown = [" ".join(line.split()) for line in plan(config).text.splitlines()]
+    assert f"samples {samples}" in shown
+    assert any(
+        line.startswith("rollout llama32-1b actor_rollout 1 1 1 1 1 bf16 ") for line in shown
+    )
+    tp1 = "no effect with tensor_model_parallel_size=1"
+    told = [note for note in notes if ": no effect " in note]
+    assert told == [
+        "model.llama32-1b.init_method_std=0.01: no effect where all weights are loaded",
+        *([f"model.llama32-1b.sequence_parallel=true: {tp1}"] if "dpo" in name else []),
+    ]
+
+
+def leaves(tree: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each key that holds no section, and the section that holds it."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value)
+        else:
+            yield tree, key
+
+
+def altered(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, list):
+        return [*value, 1]
+    return f"{value}-x" if isinstance(value, str) else value + 1
+
+
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
+def test_no_key_of_a_whole_file_is_lost(in_their_folder: Path, name: str) -> None:
+    """Another value is another configuration, another line, or refused; but for one of a model
+    that `training`, which is over it, has too."""
+    write(in_their_folder / "theirs")
+    changes = ["device.kind=cpu", "runtime.address=head:6379"]
+    tree = compose(name, changes, in_their_folder / "theirs")
+    whole, lost = resolve_with_notes(tree, name, older_toolkit), []
+    for section, key in leaves({k: v for k, v in tree.items() if k not in ("device", "runtime")}):
+        value = section[key]
+        section[key] = altered(value)
+        with contextlib.suppress(ConfigError):
+            under = section in tree["model"].values() and key in tree["training"]
+            if resolve_with_notes(tree, name, older_toolkit) == whole and not under:
+                lost.append(key)
+        section[key] = value
+    assert lost == [] and resolve_with_notes(tree, name, older_toolkit) == whole
+
+
+THEIR_YAML = os.environ.get("RLXF_OLDER_CONFIGS")
+
+
+@pytest.mark.skipif(THEIR_YAML is None, reason="RLXF_OLDER_CONFIGS names no configs/rlxf of theirs")
+def test_their_real_files_resolve(in_their_folder: Path) -> None:
+    folder = Path(str(THEIR_YAML))
+    failed: dict[str, list[str]] = {}
+    names = sorted(file.stem for file in folder.glob("*_trainer_*.yaml"))
+    assert len(names) >= 4
+    for name in names:
+        try:
+            resolved(name, folder)
+        except ConfigError as error:
+            failed[name] = list(map(str, error.problems))
+    # Two data sets blended by weight, one scored by a model and one by rule: refused with a remedy.
+    assert {name: len(found) for name, found in failed.items()} in (
+        {}, {"grpo_trainer_qwen25_7b_all": 2},
+    ), failed  # fmt: skip
+
+
+def test_a_tokenizer_that_cannot_tell_the_vocabulary_is_named(in_their_folder: Path) -> None:
+    write(in_their_folder / "theirs")
+    place = in_their_folder / "models" / "llama-2-7b"
+
+    def told() -> list[str]:
+        with pytest.raises(ConfigError) as refused:
+            resolved("ppo_trainer_llama2_7b", in_their_folder / "theirs")
+        return list(map(str, refused.value.problems))
+
+    start = (
+        "model.llama2-7b.vocab_size is required, and "
+        "training.tokenizer_name_or_path=./models/llama-2-7b/ does not tell it: "
+    )
+    (place / "config.json").write_text("{}")
+    end = "its config.json has vocab_size=null; correct it, or add the key"
+    assert told() == [start + end]
+    (place / "config.json").unlink()
+    remedy = "give the folder of a Hugging Face model, or add the key"
+    assert told() == [f"{start}models/llama-2-7b/config.json is missing; {remedy}"]
+    place.rmdir()
+    assert told() == [f"{start}models/llama-2-7b is not a folder; {remedy}"]
+
+
+def test_a_role_with_a_vocabulary_of_its_own_needs_none_of_the_tokenizer(
+    make_tree: Callable[..., Any],
+) -> None:
+    tree = make_tree(drop=("model.small.vocab_size",))
+    for role in ("actor_rollout", "ref", "critic"):
+        tree.setdefault(role, {})["vocab_size"] = 48
+    config = resolve_with_notes(tree, "t", older_toolkit)[0]
+    assert config.actor_rollout.architecture.vocab_size == 48

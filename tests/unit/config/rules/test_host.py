@@ -1,0 +1,95 @@
+"""More processes than devices or memory; the local runtime and joined clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from mindspeed_rlxf import device, packages
+from mindspeed_rlxf.config.rules import host
+
+Problems = Callable[..., list[str]]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "device_count", lambda kind: 2)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_more_devices_than_there_are_is_an_error(problems: Problems) -> None:
+    (problem,) = problems({"device.kind": "cuda"})
+    assert problem.startswith(
+        "resource_pool (main=8) needs 8 cuda devices and this host has 2; use fewer"
+    )
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_pools_of_an_own_cluster_need_different_devices(problems: Problems) -> None:
+    pools = {"main": 2, "judge": 1}
+    changes = {"resource_pool": pools, "placement.critic": "judge", "device.kind": "cuda"}
+    assert "needs 3 cuda devices and this host has 2" in problems(changes)[0]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_devices_of_a_joined_cluster_are_not_counted_here(
+    problems: Problems, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"device.kind": "cuda"}
+    assert problems({**changes, "runtime.address": "head:6379"}) == []
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert problems(changes) == []
+    assert problems({**changes, "runtime.address": "local"}) != []
+
+
+def test_a_megatron_core_that_shares_no_group_is_named(
+    problems: Problems, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = {"critic.tensor_model_parallel_size": 8}  # 4 groups
+    split = {"actor_rollout.num_gpus_for_train": 8, "actor_rollout.num_gpus_for_infer": 8}
+    split |= {"resource_pool.actor": 16, "placement.actor_rollout": "actor"}
+    split |= {"rollout.tensor_model_parallel_size": 8}
+    assert problems(wide) == problems(split) == []
+    for found, refused in (("0.12.1", True), ("0.15.3", True), ("0.16.0rc1", False)):
+        monkeypatch.setitem(packages.SOURCES, packages.MEGATRON, lambda found=found: found)
+        assert problems({"critic.tensor_model_parallel_size": 4}) == []
+        for key, changes in (("critic", wide), ("rollout", split)):
+            expected = (
+                f"{key}.tensor_model_parallel_size=8 must be at most model.small.num_query_groups=4"
+                f" with megatron-core {found}, which gives every rank whole key-value groups; use "
+                "4 or less, or megatron-core 0.16"
+            )
+            assert problems(changes) == ([expected] if refused else [])
+
+
+def test_cpu_processes_must_fit_in_memory(
+    problems: Problems, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "host_memory", lambda: 4 * host.GIB)
+    assert problems() == []  # 8 x 0.5 GiB
+    monkeypatch.setattr(device, "host_memory", lambda: 3 * host.GIB)
+    (problem,) = problems()
+    assert problem == (
+        "resource_pool (main=8) needs 8 processes of 0.5 GiB each and the memory of this host, "
+        "3.0 GiB, holds 6; use 6 or fewer"
+    )
+
+
+def test_local_runtime_needs_as_many_processes_as_torchrun_started(
+    problems: Problems, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (problem,) = problems({"runtime": "local"})
+    assert problem.startswith("resource_pool.main=8 must equal the 1 processes of this run")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert problems({"runtime": "local"}) == []
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("address", ["local", "head:6379"])
+def test_devices_are_handed_out_by_rays_own_resource_only(problems: Problems, address: str) -> None:
+    changes = {"resource_pool.main": 2, "device.kind": "cuda", "runtime.address": address}
+    assert problems({**changes, "device.resource_name": "GPU"}) == []
+    (problem,) = problems({**changes, "device.resource_name": "slot"})
+    assert problem.startswith("device.resource_name=slot must be GPU with device.kind=cuda")
+    assert problems({"device.kind": "cpu", "device.resource_name": "NPU"}) == []

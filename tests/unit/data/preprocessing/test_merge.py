@@ -1,0 +1,76 @@
+"""Indexed data sets of a folder become one; anything that would lose a row is an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.data.preprocessing.merge import merge
+from tests.unit.data.plain_pairs import write_pair
+
+
+def problems_of(folder: Path, *keys: str, output: str = "out/all") -> list[str]:
+    with pytest.raises(UserError) as error:
+        merge(str(folder), keys, str(folder / output))
+    assert not list((folder / "out").glob("*")) if (folder / "out").exists() else True
+    return list(map(str, error.value.problems))
+
+
+def test_pairs_are_joined_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for name, first in (("b", 7), ("a", 1)):
+        write_pair(tmp_path / f"{name}_packed_input_ids_document", [[first, 2], [3]])
+        write_pair(tmp_path / f"{name}_packed_labels_document", [[first], [9, 9]])
+    keys = ("packed_input_ids_document", "packed_labels_document")
+    sizes = merge(str(tmp_path), keys, str(tmp_path / "out" / "all"))
+    assert list(sizes.values()) == [4, 4]
+    merged = IndexedDataset(str(tmp_path / "out" / "all_packed_input_ids_document"))
+    assert [merged[i].tolist() for i in range(len(merged))] == [[1, 2], [3], [7, 2], [3]]
+    assert sorted(f.suffix for f in (tmp_path / "out").iterdir()) == [
+        ".bin",
+        ".bin",
+        ".idx",
+        ".idx",
+    ]
+
+
+def test_a_pair_without_its_other_half_is_named(tmp_path: Path) -> None:
+    write_pair(tmp_path / "a_ids", [[1]])
+    (tmp_path / "a_ids.bin").unlink()
+    (problem,) = problems_of(tmp_path, "ids")
+    assert "must be a pair, there is no a_ids.bin; complete or remove it" in problem
+
+
+def test_a_key_of_no_file_lists_what_there_is(tmp_path: Path) -> None:
+    write_pair(tmp_path / "a_ids", [[1]])
+    (problem,) = problems_of(tmp_path, "idz")
+    assert "'idz' must be in the name of a file" in problem and "(there are a_ids)" in problem
+
+
+def test_columns_of_different_length_or_type_are_not_merged(tmp_path: Path) -> None:
+    write_pair(tmp_path / "a_ids", [[1], [2]])
+    write_pair(tmp_path / "a_mask", [[1]])
+    (problem,) = problems_of(tmp_path, "ids", "mask")
+    assert "equally many sequences (ids 2, mask 1)" in problem
+    write_pair(tmp_path / "b_ids", [[1]], code=1)
+    (problem,) = problems_of(tmp_path, "ids")
+    assert "must be of one type, they are int32 and uint8" in problem
+
+
+def test_rows_that_do_not_stand_side_by_side_are_not_merged(tmp_path: Path) -> None:
+    for name, ids, masks in (("a", 1, 2), ("b", 2, 1)):
+        write_pair(tmp_path / f"{name}_ids", [[1]] * ids)
+        write_pair(tmp_path / f"{name}_mask", [[1]] * masks)
+    (problem,) = problems_of(tmp_path, "ids", "mask")
+    assert "equally many sequences (ids 1+2, mask 2+1)" in problem
+
+
+def test_an_older_merged_set_is_kept_unless_told(tmp_path: Path) -> None:
+    write_pair(tmp_path / "a_ids", [[1]])
+    prefix = str(tmp_path / "out" / "all")
+    merge(str(tmp_path), ["ids"], prefix)
+    with pytest.raises(UserError, match=r"must be new, all_ids\.idx exists"):
+        merge(str(tmp_path), ["ids"], prefix)
+    assert merge(str(tmp_path), ["ids"], prefix, overwrite=True) == {f"{prefix}_ids": 1}

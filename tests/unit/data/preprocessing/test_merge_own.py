@@ -1,0 +1,191 @@
+"""Sets that say how they were made become one that says it too, or are refused by what differs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import DataConfig
+from mindspeed_rlxf.data.indexed import IndexedWriter
+from mindspeed_rlxf.data.indexed_prompts import load_indexed_prompts
+from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
+from mindspeed_rlxf.data.preprocessing.merge import merge
+from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
+from mindspeed_rlxf.data.preprocessing.writer import PromptSetWriter
+from mindspeed_rlxf.data.sidecar import Sidecar, read_sidecar
+from mindspeed_rlxf.data.tokenizer import load_tokenizer
+from tests.unit.data.byte_tokenizer import write_tokenizer
+from tests.unit.data.plain_pairs import write_pair
+
+COLUMNS = ("input_ids", "attention_mask", "answer")
+KEYS = tuple(f"packed_{column}_document" for column in COLUMNS)
+ROWS: dict[str, list[Any]] = {
+    "b": [{"prompt": "3+3=", "answer": "6"}],
+    "a": [{"prompt": "1+1=", "answer": "2"}, {"prompt": 7}, {"prompt": "2+2=", "answer": "4"}],
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def sets(tmp_path: Path, tokenizer: str) -> Path:
+    """A folder with the sets `a`, of whose rows one is rejected, and `b`."""
+    for name, rows in ROWS.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        prefix = str(tmp_path / "sets" / name)
+        keys = MapKeys("prompt", None)
+        preprocess(PreprocessOptions((str(file),), prefix, tokenizer, "qwen", keys))
+    return tmp_path / "sets"
+
+
+def sidecar(prefix: Path) -> Sidecar:
+    found = read_sidecar(prefix)
+    assert found is not None
+    return found
+
+
+def change(sets: Path, name: str, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Of a set's sidecar."""
+    file = sets / f"{name}_packed_meta.json"
+    tree = json.loads(file.read_text(encoding="utf-8"))
+    edit(tree)
+    file.write_text(json.dumps(tree), encoding="utf-8")
+
+
+def problems_of(sets: Path, keys: tuple[str, ...] = KEYS) -> list[str]:
+    """Of a refused merge, which must write nothing."""
+    with pytest.raises(UserError) as error:
+        merge(str(sets), keys, str(sets.parent / "out" / "all"))
+    assert not (sets.parent / "out").exists()
+    return list(map(str, error.value.problems))
+
+
+def test_the_merged_set_is_trained_on_as_its_parts_are(sets: Path, tokenizer: str) -> None:
+    output = sets.parent / "out" / "all"
+    merged = merge(str(sets), KEYS, str(output))
+    assert merged == {f"{output}_{key}": 3 for key in KEYS}
+    keys = DataConfig(data_path=("unused",), default_data_source="x", ground_truth_key="answer")
+
+    def prompts(*prefixes: Path) -> Any:
+        names = [str(prefix) for prefix in prefixes]
+        found = load_indexed_prompts(names, load_tokenizer(tokenizer), keys, 1000)
+        rows = [(p.index, p.text, p.token_ids.tolist(), p.ground_truth) for p in found.prompts]
+        return rows, found.stop_token_ids
+
+    assert prompts(output) == prompts(sets / "a", sets / "b")
+    assert [truth for *_, truth in prompts(output)[0]] == ["2", "4", "6"]
+    ours, first = sidecar(output), sidecar(sets / "a")
+    assert ours.model_copy(update={"counts": first.counts}) == first
+    tokens = [sidecar(sets / name).counts.pop("tokens") for name in "ab"]
+    assert ours.counts.pop("tokens") == sum(tokens)  # type: ignore[arg-type]
+    assert ours.counts == {
+        "rows_read": 4, "rows_written": 3, "dropped": first.counts["dropped"], "cut": 0,
+        "repeated_ids": 0, "unknown_tokens": 0,
+    }  # fmt: skip
+    rejected = (sets / "a_rejected.jsonl").read_text(encoding="utf-8")
+    assert Path(f"{output}_rejected.jsonl").read_text(encoding="utf-8") == rejected
+    assert len(list(output.parent.iterdir())) == 2 * len(KEYS) + 2
+
+
+EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "template of a is qwen, of b llama3": lambda t: t.update(template="llama3"),
+    "stop_token_ids of a is [4], of b [4, 9]": lambda t: t.update(stop_token_ids=[9, 4]),
+    "tokenizer sha256 of a is ": lambda t: t["tokenizer"].update(sha256="0" * 64),
+    "handler of a is PPOAlpacaStyleInstructionHandler, of b R1": lambda t: t.update(
+        handler="R1AlpacaStyleInstructionHandler"
+    ),
+    "columns of a is with 'answer' (answer, uint8, json), of b without more": lambda t: t[
+        "columns"
+    ].pop(),
+}
+
+
+@pytest.mark.parametrize("said", EDITS)
+def test_what_differs_between_sets_is_named(sets: Path, said: str) -> None:
+    change(sets, "b", EDITS[said])
+    if said.startswith("columns"):
+        for file in sets.glob("b_packed_answer_*"):
+            file.unlink()
+    (problem,) = problems_of(sets)
+    assert f"sets must be made alike, {said}" in problem
+    assert problem.endswith(f"or train on data.data_path=[{sets / 'a'},{sets / 'b'}]")
+
+
+def test_the_same_tokenizer_of_another_folder_is_the_same(sets: Path) -> None:
+    change(sets, "b", lambda t: t["tokenizer"].update(path="elsewhere"))
+    assert merge(str(sets), KEYS, str(sets / "all"))
+
+
+def test_all_columns_have_to_be_named_by_their_whole_name(sets: Path) -> None:
+    for keys in (KEYS[:1], ("input_ids",)):
+        (problem,) = problems_of(sets, keys)
+        assert problem.endswith(f"it is {keys[0]}; give {' '.join(KEYS)}")
+
+
+def test_sets_of_both_kinds_are_not_mixed(sets: Path) -> None:
+    for column in COLUMNS:
+        write_pair(sets / f"old_packed_{column}_document", [[1]], 4 if "_" in column else 1)
+    problems = problems_of(sets)
+    assert len(problems) == len(COLUMNS)
+    assert "old_packed_answer_document: no _packed_meta.json says how it was made" in problems[0]
+
+
+def test_a_set_that_is_not_whole_is_named(sets: Path) -> None:
+    for file in sets.glob("b_packed_answer_*"):
+        file.unlink()
+    (problem,) = problems_of(sets)
+    assert problem == (
+        f"{sets / 'b'}: must be whole, there is no b_packed_answer_document.idx; write it again"
+    )
+
+
+def test_rows_of_a_set_that_do_not_stand_side_by_side_are_not_merged(sets: Path) -> None:
+    """a has 2 rows and 1 answer, b 1 row and 2 answers: the sums agree."""
+    for name, rows in (("a", 1), ("b", 2)):
+        writer = IndexedWriter(sets / f"{name}_packed_answer_document", np.uint8)
+        writer.add(b"0" * rows, [1] * rows)
+        writer.close()
+    problems = problems_of(sets)
+    assert "a: columns must have equally many rows (input_ids 2, " in problems[0]
+    assert "b: columns must have equally many rows (input_ids 1, " in problems[1]
+
+
+def test_a_sidecar_that_is_damaged_is_named(sets: Path) -> None:
+    (sets / "a_packed_meta.json").write_text("{}")
+    (problem,) = problems_of(sets)
+    assert "a_packed_meta.json: format_version must be 1" in problem
+
+
+def test_a_merged_set_is_kept_unless_told_and_until_the_new_one_is_whole(
+    sets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = sets / "all"
+    write_pair(sets / "all_packed_labels_document", [[1]])  # a column that the new set lacks
+    with pytest.raises(UserError, match=r"must be new, all_packed_labels_document.idx exists"):
+        merge(str(sets), KEYS, str(output))
+    merge(str(sets), KEYS, str(output), overwrite=True)
+    assert not list(sets.glob("all_packed_labels*"))
+    before = {file.name: file.read_bytes() for file in sets.glob("all_*")}
+    with pytest.raises(UserError, match=r"must be new, all_packed_\w+.idx exists; take another"):
+        merge(str(sets), KEYS, str(output))
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PromptSetWriter, "append_rejected", full)
+        with pytest.raises(UserError, match="cannot be written: No space left on device"):
+            merge(str(sets), KEYS, str(output), overwrite=True)
+    assert {file.name: file.read_bytes() for file in sets.glob("all_*")} == before
+    merge(str(sets), KEYS, str(output), overwrite=True)
+    assert {file.name: file.read_bytes() for file in sets.glob("all_*")} == before

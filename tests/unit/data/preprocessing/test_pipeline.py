@@ -1,0 +1,372 @@
+"""Files of rows become a whole data set, or none; every row is written or counted."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mindspeed_rlxf.config.enums import OverlongPrompts
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.data.handlers import HANDLERS
+from mindspeed_rlxf.data.indexed import IndexedReader
+from mindspeed_rlxf.data.preprocessing import row_source
+from mindspeed_rlxf.data.preprocessing import writer as prompt_set_writer
+from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
+from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
+from mindspeed_rlxf.data.preprocessing.row_source import Counts
+from mindspeed_rlxf.data.preprocessing.writer import PromptSetWriter
+from mindspeed_rlxf.data.sidecar import Sidecar, data_path, read_sidecar
+from tests.unit.data.byte_tokenizer import byte_tokenizer, write_tokenizer
+
+KEYS = MapKeys(prompt="prompt")
+PPO = HANDLERS["PPOAlpacaStyleInstructionHandler"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+class Bench:
+    """Runs the preprocessing of files in a folder."""
+
+    def __init__(self, folder: Path, tokenizer: str) -> None:
+        self.folder, self._tokenizer = folder, tokenizer
+        self.prefix = folder / "out" / "set"
+
+    def write(self, name: str, *rows: Any) -> str:
+        """Rows, or whole lines as bytes."""
+        lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+        (self.folder / name).write_bytes(b"".join(line + b"\n" for line in lines))
+        return str(self.folder / name)
+
+    def run(self, *inputs: str, **options: Any) -> Counts:
+        values = {"map_keys": KEYS, "output_prefix": str(self.prefix), **options}
+        return preprocess(PreprocessOptions(inputs, tokenizer_path=self._tokenizer, **values))
+
+    def problems(self, *inputs: str, **options: Any) -> list[str]:
+        """Of a refused run, which must leave nothing new."""
+        before = self.files()
+        with pytest.raises(UserError) as error:
+            self.run(*inputs, **options)
+        assert self.files() == before
+        return list(map(str, error.value.problems))
+
+    def files(self) -> list[Path]:
+        return [path for path in self.prefix.parent.rglob("*") if path.is_file()]
+
+    def texts(self) -> list[str]:
+        reader = IndexedReader(data_path(self.prefix, "input_ids"))
+        return [byte_tokenizer().decode(reader[i].tolist()) for i in range(len(reader))]
+
+    def column(self, file: str) -> list[Any]:
+        reader = IndexedReader(data_path(self.prefix, file))
+        return [json.loads(reader[i].tobytes()) for i in range(len(reader))]
+
+    def rejected(self) -> list[dict[str, Any]]:
+        lines = Path(f"{self.prefix}_rejected.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    def sidecar(self) -> Sidecar:
+        sidecar = read_sidecar(self.prefix)
+        assert sidecar is not None
+        return sidecar
+
+
+@pytest.fixture
+def bench(tmp_path: Path, tokenizer_folder: str) -> Bench:
+    return Bench(tmp_path, tokenizer_folder)
+
+
+def test_prompts_masks_and_columns_have_a_sequence_for_every_row(bench: Bench) -> None:
+    file = bench.write(
+        "a.jsonl",
+        {"prompt": "1+1", "answer": "2", "extra": {"x": [1.5, None, "数"]}},
+        {"prompt": "größe", "answer": 7},
+        {"prompt": "c", "answer": None, "late": "\ud800"},
+    )
+    counts = bench.run(file, template="llama3")
+    assert (counts.rows_read, counts.rows_written) == (3, 3)
+    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    assert bench.texts()[1] == (
+        f"<|begin_of_text|>{header.format('user')}größe<|eot_id|>{header.format('assistant')}"
+    )
+    assert bench.column("answer") == ["2", 7, None]
+    assert bench.column("extra") == [{"x": [1.5, None, "数"]}, None, None]
+    assert bench.column("late") == [None, None, "\ud800"]
+    ids = IndexedReader(data_path(bench.prefix, "input_ids"))
+    mask = IndexedReader(data_path(bench.prefix, "attention_mask"))
+    assert [m.tolist() for m in (mask[0], mask[2])] == [[1] * len(ids[0]), [1] * len(ids[2])]
+    sidecar = bench.sidecar()
+    assert sidecar.stop_token_ids == (9,)  # <|eot_id|>
+    assert [(c.name, c.dtype) for c in sidecar.columns] == [
+        ("input_ids", "int32"), ("attention_mask", "int32"), ("answer", "uint8"),
+        ("extra", "uint8"), ("late", "uint8"),
+    ]  # fmt: skip
+    assert not Path(f"{bench.prefix}_rejected.jsonl").exists()
+
+
+def test_every_kind_of_file_of_a_folder_is_read_and_the_others_are_named(bench: Bench) -> None:
+    folder = bench.folder / "数据"
+    folder.mkdir()
+    rows = [{"prompt": "p1", "day": datetime.date(2024, 1, 2), "raw": b"\x00\xff"}]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "b.parquet")
+    bench.write("数据/a.json", b'\xef\xbb\xbf [{"prompt": "j1"},', b'{"prompt": "j2"}]')
+    bench.write("数据/c.json", {"prompt": "l1"})
+    bench.write("数据/d.jsonl", {"prompt": "问"}, b"", {"prompt": "l3"})
+    for name in ("e.jsonl", "f.parquet", "g.json", "readme.md"):
+        (folder / name).touch()
+    counts = bench.run(str(folder))
+    assert bench.texts() == ["j1", "j2", "p1", "l1", "问", "l3"]
+    assert bench.column("day")[2] == "2024-01-02"
+    assert bench.column("raw")[2] == "AP8="
+    assert counts.skipped == [str(folder / "readme.md")]
+    assert [Path(name).name for name in counts.empty_files] == ["e.jsonl", "f.parquet", "g.json"]
+
+
+def test_every_dropped_row_is_counted_and_kept_beside_the_data_set(bench: Bench) -> None:
+    file = bench.write(
+        "a.jsonl",
+        {"prompt": "good", "id": 1},
+        b"{broken",
+        b"[1]",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": ' + b"9" * 5000 + b"}",
+        {"question": "no prompt"},
+        {"prompt": "  "},
+        {"prompt": 5},
+        {"prompt": "a\ud800"},
+        {"\ud800key": "no prompt"},
+        {"prompt": "x" * 3000},
+        {"prompt": "fine", "id": 1},
+    )
+    counts = bench.run(file, max_prompt_length=10)
+    expected = [
+        (2, "not JSON"), (3, "not an object"), (4, "invalid unicode"), (5, "not JSON"),
+        (6, "no prompt"), (7, "empty prompt"), (8, "wrong type"), (9, "invalid unicode"),
+        (10, "no prompt"), (11, "too long"),
+    ]  # fmt: skip
+    rejected = bench.rejected()
+    assert [(r["row"], r["reason"]) for r in rejected] == expected
+    assert all(r["file"] == file and "; " in r["problem"] for r in rejected)
+    assert rejected[0]["raw"] == "{broken" and len(rejected[-1]["raw"]) == 2000
+    assert counts.dropped["not JSON"] == 2 and counts.dropped.total() == 10
+    assert (counts.rows_read, counts.rows_written, counts.repeated_ids) == (12, 2, 1)
+    assert bench.sidecar().counts["dropped"] == dict(counts.dropped)
+
+
+@pytest.mark.parametrize(
+    ("overlong", "texts", "cut"),
+    [
+        (OverlongPrompts.DROP, ["abc"], 0),
+        (OverlongPrompts.KEEP_HEAD, ["abc", "abc"], 1),
+        (OverlongPrompts.KEEP_TAIL, ["abc", "def"], 1),
+    ],
+)
+def test_long_prompts_follow_the_policy(
+    bench: Bench, overlong: OverlongPrompts, texts: list[str], cut: int
+) -> None:
+    file = bench.write("a.jsonl", {"prompt": "abc"}, {"prompt": "abcdef"})
+    counts = bench.run(file, max_prompt_length=3, overlong=overlong)
+    assert bench.texts() == texts
+    assert (counts.cut, counts.dropped.total()) == (cut, 2 - len(texts))
+
+
+def test_a_long_prompt_may_be_an_error(bench: Bench) -> None:
+    file = bench.write("a.jsonl", {"prompt": "abc"}, {"prompt": "abcdef"}, {"prompt": 1})
+    (problem,) = bench.problems(file, max_prompt_length=3, overlong=OverlongPrompts.ERROR)
+    assert problem.startswith(f"{file}:2: a prompt must fit --seq-length=3, this one has 6 tokens")
+
+
+def test_strict_refuses_every_dropped_row(bench: Bench) -> None:
+    file = bench.write("a.jsonl", {"prompt": "a"}, {"prompt": 1}, b"{")
+    summary, *rows = bench.problems(file, strict=True)
+    assert summary == "--strict: no row may be dropped, 2 are; mend them"
+    assert [row.split(": ")[0] for row in rows] == [f"{file}:2", f"{file}:3"]
+
+
+def test_no_row_left_is_an_error_that_says_why(bench: Bench) -> None:
+    file = bench.write("a.jsonl", {"question": "a"}, {"question": "b"})
+    summary, row = bench.problems(file)
+    assert summary.startswith("a row must be left, of 2 rows none is (dropped: 2 no prompt); ")
+    assert "this one has question" in row
+    empty = bench.write("b.jsonl")
+    (problem,) = bench.problems(empty)
+    assert problem.startswith("a row must be left, of 0 rows none is (the files hold none); ")
+
+
+def test_a_column_that_no_row_has_is_named_but_not_that_of_the_response(bench: Bench) -> None:
+    file = bench.write("a.jsonl", {"prompt": "a", "history": [["x", "y"]]})
+    (problem,) = bench.problems(file, map_keys=MapKeys("prompt", history="histroy"))
+    assert problem.endswith("(there are prompt, history); did you mean history?")
+    bench.run(file, map_keys=MapKeys("prompt", None, "absent"))
+    assert bench.texts() == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.parquet", b"not parquet", "must be a parquet file"),
+        ("a.json", b"[{broken", "must be a JSON array of objects"),
+        ("a.csv", b"prompt", "a data file must end in .jsonl, .json, .parquet, not in '.csv'"),
+        (None, b"", "no such file or folder"),
+        ("", b"", "the folder must hold .jsonl, .json, .parquet files, it has none"),
+    ],
+)
+def test_an_input_that_cannot_be_read_is_named(
+    bench: Bench, name: str | None, content: bytes, problem: str
+) -> None:
+    path = bench.folder / "in" / (name or "")
+    if name is not None:
+        (bench.folder / "in").mkdir()
+    if name:
+        path.write_bytes(content)
+    (found,) = bench.problems(str(path))
+    assert found.startswith(f"--input {path}: {problem}")
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_huge_prompt_is_a_row_like_others(bench: Bench, workers: int) -> None:
+    text = "数 x" * 100_000
+    file = bench.write("a.jsonl", {"prompt": "a"}, {"prompt": text}, {"prompt": "b"})
+    bench.run(file, workers=workers)
+    reader = IndexedReader(data_path(bench.prefix, "input_ids"))
+    assert [len(reader[i]) for i in range(3)] == [1, 500_000, 1]
+
+
+def test_the_output_does_not_depend_on_the_number_of_processes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_source, "CHUNK_ROWS", 7)
+    rows = [{"prompt": "x" * (n % 13), "id": n, f"c{n % 5}": n} for n in range(200)]
+    file = bench.write("a.jsonl", *rows)
+    written = []
+    for workers in (1, 2, 5):
+        bench.run(file, workers=workers, max_prompt_length=9, overwrite=True)
+        written.append({path.name: path.read_bytes() for path in bench.files()})
+    assert written[0] == written[1] == written[2]
+    assert len(bench.texts()) == 139  # 200 less 16 empty ones and 3 x 15 of 10, 11 and 12
+
+
+def test_only_the_first_rows_are_read(bench: Bench) -> None:
+    file = bench.write("a.jsonl", {"prompt": "a"}, {"prompt": 1}, {"prompt": "c"})
+    counts = bench.run(file, max_samples=2)
+    assert (counts.rows_read, bench.texts()) == (2, ["a"])
+
+
+def test_column_names_are_made_safe_and_stay_apart(bench: Bench) -> None:
+    names = ["答案", "a/b", "a b", "A_B", "input_ids", "x" * 300, "_packed_"]
+    file = bench.write("a.jsonl", {"prompt": "a", **dict.fromkeys(names, 1)})
+    bench.run(file)
+    files = {c.name: c.file for c in bench.sidecar().columns if c.encoding == "json"}
+    assert list(files) == names
+    assert list(files.values()) == [
+        "__",
+        "a_b",
+        "a_b_2",
+        "A_B_3",
+        "input_ids_2",
+        "x" * 80,
+        "_pack_",
+    ]
+    assert all(bench.column(file) == [1] for file in files.values())
+
+
+def test_too_many_columns_are_an_error(bench: Bench) -> None:
+    file = bench.write("a.jsonl", {"prompt": "a", **{f"c{i}": i for i in range(257)}})
+    (problem,) = bench.problems(file)
+    assert problem.startswith("rows must have at most 256 different columns, 'c256' is one more; ")
+
+
+def test_an_older_data_set_is_replaced_whole_or_not_touched(bench: Bench) -> None:
+    bench.run(bench.write("a.jsonl", {"prompt": "old", "gone": 1}, b"{"))
+    (problem,) = bench.problems(bench.write("b.jsonl", {"prompt": "new"}))
+    assert problem.endswith("set_packed_meta.json exists; take another prefix or give --overwrite")
+    bench.problems(bench.write("c.jsonl", {"prompt": 1}), overwrite=True)
+    assert bench.texts() == ["old"]
+    bench.run(str(bench.folder / "b.jsonl"), overwrite=True)
+    assert bench.texts() == ["new"]
+    assert not [file for file in bench.files() if "gone" in file.name or "rejected" in file.name]
+
+
+def test_a_data_set_of_a_longer_prefix_is_none_of_ours(bench: Bench) -> None:
+    file = bench.write("a.jsonl", {"prompt": "a"})
+    bench.run(file, output_prefix=f"{bench.prefix}_packed_more")
+    others = bench.files()
+    bench.run(file)
+    bench.run(file, overwrite=True)
+    assert set(others) <= set(bench.files())
+
+
+def test_a_failure_leaves_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(PromptSetWriter, "add", full)
+    (problem,) = bench.problems(bench.write("a.jsonl", {"prompt": "a"}))
+    assert "cannot be written: No space left on device; check the folder" in problem
+    assert list(bench.prefix.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("kill_at", range(11))
+def test_a_kill_while_the_files_are_moved_loses_neither_data_set(
+    kill_at: int, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replacing has 5 removals (sidecar, 2 pairs), 7 moves with the list's own, 1 last removal."""
+    bench.run(bench.write("a.jsonl", {"prompt": "old"}))
+    new = bench.write("b.jsonl", {"prompt": "new"})
+
+    class Killed(BaseException):
+        pass
+
+    done = 0
+
+    def counted(action: Any) -> Any:
+        def act(*arguments: Any, **options: Any) -> Any:
+            nonlocal done
+            if done == kill_at:
+                raise Killed
+            done += 1
+            return action(*arguments, **options)
+
+        return act
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", counted(Path.rename))
+        patched.setattr(Path, "unlink", counted(Path.unlink))
+        # The lock goes with the process, the folder stays.
+        patched.setattr(prompt_set_writer.shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(Killed):
+            bench.run(new, overwrite=True)
+    if kill_at == 0:  # the list of moves is not there yet
+        assert bench.texts() == ["old"]
+        return
+    with pytest.raises(UserError, match="exists; take another prefix"):
+        bench.run(new)  # puts the data set in place, and refuses to overwrite it
+    assert bench.texts() == ["new"] and bench.sidecar().counts["rows_written"] == 1
+    assert not [path for path in bench.prefix.parent.iterdir() if path.is_dir()]
+
+
+def test_a_second_writer_of_a_prefix_is_refused(bench: Bench) -> None:
+    file = bench.write("a.jsonl", {"prompt": "a"})
+    with PromptSetWriter(bench.prefix, PPO):
+        (problem,) = bench.problems(file)
+    assert "must have one writer, another process is writing it" in problem
+
+
+def test_a_prefix_must_end_in_a_name(bench: Bench) -> None:
+    file = bench.write("a.jsonl", {"prompt": "a"})
+    (problem,) = bench.problems(file, output_prefix=f"{bench.folder}/")
+    assert problem.endswith("must end in a name, not in a folder; add a name")
+
+
+def test_a_file_in_place_of_the_output_folder_is_an_error(bench: Bench) -> None:
+    file = bench.write("a.jsonl", {"prompt": "a"})
+    (problem,) = bench.problems(file, output_prefix=f"{file}/set")
+    assert "cannot be written: " in problem

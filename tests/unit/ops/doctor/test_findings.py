@@ -1,0 +1,97 @@
+"""Checks cannot hold up or break one another; the report is stable and readable."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import time
+
+from mindspeed_rlxf.ops.doctor.findings import (
+    Finding,
+    Probe,
+    Status,
+    error,
+    merged,
+    ok,
+    run_probes,
+    warning,
+)
+from mindspeed_rlxf.ops.doctor.report import Report, wants_colour
+
+
+def fails() -> list[Finding]:
+    raise RuntimeError("two\nlines")
+
+
+def test_a_check_that_raises_is_a_finding_and_the_others_are_there() -> None:
+    probes = [Probe("a", lambda: [ok("a", "1")]), Probe("b", fails), Probe("c", list)]
+    found = run_probes(probes)
+    assert found == [
+        ok("a", "1"),
+        warning("b", "the check itself failed (RuntimeError: two lines)", "look at this by hand"),
+    ]
+
+
+def test_a_check_that_hangs_is_given_up_at_its_deadline() -> None:
+    never = threading.Event()
+    started = time.monotonic()
+    hangs = Probe("hangs", lambda: [ok("x", str(never.wait()))], deadline_s=0.05)
+    found = run_probes([hangs, Probe("a", lambda: [ok("a", "1")])])
+    assert time.monotonic() - started < 5
+    assert [(f.check, f.status) for f in found] == [("hangs", Status.WARNING), ("a", Status.OK)]
+    assert "no answer within 0.05 s" in found[0].value
+    never.set()
+
+
+def test_equal_findings_of_hosts_become_one() -> None:
+    both = ok("a", "1")
+    found = merged([both.on("h1"), error("b", "x", "y").on("h1"), both.on("h2"), both.on("h1")])
+    assert [(f.check, f.hosts) for f in found] == [("a", ("h1", "h2")), ("b", ("h1",))]
+
+
+def report(*findings: Finding) -> Report:
+    return Report("here", "0.1.0, sources 0", "2026-01-01T00:00:00+00:00", findings)
+
+
+def test_only_errors_fail_the_command() -> None:
+    assert report(ok("a", "1"), warning("b", "2", "c")).exit_code == 0
+    assert report(ok("a", "1"), error("b", "2", "c")).exit_code == 1
+
+
+def test_the_report_for_programs_keeps_its_keys() -> None:
+    made = report(ok("a", "1"), error("b", "2", "c").on("h")).as_json()
+    assert json.loads(json.dumps(made)) == {
+        "schema": 1,
+        "host": "here",
+        "build": "0.1.0, sources 0",
+        "time": "2026-01-01T00:00:00+00:00",
+        "exit_code": 1,
+        "counts": {"ok": 1, "warning": 0, "error": 1},
+        "findings": [
+            {"check": "a", "status": "ok", "value": "1", "remedy": "", "hosts": ["here"]},
+            {"check": "b", "status": "error", "value": "2", "remedy": "c", "hosts": ["h"]},
+        ],
+    }
+
+
+def test_the_worst_comes_first_and_long_lines_are_wrapped_but_paths_stay_whole() -> None:
+    path = "/a" * 40
+    text = report(ok("a", "1"), error("area.b", f"missing {path}", "copy it")).as_text(60)
+    lines = text.splitlines()
+    assert lines[0] == "error    area.b  missing"
+    assert lines[1].strip() == path
+    assert lines[2].strip() == "-> copy it"
+    assert lines[3].split() == ["ok", "a", "1"]
+    assert lines[-1] == "here: 1 error, 0 warnings, 1 ok  (0.1.0, sources 0)"
+
+
+def test_many_hosts_are_counted() -> None:
+    finding = Finding("a", Status.OK, "1", "", tuple(f"h{i}" for i in range(64)))
+    assert "[h0, h1, h2, h3, and 60 more]" in report(finding).as_text()
+
+
+def test_colour_is_for_terminals() -> None:
+    assert not wants_colour(io.StringIO())
+    assert "\033[" in report(ok("a", "1")).as_text(colour=True)
+    assert "\033[" not in report(ok("a", "1")).as_text()

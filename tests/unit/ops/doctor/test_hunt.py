@@ -1,0 +1,237 @@
+"""Bad hosts and links of a simulated cluster, 64 hosts of 8 ranks, are named in few rounds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from mindspeed_rlxf.ops.doctor.collectives import Conductor, check_collectives
+from mindspeed_rlxf.ops.doctor.findings import Finding, Status
+from mindspeed_rlxf.ops.doctor.hunt import Hunt, Outcome, Party, pair_rounds
+
+PER_HOST = 8
+GOOD_S, SLOW_S = 0.02, 0.4
+
+
+class Simulated:
+    """Ranks in one process, and a clock: a group fails when it holds a rank or a pair that hangs.
+
+    dead, slow:       ranks, or hosts as `host(7)`
+    links, slow_links: pairs of ranks that do not reach each other, or slowly
+    too_many:         groups of more hosts than this fail
+    """
+
+    def __init__(
+        self,
+        dead: Sequence[int] = (),
+        slow: Sequence[int] = (),
+        links: Sequence[tuple[int, int]] = (),
+        slow_links: Sequence[tuple[int, int]] = (),
+        too_many: int = 10**6,
+    ) -> None:
+        self.dead, self.slow = set(dead), set(slow)
+        self.links, self.slow_links = neighbours(links), neighbours(slow_links)
+        self.too_many, self.now, self.rounds = too_many, 0.0, 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def run(self, groups: Sequence[tuple[int, ...]], timeout_s: float) -> list[Outcome]:
+        ranks = [rank for group in groups for rank in group]
+        assert len(ranks) == len(set(ranks)), "a rank is in two groups"
+        assert groups and all(groups)
+        outcomes = [self.outcome(set(group), timeout_s) for group in groups]
+        failed = any(not outcome.passed for outcome in outcomes)
+        self.now += timeout_s if failed else 2.0  # seconds; 2 to open the connections
+        self.rounds += 1
+        return outcomes
+
+    def outcome(self, group: set[int], timeout_s: float) -> Outcome:
+        absent = tuple(sorted(group & self.dead))
+        cut = meet(group, self.links)
+        if absent or cut or len({rank // PER_HOST for rank in group}) > self.too_many:
+            return Outcome(False, timeout_s, absent, "timed out")
+        late = group & self.slow or meet(group, self.slow_links)
+        return Outcome(True, SLOW_S if late else GOOD_S)
+
+
+def neighbours(pairs: Sequence[tuple[int, int]]) -> dict[int, set[int]]:
+    found: dict[int, set[int]] = {}
+    for a, b in pairs:
+        found.setdefault(a, set()).add(b)
+    return found
+
+
+def meet(group: set[int], links: dict[int, set[int]]) -> bool:
+    return any(links[rank] & group for rank in group & links.keys())
+
+
+def host(i: int) -> list[int]:
+    return list(range(i * PER_HOST, (i + 1) * PER_HOST))
+
+
+def hosts(count: int) -> list[Party]:
+    return [Party(f"host-{i}", tuple(host(i))) for i in range(count)]
+
+
+def between(a: int, b: int) -> list[tuple[int, int]]:
+    """All ranks of two hosts."""
+    return list(itertools.product(host(a), host(b)))
+
+
+def check(cluster: Simulated, count: int = 64, deadline_s: float = 300.0) -> list[Finding]:
+    found = check_collectives(hosts(count), cluster, deadline_s, cluster.clock)
+    assert cluster.now <= deadline_s
+    return found
+
+
+def bad(found: list[Finding]) -> list[str]:
+    return [f"{f.check}: {f.value}" for f in found if f.status is not Status.OK]
+
+
+@pytest.mark.parametrize("count", range(2, 70))
+def test_pairs_of_a_round_are_disjoint_and_everyone_meets_someone(count: int) -> None:
+    parties = hosts(count)
+    rounds = pair_rounds(parties)
+    assert len(rounds) == (count - 1).bit_length()
+    for pairs in rounds:
+        there = [party for pair in pairs for party in pair]
+        assert len(there) == len(set(there))
+    assert {p for pairs in rounds for pair in pairs for p in pair} == set(parties)
+
+
+def test_64_hosts_of_a_power_of_two_meet_six_partners_each() -> None:
+    met = [pair for pairs in pair_rounds(hosts(64)) for pair in pairs]
+    assert len(met) == len(set(met)) == 6 * 32
+
+
+def test_a_sound_cluster_takes_eight_rounds() -> None:
+    cluster = Simulated()
+    found = check(cluster)
+    assert bad(found) == [] and cluster.rounds == 1 + 6 + 1
+    assert [f.value for f in found] == [
+        "64 of 64 hosts, median 20 ms",
+        "192 pairs of hosts tried, median 20 ms",
+        "64 of 64 hosts together, 20 ms",
+    ]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 64])
+def test_a_dead_rank_is_named_with_its_host(count: int) -> None:
+    cluster = Simulated(dead=[host(1)[3]])
+    (told,) = bad(check(cluster, count))
+    assert told.startswith("collectives.inside: all-reduce fails inside host-1: device 3 of host-1")
+    assert "ranks 11 never came" in told
+
+
+def cut_off(*which: int, count: int = 64) -> list[tuple[int, int]]:
+    """Links of hosts that work inside and reach nobody."""
+    others = [i for i in range(count) if i not in which]
+    pairs = [pair for a in which for b in others for pair in between(a, b)]
+    return pairs + [p for a, b in itertools.combinations(which, 2) for p in between(a, b)]
+
+
+@pytest.mark.parametrize("which", [(0,), (63,), (0, 1), (5, 21, 40), tuple(range(0, 16, 2))])
+def test_hosts_that_reach_nobody_are_named_and_no_other(which: tuple[int, ...]) -> None:
+    cluster = Simulated(links=cut_off(*which))
+    told = bad(check(cluster))
+    expected = [f"collectives.pairs: host-{i} fails with every partner" for i in which]
+    assert [line.partition(" (")[0] for line in told] == expected
+    assert cluster.rounds <= 1 + 6 + 2 + 1
+
+
+def test_a_host_that_is_found_costs_no_further_waits() -> None:
+    """Two rounds of pairs fail, 15 s each; 2 s for each of the six others."""
+    cluster = Simulated(links=cut_off(0))
+    check(cluster)
+    assert cluster.now == 2 * 15 + 6 * 2
+
+
+@pytest.mark.parametrize("count", [3, 4, 7])
+def test_a_host_cut_off_among_few_is_named(count: int) -> None:
+    (told,) = bad(check(Simulated(links=cut_off(2, count=count)), count))
+    assert "host-2 fails with every partner" in told
+
+
+def test_of_two_hosts_that_do_not_reach_each_other_neither_is_blamed() -> None:
+    (told,) = bad(check(Simulated(links=between(0, 1)), 2))
+    assert "host-0 and host-1 fail together, and no good host is left" in told
+
+
+def test_a_link_that_a_round_of_pairs_tries_is_named() -> None:
+    (told,) = bad(check(Simulated(links=between(8, 9))))
+    assert "host-8 and host-9 fail together, each is fine with others" in told
+
+
+@pytest.mark.parametrize("link", [(3, 60), (0, 63), (30, 33)])
+def test_a_link_that_no_pair_tried_is_found_by_bisection(link: tuple[int, int]) -> None:
+    """3 and 60 differ in more than one bit: only everyone together holds both."""
+    cluster = Simulated(links=between(*link))
+    (told,) = bad(check(cluster))
+    assert f"host-{link[0]} and host-{link[1]} fail together" in told
+    assert cluster.rounds <= 1 + 6 + 1 + 2 * 6 + 1
+
+
+def test_two_ranks_that_do_not_reach_each_other_blame_their_hosts_link() -> None:
+    (told,) = bad(check(Simulated(links=[(host(8)[2], host(9)[5])])))
+    assert "host-8 and host-9 fail together" in told
+
+
+@pytest.mark.parametrize("which", [(7,), (0, 33)])
+def test_slow_hosts_are_named_and_no_other(which: tuple[int, ...]) -> None:
+    slow = [pair for i in which for j in range(64) if j != i for pair in between(i, j)]
+    told = bad(check(Simulated(slow_links=slow)))
+    assert told == [f"collectives.pairs: host-{i} is slow with every partner" for i in which]
+
+
+def test_a_host_that_is_slow_inside_is_named() -> None:
+    told = bad(check(Simulated(slow=host(5))))
+    assert told[0].startswith("collectives.inside: slow inside host-5 ")
+    assert told[1] == "collectives.pairs: host-5 is slow with every partner"
+
+
+def test_a_slow_link_is_named() -> None:
+    told = bad(check(Simulated(slow_links=between(8, 9))))
+    assert told == [
+        "collectives.pairs: host-8 and host-9 are slow together, each is fine with others"
+    ]
+
+
+def test_a_fault_of_size_alone_blames_no_host() -> None:
+    (told,) = bad(check(Simulated(too_many=40)))
+    assert told.startswith("collectives.all: 64 hosts together fail, none of their halves does")
+
+
+def test_faults_of_several_kinds_at_once_stay_within_the_deadline() -> None:
+    links = [*cut_off(11), *between(3, 60), *between(20, 51)]
+    cluster = Simulated(dead=[host(40)[0]], links=links)
+    told = bad(check(cluster))
+    assert "inside host-40: device 0 of host-40" in told[0]
+    assert "host-11 fails with every partner" in told[1]
+    assert cluster.now <= 300
+
+
+def test_when_nobody_reaches_anybody_the_rounds_stay_bounded() -> None:
+    everyone = cut_off(*range(64))
+    cluster = Simulated(links=everyone)
+    found = check(cluster)
+    assert cluster.rounds <= 1 + 6 + 2 and any("fail together" in line for line in bad(found))
+
+
+def test_a_deadline_that_comes_early_says_what_is_known_by_then() -> None:
+    cluster = Simulated(links=between(3, 60))
+    told = bad(check(cluster, deadline_s=40))
+    assert told[-1].startswith("collectives.all: the deadline came before all was tried")
+
+
+def test_no_round_is_begun_without_time() -> None:
+    cluster = Simulated()
+    conductor = Conductor(cluster, 1.0, cluster.clock)
+    assert conductor.round([tuple(hosts(2))], 15.0) is None and cluster.rounds == 0
+
+
+def test_a_verdict_can_be_asked_before_the_end() -> None:
+    hunt = Hunt(hosts(4))
+    assert hunt.verdict().complete is False and hunt.verdict().pair_s is None

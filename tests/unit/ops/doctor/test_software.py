@@ -1,0 +1,91 @@
+"""The doctor on NPU: the same rules by which a worker refuses to start, without starting one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf import packages
+from mindspeed_rlxf.cluster.node_report import problems, report
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.device import npu_versions
+from mindspeed_rlxf.ops.doctor import cluster, software
+from tests.unit.device import npu_recorder
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A host with the set of core 0.12.1, Megatron-LM and MindSpeed as checkouts on the path."""
+    npu_recorder.install(monkeypatch, tmp_path)
+    (tmp_path / "MindSpeed" / "setup.py").write_text("__version__ = '0.12.1'\n")
+    return tmp_path
+
+
+def check_out(host: Path, numbers: tuple[int, int, int]) -> None:
+    lines = [f"{n} = {v}\n" for n, v in zip(packages.NUMBERS, numbers, strict=True)]
+    file = host / "Megatron-LM" / "megatron" / "core" / "package_info.py"
+    file.write_text("".join(lines))
+
+
+def told(check: str) -> list[tuple[str, str, str]]:
+    found = software.look(DeviceKind.NPU)
+    return [(f.status.value, f.value, f.remedy) for f in found if f.check == check]
+
+
+def test_the_versions_of_checkouts_are_told_and_where_they_are(host: Path) -> None:
+    assert told("versions.megatron-core") == [("ok", "0.12.1", "")]
+    assert told("versions.mindspeed") == [("ok", "0.12.1", "")]
+    ((status, value, _),) = told("versions.sources")
+    assert status == "ok" and f"megatron.core from {host}/Megatron-LM/megatron/core" in value
+    assert told("versions.pairs") == []
+    assert not [name for name in sys.modules if name.startswith(("megatron.", "mindspeed."))]
+
+
+def test_mindspeed_and_another_megatron_are_an_error_with_its_remedy(host: Path) -> None:
+    check_out(host, (0, 16, 1))
+    what = "MindSpeed 0.12.1 must pair with Megatron-LM 0.16.1"
+    assert told("versions.pairs") == [("error", what, "check out MindSpeed core_r0.16.0")]
+    with pytest.raises(ValueError, match=what):
+        npu_versions.check()  # as a worker does
+
+
+def test_a_torch_of_no_set_is_a_warning(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = {"torch": "2.9.0", "torch_npu": "2.9.0", "mindspeed": "0.12.1"}
+    monkeypatch.setattr(packages, "_installed", others.get)
+    what = "torch 2.9.0 is not that of npu-core0.12.1"
+    assert ("warning", what, "use torch 2.7.1") in told("versions.pairs")
+
+
+def test_a_missing_checkout_is_an_error(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    npu_recorder.look_in(monkeypatch, [host / "Megatron-LM"])
+    ((_, value, remedy),) = [each for each in told("versions.pairs") if each[0] == "error"]
+    assert "needs MindSpeed" in value and "26.1.0_core_r0.12.1" in remedy
+
+
+@pytest.mark.parametrize(
+    ("there", "what"),
+    [
+        ("Megatron-LM", "device.kind=npu needs MindSpeed, which is not on the path"),
+        ("MindSpeed", "(megatron.core: not found)"),
+    ],
+)
+def test_of_a_package_that_is_missing_only_that_is_told(
+    host: Path, monkeypatch: pytest.MonkeyPatch, there: str, what: str
+) -> None:
+    installed = {"torch": "2.7.1+cpu", "torch_npu": "2.7.1.post2"}
+    monkeypatch.setattr(packages, "_installed", installed.get)
+    npu_recorder.look_in(monkeypatch, [host / there])
+    ((status, value, _),) = told("versions.pairs")
+    assert status == "error" and what in value
+
+
+def test_nodes_with_different_checkouts_are_named(host: Path) -> None:
+    before, ours = cluster.versions(), report([], None)
+    check_out(host, (0, 12, 2))
+    after, theirs = cluster.versions(), report([], None)
+    found = [f.value for f in cluster.drift({"a": before, "b": before, "c": after})]
+    assert found == ["megatron-core 0.12.2, on 2 other hosts 0.12.1"]
+    (problem,) = problems(ours, [theirs], {})
+    assert "must be that of the driver (0.12.1), not 0.12.2" in problem

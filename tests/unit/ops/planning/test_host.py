@@ -1,0 +1,81 @@
+"""Host memory and disk of small runs, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.rules.host import PROCESS_BYTES
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.models.sizes import model_numbers
+from mindspeed_rlxf.ops.planning.host import disk_needed, host_memory_needed, stored_itemsize
+from mindspeed_rlxf.ops.planning.memory import pool_memory
+
+JOINED = {"resource_pool.main": [4, 4], "runtime.address": "head:6379"}
+PP4 = {"actor_rollout.pipeline_model_parallel_size": 4}
+
+
+def needed(make_tree: Callable[..., Any], changes: dict[str, Any]) -> Any:
+    config = resolve(make_tree(changes), "t")
+    return host_memory_needed(config, [pool_memory(config, "main")])
+
+
+def test_own_cluster_has_every_process_on_this_host(make_tree: Callable[..., Any]) -> None:
+    host = needed(make_tree, {})
+    assert host.num_processes == 8 and host.processes == 8 * PROCESS_BYTES
+    assert host.rows == 2 * 96 * (8 * 8 + 50 * 16 + 42)
+    assert host.driver == PROCESS_BYTES + 8 * 96 * 8
+
+
+def test_responses_that_are_not_learnt_from_are_held_too(make_tree: Callable[..., Any]) -> None:
+    grpo = {
+        "training.stage": "ray_grpo",
+        "actor_rollout.do_sample": True,
+        "actor_rollout.n_samples_per_prompt": 4,
+    }
+
+    def rows(changes: dict[str, Any]) -> int:
+        config = resolve(make_tree({**grpo, **changes}, ("critic", "placement.critic")), "t")
+        return int(host_memory_needed(config, [pool_memory(config, "main")]).rows)
+
+    plain = rows({})
+    drawn = {"algorithm.filter_groups": True, "algorithm.max_num_gen_batches": 3}
+    assert rows(drawn) == 3 * plain
+    assert rows({"algorithm.adv_estimator": "remax"}) * 4 == 5 * plain
+
+
+def test_joined_cluster_shows_its_largest_host(make_tree: Callable[..., Any]) -> None:
+    assert needed(make_tree, JOINED).num_processes == 4
+
+
+def test_stages_are_written_where_their_first_ranks_are(make_tree: Callable[..., Any]) -> None:
+    """PP 4 x DP 2: stages start at ranks 0, 2, 4, 6, two on each host of four."""
+    config = resolve(make_tree(PP4), "t")
+    actor = model_numbers(config.actor_rollout.architecture, Head.LANGUAGE_MODEL) * 4
+    critic = model_numbers(config.critic.architecture, Head.SCORE) * 4
+    assert needed(make_tree, PP4).export == actor + critic
+    assert needed(make_tree, {**PP4, **JOINED}).export == actor // 2 + critic
+
+
+def test_on_an_accelerator_roles_take_no_host_memory(make_tree: Callable[..., Any]) -> None:
+    assert needed(make_tree, JOINED).devices > 0
+    assert needed(make_tree, {**JOINED, "device.kind": "cuda"}).devices == 0
+
+
+def test_exports_keep_the_precision_of_their_source(
+    make_tree: Callable[..., Any], tmp_path: Path
+) -> None:
+    save_file({"model.norm.weight": torch.ones(1).bfloat16()}, tmp_path / "model.safetensors")
+    config = resolve(make_tree({"actor_rollout.load": str(tmp_path)}), "t")
+    numbers = model_numbers(config.actor_rollout.architecture, Head.LANGUAGE_MODEL)
+    assert disk_needed(config).exports[Role.ACTOR_ROLLOUT] == numbers * (2 + 4)
+
+
+def test_a_folder_that_cannot_be_read_counts_as_the_model(tmp_path: Path) -> None:
+    assert stored_itemsize(str(tmp_path), 2) == 2

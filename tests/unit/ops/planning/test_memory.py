@@ -1,0 +1,197 @@
+"""How roles and phases of a pool add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config import memory
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.rules.host import GIB
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.ops.planning.memory import (
+    cache_rows,
+    pool_memories,
+    pool_memory,
+    role_memory,
+)
+from mindspeed_rlxf.rollout.kv_cache import CacheShape, KvCache
+
+EXPERTS = {"model.small.num_experts": 8, "model.small.moe_ffn_hidden_size": 32}
+EP4 = {**EXPERTS, "training.expert_model_parallel_size": 4}
+PP2 = {"actor_rollout.pipeline_model_parallel_size": 2}
+
+
+@pytest.fixture
+def config(make_tree: Callable[..., Any]) -> Callable[..., RunConfig]:
+    return lambda changes=None: resolve(make_tree(changes or {}), "test")
+
+
+def phase(config: RunConfig, role: Role, name: str, stage: int = 0) -> Any:
+    return next(p for p in role_memory(config, role, stage).phases if p.name == name)
+
+
+def test_cache_is_as_large_as_the_real_one(config: Callable[..., RunConfig]) -> None:
+    run = config({"actor_rollout.num_samples_per_step": 3, "actor_rollout.bf16": True})
+    # 4 layers, 4 groups of width 64 / 8 = 8; 8 + 16 tokens
+    real = KvCache(CacheShape(4, 4, 24, 8, torch.bfloat16), 3, torch.device("cpu"))
+    expected = real.keys.nbytes + real.values.nbytes
+    assert phase(run, Role.ACTOR_ROLLOUT, "generate").kv_cache == expected
+
+
+@pytest.mark.parametrize("room", [1, 5, 1000])
+def test_rows_follow_the_rule_of_the_rollout(
+    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    one = memory.kv_cache_bytes(1, 24, config().actor_rollout.architecture, 1, 4)
+    whole = int(room * one / memory.CACHE_SHARE) + 10
+    monkeypatch.setattr(device, "host_memory", lambda: 8 * GIB)
+    run = config({"device.cpu_threads": 1})
+    monkeypatch.setattr(device, "host_memory", lambda: 8 * whole)  # 8 processes
+    assert cache_rows(run) == min(96 // 8, room)
+    monkeypatch.setattr(device, "host_memory", lambda: 8 * GIB)
+    run = config({"device.memory_gib": whole / GIB})  # counts for each process, as it does in a run
+    assert cache_rows(run) == min(96 // 8, room)
+
+
+def test_frozen_roles_hold_weights_only(config: Callable[..., RunConfig]) -> None:
+    ref = role_memory(config(), Role.REF, 0)
+    assert ref.weights > 0 and (ref.gradients, ref.optimizer) == (0, 0)
+    assert [p.name for p in ref.phases] == ["forward"]
+
+
+def test_roles_of_a_pool_add_up_but_only_the_largest_phase_counts(
+    config: Callable[..., RunConfig],
+) -> None:
+    pool = pool_memory(config(), "main")
+    assert [r.role for r in pool.roles] == [Role.ACTOR_ROLLOUT, Role.REF, Role.CRITIC]  # no rule
+    phases = [p.total for r in pool.roles for p in r.phases]
+    assert pool.total == sum(r.kept for r in pool.roles) + max(phases)
+
+
+def test_pipeline_receives_weights_for_generation(config: Callable[..., RunConfig]) -> None:
+    assert phase(config(), Role.ACTOR_ROLLOUT, "generate").other == 0
+    received = phase(config(PP2), Role.ACTOR_ROLLOUT, "generate").other
+    layers = role_memory(config(), Role.ACTOR_ROLLOUT, 0).weights
+    assert received == layers - role_memory(config(PP2), Role.ACTOR_ROLLOUT, 0).weights
+
+
+def test_first_stage_holds_two_micro_batches(config: Callable[..., RunConfig]) -> None:
+    # tokens 24; half of 4 layers twice, and hidden states in and out: 2 x 24 x 64 x 4 each time
+    run = config(PP2)
+    layer = memory.layer_activation_bytes(run.actor_rollout.architecture, 24, 1, False, 4)
+    expected = 2 * (2 * layer + 2 * 24 * 64 * 4)
+    assert phase(run, Role.ACTOR_ROLLOUT, "update").activations == expected
+
+
+def test_interleaved_stages_hold_more(config: Callable[..., RunConfig]) -> None:
+    # two chunks of one layer each; a step of 48 / 4 replicas = 12 micro-batches holds 5 chunks
+    run = config({**PP2, "actor_rollout.num_layers_per_virtual_pipeline_stage": 1})
+    layer = memory.layer_activation_bytes(run.actor_rollout.architecture, 24, 1, False, 4)
+    expected = 5 * (layer + 2 * 24 * 64 * 4)
+    assert phase(run, Role.ACTOR_ROLLOUT, "update").activations == expected
+
+
+def test_limit_of_tokens_is_what_a_micro_batch_takes(config: Callable[..., RunConfig]) -> None:
+    # 12 samples of 24 tokens at most: 50 tokens, or all 288 of them
+    a = config().critic.architecture
+    for limit, tokens in ((50, 50), (1000, 12 * 24)):
+        run = config({"critic.max_tokens_per_micro_batch": limit})
+        # values are read at 16 + 1 slots of each sample
+        read = min(limit, 12 * 17)
+        layer = memory.layer_activation_bytes(a, tokens, 1, False, 4)
+        head = memory.last_hidden_bytes(tokens, read, 64, 4) + memory.score_head_bytes(read, 64)
+        assert phase(run, Role.CRITIC, "forward").activations == layer + head
+
+
+def test_distributed_optimizer_is_shared_by_the_replicas(config: Callable[..., RunConfig]) -> None:
+    whole = role_memory(config(), Role.CRITIC, 0)
+    shared = role_memory(config({"critic.use_distributed_optimizer": True}), Role.CRITIC, 0)
+    assert shared.optimizer * 8 == shared.weights * 2  # two moments of an eighth
+    assert shared.gradients == pytest.approx(whole.gradients, rel=0.05)
+
+
+def expert_bytes(config: RunConfig, share: int) -> int:
+    """4 layers of 8 experts with three matrices of 64 x 32, fp32."""
+    assert config.critic.architecture.num_experts == 8
+    return 4 * 8 // share * 3 * 64 * 32 * 4
+
+
+def test_expert_ranks_hold_their_share_and_receive_the_rest(
+    config: Callable[..., RunConfig],
+) -> None:
+    whole, shared = config(EXPERTS), config(EP4)
+    saved = expert_bytes(whole, 1) - expert_bytes(whole, 4)
+    for role in (Role.ACTOR_ROLLOUT, Role.REF, Role.CRITIC):
+        one, four = (role_memory(run, role, 0) for run in (whole, shared))
+        assert one.weights - four.weights == saved
+        assert one.optimizer - four.optimizer == (2 * saved if one.optimizer else 0)
+    assert phase(whole, Role.ACTOR_ROLLOUT, "generate").other == 0
+    assert phase(shared, Role.ACTOR_ROLLOUT, "generate").other == saved
+
+
+def test_an_experts_optimizer_is_shared_by_the_ranks_that_hold_it(
+    config: Callable[..., RunConfig],
+) -> None:
+    """DP 8: eight ranks share the dense state, two each expert's."""
+    run = config({**EP4, "critic.use_distributed_optimizer": True})
+    experts = expert_bytes(run, 4)
+    critic = role_memory(run, Role.CRITIC, 0)
+    dense = critic.weights - experts  # every expert matrix fills whole blocks of 64
+    assert critic.optimizer == 2 * (dense // 8 + experts // 2)
+
+
+def test_each_chosen_expert_keeps_its_tokens(config: Callable[..., RunConfig]) -> None:
+    a = config(EXPERTS).critic.architecture
+    dense = a.model_copy(update={"num_experts": None})
+    many = a.model_copy(update={"moe_router_topk": 4})
+    one, two, four = (memory.layer_activation_bytes(x, 10, 1, False, 4) for x in (dense, a, many))
+    # 10 tokens; a choice keeps a hidden state of 64, six times 32, and 12 bytes of routing
+    choice = 10 * (4 * (64 + 6 * 32) + 12)
+    assert four - two == 2 * choice
+    assert two - one == 2 * choice + 10 * 5 * 8 - 10 * 5 * 4 * 96  # a router, no MLP of 96
+
+
+def test_without_sequence_parallel_each_rank_sends_every_token(
+    config: Callable[..., RunConfig],
+) -> None:
+    a = config(EXPERTS).critic.architecture
+    assert memory.dispatched_tokens(a, 10, 4, True) == 20
+    assert memory.dispatched_tokens(a, 10, 4, False) == 80
+    assert memory.dispatch_bytes(a, 10, 4, True, 2) == 3 * 20 * 64 * 2
+
+
+SPLIT = {
+    "resource_pool.actor": 8,
+    "placement.actor_rollout": "actor",
+    "actor_rollout.num_gpus_for_train": 6,
+    "actor_rollout.num_gpus_for_infer": 2,
+    "actor_rollout.pipeline_model_parallel_size": 2,
+    "rollout.tensor_model_parallel_size": 2,
+}
+
+
+def test_parts_of_a_split_pool_hold_what_they_use(config: Callable[..., RunConfig]) -> None:
+    """Training has no cache and no other weights; generation half of them all and no optimizer."""
+    run, whole = config(SPLIT), role_memory(config(), Role.ACTOR_ROLLOUT, 0)
+    trains, generates = pool_memories(run, "actor")
+    [learning], [rollout] = trains.roles, generates.roles
+    assert learning.optimizer > 0
+    assert [p.name for p in learning.phases] == [
+        "forward", "update", "optimizer step", "send weights",
+    ]  # fmt: skip
+    assert all(p.kv_cache == 0 for p in learning.phases)
+    assert (rollout.gradients, rollout.optimizer) == (0, 0)
+    norms = 9 * 64 * 4  # on both ranks: two of each of four layers, and the last
+    assert rollout.weights == (whole.weights - norms) // 2 + norms
+    [receive, generate] = rollout.phases
+    assert (receive.name, receive.total) == ("receive weights", rollout.weights)
+    # all 96 samples on one replica, 4 layers, 2 of 4 groups of width 8, 24 tokens, keys and values
+    assert generate.kv_cache == 96 * 4 * 2 * 8 * 24 * 2 * 4
+    assert (trains.rank, trains.processes) == (0, (6,))
+    assert (generates.rank, generates.processes) == (6, (2,))

@@ -1,0 +1,80 @@
+"""Ranks stand where `ParallelLayout` puts them; many hosts stay readable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.ops.planning.topology import topology
+
+LARGE = {
+    "resource_pool.main": [8] * 64,
+    "training.global_batch_size": 512,
+    "actor_rollout.ppo_mini_batch_size": 512,
+    "critic.critic_mini_batch_size": 512,
+    "actor_rollout.tensor_model_parallel_size": 4,
+    "actor_rollout.pipeline_model_parallel_size": 4,
+    "runtime.address": "head:6379",
+}
+
+
+def lines(make_tree: Callable[..., Any], changes: dict[str, Any]) -> list[str]:
+    text = topology(resolve(make_tree(changes), "t"))
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_every_device_has_a_line_with_its_place_in_each_role(make_tree: Callable[..., Any]) -> None:
+    changes = {
+        "resource_pool.main": [4, 4],
+        "actor_rollout.tensor_model_parallel_size": 2,
+        "actor_rollout.pipeline_model_parallel_size": 2,
+    }
+    shown = lines(make_tree, changes)
+    assert shown[0] == (
+        "pool hosts devices ranks actor_rollout TP,PP,DP ref TP,PP,DP critic TP,PP,DP "
+        "reward TP,PP,DP"
+    )
+    # rank 6 = 0 + 2 x (1 + 2 x 1): TP 0, DP 1, PP 1; elsewhere data parallel only
+    assert "main 1 2 6 0,1,1 0,0,6 0,0,6 0,0,6" in shown
+    assert len(shown) == 2 + 8
+
+
+def test_like_hosts_share_a_line(make_tree: Callable[..., Any]) -> None:
+    """512 ranks, TP 4 x PP 4 x DP 32: a stage is 128 ranks on 16 hosts."""
+    shown = lines(make_tree, LARGE)
+    assert shown[2:] == [
+        "main 0-15 0-7 0-127 0-3,0,0-31 0,0,0-127 0,0,0-127 0,0,0-127",
+        "main 16-31 0-7 128-255 0-3,1,0-31 0,0,128-255 0,0,128-255 0,0,128-255",
+        "main 32-47 0-7 256-383 0-3,2,0-31 0,0,256-383 0,0,256-383 0,0,256-383",
+        "main 48-63 0-7 384-511 0-3,3,0-31 0,0,384-511 0,0,384-511 0,0,384-511",
+    ]
+
+
+def test_a_host_of_another_size_has_a_line_of_its_own(make_tree: Callable[..., Any]) -> None:
+    changes = {
+        "resource_pool.main": [8] * 5 + [4] + [8] * 6 + [4],
+        "training.global_batch_size": 96,
+        "actor_rollout.ppo_mini_batch_size": 96,
+        "critic.critic_mini_batch_size": 96,
+        "runtime.address": "head:6379",
+    }
+    hosts = [line.split()[1] for line in lines(make_tree, changes)[2:]]
+    assert hosts == ["0-4", "5", "6-11", "12"]
+
+
+def test_parts_of_a_split_pool_have_tables_of_their_own(make_tree: Callable[..., Any]) -> None:
+    """Ranks and devices are the pool's; places count from the first rank of the part."""
+    changes = {
+        "resource_pool.actor": [4, 4],
+        "placement.actor_rollout": "actor",
+        "actor_rollout.num_gpus_for_train": 6,
+        "actor_rollout.num_gpus_for_infer": 2,
+        "actor_rollout.pipeline_model_parallel_size": 2,
+        "rollout.tensor_model_parallel_size": 2,
+    }
+    shown = lines(make_tree, changes)
+    header = shown.index("pool hosts devices ranks rollout TP,PP,DP")
+    # rank 5 = DP 2 + 3 x PP 1 of training; ranks 6 and 7 are TP 0 and 1 of generation
+    assert shown[header - 2] == "actor 1 1 5 0,1,2"
+    assert shown[header + 2 : header + 4] == ["actor 1 2 6 0,0,0", "actor 1 3 7 1,0,0"]

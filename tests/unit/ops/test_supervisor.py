@@ -1,0 +1,331 @@
+"""The supervisor starts a stand-in for the training command, which does what a plan says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.config.compose import compose
+from mindspeed_rlxf.ops import supervisor
+from mindspeed_rlxf.ops.restarts import Failure, Restarts, smaller_pools
+from mindspeed_rlxf.ops.supervisor import Supervisor, ended, supervise
+from mindspeed_rlxf.run.supervised import CHILD_OF
+
+ROOT = Path(__file__).parents[3]
+STAND_IN = """
+import json, os, signal, sys, time
+from pathlib import Path
+from mindspeed_rlxf.ops.supervisor import supervise
+from mindspeed_rlxf.run.supervised import command_started, report_facts
+assert supervise() is None
+folder = Path(sys.argv[1])
+with open(folder / "attempts.jsonl", "a") as file:
+    file.write(json.dumps(sys.argv[2:]) + "\\n")
+if "dry_run=true" in sys.argv and (folder / "slow").exists():
+    (folder / "ready").write_text("")
+    time.sleep(60)
+if "dry_run=true" in sys.argv:
+    sys.exit(0 if "resource_pool.main=[4]" in sys.argv else 2)
+number = sum("dry_run" not in line for line in open(folder / "attempts.jsonl")) - 1
+step = json.load(open(folder / "plan.json"))[number]
+assert command_started() > 0
+if "facts" in step:
+    report_facts(directory=str(folder), **step["facts"])
+if "saved" in step:
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(step["saved"])
+if "failure" in step:
+    (folder / "failure.json").write_text(json.dumps(step["failure"]))
+if "kill" in step:
+    os.kill(os.getpid(), step["kill"])
+if "wait" in step:
+    def handler(n, frame):
+        (folder / "signal").write_text(str(n))
+        sys.exit(step["exit"])
+    signal.signal(signal.SIGTERM, handler)
+    (folder / "ready").write_text("")
+    time.sleep(60)
+sys.exit(step["exit"])
+"""
+FACTS = {"max_restarts": 3, "stop_grace_s": 60.0}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "PAUSE_S", 0.0)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def make(folder: Path, *plan: dict[str, Any]) -> Supervisor:
+    (folder / "plan.json").write_text(json.dumps(plan))
+    return Supervisor([sys.executable, "-S", "-c", STAND_IN, str(folder)])
+
+
+def attempts(folder: Path) -> list[list[str]]:
+    return [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
+
+
+def again(folder: Path) -> list[str]:
+    """What a restart adds to the command."""
+    return ["training.new_run=false", "training.resume=auto", f"training.output_dir='{folder}'"]
+
+
+def failed(iteration: int, cause: str, **more: Any) -> dict[str, Any]:
+    failure = {"iteration": iteration, "cause": cause}
+    return {"exit": 1, "facts": FACTS, "failure": failure, **more}
+
+
+@pytest.mark.parametrize("code", [0, 2, 75])
+def test_an_end_that_is_no_failure_is_passed_on(tmp_path: Path, code: int) -> None:
+    assert make(tmp_path, {"exit": code, "facts": FACTS}).run() == code
+    assert attempts(tmp_path) == [[]]
+
+
+def test_a_failure_is_followed_by_the_same_command_in_the_same_directory(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert make(tmp_path, failed(4, "x", saved="3"), {"exit": 0}).run() == 0
+    assert attempts(tmp_path) == [[], again(tmp_path)]
+    assert "restart: 1 of 3 (training.max_restarts), from the checkpoint of iteration 3" in (
+        capfd.readouterr().err
+    )
+
+
+def test_the_same_failure_twice_ends_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert make(tmp_path, failed(4, "x"), failed(4, "x"), {"exit": 0}).run() == 1
+    assert len(attempts(tmp_path)) == 2
+    assert (
+        "no restart: it failed twice in iteration 4 with the same cause" in capfd.readouterr().err
+    )
+
+
+def test_a_training_process_that_is_killed_is_reported_and_replaced(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 3}\n{"iteration": 4}\n{"itera')
+    killed = {"facts": FACTS, "kill": signal.SIGKILL}
+    assert make(tmp_path, killed, {"exit": 0}).run() == 0
+    assert "failed: driver: killed by SIGKILL" in capfd.readouterr().err
+    found = json.loads((tmp_path / "failure.json").read_text())
+    assert (found["role"], found["iteration"], found["cause"]) == ("driver", 5, "killed by SIGKILL")
+
+
+def test_a_failure_before_the_run_has_a_directory_is_final(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert make(tmp_path, {"kill": signal.SIGSEGV}).run() == 1
+    assert capfd.readouterr().err == "failed: driver: killed by SIGSEGV\n"
+
+
+def test_a_restart_that_is_refused_leaves_the_failure_as_it_was(tmp_path: Path) -> None:
+    assert make(tmp_path, failed(4, "x"), {"exit": 2}).run() == 1
+    assert json.loads((tmp_path / "failure.json").read_text())["cause"] == "x"
+
+
+def test_lost_nodes_are_waited_for_and_then_the_run_shrinks_where_that_is_allowed(
+    tmp_path: Path,
+) -> None:
+    facts = {
+        **FACTS, "joined": True, "node_wait_s": 7.0, "allow_shrink": True,
+        "pools": {"main": {"processes": [4, 4], "step": 2}},
+    }  # fmt: skip
+    lost = failed(4, "died", facts=facts)
+    lacking = {"exit": 75, "facts": {**facts, "free": [4, 3]}}
+    assert make(tmp_path, lost, lacking, {"exit": 0}).run() == 0
+    waits = ["++resource_pool.wait_s=7.0", "++resource_pool.bad_nodes=leave_out"]
+    six, four = "resource_pool.main=[4, 2]", "resource_pool.main=[4]"
+    assert attempts(tmp_path) == [
+        [],
+        again(tmp_path) + waits,
+        [*again(tmp_path), *waits, six, "dry_run=true"],
+        [*again(tmp_path), *waits, four, "dry_run=true"],
+        [*again(tmp_path), *waits, four],
+    ]
+
+
+def test_a_host_that_lost_a_device_goes_on_with_fewer_too(tmp_path: Path) -> None:
+    """A cluster of our own has nobody to wait for: its start is refused, with what is free."""
+    facts = {**FACTS, "allow_shrink": True, "pools": {"main": {"processes": [8], "step": 2}}}
+    lost, refused = failed(4, "died", facts=facts), {"exit": 2, "facts": {**facts, "free": [5]}}
+    assert make(tmp_path, lost, refused, {"exit": 0}).run() == 0
+    assert attempts(tmp_path)[-1] == [*again(tmp_path), "resource_pool.main=[4]"]
+
+
+def test_a_host_that_lost_a_device_ends_with_75_without_leave_to_shrink(tmp_path: Path) -> None:
+    refused = {"exit": 2, "facts": {**FACTS, "free": [5]}}
+    assert make(tmp_path, failed(4, "died"), refused).run() == 75
+
+
+def test_a_later_failure_keeps_the_smaller_size_and_waits_by_what_is_known_then(
+    tmp_path: Path,
+) -> None:
+    facts = {**FACTS, "allow_shrink": True, "pools": {"main": {"processes": [8], "step": 4}}}
+    joined = {"joined": True, "node_wait_s": 7.0}
+    plan = [
+        failed(4, "died", facts=facts),
+        {"exit": 75, "facts": {**facts, **joined, "free": [5]}},
+        failed(6, "died", facts={**facts, **joined}),
+        {"exit": 0},
+    ]
+    assert make(tmp_path, *plan).run() == 0
+    waits = ["++resource_pool.wait_s=7.0", "++resource_pool.bad_nodes=leave_out"]
+    assert attempts(tmp_path)[-1] == [*again(tmp_path), *waits, "resource_pool.main=[4]"]
+
+
+@pytest.mark.parametrize(
+    "name", ["lr=1e-5", "a,b (v2) [x]", "it's", "50%\\x", "\\'", "x\\\\", "Übung 学"]
+)
+def test_a_restart_finds_a_directory_whatever_its_name_is(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    assert make(folder, failed(4, "x", saved="3"), {"exit": 0}).run() == 0
+    tree = compose("ppo_trainer_tiny", ["training.output_dir=x", *attempts(folder)[1]])
+    assert tree["training"]["output_dir"] == str(folder)
+
+
+def test_without_leave_to_shrink_lost_nodes_end_with_75(tmp_path: Path) -> None:
+    facts = {**FACTS, "joined": True, "node_wait_s": 7.0, "pools": {}, "allow_shrink": False}
+    plan = failed(4, "died", facts=facts), {"exit": 75, "facts": {**facts, "free": [1]}}
+    assert make(tmp_path, *plan).run() == 75
+
+
+@pytest.mark.parametrize(("code", "expected"), [(75, 75), (-1, 75), (1, 1), (0, 0)])
+def test_a_signal_is_handed_on_and_nothing_is_restarted(
+    tmp_path: Path, code: int, expected: int
+) -> None:
+    run = make(tmp_path, {"facts": FACTS, "wait": True, "exit": code})
+    assert signalled(run, tmp_path) == expected
+    assert (tmp_path / "signal").read_text() == str(int(signal.SIGTERM))
+
+
+def signalled(run: Supervisor, folder: Path) -> int:
+    """Its status when SIGTERM comes as soon as the stand-in is ready."""
+
+    def signal_when_ready() -> None:
+        while not (folder / "ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=signal_when_ready)
+    thread.start()
+    code = run.run()
+    thread.join()
+    return code
+
+
+def test_a_signal_ends_the_search_for_a_smaller_size(tmp_path: Path) -> None:
+    pools = {"main": {"processes": [4, 4], "step": 2}}
+    facts = {**FACTS, "joined": True, "node_wait_s": 7.0, "allow_shrink": True, "pools": pools}
+    (tmp_path / "slow").touch()
+    lost = failed(4, "died", facts=facts)
+    run = make(tmp_path, lost, {"exit": 75, "facts": {**facts, "free": [4, 3]}})
+    started = time.monotonic()
+    assert signalled(run, tmp_path) == 75
+    assert time.monotonic() - started < 30  # of the 60 that it sleeps, twice
+    assert len(attempts(tmp_path)) == 3
+
+
+def test_the_training_process_dies_with_its_supervisor(tmp_path: Path) -> None:
+    make(tmp_path, {"facts": FACTS, "wait": True, "exit": 0})
+    code = (
+        "import sys; from mindspeed_rlxf.ops.supervisor import Supervisor\n"
+        "Supervisor([sys.executable, '-S', '-c', *sys.argv[1:]]).run()"
+    )
+    parent = subprocess.Popen([sys.executable, "-S", "-c", code, STAND_IN, str(tmp_path)])
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    parent.kill()
+    parent.wait()
+    while any(Path(f"/proc/{pid}/cwd").exists() for pid in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--cfg", "job"], ["--help"], ["dry_run=true"], ["+dry_run=True"], ["runtime=local"],
+        ["training.max_restarts=0"],
+    ],
+)  # fmt: skip
+def test_what_trains_nothing_or_is_debugged_runs_in_the_process_itself(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Supervisor, "run", lambda self: pytest.fail("supervised"))
+    monkeypatch.setattr(sys, "argv", ["ray_gpt.py", "--config-name", "x", *words])
+    monkeypatch.delenv(CHILD_OF, raising=False)
+    assert supervise() is None
+
+
+def test_ranks_of_torchrun_have_no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["ray_gpt.py", "--config-name", "x"])
+    monkeypatch.setattr(Supervisor, "run", lambda self: 12)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert supervise() == 12
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert supervise() is None
+
+
+def test_restarts_are_counted_from_the_newest_checkpoint() -> None:
+    restarts = Restarts()
+    seen = [
+        restarts.after(Failure(iteration, str(iteration), saved), 2)[0]
+        for iteration, saved in [(1, ""), (2, ""), (3, "2"), (4, "2"), (5, "2")]
+    ]
+    assert seen == [True, True, True, True, False]
+    assert restarts.after(Failure(6, "6", "2"), 2)[1] == (
+        "training.max_restarts=2 are used up since the last checkpoint"
+    )
+    assert Restarts().after(Failure(1, "", ""), 0) == (False, "")
+    back = Restarts()  # the newest checkpoint was damaged: the one before is no progress
+    assert back.after(Failure(5, "5", "4"), 1)[0]
+    assert not back.after(Failure(3, "3", "2"), 1)[0]
+    again = Restarts()
+    again.after(Failure(3, "x", "2"), 9)
+    assert again.after(Failure(4, "x", "2"), 9)[0]  # another iteration
+    assert again.after(Failure(4, "y", "2"), 9)[0]  # another cause
+
+
+def test_smaller_pools_are_whole_replicas_on_the_devices_that_are_left() -> None:
+    pools = {"main": {"processes": [8, 8], "step": 4}, "judge": {"processes": [1], "step": 1}}
+    assert list(smaller_pools(pools, [3, 8])) == [
+        {"main": [8]},
+        {"main": [4]},
+    ]
+    assert next(iter(smaller_pools(pools, [7, 8]))) == {"main": [8, 4]}
+    assert list(smaller_pools(pools, [4])) == []
+
+
+def test_an_end_is_told_in_words() -> None:
+    assert [ended(-9), ended(-250), ended(3)] == [
+        "killed by SIGKILL",
+        "killed by signal 250",
+        "ended with status 3",
+    ]
+
+
+@pytest.mark.parametrize("module", ["mindspeed_rlxf.ops.supervisor", "mindspeed_rlxf.cli"])
+def test_the_supervising_process_imports_the_standard_library_only(module: str) -> None:
+    code = (
+        f"import sys, {module}\n"
+        "found = {n.partition('.')[0] for n in sys.modules} - set(sys.stdlib_module_names)\n"
+        "print(*sorted(n for n in found if not n.startswith('_')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["mindspeed_rlxf"]

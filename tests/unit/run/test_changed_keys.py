@@ -1,0 +1,97 @@
+"""Which keys a run that goes on may change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from mindspeed_rlxf.config.dump import to_yaml
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.run.changed_keys import changes
+from tests.unit.config.conftest import make_tree, no_cluster
+
+__all__ = ["make_tree", "no_cluster"]
+MakeTree = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def tree(make_tree: MakeTree) -> dict[str, Any]:
+    """As a run directory has it."""
+    loaded = yaml.safe_load(to_yaml(resolve(make_tree({}), "test")))
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def changed(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    result = copy.deepcopy(tree)
+    *path, last = key.split(".")
+    place = result
+    for name in path:
+        place = place[name]
+    place[last] = value
+    return result
+
+
+def test_the_same_configuration_has_no_changes(tree: dict[str, Any]) -> None:
+    assert changes(tree, copy.deepcopy(tree)) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("training.train_iters", 100, "free"),
+        ("training.seed", 77, "fixed"),
+        ("training.global_batch_size", 1024, "fixed"),
+        ("training.tokenizer_name_or_path", "/other", "fixed"),
+        ("actor_rollout.lr", 0.5, "free"),
+        ("actor_rollout.load", "/other", "free"),
+        ("ref.load", "/other", "fixed"),
+        ("reward.load", "/other", "fixed"),
+        ("actor_rollout.tensor_model_parallel_size", 4, "reshard"),
+        ("actor_rollout.use_distributed_optimizer", True, "reshard"),
+        ("actor_rollout.clip_ratio", 0.9, "fixed"),
+        ("critic.micro_batch_size", 7, "free"),
+        ("algorithm.kl_ctrl.kl_coef", 0.9, "fixed"),
+        ("resource_pool.wait_s", 5.0, "free"),
+        ("resource_pool.another", [4], "reshard"),
+        ("data.train_files", ["other.jsonl"], "fixed"),
+        ("logging.samples", "all", "free"),
+    ],
+)
+def test_each_key_has_the_rule_of_the_schema(
+    tree: dict[str, Any], key: str, value: Any, rule: str
+) -> None:
+    (found,) = changes(tree, changed(tree, key, value))
+    assert (found.key, found.now, found.rule) == (key, value, rule)
+
+
+def test_another_architecture_is_another_run(tree: dict[str, Any]) -> None:
+    name = next(iter(tree["model"]))
+    (found,) = changes(tree, changed(tree, f"model.{name}.num_layers", 96))
+    assert found.rule == "fixed"
+    assert str(found).startswith(f"model.{name}.num_layers: ")
+
+
+def test_what_a_command_does_is_not_what_the_run_is(tree: dict[str, Any]) -> None:
+    assert changes(tree, changed(tree, "training.new_run", True)) == []
+    assert changes(tree, changed(tree, "training.resume", "never")) == []
+
+
+def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(
+    tree: dict[str, Any],
+) -> None:
+    older = copy.deepcopy(tree)
+    del older["training"]["keep_last"], older["algorithm"]["gamma"]
+    assert changes(older, tree) == []
+    (found,) = changes(older, changed(tree, "training.keep_last", 5))
+    assert str(found) == "training.keep_last: 2 -> 5"
+
+
+def test_a_key_that_this_version_does_not_have_is_refused(tree: dict[str, Any]) -> None:
+    newer = changed(tree, "algorithm.of_a_later_version", 1)
+    (found,) = changes(newer, tree)
+    assert (found.rule, str(found)) == ("fixed", "algorithm.of_a_later_version: 1 -> absent")

@@ -1,0 +1,297 @@
+"""A run directory belongs to one run; taking it writes config.yaml, checking it writes nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from mindspeed_rlxf.config.dump import to_yaml
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.reporting.metrics import MetricsWriter
+from mindspeed_rlxf.reporting.timeline import Span, Timeline
+from mindspeed_rlxf.run import lock as run_lock
+from mindspeed_rlxf.run.directory import RunDirectory
+
+
+def test_create_makes_the_folder_and_its_config(make_config):
+    config = make_config()
+    directory = RunDirectory.create(config)
+    assert directory.path == Path(config.training.output_dir)
+    assert directory.logs.is_dir()
+    assert sorted(os.listdir(directory.path)) == ["config.yaml", "logs", "run.lock"]
+    directory.unlock()
+    assert sorted(os.listdir(directory.path)) == ["config.yaml", "logs"]
+
+
+def test_the_written_config_is_the_configuration_again(make_config):
+    config = make_config()
+    text = RunDirectory.create(config).config.read_text(encoding="utf-8")
+    assert "größe" in text
+    assert text == to_yaml(config)  # which loads to the same configuration
+
+
+def test_files_have_the_names_of_the_contract():
+    directory = RunDirectory(Path("/x"))
+    assert directory.config == Path("/x/config.yaml")
+    assert directory.metrics == Path("/x/metrics.jsonl")
+    assert directory.samples == Path("/x/samples.jsonl")
+    assert directory.val_samples == Path("/x/val_samples.jsonl")
+    assert directory.failure == Path("/x/failure.json")
+    assert directory.logs == Path("/x/logs")
+
+
+def test_check_writes_nothing(make_config, tmp_path):
+    assert RunDirectory.check(make_config()) == []
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_run_that_has_not_trained_gives_its_folder_back(make_config):
+    config = make_config()
+    directory = RunDirectory.create(config)
+    (directory.logs / "driver.log").write_text("waited for devices")
+    directory.release()
+    assert RunDirectory.check(config) == [] and (directory.logs / "driver.log").exists()
+    RunDirectory.create(config).metrics.write_text("{}\n")
+    directory.release()
+    assert directory.is_used and directory.metrics.read_text() == "{}\n"
+
+
+def test_a_used_folder_is_gone_on_with(make_config):
+    config = make_config()
+    first = RunDirectory.create(config)
+    text = first.config.read_text()
+    assert RunDirectory.check(config) == []
+    again = RunDirectory.create(config)
+    assert again.path == first.path and again.changes == ()
+    assert again.config.read_text() == text
+    assert sorted(os.listdir(again.path)) == ["config.yaml", "logs", "run.lock"]
+
+
+def test_free_keys_that_changed_are_kept_beside_the_first_configuration(make_config):
+    first = RunDirectory.create(make_config())
+    before = first.config.read_text()
+    for n, iters in ((1, 20), (2, 30)):
+        again = RunDirectory.create(make_config(train_iters=iters))
+        assert [str(change) for change in again.changes] == [
+            f"training.train_iters: {iters - 10 if n > 1 else 2} -> {iters}"
+        ]
+        kept = again.path / f"config.{n}.yaml"
+        assert kept.read_text() == to_yaml(make_config(train_iters=iters))
+    assert first.config.read_text() == before
+    RunDirectory.create(make_config(train_iters=30))  # as the last time
+    assert not (first.path / "config.3.yaml").exists()
+
+
+def test_fixed_keys_that_changed_are_refused_by_name(make_config):
+    folder = RunDirectory.create(make_config()).path
+    other = make_config(seed=7, global_batch_size=8, train_iters=50)
+    problem = str(*RunDirectory.check(other))
+    assert (
+        "(there -> here): training.global_batch_size: 4 -> 8; training.seed: 1234 -> 7;" in problem
+    )
+    assert f"training.new_run=true to take {folder}-2" in problem
+    assert "train_iters" not in problem
+    with pytest.raises(UserError, match="must hold the same run"):
+        RunDirectory.create(other)
+    assert not (folder / "config.1.yaml").exists()
+
+
+def test_resume_never_refuses_a_used_folder(make_config):
+    folder = RunDirectory.create(make_config()).path
+    problem = str(*RunDirectory.check(make_config(resume="never")))
+    assert problem.startswith(f"training.output_dir='{folder}' must not hold another run, it has")
+
+
+def test_metrics_without_a_configuration_are_refused(make_config):
+    config = make_config()
+    folder = Path(config.training.output_dir)
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("")
+    problem = str(*RunDirectory.check(config))
+    assert "must not hold another run, it has metrics.jsonl" in problem
+
+
+def test_a_configuration_that_cannot_be_read_is_told(make_config):
+    directory = RunDirectory.create(make_config())
+    directory.config.write_text("a: [")
+    with pytest.raises(UserError, match="must be what the run wrote"):
+        RunDirectory.create(make_config())
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from mindspeed_rlxf.run import lock
+lock.take(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_live_run_is_refused_and_a_killed_one_is_not(make_config):
+    config = make_config()
+    folder = Path(config.training.output_dir)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        problem = str(*RunDirectory.check(config))
+        assert f"must not be in use, process {holder.pid} on {socket.gethostname()} runs" in problem
+        with pytest.raises(UserError, match="must not be in use"):
+            RunDirectory.create(config)
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert (folder / "run.lock").exists()  # nobody was left to remove it
+    assert RunDirectory.check(config) == []
+    RunDirectory.create(config).unlock()
+
+
+def test_a_lock_on_a_file_that_its_holder_removed_is_none(tmp_path, monkeypatch):
+    """The one before removes the file after this process opened it, and before it locks it."""
+    lock, plain, opened = tmp_path / run_lock.LOCK, run_lock.fcntl.lockf, []
+
+    def removed_meanwhile(stream, how):
+        opened.append(os.fstat(stream.fileno()).st_ino)
+        if len(opened) == 1:
+            lock.rename(tmp_path / "removed")
+        return plain(stream, how)
+
+    monkeypatch.setattr(run_lock.fcntl, "lockf", removed_meanwhile)
+    run_lock.take(tmp_path)
+    try:
+        assert len(opened) == 2 and lock.stat().st_ino == opened[1]
+        assert str(os.getpid()) in lock.read_text()
+    finally:
+        run_lock.release(tmp_path)
+    assert not lock.exists()
+
+
+def test_a_folder_with_other_things_is_taken(make_config):
+    config = make_config()
+    folder = Path(config.training.output_dir)
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    assert RunDirectory.create(config).path == folder
+
+
+def test_new_run_takes_the_next_free_name(make_config):
+    config = make_config(new_run=True)
+    first = Path(config.training.output_dir)
+    paths = [RunDirectory.create(config).path for _ in range(3)]
+    assert paths == [first, first.with_name("run-2"), first.with_name("run-3")]
+
+
+def test_a_relative_output_dir_becomes_absolute(make_config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert RunDirectory.create(make_config(output_dir="here")).path == tmp_path / "here"
+
+
+def test_a_file_on_the_way_is_a_user_error(make_config, tmp_path):
+    (tmp_path / "outputs").write_text("")
+    problem = str(*RunDirectory.check(make_config()))
+    assert problem.endswith(
+        f"must be a folder that can be written: {tmp_path / 'outputs'} is a file; "
+        "set training.output_dir to another one"
+    )
+
+
+def test_a_folder_without_the_right_to_write_is_a_user_error(make_config, tmp_path, monkeypatch):
+    """Simulated: tests may run as root, who may write anywhere."""
+    asked = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)))
+    problem = str(*RunDirectory.check(make_config()))
+    assert f"no right to write in {tmp_path};" in problem
+    assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+
+
+def test_a_failing_write_is_a_user_error_and_leaves_no_config(make_config, monkeypatch):
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    config = make_config()
+    with pytest.raises(UserError, match="can be written: No space left on device; set"):
+        RunDirectory.create(config)
+    assert os.listdir(config.training.output_dir) == ["logs"]
+
+
+def test_config_is_utf8_under_an_ascii_locale(tmp_path):
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from mindspeed_rlxf.files.safe import replace_file\n"
+        "assert sys.flags.utf8_mode == 0\n"
+        f"replace_file(Path({str(tmp_path / 'config.yaml')!r}), 'gr\\xf6\\xdfe')\n"
+    )
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    repo = Path(__file__).parents[3]
+    subprocess.run(
+        [sys.executable, "-c", program], cwd=repo, env={**os.environ, **environment}, check=True
+    )
+    assert (tmp_path / "config.yaml").read_bytes() == "größe".encode()
+    assert os.listdir(tmp_path) == ["config.yaml"]  # no temporary file is left
+
+
+def modes(folder):
+    return {p.relative_to(folder).as_posix(): p.stat().st_mode & 0o777 for p in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+@pytest.mark.parametrize(
+    ("given", "folder", "file"), [(None, 0o700, 0o600), ("0640", 0o750, 0o640)]
+)
+def test_files_have_the_mode_of_the_configuration(make_config, umask, given, folder, file):
+    changes = {} if given is None else {"file_mode": given}
+    config = make_config(**changes)
+    before = os.umask(umask)
+    try:
+        directory = RunDirectory.create(config)
+        MetricsWriter(directory.metrics, directory.file_mode).close()
+        Timeline(directory.timeline, directory.file_mode).write(1, [Span("x", "p", 0, 1.0, 1.0)])
+    finally:
+        os.umask(before)
+    directory.unlock()
+    found = modes(directory.path)
+    assert found.pop("logs") == found.pop("timeline") == folder
+    assert set(found) == {"config.yaml", "metrics.jsonl", "timeline/iterations_0000001.json"}
+    assert set(found.values()) == {file}
+    own = directory.path.stat().st_mode & 0o777  # weights are in it: to be passed through, unlisted
+    assert own == folder | (0o011 & ~umask)
+
+
+def test_a_run_that_is_resumed_gets_the_mode_asked_for_now(make_config):
+    directory = RunDirectory.create(make_config())
+    directory.unlock()
+    again = RunDirectory.create(make_config(file_mode="0640"))
+    again.unlock()
+    found = modes(again.path)
+    assert found == {"logs": 0o750, "config.yaml": 0o640, "config.1.yaml": 0o640}
+
+
+@pytest.mark.parametrize("mode", ["0777", "0606x", "0200", 0o640, "640 ", "0602"])
+def test_a_mode_that_is_none_is_refused(make_config, mode):
+    with pytest.raises(ValidationError, match="file_mode"):
+        make_config(file_mode=mode)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "run.lock", "logs"])
+def test_a_link_in_a_run_directory_is_an_error(make_config, tmp_path, name):
+    config = make_config()
+    RunDirectory.create(config).unlock()
+    (tmp_path / "mine").write_text("of the user")
+    file = Path(config.training.output_dir) / name
+    shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
+    file.symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match=r"training\.output_dir|must be what the run wrote"):
+        RunDirectory.create(config)
+    assert (tmp_path / "mine").read_text() == "of the user"

@@ -1,0 +1,95 @@
+"""Where the trained weights go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.resolve import resolve, resolve_with_notes
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.exports import WeightSaver, export_folders, save_problems
+from tests.unit.config.conftest import make_tree, no_cluster
+
+__all__ = ["make_tree", "no_cluster"]
+MakeTree = Callable[..., dict[str, Any]]
+
+
+class Group:
+    """A role that writes a file where it is told to."""
+
+    def export(self, *folders: Path) -> Group:
+        for folder in folders:
+            folder.mkdir(parents=True)
+            (folder / "weights").write_text("w")
+        return self
+
+    def result(self) -> None: ...
+
+
+def test_an_export_takes_the_place_of_an_earlier_one(make_tree: MakeTree, tmp_path: Path) -> None:
+    config = resolve(make_tree({}), "test")
+    trained: Any = {Role.ACTOR_ROLLOUT: Group(), Role.CRITIC: Group()}
+    old = tmp_path / "final" / "actor_megatron"
+    old.mkdir(parents=True)
+    (old / "__7_0.distcp").write_text("of more ranks")
+    WeightSaver(config, trained, RunDirectory(tmp_path)).export()
+    found = sorted(str(p.relative_to(tmp_path / "final")) for p in tmp_path.rglob("weights"))
+    assert found == [
+        f"{name}_{kind}/weights" for name in ("actor", "critic") for kind in ("hf", "megatron")
+    ]
+    assert not (old / "__7_0.distcp").exists()
+
+
+@pytest.mark.parametrize(
+    ("saves", "actor", "critic"),
+    [
+        ({}, "run/final/actor_hf", "run/final/critic_hf"),
+        ({"actor_rollout.save": "a"}, "a/hf", "run/final/critic_hf"),
+        ({"actor_rollout.save": "a", "critic.save": "b"}, "a/hf", "b/hf"),
+        ({"actor_rollout.save": "a", "critic.save": "./a"}, "a/actor/hf", "a/critic/hf"),
+    ],
+)
+def test_save_says_where_the_final_weights_go(
+    make_tree: MakeTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: dict[str, str],
+    actor: str, critic: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    config, notes = resolve_with_notes(make_tree(saves), "test")
+    found = [
+        export_folders(config, role, tmp_path / "run" / "final")
+        for role in (Role.ACTOR_ROLLOUT, Role.CRITIC)
+    ]
+    assert [hf for hf, _ in found] == [tmp_path / actor, tmp_path / critic]
+    assert all(megatron == Path(str(hf).replace("hf", "megatron")) for hf, megatron in found)
+    shared = [note for note in notes if "are one folder" in note]
+    assert len(shared) == ("a/actor" in actor)
+
+
+def test_nothing_is_written_over(make_tree: MakeTree, tmp_path: Path) -> None:
+    config = resolve(make_tree({"critic.save": str(tmp_path / "c")}), "test")
+    assert save_problems(config) == []
+    (tmp_path / "c" / "megatron").mkdir(parents=True)
+    (tmp_path / "c" / "iter_0000001").mkdir()  # what was loaded may stand beside it
+    assert save_problems(config) == []
+    (tmp_path / "c" / "megatron" / "x").write_text("")
+    (problem,) = save_problems(config)
+    assert str(problem).startswith(f"critic.save={str(tmp_path / 'c')!r} must not hold weights")
+
+
+def test_an_interval_beyond_the_run_is_told(make_tree: MakeTree) -> None:
+    notes = {
+        interval: resolve_with_notes(make_tree({"training.save_interval": interval}), "test")[1]
+        for interval in (0, 3, 4)  # of 3 iterations
+    }
+    assert notes == {
+        0: [],
+        3: [],
+        4: [
+            "training.save_interval=4 is over training.train_iters=3: it fires never; what is "
+            "saved is what training.save_interval_s asks for, and the end"
+        ],
+    }

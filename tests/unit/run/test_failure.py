@@ -1,0 +1,98 @@
+"""A failure is one line on the console and the whole story in failure.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.cluster.errors import HostError, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.run import failure
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.failure import put_away, report
+from mindspeed_rlxf.run.stopping import StopRequest
+
+RAISED = WorkerError("critic", 3, "b", "values", "ValueError: a\nbad number", "trace of the worker")
+LATE = RuntimeTimeout("critic.values", 30, [2, 3], "why", ["b", "c"])
+
+
+def in_iteration(number: int) -> StopRequest:
+    stop = StopRequest(60.0)
+    stop.resumed(number - 1)
+    stop.begin()
+    return stop
+
+
+def test_a_worker_is_named_on_one_line_and_its_traceback_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report(RunDirectory(tmp_path), RAISED, in_iteration(5))
+    assert capsys.readouterr().err == (
+        "failed: critic rank 3 on b failed in values: ValueError: a bad number (iteration 5)\n"
+        f"logs: {tmp_path}/logs; iteration 5 will be done again: there is the checkpoint of "
+        "iteration 4\n"
+    )
+    found = json.loads((tmp_path / "failure.json").read_text())
+    assert [found[k] for k in ("role", "rank", "host", "phase")] == ["critic", 3, "b", "values"]
+    assert (found["iteration"], found["saved_iteration"]) == (5, 4)
+    assert found["cause"] == "ValueError: a\nbad number"
+    assert (
+        found["remote_traceback"] == "trace of the worker" and "WorkerError" in found["traceback"]
+    )
+
+
+def test_late_ranks_hosts_and_the_driver_are_named_too(tmp_path: Path) -> None:
+    report(RunDirectory(tmp_path), LATE, StopRequest(60.0))
+    late = json.loads((tmp_path / "failure.json").read_text())
+    assert [late[k] for k in ("role", "phase", "rank", "host")] == ["critic", "values", 2, "b"]
+    # who else waited differs from time to time, the cause does not
+    assert (late["missing"], late["cause"]) == ([2, 3], "did not arrive in time")
+    report(RunDirectory(tmp_path), HostError("c", "commit", "OSError: x"), StopRequest(60.0))
+    host = json.loads((tmp_path / "failure.json").read_text())
+    assert [host[k] for k in ("role", "phase", "host")] == ["driver", "commit", "c"]
+    assert (host["message"], host["cause"]) == ("commit on c failed: OSError: x", "OSError: x")
+    report(RunDirectory(tmp_path), OSError("no space left"), StopRequest(60.0))
+    ours = json.loads((tmp_path / "failure.json").read_text())
+    assert ours["message"] == ours["cause"] == "driver: OSError: no space left"
+    assert (ours["role"], ours["iteration"]) == ("driver", 0)
+    assert [file.name for file in tmp_path.iterdir()] == ["failure.json"]
+
+
+def test_a_failure_in_a_save_is_of_the_iteration_that_is_saved(tmp_path: Path) -> None:
+    """Two of these, with checkpoints in between, are not the same failure twice."""
+    stop = StopRequest(60.0)
+    for iteration in (1, 2):
+        stop.begin()
+        stop.ended(iteration)
+        report(RunDirectory(tmp_path), OSError("no space left"), stop)
+        assert json.loads((tmp_path / "failure.json").read_text())["iteration"] == iteration
+
+
+def test_a_report_that_cannot_be_written_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: object, **_keywords: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(failure, "replace_file", full)
+    report(RunDirectory(tmp_path), RAISED, StopRequest(60.0))
+    assert "failure.json cannot be written: [Errno 28] No space" in capsys.readouterr().err
+
+
+def test_a_rank_without_a_directory_of_its_own_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report(None, RAISED, StopRequest(60.0))
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_failure_of_an_earlier_attempt_becomes_history(tmp_path: Path) -> None:
+    file, history = tmp_path / "failure.json", tmp_path / "failures.jsonl"
+    put_away(file, history)
+    for text in ('{\n"cause": "x"\n}', "cut o"):
+        file.write_text(text)
+        put_away(file, history)
+        assert not file.exists()
+    lines = [json.loads(line) for line in history.read_text().splitlines()]
+    assert lines == [{"cause": "x"}, {"message": "cut o"}]

@@ -1,0 +1,25 @@
+"""What the console says beside the metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from mindspeed_rlxf.config.schema import LoggingConfig
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.recorder import Recorder
+
+
+def test_steps_left_out_are_said_with_the_samples_that_caused_them(
+    tmp_path: Path, capsys: Any
+) -> None:
+    config: Any = SimpleNamespace(logging=LoggingConfig(), training=SimpleNamespace(train_iters=9))
+    recorder = Recorder(config, RunDirectory(tmp_path), None)
+    recorder.skipped(3, {"actor/skipped_steps": 2.0, "critic/skipped_steps": 0.0}, {})
+    recorder.skipped(4, {}, {17: float("nan")})
+    recorder.close()
+    said = capsys.readouterr().out
+    assert "2 optimizer steps of the actor left out in iteration 3" in said
+    assert "critic" not in said
+    assert "the reward gave nan for sample 17 in iteration 4" in said

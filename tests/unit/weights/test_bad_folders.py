@@ -1,0 +1,249 @@
+"""Megatron folders that are damaged, incomplete, or hold another model."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from argparse import Namespace
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_rlxf.cli.convert import main
+from mindspeed_rlxf.models.parameters import Head, Slice
+from mindspeed_rlxf.weights.folders import open_weights
+from mindspeed_rlxf.weights.formats import Format, find_weights
+from tests.unit.weights.folders_of import architecture_of, assert_same, make_folder, read_folder
+
+
+@pytest.fixture
+def legacy(tmp_path: Path) -> Path:
+    make_folder(tmp_path / "hf", "llama")
+    assert main([str(tmp_path / "hf"), str(tmp_path / "mg"), "--to", "mg", "--tp", "2"]) == 0
+    return tmp_path / "mg"
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    make_folder(tmp_path / "hf", "llama")
+    options = ["--to", "mg", "--format", "torch_dist"]
+    assert main([str(tmp_path / "hf"), str(tmp_path / "mg"), *options]) == 0
+    return tmp_path / "mg"
+
+
+def rank_file(folder: Path, rank: str = "mp_rank_00") -> Path:
+    return folder / "iter_0000001" / rank / "model_optim_rng.pt"
+
+
+def refused(folder: Path, capsys: Any, *options: str) -> str:
+    """The error of a conversion of the folder back to Hugging Face."""
+    capsys.readouterr()
+    assert main([str(folder), str(folder.parent / "back"), "--to", "hf", *options]) == 2
+    assert not (folder.parent / "back").exists()
+    return str(capsys.readouterr().err)
+
+
+def change(file: Path, **tensors: torch.Tensor | None) -> None:
+    """Rewrites a rank's file with other tensors; None takes one away."""
+    with torch.serialization.safe_globals([Namespace]):
+        content = torch.load(file, weights_only=True)
+    model = OrderedDict(content["model"])
+    for name, tensor in tensors.items():
+        name = name.replace("__", ".")
+        model.pop(name, None)
+        if tensor is not None:
+            model[name] = tensor
+    torch.save({**content, "model": model}, file)
+
+
+def test_other_shapes_missing_and_unknown_names_are_all_listed(legacy: Path, capsys: Any) -> None:
+    change(
+        rank_file(legacy),
+        decoder__final_layernorm__weight=torch.zeros(8),
+        decoder__layers__0__mlp__linear_fc2__weight=None,
+        decoder__layers__1__mlp__linear_fc2__bias=torch.zeros(16),
+    )
+    said = refused(legacy, capsys)
+    assert "decoder.final_layernorm.weight is [8], the model needs [16]" in said
+    assert "decoder.layers.0.mlp.linear_fc2.weight is missing" in said
+    assert "mp_rank_00: decoder.layers.1.mlp.linear_fc2.bias is not in the model" in said
+
+
+def test_a_missing_rank_is_named(legacy: Path, capsys: Any) -> None:
+    make_folder(legacy.parent / "hf2", "llama")
+    four = legacy.parent / "four"
+    assert main([str(legacy.parent / "hf2"), str(four), "--to", "mg", "--tp", "4"]) == 0
+    shutil.rmtree(four / "iter_0000001" / "mp_rank_02")
+    assert "lacks ranks: tp 2 pp 0 ep 0; copy the whole folder" in refused(four, capsys)
+
+
+def test_a_truncated_rank_file_is_named(legacy: Path, capsys: Any) -> None:
+    file = rank_file(legacy, "mp_rank_01")
+    file.write_bytes(file.read_bytes()[:-300])
+    assert "mp_rank_01/model_optim_rng.pt is no file of torch.save" in refused(legacy, capsys)
+    file.unlink()
+    assert "mp_rank_01/model_optim_rng.pt is missing" in refused(legacy, capsys)
+
+
+def test_another_depth_is_refused(legacy: Path, capsys: Any) -> None:
+    make_folder(legacy.parent / "other", "llama", num_layers=2)
+    said = refused(legacy, capsys, "--hf-config", str(legacy.parent / "other"))
+    assert "it has 4 layers, the model has 2; give the config.json of that model" in said
+
+
+def test_layers_with_fused_norms_are_read_too(legacy: Path, tmp_path: Path) -> None:
+    """Transformer Engine's names, and the extra states that it leaves."""
+    for rank in ("mp_rank_00", "mp_rank_01"):
+        file = rank_file(legacy, rank)
+        with torch.serialization.safe_globals([Namespace]):
+            content = torch.load(file, weights_only=True)
+        renamed = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+        renamed["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+        model = {}
+        for name, tensor in content["model"].items():
+            for ours, theirs in renamed.items():
+                name = name.replace(ours, theirs)
+            model[name] = tensor
+        model["decoder.layers.0.mlp.linear_fc1._extra_state"] = torch.zeros(1)
+        torch.save({**content, "model": model}, file)
+    assert main([str(legacy), str(tmp_path / "back"), "--to", "hf"]) == 0
+    assert_same(read_folder(tmp_path / "back"), read_folder(tmp_path / "hf"))
+
+
+def test_the_bias_of_a_reward_head_is_told_when_it_is_dropped(tmp_path: Path, capsys: Any) -> None:
+    make_folder(tmp_path / "hf", "llama", Head.SCORE)
+    assert main([str(tmp_path / "hf"), str(tmp_path / "mg"), "--to", "mg"]) == 0
+    change(rank_file(tmp_path / "mg"), rm_head__bias=torch.tensor([0.75]))
+    assert main([str(tmp_path / "mg"), str(tmp_path / "back"), "--to", "hf"]) == 0
+    assert "note: the bias 0.75 of the reward head is dropped" in capsys.readouterr().out
+
+
+def test_heads_that_are_not_asked_for_are_refused(tmp_path: Path, capsys: Any) -> None:
+    make_folder(tmp_path / "hf", "llama", Head.SCORE)
+    make_folder(tmp_path / "lm", "llama")
+    assert main([str(tmp_path / "hf"), str(tmp_path / "mg"), "--to", "mg", "--orm"]) == 0
+    said = refused(tmp_path / "mg", capsys, "--hf-config", str(tmp_path / "lm"))
+    assert "holds a reward model; add --orm" in said
+    assert main([str(tmp_path / "lm"), str(tmp_path / "x"), "--to", "mg", "--orm"]) == 2
+    assert "holds no score head; leave --orm out" in capsys.readouterr().err
+
+
+def test_tensors_that_would_be_lost_are_refused(tmp_path: Path, capsys: Any) -> None:
+    make_folder(tmp_path / "hf", "qwen2")
+    make_folder(tmp_path / "llama", "llama")
+    arguments = [str(tmp_path / "hf"), str(tmp_path / "mg"), "--to", "mg"]
+    assert main([*arguments, "--hf-config", str(tmp_path / "llama")]) == 2
+    assert "model.layers.0.self_attn.q_proj.bias is not in the model" in capsys.readouterr().err
+
+
+def test_the_tracker_or_the_only_iteration_tells_where_the_weights_are(legacy: Path) -> None:
+    iteration = legacy / "iter_0000001"
+    assert find_weights(legacy) == find_weights(iteration) == (Format.LEGACY, iteration)
+    (legacy / "latest_checkpointed_iteration.txt").unlink()
+    assert find_weights(legacy) == (Format.LEGACY, iteration)
+    (legacy / "iter_0000002").mkdir()
+    with pytest.raises(ValueError, match=r"holds iter_0000001, iter_0000002 and no latest_check"):
+        find_weights(legacy)
+    (legacy / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(ValueError, match=r"names '7', and .*iter_0000007 is not there"):
+        find_weights(legacy)
+    iteration.rename(legacy / "release")
+    (legacy / "latest_checkpointed_iteration.txt").write_text("release\n")
+    assert find_weights(legacy) == (Format.LEGACY, legacy / "release")
+
+
+def test_a_sharded_checkpoint_without_its_files(sharded: Path, capsys: Any) -> None:
+    iteration = sharded / "iter_0000001"
+    data = iteration / "__0_0.distcp"
+    whole = data.read_bytes()
+    data.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"__0_0\.distcp ends at byte .*truncated; copy it again"):
+        weights = open_weights(sharded, architecture_of("llama"))
+        weights.read(Slice("lm_head.weight", 0, 0, 37))
+    data.unlink()
+    assert "__0_0.distcp is missing" in refused(sharded, capsys)
+    data.write_bytes(whole)
+    metadata = iteration / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:100])
+    assert ".metadata cannot be read: damaged pickle" in refused(sharded, capsys)
+
+
+def test_a_sharded_checkpoint_of_another_model(sharded: Path, capsys: Any) -> None:
+    for keys, expected in (
+        ({"num_layers": 2}, "has 4 layers, the model has 2"),
+        ({"num_layers": 6}, "decoder.layers.4.input_layernorm.weight is missing"),
+        (
+            {"hidden_size": 8},
+            "embedding.word_embeddings.weight is [37, 16], the model needs [37, 8]",
+        ),
+        ({"vocab_size": 40}, "is [37, 16], the model needs [40, 16]"),
+    ):
+        other = sharded.parent / f"other{len(str(keys))}{next(iter(keys.values()))}"
+        make_folder(other, "llama", **keys)
+        assert expected in refused(sharded, capsys, "--hf-config", str(other))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("legacy", "mp_rank_00/model_optim_rng.pt"), ("sharded", "__0_0.distcp")]
+)
+def test_a_changed_byte_of_a_tensor_is_named(
+    request: pytest.FixtureRequest, tmp_path: Path, capsys: Any, kind: str, name: str
+) -> None:
+    file = request.getfixturevalue(kind) / "iter_0000001" / name
+    row = read_folder(tmp_path / "hf")["lm_head.weight"][0].view(torch.uint8).numpy().tobytes()
+    data = bytearray(file.read_bytes())
+    assert data.count(row) == 1
+    data[data.index(row) + 5] ^= 1
+    file.write_bytes(data)
+    said = refused(tmp_path / "mg", capsys)
+    assert f"error: {file}: the bytes of " in said and "not those that were written" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("legacy", "mp_rank_01/model_optim_rng.pt"), ("sharded", "common.pt")]
+)
+def test_a_folder_that_could_run_code_is_refused_before_it_is_read(
+    request: pytest.FixtureRequest, capsys: Any, kind: str, name: str
+) -> None:
+    folder: Path = request.getfixturevalue(kind)
+    file = folder / "iter_0000001" / name
+    torch.save({"args": print}, file)
+    said = refused(folder, capsys)
+    assert f"{file} must hold nothing but the data" in said and "__builtin__.print" in said
+
+
+class OfItsMaker:
+    """An object that some other tool put into its files."""
+
+
+def test_the_command_in_the_error_leaves_a_refused_file_with_its_model(
+    legacy: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = rank_file(legacy)
+    with torch.serialization.safe_globals([Namespace]):
+        content = torch.load(file, weights_only=True)
+    torch.save({**content, "args": OfItsMaker(), "optimizer": [OfItsMaker()]}, file)
+    said = refused(legacy, capsys)
+    assert f"wants {__name__}.OfItsMaker; do not open a file of others. Where you made it," in said
+    python, option, code, given = shlex.split(
+        said.partition("in the environment that wrote it: ")[2]
+    )
+    assert (python, option, given) == ("python", "-c", str(file))
+    monkeypatch.setattr(sys, "argv", ["-c", given])
+    exec(code, {})
+    assert main([str(legacy), str(legacy.parent / "back"), "--to", "hf"]) == 0
+    assert_same(read_folder(legacy.parent / "back"), read_folder(legacy.parent / "hf"))
+
+
+def test_a_field_of_config_json_that_makes_no_sense_is_named(tmp_path: Path, capsys: Any) -> None:
+    make_folder(tmp_path / "hf", "llama")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(file.read_text().replace('"vocab_size": ', '"vocab_size": "x", "was": '))
+    assert main([str(tmp_path / "hf"), str(tmp_path / "mg"), "--to", "mg"]) == 2
+    said = capsys.readouterr().err
+    assert f"{file} describes no model: vocab_size='x' must be an integer" in said
+    assert "pydantic" not in said

@@ -1,0 +1,225 @@
+"""From Hugging Face to every layout and back: the same bits, whatever the way."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_rlxf.cli.convert import main
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.weights import convert as module
+from mindspeed_rlxf.weights.folders import open_weights
+from mindspeed_rlxf.weights.torch_file import StoredTensor, read_torch_file
+from tests.unit.weights.folders_of import (
+    FAMILIES,
+    architecture_of,
+    assert_same,
+    make_folder,
+    read_folder,
+)
+
+LAYOUTS = {
+    "tp1": [],
+    "tp8": ["--tp", "8"],  # two ranks share each of four query groups
+    "tp4-pp2": ["--tp", "4", "--pp", "2"],
+    "uneven": ["--tp", "2", "--pp", "3", "--num-layer-list", "1,1,2"],
+    "vpp": ["--tp", "2", "--pp", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
+    "vocab128": ["--tp", "2", "--make-vocab-size-divisible-by", "128"],
+}
+EXPERT_LAYOUTS = {
+    "ep2": ["--ep", "2"],
+    "tp2-pp2-ep2": ["--tp", "2", "--pp", "2", "--ep", "2"],
+    "vpp-ep4": ["--pp", "2", "--ep", "4", "--num-layers-per-virtual-pipeline-stage", "1"],
+}
+FORMATS = ["torch", "torch_dist"]
+
+
+def layouts_of(family: str) -> dict[str, list[str]]:
+    return LAYOUTS | (EXPERT_LAYOUTS if "num_experts" in FAMILIES[family] else {})
+
+
+CASES = [
+    (family, name, kind)
+    for family in FAMILIES
+    for name, kind in itertools.product(layouts_of(family), FORMATS)
+]
+
+
+def run(*arguments: Any) -> None:
+    assert main([str(argument) for argument in arguments]) == 0
+
+
+@pytest.mark.parametrize(("family", "layout", "kind"), CASES)
+def test_a_model_comes_back_bit_by_bit(tmp_path: Path, family: str, layout: str, kind: str) -> None:
+    tensors = make_folder(tmp_path / "hf", family)
+    options = layouts_of(family)[layout]
+    run(tmp_path / "hf", tmp_path / "mg", "--to", "mg", "--format", kind, *options)
+    run(tmp_path / "mg", tmp_path / "back", "--to", "hf")
+    assert_same(read_folder(tmp_path / "back"), tensors)
+    for name in ("config.json", "tokenizer.json"):
+        before, after = ((tmp_path / at / name).read_text() for at in ("hf", "back"))
+        assert json.loads(before) == json.loads(after)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("layout", ["tp1", "tp4-pp2", "vpp"])
+def test_a_reward_model_comes_back_bit_by_bit(tmp_path: Path, layout: str, kind: str) -> None:
+    tensors = make_folder(tmp_path / "hf", "llama", Head.SCORE)
+    run(tmp_path / "hf", tmp_path / "mg", "--to", "mg", "--orm", "--format", kind, *LAYOUTS[layout])
+    run(tmp_path / "mg", tmp_path / "back", "--to", "hf", "--orm")
+    assert_same(read_folder(tmp_path / "back"), tensors)
+
+
+@pytest.mark.parametrize(("first", "second"), [("torch", "torch_dist"), ("torch_dist", "torch")])
+def test_a_megatron_folder_is_split_again(
+    tmp_path: Path, first: str, second: str, capsys: Any
+) -> None:
+    tensors = make_folder(tmp_path / "hf", "qwen3_moe", shards=3)
+    run(tmp_path / "hf", tmp_path / "a", "--to", "mg", "--format", first, "--tp", 8, "--ep", 2)
+    # Four groups; a sharded checkpoint is not bound to ranks.
+    assert ("from megatron-core 0.16 on" in capsys.readouterr().out) == (first == "torch")
+    run(tmp_path / "a", tmp_path / "b", "--to", "mg", "--format", second, "--tp", 2, "--pp", 2)
+    assert "megatron-core" not in capsys.readouterr().out
+    run(tmp_path / "b", tmp_path / "back", "--to", "hf", "--shard-size-gb", 1e-5)
+    assert_same(read_folder(tmp_path / "back"), tensors)
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    assert index["metadata"]["total_size"] == size
+    assert open_weights(tmp_path / "back", architecture_of("qwen3_moe")).names() == list(tensors)
+
+
+def test_ranks_of_experts_and_of_the_pipeline_are_named_as_in_megatron(tmp_path: Path) -> None:
+    make_folder(tmp_path / "hf", "mixtral")
+    folders = {}
+    for name, options in {"tp": [], "pp": ["--pp", 2], "ep": ["--ep", 2]}.items():
+        run(tmp_path / "hf", tmp_path / name, "--to", "mg", "--tp", 2, *options)
+        assert (tmp_path / name / "latest_checkpointed_iteration.txt").read_text() == "1"
+        iteration = tmp_path / name / "iter_0000001"
+        folders[name] = sorted(p.parent.name for p in iteration.rglob("model_optim_rng.pt"))
+    assert folders["tp"] == ["mp_rank_00", "mp_rank_01"]
+    both = ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"]
+    assert folders["pp"] == folders["ep"] == both
+    run(tmp_path / "tp", tmp_path / "all", "--to", "mg", "--pp", 2, "--ep", 2)
+    assert (tmp_path / "all/iter_0000001/mp_rank_00_001_001/model_optim_rng.pt").exists()
+
+
+def test_a_virtual_pipeline_has_a_key_for_each_chunk(tmp_path: Path) -> None:
+    """4 layers, 2 ranks, chunks of 1: rank 0 holds layers 0 and 2, rank 1 layers 1 and 3."""
+    tensors = make_folder(tmp_path / "hf", "llama")
+    run(tmp_path / "hf", tmp_path / "mg", "--to", "mg", *LAYOUTS["vpp"][2:])
+    content = read_torch_file(tmp_path / "mg/iter_0000001/mp_rank_00_001/model_optim_rng.pt")
+    assert {key for key in content if key.startswith("model")} == {"model0", "model1"}
+    name = "decoder.layers.0.pre_mlp_layernorm.weight"
+    for key, layer in (("model0", 1), ("model1", 3)):
+        stored = content[key][name]
+        assert isinstance(stored, StoredTensor)
+        expected = tensors[f"model.layers.{layer}.post_attention_layernorm.weight"]
+        assert torch.equal(stored.read((0, 16)), expected)
+    assert (
+        "output_layer.weight" in content["model1"]
+        and "output_layer.weight" not in content["model0"]
+    )
+
+
+def test_params_dtype_casts_every_tensor_and_says_so_in_config_json(tmp_path: Path) -> None:
+    tensors = make_folder(tmp_path / "hf", "llama")
+    run(tmp_path / "hf", tmp_path / "mg", "--to", "mg", "--params-dtype", "fp16")
+    run(tmp_path / "mg", tmp_path / "back", "--to", "hf")
+    expected = {name: tensor.to(torch.float16) for name, tensor in tensors.items()}
+    assert_same(read_folder(tmp_path / "back"), expected)
+    assert json.loads((tmp_path / "back/config.json").read_text())["torch_dtype"] == "float16"
+
+
+def test_the_old_spelling_writes_where_the_old_tool_did(tmp_path: Path, capsys: Any) -> None:
+    tensors = make_folder(tmp_path / "hf", "qwen2")
+    shared = ["--use-mcore-models", "--model-type", "GPT", "--model-type-hf", "llama2"]
+    shared += ["--add-qkv-bias"]
+    sizes = ["--target-tensor-parallel-size", "4", "--target-pipeline-parallel-size", "2"]
+    folders = ["--load-dir", str(tmp_path / "hf"), "--save-dir", str(tmp_path / "mg")]
+    there = ["--load-model-type", "hf", "--save-model-type", "mg", "--tokenizer-model", "x.json"]
+    run(*shared, *there, *sizes, *folders)
+    said = capsys.readouterr().err
+    assert "note: without effect: --use-mcore-models (always), --model-type (GPT" in said
+    back = ["--load-model-type", "mg", "--save-model-type", "hf"]
+    run(*shared, *back, "--load-dir", tmp_path / "mg", "--save-dir", tmp_path / "hf")
+    assert_same(read_folder(tmp_path / "hf" / "mg2hf"), tensors)
+
+
+def test_a_killed_conversion_goes_on_from_its_finished_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    tensors = make_folder(tmp_path / "hf", "llama")
+    arguments = [str(tmp_path / "hf"), str(tmp_path / "mg"), "--to", "mg", "--tp", "4"]
+    partial = tmp_path / "mg.partial" / "iter_0000001"
+    write, written = module.StagedFolder.write, []
+
+    def interrupted(self: Any, part: str, action: Any) -> None:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(part)
+        write(self, part, action)
+
+    monkeypatch.setattr(module.StagedFolder, "write", interrupted)
+    assert main(arguments) == 75
+    assert not (tmp_path / "mg").exists() and len(list(partial.iterdir())) == 2
+    damaged = partial / "mp_rank_01" / "model_optim_rng.pt"
+    data = bytearray(damaged.read_bytes())
+    data[-500] ^= 1  # as many bytes, other content
+    damaged.write_bytes(data)
+    written.clear()
+    monkeypatch.setattr(
+        module.StagedFolder, "write", lambda s, p, a: (written.append(p), write(s, p, a))
+    )
+    assert main(arguments) == 0
+    assert [part.split("/")[1] for part in written] == ["mp_rank_01", "mp_rank_02", "mp_rank_03"]
+    assert "from an earlier run and are verified" in capsys.readouterr().out
+    assert not (tmp_path / "mg.partial").exists()
+    run(tmp_path / "mg", tmp_path / "back", "--to", "hf")
+    assert_same(read_folder(tmp_path / "back"), tensors)
+
+
+def test_parts_of_another_plan_are_not_taken(tmp_path: Path) -> None:
+    make_folder(tmp_path / "hf", "llama")
+    staged = module.StagedFolder(tmp_path / "mg", {"of": "another"}, replace=False)
+    staged.write("old.pt", lambda folder: (folder / "old.pt").write_bytes(b"x"))
+    staged.close()
+    run(tmp_path / "hf", tmp_path / "mg", "--to", "mg")
+    assert not (tmp_path / "mg" / "old.pt").exists()
+
+
+def test_a_folder_that_is_there_is_replaced_with_force_only(tmp_path: Path, capsys: Any) -> None:
+    tensors = make_folder(tmp_path / "hf", "llama")
+    run(tmp_path / "hf", tmp_path / "mg", "--to", "mg")
+    arguments = [str(tmp_path / "hf"), str(tmp_path / "mg"), "--to", "mg", "--tp", "2"]
+    assert main(arguments) == 2
+    assert "mg must not exist yet; give another folder, or --force" in capsys.readouterr().err
+    assert main([*arguments, "--force"]) == 0
+    assert (tmp_path / "mg/iter_0000001/mp_rank_01").exists()
+    run(tmp_path / "mg", tmp_path / "back", "--to", "hf")
+    assert_same(read_folder(tmp_path / "back"), tensors)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["back", "hf", "mg"]
+
+
+def test_a_full_disk_stops_before_the_work_or_keeps_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    make_folder(tmp_path / "hf", "llama")
+    arguments = [str(tmp_path / "hf"), str(tmp_path / "mg"), "--to", "mg"]
+    usage = type("Usage", (), {"free": 10})
+    with monkeypatch.context() as patch:
+        patch.setattr(module.shutil, "disk_usage", lambda path: usage)
+        assert main(arguments) == 2
+    assert "its disk has 0.00 GB free; free some space" in capsys.readouterr().err
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.StagedFolder, "write", full)
+    assert main(arguments) == 75
+    assert "mg is full; free some space and run the same command again" in capsys.readouterr().err

@@ -1,0 +1,138 @@
+"""Reading slices, and what is said about folders that cannot be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.testing import assert_close
+
+from mindspeed_rlxf.models.parameters import Slice
+from mindspeed_rlxf.weights.hf_folder import HfFolder, shape_problems
+
+TENSORS = {
+    "a.weight": torch.arange(12.0).view(4, 3),
+    "b.weight": torch.arange(6.0).to(torch.bfloat16),
+}
+
+
+def write_single(folder: Path) -> Path:
+    save_file(TENSORS, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def write_sharded(folder: Path) -> None:
+    weight_map = {}
+    for number, (name, tensor) in enumerate(TENSORS.items(), 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: tensor}, folder / file)
+        weight_map[name] = file
+    index = json.dumps({"weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+
+
+@pytest.mark.parametrize("write", [write_single, write_sharded])
+def test_slices_of_single_and_sharded_folders_are_read(tmp_path: Path, write) -> None:  # type: ignore[no-untyped-def]
+    write(tmp_path)
+    folder = HfFolder(tmp_path)
+    a: Tensor = TENSORS["a.weight"]
+    assert_close(folder.read(Slice("a.weight", 0, 1, 3)), a[1:3])
+    assert_close(folder.read(Slice("a.weight", 1, 2, 3)), a[:, 2:3])
+    assert_close(folder.read(Slice("b.weight", 0, 0, 6)), TENSORS["b.weight"])
+    assert folder.read(Slice("a.weight", 0, 4, 4)).shape == (0, 3)  # a shard of padding only
+    assert folder.shape("a.weight") == (4, 3) and folder.dtype("b.weight") == torch.bfloat16
+    assert "b.weight" in folder and "c.weight" not in folder
+
+
+def test_only_the_bytes_of_the_slices_are_counted(tmp_path: Path) -> None:
+    write_single(tmp_path)
+    folder = HfFolder(tmp_path)
+    shape_problems(folder, {"a.weight": (4, 3)})
+    assert folder.bytes_read == 0
+    folder.read(Slice("a.weight", 0, 1, 3))  # 2 rows of 3, 4 bytes each
+    folder.read(Slice("b.weight", 0, 0, 5))  # 5 of 2 bytes
+    assert folder.bytes_read == 24 + 10
+
+
+def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere is not a folder; give the folder of a model"):
+        HfFolder(tmp_path / "nowhere")
+
+
+def test_a_folder_of_pickled_weights_only(tmp_path: Path) -> None:
+    torch.save(TENSORS, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="only safetensors are read, because pickled weights can"):
+        HfFolder(tmp_path)
+
+
+def test_a_truncated_file(tmp_path: Path) -> None:
+    file = write_single(tmp_path)
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged or truncated .*again"):
+        HfFolder(tmp_path)
+
+
+def test_a_truncated_part_of_a_sharded_model(tmp_path: Path) -> None:
+    write_sharded(tmp_path)
+    part = tmp_path / "model-00002-of-00002.safetensors"
+    part.write_bytes(part.read_bytes()[:4])
+    folder = HfFolder(tmp_path)
+    assert folder.shape("a.weight") == (4, 3)
+    with pytest.raises(ValueError, match=r"model-00002-of-00002\.safetensors is damaged"):
+        folder.shape("b.weight")
+
+
+def test_an_index_that_names_missing_files(tmp_path: Path) -> None:
+    write_sharded(tmp_path)
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match="names files that are missing: model-00001-of-00002"):
+        HfFolder(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": 3}'])
+def test_an_index_without_a_readable_weight_map(tmp_path: Path, text: str) -> None:
+    write_sharded(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"index\.json has no readable weight_map .*copy it again"):
+        HfFolder(tmp_path)
+
+
+def test_missing_tensors_and_wrong_shapes_are_all_listed(tmp_path: Path) -> None:
+    write_single(tmp_path)
+    expected = {"a.weight": (4, 2), "b.weight": (6,), "c.weight": (1,)}
+    assert shape_problems(HfFolder(tmp_path), expected) == [
+        "a.weight is [4, 3], the model needs [4, 2]",
+        "c.weight is missing",
+    ]
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/tmp/x.safetensors"])
+def test_an_index_that_names_files_outside_is_refused(tmp_path: Path, name: str) -> None:
+    write_sharded(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    weight_map[next(iter(weight_map))] = name
+    index.write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"index\.json must name files of its own folder, not"):
+        HfFolder(tmp_path)
+
+
+def test_files_of_an_index_may_be_links_into_the_cache_of_the_hub_only(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    write_sharded(snapshot)
+    for folder in (blobs, tmp_path / "other"):
+        folder.mkdir()
+        for number, file in enumerate(sorted(snapshot.glob("*.safetensors"))):
+            target = folder / str(number)
+            target.write_bytes(file.read_bytes())
+            file.unlink()
+            file.symlink_to(target)
+        if folder is blobs:
+            assert set(HfFolder(snapshot).names()) == set(TENSORS)
+    with pytest.raises(ValueError, match="must not lead out of its folder, it is a link to"):
+        HfFolder(snapshot)

@@ -1,0 +1,246 @@
+"""Loading shards and writing them back, with ranks whose collectives read each other's tensors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import Parameter
+from torch.testing import assert_close
+
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.parameters import (
+    Head,
+    Split,
+    hf_shapes,
+    padded_vocab_size,
+    shard_slices,
+    stage_parameters,
+)
+from mindspeed_rlxf.weights import stage as weights
+from mindspeed_rlxf.weights.hf_folder import HfFolder
+from mindspeed_rlxf.weights.stage import StageWeights
+
+LM, SCORE = Head.LANGUAGE_MODEL, Head.SCORE
+
+
+@dataclass(frozen=True)
+class Group:
+    index: int
+    count: int
+
+    def rank(self) -> int:
+        return self.index
+
+    def size(self) -> int:
+        return self.count
+
+
+def architecture(untied: bool = True) -> ArchitectureConfig:
+    return ArchitectureConfig(
+        num_layers=2,
+        hidden_size=8,
+        ffn_hidden_size=12,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=4,
+        vocab_size=7,
+        max_position_embeddings=16,
+        untie_embeddings_and_output_weights=untied,
+    )
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A language model's folder, norms in fp32 and the rest in bf16."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(shape, generator=generator).to(
+            torch.float32 if "norm" in name else torch.bfloat16
+        )
+        for name, shape in hf_shapes(architecture(), LM).items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 7}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (folder / "notes.txt").write_text("not of the model", encoding="utf-8")
+    return folder
+
+
+def stage(a: ArchitectureConfig, head: Head, tp: Group, pp: Group) -> StageWeights:
+    """The parameters of one rank, with nan for what loading leaves out."""
+    shapes, named = hf_shapes(a, head), []
+    for parameter in stage_parameters(a, head, pp.rank(), pp.size()):
+        parts = shard_slices(parameter, a, tp.rank(), tp.size())
+        shape = list(shapes[parameter.sources[0]])
+        shape[parts[0].dim] = sum(part.size for part in parts)
+        if parameter.split is Split.VOCAB:
+            shape[0] = padded_vocab_size(a, tp.size()) // tp.size()
+        named.append((parameter.name, Parameter(torch.full(shape, torch.nan))))
+    module: Any = SimpleNamespace(named_parameters=lambda: named)
+    return StageWeights(module, a, head, tp, pp, Group(0, 1))  # type: ignore[arg-type]
+
+
+def ranks_of(
+    monkeypatch: pytest.MonkeyPatch, a: ArchitectureConfig, head: Head, tp: int, pp: int
+) -> list[list[StageWeights]]:
+    """[pp][tp] ranks; a gather reads the same parameter of the others."""
+    ranks = [[stage(a, head, Group(t, tp), Group(p, pp)) for t in range(tp)] for p in range(pp)]
+    names = {
+        tensor.data_ptr(): (p, name)
+        for p, row in enumerate(ranks)
+        for rank in row
+        for name, tensor in rank.tensors.items()
+    }
+
+    def all_gather(shards: list[Tensor], shard: Tensor, group: Group) -> None:
+        p, name = names[shard.data_ptr()]
+        for target, rank in zip(shards, ranks[p], strict=True):
+            target.copy_(rank.tensors[name].detach())
+
+    monkeypatch.setattr(weights.dist, "all_gather", all_gather)
+    return ranks
+
+
+def export(
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: list[list[StageWeights]],
+    target: Path,
+    source: Path,
+    described: Path | None = None,
+) -> None:
+    """The last stage first, so that the first one knows what the others wrote."""
+    files: list[Any] = [[]] * len(ranks)
+
+    def all_gather_object(gathered: list[Any], mine: Any, group: Group) -> None:
+        if group.size() == 1:
+            gathered[:] = [mine]
+            return
+        files[group.rank()] = mine
+        gathered[:] = files
+
+    monkeypatch.setattr(weights.dist, "all_gather_object", all_gather_object)
+    for row in reversed(ranks):
+        for rank in reversed(row):
+            rank.export(target, source, rank.tp_group.rank() == 0, described)
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])
+def test_what_is_written_is_what_was_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path, tp: int, pp: int
+) -> None:
+    ranks = ranks_of(monkeypatch, architecture(), LM, tp, pp)
+    for rank in (rank for row in ranks for rank in row):
+        assert rank.load(HfFolder(source)) == []
+        assert not any(t.isnan().any() for t in rank.tensors.values())
+    target = tmp_path / "target"
+    export(monkeypatch, ranks, target, source)
+    got, expected = read(target), read(source)
+    assert set(got) == set(expected)
+    for name in got:
+        assert_close(got[name], expected[name], rtol=0, atol=0, msg=name)  # compares dtypes too
+    files = sorted(path.name for path in target.iterdir())
+    if pp == 1:
+        assert files == ["config.json", "model.safetensors", "tokenizer.json"]
+    else:
+        assert "model.safetensors.index.json" in files
+        assert {n for n in got if n in HfFolder(target)} == set(expected)
+        index = json.loads((target / "model.safetensors.index.json").read_text())
+        size = sum(t.numel() * t.element_size() for t in expected.values())
+        assert index["metadata"]["total_size"] == size
+
+
+def test_a_rank_reads_its_share_of_the_bytes(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
+    ((first, second),) = ranks_of(monkeypatch, architecture(), LM, 2, 1)
+    read_by = []
+    for rank in (first, second):
+        folder = HfFolder(source)
+        rank.load(folder)
+        read_by.append(folder.bytes_read)
+    tensors = read(source)
+    whole = {k: t.numel() * t.element_size() for k, t in tensors.items()}
+    norms = sum(size for name, size in whole.items() if "norm" in name)
+    assert sum(read_by) == sum(whole.values()) + norms  # norms are on both
+
+
+def test_vocabulary_padding_is_zero(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
+    ((_, last),) = ranks_of(monkeypatch, architecture(), LM, 2, 1)
+    last.load(HfFolder(source))
+    embedding = last.tensors["embedding.word_embeddings.weight"]
+    assert embedding.shape == (4, 8)  # ids 4, 5, 6 and one of padding
+    assert embedding[:3].any(dim=1).all() and not embedding[3].any()
+
+
+def test_tied_output_layer_of_a_later_stage_is_the_embedding_and_is_written_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path
+) -> None:
+    ranks = ranks_of(monkeypatch, architecture(untied=False), LM, 1, 2)
+    for row in ranks:
+        row[0].load(HfFolder(source))
+    embedding = ranks[0][0].tensors["embedding.word_embeddings.weight"]
+    assert_close(ranks[1][0].tensors["output_layer.weight"], embedding, rtol=0, atol=0)
+    export(monkeypatch, ranks, tmp_path / "target", source)
+    written = [k for f in (tmp_path / "target").glob("*.safetensors") for k in load_file(f)]
+    assert sorted(written) == sorted(set(read(source)) - {"lm_head.weight"})
+
+
+def test_what_describes_the_weights_may_lie_in_a_folder_without_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path
+) -> None:
+    """As of a Megatron folder, which the tokenizer's config.json describes."""
+    ranks = ranks_of(monkeypatch, architecture(), LM, 1, 1)
+    ranks[0][0].load(HfFolder(source))
+    described, target = tmp_path / "tokenizer", tmp_path / "target"
+    described.mkdir()
+    (source / "config.json").rename(described / "config.json")
+    export(monkeypatch, ranks, target, source, described)
+    expected = read(source)
+    assert {n: t.dtype for n, t in read(target).items()} == {
+        n: t.dtype for n, t in expected.items()
+    }
+    assert (target / "config.json").exists()
+
+
+def test_a_language_model_has_no_score_head_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path
+) -> None:
+    ((rank,),) = ranks_of(monkeypatch, architecture(), SCORE, 1, 1)
+    assert rank.load(HfFolder(source)) == ["score.weight"]
+    assert rank.tensors["score.weight"].isnan().all()
+    rank.tensors["score.weight"].data.fill_(0.25)
+    export(monkeypatch, [[rank]], tmp_path / "target", source)
+    got = read(tmp_path / "target")
+    assert "lm_head.weight" not in got and (got["score.weight"] == 0.25).all()
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+    assert config["id2label"] == {"0": "LABEL_0"} and config["vocab_size"] == 7
+
+
+def test_ranks_that_do_not_write_hold_no_tensors_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, source: Path
+) -> None:
+    ((first, second),) = ranks_of(monkeypatch, architecture(), LM, 2, 1)
+    for rank in (first, second):
+        rank.load(HfFolder(source))
+    assert first.hf_tensors(first.table[0]) and not second.hf_tensors(second.table[0], keep=False)
+
+
+def test_a_module_that_the_map_does_not_describe_is_refused() -> None:
+    module: Any = SimpleNamespace(named_parameters=lambda: [("extra.bias", torch.zeros(1))])
+    with pytest.raises(AssertionError, match=r"map and module differ.*extra\.bias"):
+        one = Group(0, 1)
+        StageWeights(module, architecture(), LM, one, one, one)  # type: ignore[arg-type]
