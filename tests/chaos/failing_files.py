@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 
 WRITE = re.compile(r"^write (\d+) of (.*)$")
+RANDOM = re.compile(r"\.[0-9a-f]{16}\.tmp$")  # how `files.safe.hidden_name` ends
 
 
 def worth_failing(steps: list[str]) -> list[str]:
@@ -53,6 +54,7 @@ class FailingFiles:
             for module, name, make in (
                 (builtins, "open", self._open),
                 (io, "open", self._open),
+                (os, "open", self._descriptor),
                 (os, "fsync", self._sync),
                 (os, "replace", self._named),
                 (os, "rename", self._named),
@@ -68,7 +70,7 @@ class FailingFiles:
         if not path.startswith(self._folder):
             return
         place = os.path.relpath(path, self._folder).replace(f".{os.getpid()}", ".PID")
-        name = f"{what} {re.sub('iter_[0-9]+', 'iter', place)}"
+        name = f"{what} {RANDOM.sub('.TMP', re.sub('iter_[0-9]+', 'iter', place))}"
         self._seen[name] += 1
         if self._seen[name] > 1:
             name = f"{name} (time {self._seen[name]})"
@@ -78,10 +80,21 @@ class FailingFiles:
 
     def _open(self, _name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if isinstance(file, int) or not set(mode) & set("wax+"):
+            if not set(mode) & set("wax+"):
                 return original(file, mode, *args, **kwargs)
+            if isinstance(file, int):  # opened by `os.open`
+                place = os.readlink(f"/proc/self/fd/{file}")
+                return Stream(original(file, mode, *args, **kwargs), place, self)
             self.step("open", file)
             return Stream(original(file, mode, *args, **kwargs), file, self)
+
+        return opened
+
+    def _descriptor(self, _name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+            if flags & (os.O_WRONLY | os.O_RDWR):
+                self.step("open", path)
+            return int(original(path, flags, *args, **kwargs))
 
         return opened
 

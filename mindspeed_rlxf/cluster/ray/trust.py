@@ -62,7 +62,7 @@ def ask(address: str) -> View:
     """What the cluster tells without a token; ConnectionError where it does not answer."""
     private = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
     environment = {name: value for name, value in os.environ.items() if name not in private}
-    script = Path(__file__).with_name("ray_probe.py")
+    script = Path(__file__).with_name("probe.py")
     try:
         found = subprocess.run(
             [sys.executable, str(script), address],
