@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,8 @@ from pydantic import BaseModel
 from mindspeed_rlxf.compat.migration import put_into
 from mindspeed_rlxf.config.compose import builtin_config_dir, config_names
 from mindspeed_rlxf.config.keys import known_keys
-from mindspeed_rlxf.config.roles import ActorConfig, CriticConfig, OptimizerConfig
+from mindspeed_rlxf.config.roles import OptimizerConfig
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.sections import AlgorithmConfig
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -47,9 +47,13 @@ def test_configs_and_tests_that_a_document_names_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     configs = set(re.findall(r"\b\w+_trainer_\w+\b", text))
     assert configs <= set(config_names([builtin_config_dir()]))
-    for name, test in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", text):
-        source = (ROOT / name).read_text(encoding="utf-8")
-        assert not test or f"def {test}(" in source, f"{name}::{test}"
+    names = (
+        r"`(?:tests/)?((?:unit|distributed|hostile|long)/[\w/]+\.py)(?:::(\w+))?((?:`, `::\w+)*)"
+    )
+    for name, test, others in re.findall(names, text):
+        source = (ROOT / "tests" / name).read_text(encoding="utf-8")
+        for claim in filter(None, [test, *re.findall(r"::(\w+)", others)]):
+            assert f"def {claim}(" in source, f"{name}::{claim}"
 
 
 def test_the_tables_for_migrating_are_made_from_the_schema() -> None:
@@ -107,15 +111,31 @@ def test_every_key_of_the_schema_has_a_row_in_the_tables_for_migrating() -> None
     assert lacking == []
 
 
-def test_defaults_in_the_comparison_with_trl_are_the_schemas() -> None:
+def default_of(name: str) -> object:
+    """The default of a key; keys without a section are the optimizer's."""
+    section: type[BaseModel] = RunConfig
+    *sections, key = name.split(".")
+    for part in sections:
+        kinds = get_args(annotation := section.model_fields[part].annotation) or (annotation,)
+        section = next(kind for kind in kinds if issubclass(kind, BaseModel))
+    found = (section if sections else OptimizerConfig).model_fields[key].default
+    return getattr(found, "value", found)
+
+
+def value_of(cell: str) -> object:
+    """A number, true, false or null, else a word."""
+    try:
+        return json.loads(cell)
+    except ValueError:
+        return cell
+
+
+def test_the_comparison_with_trl_names_every_key_that_it_sets_with_its_default() -> None:
     text = (ROOT / "docs" / "correctness.md").read_text(encoding="utf-8")
-    table = text.partition("| key | TRL's way | default | why |")[2].partition("\n\n")[0]
-    sections = {"algorithm": AlgorithmConfig, "critic": CriticConfig, "actor_rollout": ActorConfig}
-    lines = [line.replace("`", "").split("|")[1:-1] for line in table.splitlines()]
-    rows = [[cell.strip() for cell in line] for line in lines]
-    stated = {row[0]: row[2] for row in rows if len(row) == 4 and not row[0].startswith("-")}
-    assert len(stated) >= 5
-    for name, default in stated.items():
-        section, _, key = name.rpartition(".")
-        found = sections.get(section, OptimizerConfig).model_fields[key].default
-        assert str(getattr(found, "value", found)) in (default, f"{default}.0"), name
+    table = text.partition("| key | in the comparison |")[2].partition("\n\n")[0]
+    lines = [line.replace("`", "").split("|")[1:-1] for line in table.splitlines()[2:]]
+    stated = {cells[0].strip(): value_of(cells[3].strip()) for cells in lines}
+    assert stated == {name: default_of(name) for name in stated}
+    source = (ROOT / "tests" / "trl" / "runs.py").read_text(encoding="utf-8")
+    for name in ("do_sample", "cliprange_value", "lr_decay_style", "ppo_epochs", "shuffle"):
+        assert name in source and any(key.split(".")[-1] == name for key in stated), name
