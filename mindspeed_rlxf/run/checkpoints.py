@@ -1,4 +1,4 @@
-"""Checkpoints of a run as the driver takes and uses them: when, what, and which to go on from."""
+"""Save and restore the checkpoints of a run, from the driver."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
-from mindspeed_rlxf.run import driver_state as resume
-from mindspeed_rlxf.run import host_files as host_part
+from mindspeed_rlxf.run import driver_state, host_files
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.host_parts import HostParts
 from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
@@ -36,11 +35,10 @@ PROBE = ".seen_by_all"
 
 
 class RunCheckpoints:
-    """Saving is in two steps: the roles write (`write`), then all of it gets its name (`commit`).
+    """Saving has two steps: roles write their files (`write`), then the folder is named (`commit`).
 
     Between the two the iteration's line goes into metrics.jsonl, with the time that writing took.
-    With `async_save` the roles go on writing through the next iteration, and `settle` gives it its
-    name after that.
+    With `async_save` the roles write during the next iteration, and `settle` names the folder.
     """
 
     def __init__(
@@ -67,9 +65,9 @@ class RunCheckpoints:
         self.newest = 0  # iteration of the newest complete checkpoint of this process; 0 = none
 
     def is_due(self, iteration: int, stops: bool = False) -> bool:
-        """By number, by time, and at the end.
+        """Return whether to save after this iteration: by number, by time, and at the end.
 
-        stops: the run ends after this iteration, before its time
+        stops: the run ends early, after this iteration
         """
         if stops:
             return True
@@ -80,7 +78,7 @@ class RunCheckpoints:
         return seconds > 0 and self._clock() - self._last_save >= seconds
 
     def write(self, iteration: int, note: Note) -> float:
-        """All ranks write their part, or with `async_save` begin to; returns the seconds."""
+        """Let all ranks write, or with `async_save` begin to write; return the seconds."""
         self.settle(note)
         started = time.monotonic()
         hidden = self.store.hidden(iteration)
@@ -97,15 +95,15 @@ class RunCheckpoints:
     def commit(
         self, iteration: int, state: dict[str, Any], score: float | None, note: Note
     ) -> None:
-        """Add the driver's part, and let the checkpoint be one: now, or when all is written.
+        """Add the driver's state and name the checkpoint: now, or when all ranks have written.
 
-        score: of the validation of this iteration; the best of those on the disk is kept
+        score: of the validation of this iteration; the best checkpoint on the disk is kept
         """
         self._last_save = self._clock()
         content = {
             "iteration": iteration,
             "trainer": state,
-            "positions": resume.positions(self.directory),
+            "positions": driver_state.line_positions(self.directory),
             "prompts_digest": self.prompts_digest,
             "score": score,
         }
@@ -114,19 +112,19 @@ class RunCheckpoints:
             self._publish(note)
 
     def settle(self, note: Note) -> None:
-        """Complete the checkpoint that is being written, if there is one; waits for it."""
+        """Wait for the checkpoint that is being written, if any, and name it."""
         if self._waiting is not None:
             self._files = self._written()
             self._publish(note)
 
     def _written(self) -> list[Entry]:
-        """Files of all roles; waits for them."""
+        """Wait for the files of all roles; return their manifest entries."""
         calls = {role: group.end_save() for role, group in self.trained.items()}
         found: dict[Role, Written] = {role: call.result()[0] for role, call in calls.items()}
         if self.config.training.async_save:
             self.write_s = max(written.seconds for written in found.values())
         return [
-            without_host(entry) if self._parts is None else self._parts.kept_here(entry)
+            without_host(entry) if self._parts is None else self._parts.with_host_if_apart(entry)
             for role, written in found.items()
             for entry in under(SAVED_AS[role], written.files)
         ]
@@ -140,15 +138,15 @@ class RunCheckpoints:
         iteration = content["iteration"]
         hidden = self.store.hidden(iteration)
         texts = {
-            f"{resume.TRAINER}/{resume.STATE}": json.dumps(content, indent=1),
-            f"{resume.TRAINER}/{resume.CONFIG}": to_yaml(self.config),
+            f"{driver_state.TRAINER}/{driver_state.STATE}": json.dumps(content, indent=1),
+            f"{driver_state.TRAINER}/{driver_state.CONFIG}": to_yaml(self.config),
         }
         mode = self.directory.file_mode
         for path, text in texts.items():
             write_text(hidden / path, text, mode)
         files = self._files + [entry_of(hidden, hidden / path) for path in texts]
         manifest = Manifest(iteration, files, _about(self.config))
-        if found := manifest.lacking(hidden):
+        if found := manifest.find_missing(hidden):
             raise RuntimeError(
                 f"the checkpoint of iteration {iteration} is not whole: {found}; is "
                 f"{hidden.parent} the same folder on every host?"
@@ -157,33 +155,33 @@ class RunCheckpoints:
             self._parts.commit(manifest, texts, mode)
         final = self.store.commit(manifest)
         training = self.config.training
-        best = resume.best_iterations(self.store)
+        best = driver_state.find_best_iterations(self.store)
         self.store.prune(training.keep_last, training.keep_every, best)
         if self._parts:
-            self._parts.keep()
+            self._parts.prune()
         note(f"checkpoint of iteration {iteration}: {final}")
 
     def restore(self, note: Note) -> dict[str, Any] | None:
-        """Give the roles the state of the newest whole checkpoint; None where there is none.
+        """Load the newest whole checkpoint into the roles; return the driver's state, None = none.
 
-        Returns the driver's state. Files of lines are cut to where they stood. Raises UserError
-        where the prompts are others, and where there are checkpoints and none of them is whole.
+        Cuts metric and sample files to their length at the checkpoint. Raises UserError where the
+        prompts differ, and where there are checkpoints and none of them is whole.
         """
         self._parts = self._look_at_hosts(note)
         if self.writes:
             self.store.clear_unfinished()
-        whole, problems = resume.whole_checkpoints(self.config, self.store)
+        whole, problems = driver_state.find_whole_checkpoints(self.config, self.store)
         for checkpoint, manifest in whole:
             if found := self._damage(checkpoint, manifest):
                 problems.append(f"{checkpoint.path} is damaged: {found}")
                 continue
-            state = resume.read_state(checkpoint)
-            if lacking := resume.lacking(self.directory, state["positions"]):
+            state = driver_state.read_state(checkpoint)
+            if lacking := driver_state.find_shortened_file(self.directory, state["positions"]):
                 problems.append(f"{checkpoint.path} is not gone on from: {lacking}")
                 continue
             for problem in problems:
                 note(f"warning: {problem}; an older one is taken")
-            for path in resume.gone(self.directory, state["positions"]):
+            for path in driver_state.find_removed_samples(self.directory, state["positions"]):
                 note(f"warning: {path} is gone; it starts with the next iteration")
             return self._load(checkpoint, state, note)
         if problems:  # to start again would remove what there is
@@ -199,9 +197,9 @@ class RunCheckpoints:
         return None
 
     def _look_at_hosts(self, note: Note) -> HostParts | None:
-        """Whether every host of a role that is trained sees the driver's run directory.
+        """Return the hosts that keep parts of their own; None where all share the run directory.
 
-        Raises UserError where one does not, and the configuration says that all do.
+        Raises UserError where a host does not see the directory and the configuration requires it.
         """
         # A folder that was copied has the probe of another run. The ranks of torchrun look for the
         # same name each for itself.
@@ -211,7 +209,7 @@ class RunCheckpoints:
             write_text(probe, "")
         roles = {SAVED_AS[role]: group.hosts for role, group in self.trained.items()}
         agents = list(dict.fromkeys(agent for hosts in roles.values() for agent in hosts))
-        seen = call_each(agents, host_part.look_for, probe, timeout_s=self._timeout_s)
+        seen = call_each(agents, host_files.look_for, probe, timeout_s=self._timeout_s)
         if self.writes:
             probe.unlink(missing_ok=True)
         blind = sorted({view.host for view in seen if not view.sees})
@@ -245,13 +243,22 @@ class RunCheckpoints:
             )
 
     def _damage(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
-        """What is wrong with the roles' files; nothing has unpickled any of them before this."""
+        """Describe the damage of the roles' files; empty = none."""
         folder, parts = checkpoint.path, self._parts
-        unsafe = parts.bring(checkpoint, manifest) if parts else host_part.unsafe(folder)
+        unsafe = (
+            parts.fetch_files(checkpoint, manifest)
+            if parts
+            else host_files.find_unsafe_file(folder)
+        )
         if unsafe:
             return unsafe
         calls = [  # each host reads its share, or all where it has files of its own
-            (name, agent.start(host_part.damage, folder / name, share, timeout_s=self._timeout_s))
+            (
+                name,
+                agent.start(
+                    host_files.find_damage, folder / name, share, timeout_s=self._timeout_s
+                ),
+            )
             for role, group in self.trained.items()
             for name, entries in ((SAVED_AS[role], manifest.part(SAVED_AS[role])),)
             for place, agent in enumerate(group.hosts)
@@ -278,10 +285,10 @@ class RunCheckpoints:
         if self.writes:
             for other in self.store.newest_first():
                 if other.iteration > checkpoint.iteration:
-                    aside = self.store.set_aside(other)
+                    aside = self.store.move_aside(other)
                     note(f"note: {other.path.name} is kept as {aside.name}")
             self.store.point_to(checkpoint.iteration)
-            resume.cut_files(self.directory, state["positions"])
+            driver_state.cut_files(self.directory, state["positions"])
         self.newest = checkpoint.iteration
         note(f"resumed from {checkpoint.path}; its weights, not those of `load`, are gone on with")
         if not all(same):
@@ -292,13 +299,13 @@ class RunCheckpoints:
         return state
 
     def _start_again(self, note: Note) -> None:
-        if any(resume.positions(self.directory).values()):
+        if any(driver_state.line_positions(self.directory).values()):
             note("no checkpoint yet to go on from: starts from iteration 0 again")
-        resume.cut_files(self.directory, {})
+        driver_state.cut_files(self.directory, {})
 
 
 def trained_roles(roles: RoleGroups) -> dict[Role, ActorGroup | CriticGroup]:
-    """The roles that learn."""
+    """The groups of the roles that are trained."""
     trained: dict[Role, ActorGroup | CriticGroup] = {Role.ACTOR_ROLLOUT: roles.actor}
     if roles.critic is not None:
         trained[Role.CRITIC] = roles.critic
@@ -306,7 +313,7 @@ def trained_roles(roles: RoleGroups) -> dict[Role, ActorGroup | CriticGroup]:
 
 
 def _about(config: RunConfig) -> dict[str, Any]:
-    """What wrote it."""
+    """Versions and layouts that wrote the checkpoint."""
     names = ("torch", "megatron-core", "ray", "numpy")
     layouts = {}
     for role, name in SAVED_AS.items():

@@ -25,7 +25,7 @@ from mindspeed_rlxf.files.safe import (
     private_folder,
     replace_file,
 )
-from mindspeed_rlxf.run import lock as run_lock
+from mindspeed_rlxf.run import lock
 from mindspeed_rlxf.run.changed_keys import Change, changes
 
 KEY = "training.output_dir"
@@ -101,7 +101,7 @@ class RunDirectory:
         try:
             _make_folder(directory.path, directory.file_mode)
             private_folder(directory.logs, directory.file_mode)
-            run_lock.take(directory.path, directory.file_mode)
+            lock.take(directory.path, directory.file_mode)
             differing = tuple(directory.changes_to(config))
             if not directory.config.exists():
                 replace_file(directory.config, to_yaml(config), directory.file_mode)
@@ -116,7 +116,7 @@ class RunDirectory:
 
     def unlock(self) -> None:
         """The run has ended in this process."""
-        run_lock.release(self.path)
+        lock.release(self.path)
 
     def release(self) -> None:
         """Give the folder of a run back that has not trained; its logs stay."""
@@ -155,7 +155,7 @@ class RunDirectory:
                     f"{other} to take {free}",
                 )
             ]
-        if found := run_lock.problem(self.path):
+        if found := lock.problem(self.path):
             return [found]
         fixed = [str(change) for change in self.changes_to(config) if change.rule == "fixed"]
         if fixed:

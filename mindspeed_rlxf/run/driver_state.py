@@ -1,4 +1,4 @@
-"""The state of the driver in a checkpoint, and what a used run directory means for a command."""
+"""The driver's state in checkpoints, and what a used run directory means for a command."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ TRAINER = "trainer"
 STATE, CONFIG = "state.json", "config.yaml"
 
 
-def parts_of(config: RunConfig) -> list[str]:
-    """Subfolders of a checkpoint: of what is trained, and of the driver."""
+def checkpoint_parts(config: RunConfig) -> list[str]:
+    """Subfolders of a checkpoint: one per trained role, and the driver's."""
     return [name for role, name in SAVED_AS.items() if role in config.roles] + [TRAINER]
 
 
-def whole_checkpoints(
+def find_whole_checkpoints(
     config: RunConfig, store: RunStore
 ) -> tuple[list[tuple[Checkpoint, Manifest]], list[str]]:
-    """Newest first, with all files in their length; and a line for each that is damaged.
+    """Return checkpoints with files of the right sizes, newest first, and a line per damaged one.
 
-    The driver's part has been read through too, those of the roles are the workers' to read.
+    The driver's part is hashed here; the workers hash the parts of the roles.
     """
     whole, problems = [], []
     for checkpoint in store.newest_first():
         try:
             manifest = checkpoint.read()
-            missing = missing_parts(manifest, parts_of(config))
+            missing = missing_parts(manifest, checkpoint_parts(config))
             if missing:
                 raise ValueError(f"no files of {' and '.join(missing)}")
             folder = checkpoint.path / TRAINER
@@ -60,8 +60,8 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
     return state
 
 
-def best_iterations(store: RunStore) -> list[int]:
-    """The checkpoint with the highest validation score, the first of several; none without one."""
+def find_best_iterations(store: RunStore) -> list[int]:
+    """The checkpoint with the highest validation score, the earliest of equals; [] = no scores."""
     scores: dict[int, float] = {}
     for checkpoint in store.newest_first():
         try:
@@ -74,24 +74,24 @@ def best_iterations(store: RunStore) -> list[int]:
     return [min(n for n, score in scores.items() if score == best)] if scores else []
 
 
-def reached(config: RunConfig, directory: RunDirectory) -> int:
-    """Iteration of the newest whole checkpoint that the command would go on from; 0 = none."""
+def done_iterations(config: RunConfig, directory: RunDirectory) -> int:
+    """Iteration of the checkpoint that the command would resume from; 0 = none."""
     if not directory.is_used or config.training.new_run:
         return 0
-    whole, _ = whole_checkpoints(config, RunStore(directory.checkpoints))
+    whole, _ = find_whole_checkpoints(config, RunStore(directory.checkpoints))
     return whole[0][0].iteration if whole else 0
 
 
-def newest_state(config: RunConfig, directory: RunDirectory) -> dict[str, Any] | None:
-    """The driver's state that the command would go on from; None = it starts."""
+def read_newest_state(config: RunConfig, directory: RunDirectory) -> dict[str, Any] | None:
+    """The driver's state that the command would resume from; None = a new run."""
     if not directory.is_used or config.training.new_run:
         return None
-    whole, _ = whole_checkpoints(config, RunStore(directory.checkpoints))
+    whole, _ = find_whole_checkpoints(config, RunStore(directory.checkpoints))
     return read_state(whole[0][0]) if whole else None
 
 
-def beyond(config: RunConfig, done: int) -> list[Problem]:
-    """The problem of a run that has gone further than `train_iters`. done: see `reached`"""
+def check_train_iters(config: RunConfig, done: int) -> list[Problem]:
+    """Report a run that has done more iterations than `train_iters`. done: see `done_iterations`"""
     wanted = config.training.train_iters
     if done <= wanted:
         return []
@@ -107,18 +107,18 @@ def beyond(config: RunConfig, done: int) -> list[Problem]:
 
 
 def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
-    """`train_iters` was reached, and the weights were exported after that.
+    """Return whether `train_iters` is reached and the weights were exported afterwards.
 
     Raises UserError where the run has gone further than `train_iters`.
     """
-    done = reached(config, directory)
-    if problems := beyond(config, done):
+    done = done_iterations(config, directory)
+    if problems := check_train_iters(config, done):
         raise UserError(problems)
     return done == config.training.train_iters == RunStore(directory.checkpoints).exported()
 
 
-def digest(prompts: Sequence[Prompt], eos_token_ids: Sequence[int]) -> str:
-    """Of what the run learns from: another file, another tokenizer or other stop tokens differ."""
+def hash_prompts(prompts: Sequence[Prompt], eos_token_ids: Sequence[int]) -> str:
+    """Hash the data of a run: token ids, stop tokens, ground truths and data sources."""
     found = hashlib.sha256(json.dumps(sorted(eos_token_ids)).encode())
     for prompt in prompts:
         found.update(len(prompt.token_ids).to_bytes(8, "little"))
@@ -128,12 +128,12 @@ def digest(prompts: Sequence[Prompt], eos_token_ids: Sequence[int]) -> str:
 
 
 def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
-    """Leave of each file of lines what was there when the checkpoint was taken.
+    """Cut each metric and sample file to its length at the checkpoint.
 
-    Raises UserError where there is less than that.
+    Raises UserError where a file is shorter than that.
     """
     for file in line_files(directory):
-        if not file.exists():  # see `lacking` and `gone`
+        if not file.exists():  # see `find_shortened_file`
             continue
         try:
             file.cut(positions.get(file.path.name, 0))
@@ -141,12 +141,12 @@ def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
             raise UserError(Problem("", str(error))) from None
 
 
-def lacking(directory: RunDirectory, positions: dict[str, int]) -> str:
-    """What the files of lines have no longer of a checkpoint's positions; empty = they have all.
+def find_shortened_file(directory: RunDirectory, positions: dict[str, int]) -> str:
+    """Describe a metric or sample file that is shorter than at the checkpoint; empty = none.
 
-    Samples that are gone altogether were cleared away by somebody: see `gone`.
+    Sample files may be removed altogether (`find_removed_samples`).
     """
-    cleared = gone(directory, positions)
+    cleared = find_removed_samples(directory, positions)
     for file in line_files(directory):
         wanted = positions.get(file.path.name, 0)
         if file.path not in cleared and (there := file.position()) < wanted:
@@ -154,8 +154,8 @@ def lacking(directory: RunDirectory, positions: dict[str, int]) -> str:
     return ""
 
 
-def gone(directory: RunDirectory, positions: dict[str, int]) -> list[Path]:
-    """Files of samples that a checkpoint's positions tell of and that are not there."""
+def find_removed_samples(directory: RunDirectory, positions: dict[str, int]) -> list[Path]:
+    """Sample files that a checkpoint counts and that were removed since."""
     return [
         path
         for path in _samples(directory)
@@ -167,8 +167,8 @@ def _samples(directory: RunDirectory) -> tuple[Path, ...]:
     return directory.samples, directory.val_samples
 
 
-def positions(directory: RunDirectory) -> dict[str, int]:
-    """File name -> bytes of each file of lines, with its parts, at this moment; on the disk."""
+def line_positions(directory: RunDirectory) -> dict[str, int]:
+    """Sync each metric and sample file; return file name -> bytes, older parts included."""
     files = [file for file in line_files(directory) if file.exists()]
     for file in files:
         file.sync()
@@ -176,6 +176,6 @@ def positions(directory: RunDirectory) -> dict[str, int]:
 
 
 def line_files(directory: RunDirectory) -> list[LineFile]:
-    """Files that grow by lines as the run goes on."""
+    """The files that grow by lines during the run."""
     paths = directory.metrics, *_samples(directory), directory.consumed
     return [LineFile(path) for path in paths]

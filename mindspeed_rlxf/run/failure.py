@@ -32,7 +32,7 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
     print(f"failed: {message}{where}", file=sys.stderr, flush=True)
     if directory is None:
         return
-    print(f"logs: {directory.logs}; {stop.lost}", file=sys.stderr, flush=True)
+    print(f"logs: {directory.logs}; {stop.work_lost}", file=sys.stderr, flush=True)
     details: dict[str, Any] = {
         "message": message,
         "error": type(error).__name__,

@@ -1,8 +1,8 @@
-"""Files of a run's checkpoints on one host, as its agent looks at, reads and writes them.
+"""Functions that a host's agent runs on the files of checkpoints.
 
-A host that does not see the driver's run directory has a store below the same path: files of its
-own ranks, the driver's state and the whole manifest. Every function may run twice: an agent runs
-one again whose process was lost.
+A host that does not see the driver's run directory has a store at the same path: files of its own
+ranks, the driver's state and the whole manifest. Every function may run twice, because an agent
+repeats a call whose process was lost.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MARK = ".shared_by_"
 
 @dataclass(frozen=True)
 class HostView:
-    """What a process says of its host. machine: tells hosts of one name apart."""
+    """A host, and whether it sees a file. machine: distinguishes hosts of one name."""
 
     host: str
     machine: str
@@ -46,37 +46,37 @@ class HostView:
 
 
 def look_for(file: Path) -> HostView:
-    """Whether the file is here: a network file system may take a moment to show a new one."""
+    """Report whether this host sees the file; a network file system may show it late."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
     return HostView(socket.gethostname(), machine(), file.exists())
 
 
-def damage(folder: Path, entries: Sequence[Entry]) -> list[str]:
-    """What is wrong with the files; reads them all, several at a time."""
+def find_damage(folder: Path, entries: Sequence[Entry]) -> list[str]:
+    """Read and hash all files, several at a time; return their damage."""
     with ThreadPoolExecutor(READERS) as readers:
         found = readers.map(partial(content_problem, folder), entries)
         return [problem for problem in found if problem is not None]
 
 
-def mark(store: Path, name: str) -> None:
-    """Leave a sign there that other hosts see which share the folder with this one."""
+def write_mark(store: Path, name: str) -> None:
+    """Write a mark that every host sees which shares this folder."""
     write_text(store / f"{MARK}{name}", "")
 
 
-def marks(store: Path) -> list[str]:
-    """Names of the signs that are there."""
+def read_marks(store: Path) -> list[str]:
+    """Names of the marks in this folder."""
     return sorted(path.name.removeprefix(MARK) for path in store.glob(f"{MARK}*"))
 
 
-def begin(store: Path, iteration: int) -> None:
-    """An empty hidden folder for this host's files; what was left of others is removed."""
+def begin_part(store: Path, iteration: int) -> None:
+    """Make an empty hidden folder for this host's files; remove unfinished ones."""
     RunStore(store).begin(iteration)
 
 
-def commit(store: Path, manifest: str, texts: Mapping[str, str], mode: int = PRIVATE) -> None:
-    """The hidden folder becomes the host's part of the checkpoint, with the driver's small files.
+def commit_part(store: Path, manifest: str, texts: Mapping[str, str], mode: int = PRIVATE) -> None:
+    """Name the hidden folder as the host's part of the checkpoint, with the driver's small files.
 
     manifest: of the whole checkpoint, JSON
     texts:    path -> contents
@@ -92,19 +92,21 @@ def commit(store: Path, manifest: str, texts: Mapping[str, str], mode: int = PRI
     RunStore(store).commit(found)
 
 
-def keep(store: Path, iterations: Sequence[int]) -> None:
-    """Remove all checkpoints but these: the driver's disk decides which are kept."""
+def keep_parts(store: Path, iterations: Sequence[int]) -> None:
+    """Remove all checkpoints but these, which the driver keeps."""
     RunStore(store).keep(iterations)
 
 
-def present(folder: Path, entries: Sequence[Entry]) -> list[int]:
-    """Places of the files that are here, in their length."""
+def find_present(folder: Path, entries: Sequence[Entry]) -> list[int]:
+    """Indices of the entries whose files are here and have the right size."""
     return [i for i, entry in enumerate(entries) if size_problem(folder, entry) is None]
 
 
-def unsafe(folder: Path) -> str:
-    """What is wrong with the sharded checkpoints of older versions below the folder, before a role
-    reads them; empty = nothing. Checkpoints of this version hold no pickle."""
+def find_unsafe_file(folder: Path) -> str:
+    """Describe a sharded checkpoint of an older version that holds more than data; empty = none.
+
+    Checkpoints of this version hold no pickle.
+    """
     try:
         for name in (METADATA, COMMON):
             for file in sorted(folder.rglob(name)):
@@ -124,18 +126,18 @@ def _read_restricted(file: Path) -> None:
         read_torch_file(inside(file.parent, file.name, COMMON))
 
 
-def read(file: Path, offset: int) -> bytes:
-    """Up to CHUNK_BYTES from there on."""
+def read_chunk(file: Path, offset: int) -> bytes:
+    """Up to CHUNK_BYTES of the file from the offset."""
     with open_file(file, "rb") as stream:
         stream.seek(offset)
         return bytes(stream.read(CHUNK_BYTES))
 
 
-def write(folder: Path, entry: Entry, offset: int, chunk: bytes, token: str) -> str:
-    """Put bytes there; with its last ones the file gets its name, and is on the disk.
+def write_chunk(folder: Path, entry: Entry, offset: int, chunk: bytes, token: str) -> str:
+    """Write a chunk of a file; after the last one, check, sync and name the file.
 
-    token: the same for all parts of the file, and known to nobody else
-    Returns what is wrong where the whole is not what the manifest says.
+    token: random text, the same for all chunks of the file
+    Returns the damage where the file differs from its manifest entry; empty = none or unfinished.
     """
     file = folder / entry["path"]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -161,6 +163,6 @@ def write(folder: Path, entry: Entry, offset: int, chunk: bytes, token: str) -> 
 
 
 def _partial_files(file: Path) -> list[Path]:
-    """What killed drivers left of it."""
+    """Unfinished copies of the file that killed drivers left."""
     ours = re.compile(re.escape(f".{file.name}.") + r"[0-9a-f]{16}\.partial")
     return [path for path in file.parent.iterdir() if ours.fullmatch(path.name)]

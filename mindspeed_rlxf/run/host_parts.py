@@ -1,8 +1,8 @@
-"""Hosts that do not see the run directory, and the parts of checkpoints that they keep.
+"""Parts of checkpoints on hosts that do not share the driver's run directory.
 
-The agent of each such host does what the driver does on its own disk: an empty hidden
-folder before a save, the name after it, the removal of old ones. Before a checkpoint is loaded each
-host gets the files that its ranks may read and that others keep.
+The agent of each such host does what the driver does on its own disk: make an empty hidden folder
+before a save, name it afterwards, remove old checkpoints. Before a checkpoint is loaded, each host
+fetches the files that its ranks may read from the hosts that keep them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from mindspeed_rlxf.cluster.host_agent import Function, HostAgent, HostCall, call_each
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.run import host_files as host_part
+from mindspeed_rlxf.run import host_files
 from mindspeed_rlxf.run.host_files import CHUNK_BYTES, HostView
 from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
 from mindspeed_rlxf.weights.state_files import HOST, Entry, without_host
@@ -40,8 +40,8 @@ class HostParts:
     roles: Mapping[str, Sequence[HostAgent]]
     views: Mapping[HostAgent, HostView]
     timeout_s: float
-    _servers: dict[str, HostAgent] = field(init=False)  # one that sees the driver's folder too
-    _key: dict[str, str] = field(init=False)  # of a host -> of who serves its folder
+    _servers: dict[str, HostAgent] = field(init=False)  # one agent for each folder
+    _key: dict[str, str] = field(init=False)  # key of a host -> key of its server
 
     def __post_init__(self) -> None:
         servers: dict[str, HostAgent] = {}
@@ -51,12 +51,12 @@ class HostParts:
         self._servers = {key: servers[key] for key in set(self._key.values())}
 
     def _shared_folders(self, servers: Mapping[str, HostAgent]) -> dict[str, str]:
-        """Hosts may share a folder with each other and not with the driver: one of them serves."""
+        """Map each host apart to the one that serves the folder which they share."""
         apart = {key: server for key, server in servers.items() if key != DRIVER}
         names = {f"{key}_{secrets.token_hex(8)}": key for key in apart}  # not those of a copy
         for name, key in names.items():
-            self._start(apart[key], host_part.mark, self.store.folder, name).result()
-        seen = self._on_each(apart, host_part.marks, self.store.folder)
+            self._start(apart[key], host_files.write_mark, self.store.folder, name).result()
+        seen = self._on_each(apart, host_files.read_marks, self.store.folder)
         return {k: min(names[name] for name in found if name in names) for k, found in seen.items()}
 
     def _start(self, agent: HostAgent, function: Function, *args: Any) -> HostCall:
@@ -65,46 +65,44 @@ class HostParts:
     def _on_each(
         self, servers: Mapping[str, HostAgent], function: Function, *args: Any
     ) -> dict[str, Any]:
-        """Results by the key of the host."""
+        """Call the function on each host; return the results by the key of the host."""
         found = call_each(list(servers.values()), function, *args, timeout_s=self.timeout_s)
         return dict(zip(servers, found, strict=True))
 
     @property
     def hosts(self) -> list[str]:
-        """Names of those that do not see the driver's folder."""
+        """Names of the hosts that do not see the driver's folder."""
         return sorted({view.host for view in self.views.values() if not view.sees})
 
     @property
     def _apart(self) -> dict[str, HostAgent]:
-        """Those that serve a folder other than the driver's."""
+        """Agents that serve a folder other than the driver's."""
         return {key: server for key, server in self._servers.items() if key != DRIVER}
 
     def begin(self, iteration: int) -> None:
-        self._on_each(self._apart, host_part.begin, self.store.folder, iteration)
+        self._on_each(self._apart, host_files.begin_part, self.store.folder, iteration)
 
-    def kept_here(self, entry: Entry) -> Entry:
-        """A file that a rank wrote; without its host where the driver sees it."""
+    def with_host_if_apart(self, entry: Entry) -> Entry:
+        """The manifest entry of a file, without its host where the driver sees the file."""
         if entry.get(HOST) in self.hosts:
             return entry
         return without_host(entry)
 
     def commit(self, manifest: Manifest, texts: dict[str, str], mode: int) -> None:
-        """Each host names its part; the driver's own comes after that.
+        """Name the part of each host; the driver names its own afterwards.
 
         texts: path -> contents of the driver's files; mode: of these
         """
         arguments = self.store.folder, manifest.to_json(), texts, mode
-        self._on_each(self._apart, host_part.commit, *arguments)
+        self._on_each(self._apart, host_files.commit_part, *arguments)
 
-    def keep(self) -> None:
-        """Each host removes what the driver's disk does not have any more."""
+    def prune(self) -> None:
+        """Remove checkpoints from the hosts that the driver has removed."""
         kept = [checkpoint.iteration for checkpoint in self.store.newest_first()]
-        self._on_each(self._apart, host_part.keep, self.store.folder, kept)
+        self._on_each(self._apart, host_files.keep_parts, self.store.folder, kept)
 
-    def bring(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
-        """Give each host the files of its roles; returns what is damaged or unsafe, or nothing.
-
-        Nothing has unpickled any of them before this.
+    def fetch_files(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
+        """Copy the missing files of its roles to each host; return the damage found, empty = none.
 
         Raises UserError where a host that keeps files is not one of the run.
         """
@@ -115,25 +113,25 @@ class HostParts:
             wanted = sorted({self._key[key_of(self.views[agent])] for agent in agents})
             lost = [e for i, e in enumerate(entries) if not any(i in h for h in held.values())]
             if lost:
-                return self._say_lost(checkpoint, name, lost)
+                return self._report_lost(checkpoint, name, lost)
             for key in wanted:
                 for place in sorted(set(range(len(entries))) - held[key]):
                     if problem := self._copy(folder, entries[place], place, held, key):
                         found.append(f"{name}/{problem}")
             if not found:  # whole now, which the scan expects
                 servers = {key: self._servers[key] for key in wanted}
-                scans = self._on_each(servers, host_part.unsafe, folder)
+                scans = self._on_each(servers, host_files.find_unsafe_file, folder)
                 found += [problem for problem in scans.values() if problem]
         return "; ".join(found)
 
     def _held(self, folder: Path, entries: list[Entry]) -> Held:
-        """Places of the files in each folder; the driver's is looked at by the driver."""
-        found = self._on_each(self._apart, host_part.present, folder, entries)
-        found[DRIVER] = host_part.present(folder, entries)
+        """Indices of the entries that each folder has."""
+        found = self._on_each(self._apart, host_files.find_present, folder, entries)
+        found[DRIVER] = host_files.find_present(folder, entries)
         return {key: set(places) for key, places in found.items()}
 
-    def _say_lost(self, checkpoint: Checkpoint, name: str, lost: list[Entry]) -> str:
-        """A file that its host has no longer is damage, a host that is away an error."""
+    def _report_lost(self, checkpoint: Checkpoint, name: str, lost: list[Entry]) -> str:
+        """Describe files that no host has. Raises UserError where their host is not in the run."""
         present = {view.host for view in self.views.values()}
         away = sorted({entry[HOST] for entry in lost if HOST in entry} - present)
         files = f"{name}/{lost[0]['path']}" + (f" and {len(lost) - 1} more" if lost[1:] else "")
@@ -150,16 +148,16 @@ class HostParts:
         )
 
     def _copy(self, folder: Path, entry: Entry, place: int, held: Held, target: str) -> str:
-        """Returns what is wrong with the file once it is there."""
+        """Copy one file to a host; return its damage, empty = none."""
         source = min(key for key, places in held.items() if place in places)
         writer, problem, token = self._servers[target], "", secrets.token_hex(8)
         for offset in range(0, max(1, entry["size"]), CHUNK_BYTES):
             file = folder / entry["path"]
             chunk = (
-                host_part.read(file, offset)
+                host_files.read_chunk(file, offset)
                 if source == DRIVER
-                else self._start(self._servers[source], host_part.read, file, offset)
+                else self._start(self._servers[source], host_files.read_chunk, file, offset)
             )
             part = folder, entry, offset, chunk, token
-            problem = self._start(writer, host_part.write, *part).result()
+            problem = self._start(writer, host_files.write_chunk, *part).result()
         return problem

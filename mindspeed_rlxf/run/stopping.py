@@ -1,8 +1,8 @@
-"""When a run ends before `train_iters`: on SIGTERM and SIGINT, and before `training.max_wall_time`.
+"""End a run before `train_iters`: on SIGTERM and SIGINT, and before `training.max_wall_time`.
 
-The trainer asks at the end of every iteration: `if stop.is_due(): save, end`. A signal that finds
-too little time for that raises KeyboardInterrupt where it finds the driver, which ends the run at
-once; checkpoints are whole whenever they are interrupted.
+The trainer asks at the end of every iteration: `if stop.is_due(): save, end`. Where the time is too
+short for that, the signal handler raises KeyboardInterrupt and the run ends at once. An interrupted
+save never damages a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ HISTORY = 15  # iterations, and saves, that the next one is predicted from
 
 
 class Stopped(Exception):
-    """The run ended before `train_iters`, with everything saved; the same command goes on."""
+    """The run ended before `train_iters` and is saved; the same command resumes it."""
 
 
 class StopRequest:
-    """Whether a run has to end after the iteration that it is in; `with` it watches signals.
+    """Decide whether a run ends after the current iteration; as a context manager, watch signals.
 
-    Times in seconds. Before the first iteration has ended nothing is known, and a signal stops at
-    once.
+    Times are in seconds. Before the first iteration has ended there is no prediction, and a signal
+    stops at once.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class StopRequest:
     ) -> None:
         """grace_s: `training.stop_grace_s`; wall_s: `training.max_wall_time`
         started: when the command was given, by the clock; None = now
-        history: iterations that are remembered, so that a rare long one, validated, is among them
+        history: iterations to remember, so that one with a validation is among them
         """
         self.grace_s, self.wall_s, self._clock = grace_s, wall_s, clock
         self._started = clock() if started is None else started
@@ -52,46 +52,46 @@ class StopRequest:
         self._since: float | None = None  # start of the iteration under way
         self.reason = ""
         self.iteration = self.saved = 0  # the last that ended, and that was saved
-        self.agree: Callable[[bool], bool] = bool  # by which all ranks of torchrun say the same
+        self.agree: Callable[[bool], bool] = (
+            bool  # all ranks of torchrun take the first one's answer
+        )
 
-    def resumed(self, iteration: int) -> None:
-        """A checkpoint was loaded: that iteration is the last that ended."""
+    def record_resume(self, iteration: int) -> None:
+        """A checkpoint was loaded, which was taken after this iteration."""
         self.iteration = self.saved = iteration
 
-    def begin(self) -> None:
-        """An iteration begins."""
+    def begin_iteration(self) -> None:
         self._since = self._clock()
 
-    def ended(self, iteration: int) -> None:
-        """It has ended, but for its save."""
-        assert self._since is not None, "begin() comes first"
+    def end_iteration(self, iteration: int) -> None:
+        """The iteration has ended; its save may follow."""
+        assert self._since is not None, "begin_iteration() comes first"
         self._iterations.append(self._clock() - self._since)
         self.iteration, self._since = iteration, None
 
-    def wrote(self, iteration: int, seconds: float) -> None:
-        """A checkpoint is complete."""
+    def record_save(self, iteration: int, seconds: float) -> None:
         self._saves.append(seconds)
         self.saved = iteration
 
     def is_due(self) -> bool:
-        """Has the run to save and end now? Asked at the end of an iteration, on every rank."""
+        """Return whether to save and end now; call it at the end of an iteration, on every rank."""
         return self.agree(self._asked is not None or self._no_time_for_another())
 
     @property
     def under_way(self) -> int:
-        """The iteration that has begun, its save included; 0 = none."""
+        """Number of the iteration in progress, its save included; 0 = none."""
         return self.iteration + (self._since is not None)
 
     @property
     def save_s(self) -> float:
-        """Predicted; half an iteration where none has been made yet."""
+        """Predicted seconds of a save; half an iteration before the first one."""
         if self._saves:
             return max(self._saves)
         return statistics.median(self._iterations) / 2 if self._iterations else 0.0
 
     @property
     def left_s(self) -> float | None:
-        """Predicted, to the end of the iteration under way and its save; None = nobody knows."""
+        """Predicted seconds until this iteration and its save are done; None = unknown."""
         if not self._iterations:
             return None
         usual = statistics.median(self._iterations)
@@ -99,8 +99,8 @@ class StopRequest:
         return max(usual - spent, 0.0) + self.save_s
 
     @property
-    def lost(self) -> str:
-        """The work that a stop now loses, in words."""
+    def work_lost(self) -> str:
+        """Describe the iterations that a stop at this moment loses."""
         first = self.saved + 1
         last = self.iteration + (self._since is not None)
         if last < first:

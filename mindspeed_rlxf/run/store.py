@@ -37,20 +37,20 @@ UNUSED = ".unused"  # behind the name of a checkpoint that was set aside
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A named folder of the store; whether it is whole is another question."""
+    """A named folder of the store; `read` checks whether it is whole."""
 
     path: Path
     iteration: int
 
     def read(self) -> Manifest:
-        """Raises ValueError, which says what is wrong, when something is missing or cut short.
+        """Read the manifest and compare sizes. Raises ValueError where a file is missing or cut.
 
-        Files are not read, see `state_files.content_problem`; what another host keeps is not here.
+        Contents are not read (`state_files.content_problem`), files of other hosts not looked for.
         """
         manifest = _read_manifest(self.path / MANIFEST)
         if manifest.iteration != self.iteration:
             raise ValueError(f"{MANIFEST} is of iteration {manifest.iteration}")
-        if found := manifest.lacking(self.path):
+        if found := manifest.find_missing(self.path):
             raise ValueError(found)
         return manifest
 
@@ -60,7 +60,7 @@ class Manifest:
     iteration: int
     files: list[Entry]
     about: dict[str, Any]
-    """Versions and layouts that wrote it; said, not needed."""
+    """Versions and layouts that wrote the checkpoint; for people."""
 
     def part(self, name: str) -> list[Entry]:
         """Files of one subfolder, paths within it."""
@@ -71,11 +71,8 @@ class Manifest:
             if entry["path"].startswith(head)
         ]
 
-    def lacking(self, folder: Path) -> str:
-        """Files that are missing or cut short, but for those that another host keeps; empty = none.
-
-        None of them is read.
-        """
+    def find_missing(self, folder: Path) -> str:
+        """Describe files that are missing or have another size, except those of other hosts."""
         here = [entry for entry in self.files if HOST not in entry]
         problems = [size_problem(folder, entry) for entry in here]
         found = [problem for problem in problems if problem is not None]
@@ -93,7 +90,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, name: str) -> Manifest:
-        """Raises ValueError, which calls it by its name, where it is not what `to_json` gave."""
+        """Parse the text of `to_json`. Raises ValueError with `name` where the text was changed."""
         try:
             tree = parse_json(text)
             stated = tree.pop("sha256")
@@ -121,7 +118,7 @@ class RunStore:
         self.folder = folder
 
     def newest_first(self) -> list[Checkpoint]:
-        """Everything that has the name of a checkpoint."""
+        """All folders with the name of a checkpoint."""
         if not self.folder.is_dir():
             return []
         found = [(NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
@@ -129,14 +126,14 @@ class RunStore:
         return sorted(named, key=lambda each: -each.iteration)
 
     def hidden(self, iteration: int) -> Path:
-        """Where a checkpoint is written before it has its name."""
+        """Folder in which a checkpoint is written before it is named."""
         return self.folder / f".iter_{iteration:07d}"
 
     def path(self, iteration: int) -> Path:
         return self.folder / f"iter_{iteration:07d}"
 
     def begin(self, iteration: int) -> Path:
-        """The hidden folder, empty; what was left of others is removed."""
+        """Make the hidden folder; remove unfinished ones."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.clear_unfinished()
         hidden = self.hidden(iteration)
@@ -144,18 +141,18 @@ class RunStore:
         return hidden
 
     def clear_unfinished(self) -> None:
-        """Remove what has no name; on a full disk it holds what the next start needs."""
+        """Remove unfinished checkpoints, which also frees their disk space."""
         for leftover in self.folder.glob(".*"):
             _discard(leftover)
 
     def commit(self, manifest: Manifest) -> Path:
-        """The hidden folder becomes the checkpoint, then the pointer names it."""
+        """Write the manifest, name the folder, then update the pointer."""
         hidden, final = self.hidden(manifest.iteration), self.path(manifest.iteration)
         write_text(hidden / MANIFEST, manifest.to_json())
         for folder in (hidden, *(path for path in hidden.rglob("*") if path.is_dir())):
             sync_folder(folder)
         if final.exists():  # damaged, or of a run that went back to before it
-            self.set_aside(Checkpoint(final, manifest.iteration))
+            self.move_aside(Checkpoint(final, manifest.iteration))
         os.replace(hidden, final)
         sync_folder(self.folder)
         self.point_to(manifest.iteration)
@@ -164,8 +161,8 @@ class RunStore:
     def point_to(self, iteration: int) -> None:
         write_text(self.folder / POINTER, f"{iteration}\n")
 
-    def set_aside(self, checkpoint: Checkpoint) -> Path:
-        """A checkpoint that is not gone on from keeps its files under another name."""
+    def move_aside(self, checkpoint: Checkpoint) -> Path:
+        """Rename a checkpoint that the run does not resume from."""
         aside = checkpoint.path.with_name(f"{checkpoint.path.name}{UNUSED}")
         if aside.exists():
             _discard(aside)
@@ -197,7 +194,7 @@ class RunStore:
         self._forget_unused()
 
     def _forget_unused(self) -> None:
-        """Remove what was set aside, once the two newest checkpoints are of later iterations."""
+        """Remove checkpoints that were moved aside and are older than the two newest ones."""
         oldest = min((c.iteration for c in self.newest_first()[:2]), default=0)
         for folder in self.folder.glob(f"*{UNUSED}"):
             match = NAME.fullmatch(folder.name.removesuffix(UNUSED))
@@ -205,14 +202,14 @@ class RunStore:
                 _discard(folder)
 
     def _remove(self, checkpoint: Checkpoint) -> None:
-        """It loses its name first: a folder cut short never has one."""
+        """Rename the folder first, so that a half-removed one never has a checkpoint's name."""
         going = self.hidden(checkpoint.iteration)
         going = going.with_name(f"{going.name}.removed")
         os.replace(checkpoint.path, going)
         _discard(going)
 
     def exported(self) -> int | None:
-        """The iteration whose weights stand in the export folders; None = none yet."""
+        """The iteration whose weights were exported; None = none yet."""
         try:
             return int(read_pointer(self.folder / EXPORTED))
         except (OSError, ValueError):
@@ -221,7 +218,7 @@ class RunStore:
     def set_exported(self, iteration: int) -> None:
         write_text(self.folder / EXPORTED, f"{iteration}\n")
 
-    def forget_export(self) -> None:
+    def clear_exported(self) -> None:
         (self.folder / EXPORTED).unlink(missing_ok=True)
 
 

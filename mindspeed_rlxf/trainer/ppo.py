@@ -59,7 +59,7 @@ class PpoTrainer:
         while self.iteration < self.config.training.train_iters:
             self.iteration += 1
             started = time.monotonic()
-            self.stop.begin()
+            self.stop.begin_iteration()
 
             self.rollout.update_weights(self.actor, version=self.iteration - 1)
             collected = self.collector.collect()
@@ -141,7 +141,7 @@ class PpoTrainer:
             began = time.time()
             measured.update(self.validator.validate(self.iteration))
             driver["validation"] = began, time.time() - began
-        self.stop.ended(self.iteration)
+        self.stop.end_iteration(self.iteration)
         stops, note = not last and self.stop.is_due(), self.recorder.note
         saves = self.stop.agree(self.checkpoints.is_due(self.iteration, stops))
         self.checkpoints.settle(note)
@@ -160,7 +160,7 @@ class PpoTrainer:
             whole_s = (
                 measured["timing/save"] + self.checkpoints.write_s
             )  # at an end all is waited for
-            self.stop.wrote(self.checkpoints.newest, whole_s)
+            self.stop.record_save(self.checkpoints.newest, whole_s)
         if stops:
             raise Stopped
 

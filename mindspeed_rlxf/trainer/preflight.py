@@ -27,7 +27,7 @@ from mindspeed_rlxf.models.sizes import HEADS
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rollout.engines import ENGINES, NATIVE
 from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.driver_state import beyond, newest_state, reached
+from mindspeed_rlxf.run.driver_state import check_train_iters, done_iterations, read_newest_state
 from mindspeed_rlxf.run.exports import save_problems
 from mindspeed_rlxf.trainer.fixed_order import order_problems
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
@@ -63,7 +63,7 @@ def prepare(config: RunConfig) -> Prepared:
     problems += RunDirectory.check(config)
     problems += environment.problems(config.device.kind, config.pool_settings.env)
     directory = RunDirectory.choose(config)
-    problems += beyond(config, reached(config, directory))
+    problems += check_train_iters(config, done_iterations(config, directory))
     if not directory.is_used:  # else they are those of this very run
         problems += save_problems(config)
     for role in config.roles:
@@ -258,7 +258,7 @@ def _order_problems(
     if prepared.fixed_responses is None or not prepared.train_prompts:
         return []
     source, done = PromptSource.from_config(config, prepared.train_prompts), 0
-    if (state := newest_state(config, directory)) is not None:
+    if (state := read_newest_state(config, directory)) is not None:
         done = int(state["iteration"])
         try:
             source.load_state_dict(state["trainer"]["prompts"])

@@ -28,7 +28,7 @@ from mindspeed_rlxf.files.safe import open_file
 from mindspeed_rlxf.run import failure, supervised
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.driver_state import digest, is_finished
+from mindspeed_rlxf.run.driver_state import hash_prompts, is_finished
 from mindspeed_rlxf.run.exports import WeightSaver
 from mindspeed_rlxf.run.recorder import Recorder
 from mindspeed_rlxf.run.stopping import Stopped, StopRequest
@@ -150,7 +150,7 @@ class Run:
                 supervised.report_facts(free=mistake.free)
             raise
         except (KeyboardInterrupt, Stopped):
-            self._say_stopped(f"{self._stop.reason or 'SIGINT'}; {self._stop.lost}")
+            self._say_stopped(f"{self._stop.reason or 'SIGINT'}; {self._stop.work_lost}")
         except DevicesMissing as missing:
             self._release()
             supervised.report_facts(free=missing.free)
@@ -227,7 +227,7 @@ def training(
     parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}
     pools = runtime.create_pools(config.resource_pool, parts)
     roles = RoleGroups.build(config, pools, prepared.eos_token_ids)
-    prompts = digest(prepared.train_prompts, prepared.eos_token_ids)
+    prompts = hash_prompts(prepared.train_prompts, prepared.eos_token_ids)
     checkpoints = RunCheckpoints(config, roles, directory, prompts, writes)
     state = checkpoints.restore(_say if writes else _say_nothing)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
@@ -235,7 +235,7 @@ def training(
         trainer = make_trainer(config, prepared, roles, recorder, checkpoints, stop)
         if state is not None:
             trainer.load_state_dict(state["trainer"])
-            stop.resumed(trainer.iteration)
+            stop.record_resume(trainer.iteration)
         yield trainer
         _export(config, directory, checkpoints, writes)
 
@@ -245,7 +245,7 @@ def _export(
 ) -> None:
     """The last thing of a run; the mark that it is done comes after it."""
     if writes:
-        checkpoints.store.forget_export()
+        checkpoints.store.clear_exported()
     WeightSaver(config, checkpoints.trained, directory, writes).export()
     if writes:
         checkpoints.store.set_exported(config.training.train_iters)

@@ -1,4 +1,4 @@
-"""Checkpoints that megatron-core wrote, for versions of this package before `weights.role_state`, go on."""
+"""Runs resume from sharded checkpoints, which older versions wrote by megatron-core."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ from mindspeed_rlxf.ops.doctor.report import Report
 from mindspeed_rlxf.reporting.line_file import LineFile
 from mindspeed_rlxf.reporting.metrics import MetricsWriter
 from mindspeed_rlxf.reporting.timeline import Span, Timeline
-from mindspeed_rlxf.run import failure
-from mindspeed_rlxf.run import host_files as host_part
+from mindspeed_rlxf.run import failure, host_files
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.stopping import StopRequest
 from mindspeed_rlxf.run.store import RunStore
@@ -193,11 +192,14 @@ def test_a_part_of_another_host_is_not_written_through_a_link(tmp_path: Path, mi
     entry = {"path": "w", "size": 4, "sha256": "no"}
     folder.mkdir()
     (folder / f".w.{token}.partial").symlink_to(mine)
-    assert host_part.write(folder, entry, 0, b"ab", token) == ""
-    assert host_part.write(folder, entry, 2, b"cd", token) == "w is not what was written (sha256)"
+    assert host_files.write_chunk(folder, entry, 0, b"ab", token) == ""
+    assert (
+        host_files.write_chunk(folder, entry, 2, b"cd", token)
+        == "w is not what was written (sha256)"
+    )
     (folder / f".w.{token}.partial").symlink_to(mine)
     with pytest.raises(OSError, match="is a link or a pipe"):
-        host_part.write(folder, entry, 2, b"cd", token)
+        host_files.write_chunk(folder, entry, 2, b"cd", token)
 
 
 def test_a_checkpoint_of_another_host_keeps_the_configuration_private(tmp_path: Path) -> None:
@@ -206,7 +208,7 @@ def test_a_checkpoint_of_another_host_keeps_the_configuration_private(tmp_path: 
     store = RunStore(tmp_path)
     store.begin(1)
     texts = {"trainer/config.yaml": "x"}
-    host_part.commit(tmp_path, Manifest(1, [], {}).to_json(), texts, 0o640)
+    host_files.commit_part(tmp_path, Manifest(1, [], {}).to_json(), texts, 0o640)
     assert mode(store.path(1) / "trainer" / "config.yaml") == 0o640
     assert mode(store.path(1) / "trainer") == 0o750
 

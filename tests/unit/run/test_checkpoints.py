@@ -18,10 +18,16 @@ from mindspeed_rlxf.cluster.host_agent import Function, HostAgent, HostCall
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.data.prompts import Prompt
-from mindspeed_rlxf.run import host_files as host_part
+from mindspeed_rlxf.run import host_files
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.driver_state import beyond, cut_files, digest, is_finished, reached
+from mindspeed_rlxf.run.driver_state import (
+    check_train_iters,
+    cut_files,
+    done_iterations,
+    hash_prompts,
+    is_finished,
+)
 from mindspeed_rlxf.run.store import MANIFEST, Manifest
 from mindspeed_rlxf.weights.state_files import Written, entry_of
 from tests.unit.cluster.agents import InProcess
@@ -184,7 +190,7 @@ class Recorder(InProcess):
         self.read: list[str] = []
 
     def start(self, function: Function, *args: Any, timeout_s: float) -> HostCall:
-        if function is host_part.damage:
+        if function is host_files.find_damage:
             self.read += [entry["path"] for entry in args[1]]
         return super().start(function, *args, timeout_s=timeout_s)
 
@@ -389,10 +395,14 @@ def test_a_run_is_finished_when_its_weights_are_exported(
     shorter = Case(make_tree, tmp_path, train_iters=1)
     with pytest.raises(UserError, match="must be at least the 2 iterations that the run"):
         is_finished(shorter.config, shorter.directory)
-    assert reached(shorter.config, shorter.directory) == 2
+    assert done_iterations(shorter.config, shorter.directory) == 2
     again = Case(make_tree, tmp_path, train_iters=1, new_run=True)
-    assert reached(again.config, again.directory) == 0
-    assert [len(beyond(case.config, n)) for n in (1, 2, 3)] == [0, 0, 1]  # a dry run tells it too
+    assert done_iterations(again.config, again.directory) == 0
+    assert [len(check_train_iters(case.config, n)) for n in (1, 2, 3)] == [
+        0,
+        0,
+        1,
+    ]  # a dry run tells it too
 
 
 def test_lines_that_are_gone_are_told(make_tree: MakeTree, tmp_path: Path) -> None:
@@ -449,12 +459,12 @@ def test_the_digest_is_of_what_is_learnt_from() -> None:
     def prompt(tokens: list[int], truth: str = "1") -> Prompt:
         return Prompt(0, "", np.array(tokens), truth, "test")
 
-    base = digest([prompt([1, 2]), prompt([3])], [2, 0])
-    assert base == digest([prompt([1, 2]), prompt([3])], [0, 2])
+    base = hash_prompts([prompt([1, 2]), prompt([3])], [2, 0])
+    assert base == hash_prompts([prompt([1, 2]), prompt([3])], [0, 2])
     others = [
-        digest([prompt([1]), prompt([2, 3])], [2, 0]),
-        digest([prompt([3]), prompt([1, 2])], [2, 0]),
-        digest([prompt([1, 2], "2"), prompt([3])], [2, 0]),
-        digest([prompt([1, 2]), prompt([3])], [2]),
+        hash_prompts([prompt([1]), prompt([2, 3])], [2, 0]),
+        hash_prompts([prompt([3]), prompt([1, 2])], [2, 0]),
+        hash_prompts([prompt([1, 2], "2"), prompt([3])], [2, 0]),
+        hash_prompts([prompt([1, 2]), prompt([3])], [2]),
     ]
     assert len({base, *others}) == 5

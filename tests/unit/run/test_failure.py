@@ -19,8 +19,8 @@ LATE = RuntimeTimeout("critic.values", 30, [2, 3], "why", ["b", "c"])
 
 def in_iteration(number: int) -> StopRequest:
     stop = StopRequest(60.0)
-    stop.resumed(number - 1)
-    stop.begin()
+    stop.record_resume(number - 1)
+    stop.begin_iteration()
     return stop
 
 
@@ -63,8 +63,8 @@ def test_a_failure_in_a_save_is_of_the_iteration_that_is_saved(tmp_path: Path) -
     """Two of these, with checkpoints in between, are not the same failure twice."""
     stop = StopRequest(60.0)
     for iteration in (1, 2):
-        stop.begin()
-        stop.ended(iteration)
+        stop.begin_iteration()
+        stop.end_iteration(iteration)
         report(RunDirectory(tmp_path), OSError("no space left"), stop)
         assert json.loads((tmp_path / "failure.json").read_text())["iteration"] == iteration
 

@@ -15,7 +15,7 @@ from mindspeed_rlxf.cluster.host_agent import Function, HostCall, ThreadCall
 from mindspeed_rlxf.config.enums import RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
-from mindspeed_rlxf.run import host_files as host_part
+from mindspeed_rlxf.run import host_files
 from mindspeed_rlxf.run.checkpoints import PROBE, RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.host_files import HostView
@@ -49,7 +49,7 @@ class Machine(InProcess):
 
     def start(self, function: Function, *args: Any, timeout_s: float) -> HostCall:
         given = [self.at(arg) if isinstance(arg, Path) else arg for arg in args]
-        if function is host_part.look_for:
+        if function is host_files.look_for:
             given, function = [self.host, *given], seen_from
         if self.runs_twice:
             given, function = [function, *given], twice

@@ -26,9 +26,9 @@ def clock() -> Clock:
 def after(clock: Clock, stop: StopRequest, *seconds: float, first: int = 1) -> StopRequest:
     """The same after iterations that took so long."""
     for iteration, took in enumerate(seconds, first):
-        stop.begin()
+        stop.begin_iteration()
         clock.now += took
-        stop.ended(iteration)
+        stop.end_iteration(iteration)
     return stop
 
 
@@ -44,9 +44,9 @@ def test_an_iteration_and_its_save_that_fit_are_finished(
     clock: Clock, timer: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop = after(clock, StopRequest(60.0, clock=clock), 40.0, 50.0, 45.0)
-    stop.wrote(3, 10.0)
+    stop.record_save(3, 10.0)
     assert not stop.is_due()
-    stop.begin()
+    stop.begin_iteration()
     clock.now += 20.0
     stop.on_signal(signal.SIGTERM)  # 45 - 20 + 10 = 35
     assert capsys.readouterr().err == (
@@ -57,15 +57,15 @@ def test_an_iteration_and_its_save_that_fit_are_finished(
 
 def test_what_does_not_fit_stops_at_once_and_says_what_is_lost(clock: Clock) -> None:
     stop = after(clock, StopRequest(60.0, clock=clock), 100.0, 100.0, 100.0)
-    stop.wrote(1, 5.0)
-    stop.begin()
+    stop.record_save(1, 5.0)
+    stop.begin_iteration()
     clock.now += 40.0
     with pytest.raises(KeyboardInterrupt):
         stop.on_signal(signal.SIGINT)
     assert stop.reason == (
         "SIGINT; the iteration and its save need about 65 s, training.stop_grace_s=60"
     )
-    assert stop.lost == (
+    assert stop.work_lost == (
         "iterations 2 to 4 will be done again: there is the checkpoint of iteration 1"
     )
 
@@ -80,12 +80,12 @@ def test_before_the_first_iteration_has_ended_a_signal_stops_at_once(clock: Cloc
     stop = StopRequest(60.0, clock=clock)
     with pytest.raises(KeyboardInterrupt):
         stop.on_signal(signal.SIGTERM)
-    assert stop.lost == "nothing is lost"
+    assert stop.work_lost == "nothing is lost"
     stop = StopRequest(60.0, clock=clock)
-    stop.begin()
+    stop.begin_iteration()
     with pytest.raises(KeyboardInterrupt):
         stop.on_signal(signal.SIGTERM)
-    assert stop.lost == "iteration 1 will be done again: there is no checkpoint"
+    assert stop.work_lost == "iteration 1 will be done again: there is no checkpoint"
 
 
 def test_a_second_signal_stops_at_once_but_not_an_echo_of_the_first(clock: Clock) -> None:
@@ -111,7 +111,7 @@ def test_a_prediction_that_was_wrong_ends_with_the_grace(clock: Clock) -> None:
 def test_wall_time_ends_the_run_while_a_save_still_fits(clock: Clock) -> None:
     stop = StopRequest(60.0, wall_s=100.0, started=990.0, clock=clock)
     after(clock, stop, 20.0, 30.0)  # now 1050; 1090 is the end
-    stop.wrote(2, 5.0)
+    stop.record_save(2, 5.0)
     assert not stop.is_due()  # 1050 + 30 + 5
     after(clock, stop, 6.0, first=3)
     assert stop.is_due() and "training.max_wall_time=100 s leaves no time" in stop.reason
@@ -122,10 +122,10 @@ def test_a_long_iteration_is_remembered_until_the_next_such_one(clock: Clock) ->
     for history, is_due in ((0, False), (51, True)):
         stop = StopRequest(60.0, 1000.0, clock(), clock, history)
         for iteration in range(1, 51):
-            stop.begin()
+            stop.begin_iteration()
             clock.now += 300 if iteration == 1 else 10
-            stop.ended(iteration)
-            stop.wrote(iteration, 1.0)
+            stop.end_iteration(iteration)
+            stop.record_save(iteration, 1.0)
         assert stop.is_due() is is_due
 
 
@@ -137,10 +137,10 @@ def test_ranks_agree_on_what_the_first_says(clock: Clock) -> None:
 
 def test_after_a_resume_nothing_before_it_counts_as_lost(clock: Clock) -> None:
     stop = StopRequest(60.0, clock=clock)
-    stop.resumed(7)
-    assert stop.lost == "nothing is lost"
-    stop.begin()
-    assert stop.lost.startswith("iteration 8 will be done again")
+    stop.record_resume(7)
+    assert stop.work_lost == "nothing is lost"
+    stop.begin_iteration()
+    assert stop.work_lost.startswith("iteration 8 will be done again")
 
 
 def test_signals_reach_it_while_it_watches_and_not_afterwards(clock: Clock) -> None:

@@ -297,7 +297,7 @@ def test_the_mark_of_an_export_names_its_iteration(tmp_path: Path) -> None:
     assert store.exported() is None
     store.set_exported(7)
     assert store.exported() == 7
-    store.forget_export()
+    store.clear_exported()
     assert store.exported() is None
 
 

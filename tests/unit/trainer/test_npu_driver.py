@@ -33,7 +33,7 @@ DRIVER = """
 from types import SimpleNamespace
 from mindspeed_rlxf.config.errors import Problem, UserError
 main([*line, "dry_run=true", f"training.output_dir={sys.argv[2]}/dry"])
-from mindspeed_rlxf.cluster import ray_pools, ray_runtime
+from mindspeed_rlxf.cluster.ray import pools as ray_pools, runtime as ray_runtime
 def no_cluster(*args):
     return SimpleNamespace(own=True, address="", close=lambda: None)
 def reached(*args):
