@@ -8,8 +8,8 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Taken:
-    """Prompts given out, each `samples_per_prompt` times under sample ids that count up."""
+class ConsumedPrompts:
+    """Prompts handed out, each `samples_per_prompt` times; sample ids count up."""
 
     first_sample_id: int
     samples_per_prompt: int

@@ -1,4 +1,4 @@
-"""Which keys differ between the run in a directory and the one that wants to go on in it."""
+"""Compare the configuration of a run with the one that resumes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mindspeed_rlxf.config.variables import masked
 
 ABSENT = object()
 NOT_OF_THE_RUN = {"training.new_run", "training.resume", "dry_run"}
-"""Keys that say what a command does, not what the run is."""
+"""Keys of the command, which do not belong to the run."""
 VARIABLES = ("resource_pool", "env")
 
 
@@ -68,7 +68,7 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def _rule(field: FieldInfo | None) -> Resume:
-    """A key that the schema does not have is of another version: nobody knows what it meant."""
+    """The resume rule of a key; fixed where the schema does not know the key."""
     extra = field.json_schema_extra if field is not None else None
     rule = extra.get("resume") if isinstance(extra, dict) else None
     assert rule in (*get_args(Resume), None), f"unknown resume rule {rule}"

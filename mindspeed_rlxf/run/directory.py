@@ -1,4 +1,4 @@
-"""The folder of a run: where its files stand, and who may take it or go on in it."""
+"""The folder of a run: paths of its files, and checks before a command uses it."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ LATER_CONFIG = re.compile(r"config\.(\d+)\.yaml")
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths of a run's files. `create` takes the folder; ranks beside the first only name it.
+    """Paths of a run's files. The first rank creates the folder; the others only compute paths.
 
-    changes:   what differs from the run that is gone on with
-    file_mode: of everything here that is no weights, see `training.file_mode`
+    changes:   keys that differ from the run that is resumed
+    file_mode: mode of all files but weights, see `training.file_mode`
     """
 
     path: Path
@@ -62,12 +62,12 @@ class RunDirectory:
 
     @property
     def consumed(self) -> Path:
-        """Ledger: which prompts each iteration took, under which sample ids."""
+        """Ledger: prompts and sample ids of each iteration."""
         return self.path / "consumed.jsonl"
 
     @property
     def timeline(self) -> Path:
-        """Folder of what every rank did when."""
+        """Folder of the timelines of all ranks."""
         return self.path / "timeline"
 
     @property
@@ -90,10 +90,10 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: RunConfig) -> RunDirectory:
-        """Takes the folder: makes it, its logs/ and config.yaml, and locks it for this process.
+        """Make the folder with logs/ and config.yaml, and lock it for this process.
 
-        A folder of the same run is gone on with; what differs is in `changes`, and as one more
-        config.<n>.yaml in the folder. Raises UserError (see `check`).
+        In a folder of the same run, keys that differ go to `changes` and into another
+        config.<n>.yaml. Raises UserError (see `check`).
         """
         if problems := cls.check(config):
             raise UserError(problems)
@@ -115,11 +115,11 @@ class RunDirectory:
         return replace(directory, changes=differing)
 
     def unlock(self) -> None:
-        """The run has ended in this process."""
+        """Release the lock of this process."""
         lock.release(self.path)
 
     def release(self) -> None:
-        """Give the folder of a run back that has not trained; its logs stay."""
+        """Undo `create` where the run has not trained; logs stay."""
         if not self.metrics.exists() or not self.metrics.stat().st_size:
             self.metrics.unlink(missing_ok=True)
             for file in (self.config, *self._later_configs()):
@@ -128,8 +128,9 @@ class RunDirectory:
 
     @classmethod
     def check(cls, config: RunConfig) -> list[Problem]:
-        """Problems of taking the folder: it holds another run, or cannot be written, or a live run
-        is in it. Writes nothing."""
+        """Report why the folder cannot be used: another run, a live run, no right to write.
+
+        Writes nothing."""
         directory = cls.choose(config)
         if directory.path.is_dir() and (found := folder_problem(directory.path)):
             return [_not_writable(directory.path, found)]
@@ -171,7 +172,7 @@ class RunDirectory:
         return []
 
     def changes_to(self, config: RunConfig) -> list[Change]:
-        """Keys of `config` that differ from the last configuration of the run that is here."""
+        """Compare with the last configuration of the run in this folder."""
         if not self.config.exists():
             return []
         latest = [self.config, *self._later_configs()][-1]
@@ -201,7 +202,7 @@ class RunDirectory:
 
     @classmethod
     def choose(cls, config: RunConfig) -> RunDirectory:
-        """The folder this run would take; with training.new_run the next free `<name>-2`, ..."""
+        """The folder of this run; with training.new_run the next free `<name>-2`, ..."""
         path = Path(config.training.output_dir).absolute()
         free = _next_free(path) if config.training.new_run else path
         return cls(free, file_mode=config.training.file_mode_bits)
@@ -227,7 +228,7 @@ def _not_writable(path: Path, found: str) -> Problem:
 
 
 def _make_folder(path: Path, file_mode: int) -> None:
-    """The run directory holds weights too: who may read these may pass through it, not list it."""
+    """Make the run directory with mode 0711: it holds weights, which others may open by name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir(mode=0o711)

@@ -1,4 +1,4 @@
-"""The final weights of what is trained, and where they go."""
+"""Export the final weights of the trained roles."""
 
 from __future__ import annotations
 
@@ -15,32 +15,25 @@ from mindspeed_rlxf.run.directory import RunDirectory
 HF, MEGATRON = "hf", "megatron"
 
 
-class WeightSaver:
-    def __init__(
-        self,
-        config: RunConfig,
-        trained: dict[Role, ActorGroup | CriticGroup],
-        directory: RunDirectory,
-        writes: bool = True,
-    ) -> None:
-        """writes: False on all but the first rank of torchrun."""
-        self.config, self.trained, self.writes = config, trained, writes
-        self.final = directory.path / "final"
+def export_weights(
+    config: RunConfig,
+    trained: dict[Role, ActorGroup | CriticGroup],
+    directory: RunDirectory,
+    writes: bool = True,
+) -> None:
+    """Write Hugging Face and Megatron folders of each role; replace those of an earlier end.
 
-    def export(self) -> None:
-        """Final weights, as Hugging Face folders and in Megatron's format.
-
-        What an earlier end of the same run has written there makes room.
-        """
-        pending = []
-        for role, group in self.trained.items():
-            folders = export_folders(self.config, role, self.final)
-            for folder in folders:
-                if self.writes and folder.exists():
-                    shutil.rmtree(folder)
-            pending.append(group.export(*folders))
-        for export in pending:
-            export.result()
+    writes: False on all but the first rank of torchrun
+    """
+    pending = []
+    for role, group in trained.items():
+        folders = export_folders(config, role, directory.path / "final")
+        for folder in folders:
+            if writes and folder.exists():
+                shutil.rmtree(folder)
+        pending.append(group.export(*folders))
+    for export in pending:
+        export.result()
 
 
 def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Path]:
@@ -52,7 +45,7 @@ def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Pa
 
 
 def save_problems(config: RunConfig) -> list[Problem]:
-    """Folders named by `save` that hold something already: nothing is written over."""
+    """Report folders named by `save` that hold files already or cannot be written."""
     problems = []
     for role in (role for role in config.roles if role in SAVED_AS):
         folder, key = config.save_folder(role), f"{role.value}.save"

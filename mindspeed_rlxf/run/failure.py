@@ -1,4 +1,4 @@
-"""How a run that failed is written down: one message, failure.json, the logs."""
+"""Report a failed run: one message, failure.json, the place of the logs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from mindspeed_rlxf.run.stopping import StopRequest
 NAMED = ("role", "rank", "host", "phase", "cause", "missing", "remote_traceback")
 
 
-def message_of(error: BaseException) -> str:
-    """One line that says who, where, during what and why."""
+def failure_message(error: BaseException) -> str:
+    """One line with role, rank, host, phase and cause."""
     if isinstance(error, (WorkerError, RuntimeTimeout, HostError)):
         return " ".join(str(error).split())
     return " ".join(f"driver: {type(error).__name__}: {error}".split())
 
 
 def report(directory: RunDirectory | None, error: BaseException, stop: StopRequest) -> None:
-    """directory: None where this process has none of its own, as the later ranks of torchrun"""
-    message = message_of(error)
+    """Print the message and write failure.json.
+
+    directory: None on the later ranks of torchrun, which write no files
+    """
+    message = failure_message(error)
     where = f" (iteration {stop.under_way})" if stop.under_way else ""
     print(f"failed: {message}{where}", file=sys.stderr, flush=True)
     if directory is None:
@@ -55,8 +58,8 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
         print(f"warning: {directory.failure} cannot be written: {problem}", file=sys.stderr)
 
 
-def put_away(file: Path, history: Path, mode: int = PRIVATE) -> None:
-    """The failure of an earlier attempt becomes a line of the history: this attempt has none."""
+def archive_failure(file: Path, history: Path, mode: int = PRIVATE) -> None:
+    """Move the failure of an earlier attempt into the history, one line each."""
     if not file.exists():
         return
     with open_file(file, "rb") as stream:

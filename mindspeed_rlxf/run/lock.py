@@ -18,12 +18,11 @@ _held: dict[Path, IO[str]] = {}
 
 
 def take(folder: Path, mode: int = PRIVATE) -> None:
-    """Take the lock of the folder for this process, or raise UserError that names who has it.
+    """Lock the folder for this process.
 
-    Raises OSError where its name leads elsewhere.
-
-    The lock is one of byte ranges: NFS passes it on to other hosts, and a forked child does not
-    inherit it. Where the file system has no locks, the note of host and process decides.
+    Raises UserError that names the holder, and OSError where the lock file is a link. The lock is
+    one of byte ranges: NFS shares it with other hosts, and a forked child does not inherit it.
+    Without locks of the file system, the noted host and process decide.
     """
     file = folder / LOCK
     if file in _held:
@@ -53,7 +52,7 @@ def _locked(folder: Path, file: Path, mode: int) -> IO[str]:
 
 
 def _still_there(file: Path, stream: IO[str]) -> bool:
-    """Whether the name still leads to the opened file."""
+    """Return whether the path still names the opened file."""
     try:
         return os.path.samestat(os.stat(file), os.fstat(stream.fileno()))
     except FileNotFoundError:
@@ -61,7 +60,7 @@ def _still_there(file: Path, stream: IO[str]) -> bool:
 
 
 def release(folder: Path) -> None:
-    """Give the lock back, if this process has it."""
+    """Release the lock, if this process holds it."""
     file = folder / LOCK
     stream = _held.pop(file, None)
     if stream is not None:
@@ -70,7 +69,7 @@ def release(folder: Path) -> None:
 
 
 def problem(folder: Path) -> Problem | None:
-    """Why the lock cannot be taken at this moment; takes nothing."""
+    """Report why the lock cannot be taken now; None = it can. Does not take it."""
     file = folder / LOCK
     if file in _held or not os.path.lexists(file):
         return None
@@ -98,7 +97,7 @@ def _holder(stream: IO[str]) -> tuple[str, int]:
 
 
 def _is_alive(host: str, pid: int) -> bool:
-    """As far as this host can tell: a process of another one counts as alive."""
+    """Return whether the process may run; one of another host counts as alive."""
     if host != socket.gethostname():
         return pid > 0
     return pid > 0 and Path(f"/proc/{pid}").exists()

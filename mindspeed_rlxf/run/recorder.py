@@ -1,4 +1,4 @@
-"""Writes an iteration down: metrics, samples, console."""
+"""Record iterations: metric and sample files, timeline, console."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.cluster.role_groups import ActorGroup
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.data.sampler import Taken
+from mindspeed_rlxf.data.sampler import ConsumedPrompts
 from mindspeed_rlxf.reporting.console import Progress
 from mindspeed_rlxf.reporting.metrics import LedgerWriter, MetricsWriter, Sample, SampleWriter
 from mindspeed_rlxf.reporting.timeline import Span, Timeline
@@ -50,8 +50,9 @@ class Recorder:
         self._progress.update(iteration, metrics)
         if alike := int(metrics.get("rollout/alike_groups", 0)):
             self._progress.note(
-                f"warning: {alike} prompts of this iteration teach nothing, all their responses "
-                "score alike; raise algorithm.max_num_gen_batches, or use easier or harder prompts"
+                f"warning: {alike} prompt groups of this iteration have zero advantages, because all "
+                "their responses score the same; raise algorithm.max_num_gen_batches, or use "
+                "easier or harder prompts"
             )
         gap = metrics.get("rollout/log_prob_gap_mean", 0.0)
         if gap > GAP_WARNING:
@@ -61,7 +62,7 @@ class Recorder:
             )
 
     def skipped(self, iteration: int, metrics: dict[str, float], scores: dict[int, float]) -> None:
-        """Say which optimizer steps were left out, and because of which samples' scores."""
+        """Warn of skipped optimizer steps, and of the samples whose scores were not finite."""
         for role in ("critic", "actor"):
             if count := int(metrics.get(f"{role}/skipped_steps", 0)):
                 self._progress.note(
@@ -73,14 +74,14 @@ class Recorder:
             self._progress.note(f"warning: the reward gave {named} in iteration {iteration}")
 
     def validation(self, iteration: int, metrics: dict[str, float]) -> None:
-        """One console line; before the first iteration also a metrics line of its own."""
+        """Print one line; before the first iteration also write a metrics line."""
         if iteration == 0:
             self._metrics.write(iteration, metrics, metrics["timing/val"])
         shown = " | ".join(f"{k} : {v:.4f}" for k, v in metrics.items() if k.startswith("val/"))
         self._progress.note(f"validation after iteration {iteration} | {shown}")
 
-    def consumed(self, iteration: int, taken: Taken) -> None:
-        """Into the ledger."""
+    def consumed(self, iteration: int, taken: ConsumedPrompts) -> None:
+        """Add the iteration's prompts to the ledger."""
         self._ledger.write(
             iteration, taken.first_sample_id, taken.samples_per_prompt, taken.prompts
         )
@@ -88,8 +89,9 @@ class Recorder:
     def timeline(
         self, iteration: int, calls: Iterable[Pending], driver: Mapping[str, tuple[float, float]]
     ) -> None:
-        """calls: of the iteration; waits for them
-        driver: what it did itself -> start (seconds of the epoch), seconds
+        """Write the iteration to the timeline; waits for its calls.
+
+        driver: phase of the driver -> start (seconds of the epoch), seconds
         """
         if self._timeline is None:
             return
@@ -102,7 +104,7 @@ class Recorder:
         self._timeline.write(iteration, own + others)
 
     def note(self, text: str) -> None:
-        """A console line of its own."""
+        """Print a line beside the progress."""
         self._progress.note(text)
 
     def samples(
@@ -134,7 +136,7 @@ class Recorder:
         scores: Sequence[ScoreReport],
         ground_truths: Sequence[str] = (),
     ) -> None:
-        """The first samples only: no more leave the workers than are written."""
+        """Fetch and write the first samples; no others leave the workers."""
         count = writer.num_kept(len(ground_truths) or rollouts.num_rows)
         if not count:
             return

@@ -1,4 +1,4 @@
-"""The responses that an iteration learns from: generated, scored, perhaps drawn again."""
+"""Collect the samples of an iteration: generate, score, and with dynamic sampling draw again."""
 
 from __future__ import annotations
 
@@ -24,38 +24,39 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Batch:
-    """A global batch of prompts with responses and scores on the way."""
+    """A global batch of prompts, with its pending responses and scores."""
 
     prompts: Prompts
     generated: Pending
     scored: Pending
 
     def scores(self) -> list[float]:
-        """By sample; waits for them."""
+        """Wait for the scores; return them by sample."""
         return [score for report in self.scored.result() for score in report.scores]
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What an iteration learns from.
+    """The samples of an iteration.
 
-    rollouts, scores: rows of its samples
-    batches: what they were taken from; kept: which samples of these, None = all
-    greedy, greedy_scores: for ReMax, the greedy response to each sample's prompt
-    greedy_batch: what these were taken from
+    rollouts, scores:      references to their rows
+    batches:               the batches that were generated for them
+    kept:                  indices of the samples among those of `batches`; None = all
+    greedy, greedy_scores: for ReMax, rows of the greedy response to each sample's prompt
+    greedy_batch:          the batch of the greedy responses
     """
 
     rollouts: RowsRef
     scores: RowsRef
     batches: list[Batch]
     kept: list[int] | None = None
-    num_alike: int = 0  # groups taken though their scores are all the same
+    num_alike: int = 0  # groups kept although all their scores are equal
     greedy: RowsRef | None = None
     greedy_scores: RowsRef | None = None
     greedy_batch: Batch | None = None
 
     def responses(self) -> ResponseLengths:
-        """Lengths and ends of the iteration's responses; waits for them."""
+        """Wait for the responses; return their lengths and whether they ended by EOS."""
         reports = self.generate_reports()
         return ResponseLengths(
             self._chosen(report.prompt_lengths for report in reports),
@@ -64,16 +65,15 @@ class Collected:
         )
 
     def score_report(self) -> ScoreReport:
-        """Scores of the iteration's samples; waits for them."""
+        """Wait for the scores of the samples; return them with their parts."""
         reports = [report for batch in self.batches for report in batch.scored.result()]
         return ScoreReport(
             self._chosen(report.scores for report in reports),
             self._chosen(report.parts for report in reports) if reports[0].parts else [],
         )
 
-    def wrong_scores(self) -> dict[int, float]:
-        """Sample id -> score, where it is no finite number: of the iteration's samples, and of the
-        greedy responses that ReMax compares them with."""
+    def non_finite_scores(self) -> dict[int, float]:
+        """Sample id -> score, where it is NaN or inf; greedy responses of ReMax included."""
         ids = self._chosen(report.sample_ids for report in self.generate_reports())
         scores = self.score_report().scores
         if self.greedy_batch:
@@ -83,23 +83,23 @@ class Collected:
         return {i: s for i, s in zip(ids, scores, strict=True) if not math.isfinite(s)}
 
     def generate_reports(self) -> list[GenerateReport]:
-        """Of all that was sampled."""
+        """Reports of all batches, samples that were not kept included."""
         return [report for batch in self.batches for report in batch.generated.result()]
 
     def seconds(self) -> tuple[float, float]:
-        """Of generation and of scoring; waits for them."""
-        generation = sum(batch.generated.seconds for batch in self._everything())
-        return generation, sum(batch.scored.seconds for batch in self._everything())
+        """Seconds of generation and of scoring; waits for both."""
+        generation = sum(batch.generated.seconds for batch in self._all_batches())
+        return generation, sum(batch.scored.seconds for batch in self._all_batches())
 
     def calls(self) -> list[Pending]:
-        return [call for batch in self._everything() for call in (batch.generated, batch.scored)]
+        return [call for batch in self._all_batches() for call in (batch.generated, batch.scored)]
 
     def sync_s(self) -> float:
-        """How long generation waited for weights."""
-        calls = [batch.generated for batch in self._everything()]
+        """Seconds that generation waited for weights."""
+        calls = [batch.generated for batch in self._all_batches()]
         return sum(max(float(report.sync_s) for report in call.result()) for call in calls)
 
-    def _everything(self) -> list[Batch]:
+    def _all_batches(self) -> list[Batch]:
         return self.batches + ([self.greedy_batch] if self.greedy_batch else [])
 
     def _chosen(self, columns: Iterable[Sequence[T]]) -> list[T]:
@@ -108,7 +108,7 @@ class Collected:
 
 
 class Collector:
-    """Generates and scores; with `algorithm.filter_groups` until enough prompts teach something."""
+    """Generate and score; with `algorithm.filter_groups` until enough groups differ in score."""
 
     def __init__(self, config: RunConfig, roles: RoleGroups, prompts: PromptSource) -> None:
         self.config, self.algorithm = config, config.algorithm
@@ -139,10 +139,11 @@ class Collector:
         return Collected(batch.generated.rows(), batch.scored.rows(), [batch])
 
     def _filtered(self) -> Collected:
-        """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): prompts whose responses score
-        all the same are drawn anew, `max_num_gen_batches` times at most; then they fill the rest.
+        """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2).
 
-        Penalties (missing EOS, length, KL) are not counted: they would make any two differ.
+        Replaces prompts whose responses all score the same, with at most `max_num_gen_batches`
+        batches; such prompts fill the batch where that is not enough. Penalties (missing EOS,
+        length, KL) do not count as differences, because any two responses differ in them.
         """
         wanted, size = self.config.training.global_batch_size, self.group_size
         batches: list[Batch] = []
@@ -161,7 +162,7 @@ class Collector:
         return Collected(rollouts, scores, batches, kept, missing)
 
     def _with_greedy(self, found: Collected) -> Collected:
-        """One greedy response to each prompt, given to all of the prompt's samples."""
+        """Add one greedy response per prompt, shared by the prompt's samples."""
         size = self.group_size
         prompts = Prompts.concat([batch.prompts for batch in found.batches])
         kept = range(prompts.num_rows) if found.kept is None else found.kept

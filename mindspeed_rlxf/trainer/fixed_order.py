@@ -16,12 +16,13 @@ def order_problems(
     iterations: int,
     decode: Callable[[list[int]], str],
 ) -> list[Problem]:
-    """The problem of responses to other prompts than the next `iterations` batches; empty = none.
+    """Report responses whose prompts differ from those of the next `iterations` batches.
 
-    source: at the position where the run starts; it is moved on
-    decode: token ids -> text. Token ids of prompts are compared where the file has them. A text is
-    compared with the prompt as it was tokenized and as it is decoded; one that is no prompt of the
-    data set has another form (a chat before its template) and says nothing.
+    source: at the position where the run starts; this function advances it
+    decode: token ids -> text
+    Compares token ids of prompts where the file has them, else texts: with the prompt as written
+    and as decoded. A text that is no prompt of the data set is ignored, because it has another
+    form (a chat before its template).
     """
     texts = _Texts(source, decode) if fixed.texts else None
     wrong = [
@@ -37,13 +38,13 @@ def _samples(source: PromptSource, iterations: int) -> Iterator[tuple[int, int]]
     """(sample id, index of its prompt) in the order of the run."""
     for _ in range(iterations):
         source.next_prompts()
-        taken = source.taken()
+        taken = source.pop_consumed()
         rows = (index for index in taken.prompts for _ in range(taken.samples_per_prompt))
         yield from enumerate(rows, taken.first_sample_id)
 
 
 class _Texts:
-    """Every text that a prompt of the data set may be written as."""
+    """The texts of all prompts of the data set: as written, and as decoded."""
 
     def __init__(self, source: PromptSource, decode: Callable[[list[int]], str]) -> None:
         self._written = [_forms(prompt, decode) for prompt in source.prompts]

@@ -1,4 +1,4 @@
-"""The loop of PPO and of its relatives without a critic."""
+"""The training loop of PPO and of the algorithms without a critic."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PpoTrainer:
     def fit(self) -> None:
         """weights -> generate, score -> log-probs, values -> experience -> updates -> metrics.
 
-        Raises Stopped, everything saved, when the run has to end before `train_iters`.
+        Raises Stopped, after saving, when the run has to end before `train_iters`.
         """
         if self.config.validation.before and self.iteration == 0:
             self.validator.validate(self.iteration)
@@ -103,7 +103,7 @@ class PpoTrainer:
     def _make_experience(
         self, collected: Collected, old: Pending | None, ref: Pending, values: Pending | None
     ) -> Pending:
-        """On the critic's ranks, or the actor's where there is no critic."""
+        """Make the experience on the critic's ranks, or on the actor's without a critic."""
         inputs = ExperienceInputs(
             rollouts=standing_for(collected.rollouts),
             old=standing_for(old.rows() if old else None),
@@ -124,7 +124,7 @@ class PpoTrainer:
         calls: list[Pending],
         all_s: float,
     ) -> None:
-        """Write the iteration down; validate and save where it is due."""
+        """Record the iteration; validate and save where due."""
         driver = {"iteration": (time.time() - all_s, all_s)}
         reports = collected.generate_reports()
         measured["timing/sync"] = collected.sync_s()
@@ -133,7 +133,7 @@ class PpoTrainer:
         self.recorder.samples(
             self.iteration, self.actor, collected.rollouts, [collected.score_report()]
         )
-        self.recorder.skipped(self.iteration, measured, collected.wrong_scores())
+        self.recorder.skipped(self.iteration, measured, collected.non_finite_scores())
         last = self.iteration == self.config.training.train_iters
         validation = self.config.validation
         due = validation.interval and self.iteration % validation.interval == 0
@@ -149,7 +149,7 @@ class PpoTrainer:
             began = time.time()
             measured["timing/save"] = self.checkpoints.write(self.iteration, note)
             driver["save"] = began, measured["timing/save"]
-        self.recorder.consumed(self.iteration, self.prompts.taken())
+        self.recorder.consumed(self.iteration, self.prompts.pop_consumed())
         self.recorder.iteration(self.iteration, measured, all_s)
         self.recorder.timeline(self.iteration, calls, driver)
         if saves:
@@ -180,7 +180,7 @@ class PpoTrainer:
         return self.config.actor_rollout.max_new_tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """What the driver has to remember to go on as the same run."""
+        """The driver's state, from which the same run resumes."""
         return {
             "iteration": self.iteration,
             "kl": self.kl.state_dict(),

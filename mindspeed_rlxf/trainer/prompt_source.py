@@ -1,4 +1,4 @@
-"""The prompts of each iteration, as the rollout replicas take them."""
+"""Hand out the training prompts of each iteration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.fixed_responses import FixedResponses
 from mindspeed_rlxf.data.prompts import Prompt
-from mindspeed_rlxf.data.sampler import PromptSampler, Taken
+from mindspeed_rlxf.data.sampler import ConsumedPrompts, PromptSampler
 
 
 class PromptSource:
@@ -22,7 +22,7 @@ class PromptSource:
         n_samples_per_prompt: int,
         fixed: FixedResponses | None = None,
     ) -> None:
-        """fixed: responses that are taken in place of generated ones."""
+        """fixed: responses in place of generated ones."""
         self.prompts, self.sampler, self.fixed = prompts, sampler, fixed
         self.n_samples_per_prompt = n_samples_per_prompt
         self._next_sample_id = 0
@@ -32,7 +32,7 @@ class PromptSource:
     def from_config(
         cls, config: RunConfig, prompts: Sequence[Prompt], fixed: FixedResponses | None = None
     ) -> PromptSource:
-        """That of a run, at its start."""
+        """The source of a run at its start."""
         training = config.training
         size, shuffle = training.global_batch_size, config.data.shuffle
         sampler = PromptSampler(len(prompts), size, training.seed, shuffle)
@@ -47,11 +47,11 @@ class PromptSource:
         self._next_sample_id += len(chosen)
         return batch
 
-    def taken(self) -> Taken:
-        """What has been given out since the last call."""
+    def pop_consumed(self) -> ConsumedPrompts:
+        """Return the prompts handed out since the last call."""
         indices, self._taken = self._taken, []
         first = self._next_sample_id - len(indices) * self.n_samples_per_prompt
-        return Taken(first, self.n_samples_per_prompt, indices)
+        return ConsumedPrompts(first, self.n_samples_per_prompt, indices)
 
     def state_dict(self) -> dict[str, Any]:
         return {"sampler": self.sampler.state_dict(), "next_sample_id": self._next_sample_id}

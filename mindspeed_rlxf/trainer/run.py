@@ -29,7 +29,7 @@ from mindspeed_rlxf.run import failure, supervised
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.driver_state import hash_prompts, is_finished
-from mindspeed_rlxf.run.exports import WeightSaver
+from mindspeed_rlxf.run.exports import export_weights
 from mindspeed_rlxf.run.recorder import Recorder
 from mindspeed_rlxf.run.stopping import Stopped, StopRequest
 from mindspeed_rlxf.run.store import RunStore
@@ -128,7 +128,7 @@ class Run:
         """This process writes to the directory from here on."""
         self._started = directory
         history = directory.logs / "failures.jsonl"
-        failure.put_away(directory.failure, history, directory.file_mode)
+        failure.archive_failure(directory.failure, history, directory.file_mode)
         _log_to(directory)
         print(f"run directory: {directory.path}", flush=True)
         for change in directory.changes:
@@ -246,7 +246,7 @@ def _export(
     """The last thing of a run; the mark that it is done comes after it."""
     if writes:
         checkpoints.store.clear_exported()
-    WeightSaver(config, checkpoints.trained, directory, writes).export()
+    export_weights(config, checkpoints.trained, directory, writes)
     if writes:
         checkpoints.store.set_exported(config.training.train_iters)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from mindspeed_rlxf.cli.convert import main as convert
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.exports import WeightSaver
+from mindspeed_rlxf.run.exports import export_weights
 from mindspeed_rlxf.run.store import Checkpoint, RunStore
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from tests.chaos.same_run import lines_of, state_of
@@ -242,7 +242,7 @@ def saved_again(trainer: PpoTrainer) -> None:
     checkpoints = trainer.checkpoints
     checkpoints.write(trainer.iteration, print)
     checkpoints.commit(trainer.iteration, trainer.state_dict(), None, print)
-    WeightSaver(trainer.config, checkpoints.trained, checkpoints.directory, True).export()
+    export_weights(trainer.config, checkpoints.trained, checkpoints.directory)
     raise Killed
 
 

@@ -11,7 +11,7 @@ import pytest
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.resolve import resolve, resolve_with_notes
 from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.exports import WeightSaver, export_folders, save_problems
+from mindspeed_rlxf.run.exports import export_folders, export_weights, save_problems
 from tests.unit.config.conftest import make_tree, no_cluster
 
 __all__ = ["make_tree", "no_cluster"]
@@ -36,7 +36,7 @@ def test_an_export_takes_the_place_of_an_earlier_one(make_tree: MakeTree, tmp_pa
     old = tmp_path / "final" / "actor_megatron"
     old.mkdir(parents=True)
     (old / "__7_0.distcp").write_text("of more ranks")
-    WeightSaver(config, trained, RunDirectory(tmp_path)).export()
+    export_weights(config, trained, RunDirectory(tmp_path))
     found = sorted(str(p.relative_to(tmp_path / "final")) for p in tmp_path.rglob("weights"))
     assert found == [
         f"{name}_{kind}/weights" for name in ("actor", "critic") for kind in ("hf", "megatron")

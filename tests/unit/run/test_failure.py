@@ -10,7 +10,7 @@ import pytest
 from mindspeed_rlxf.cluster.errors import HostError, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.run import failure
 from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.failure import put_away, report
+from mindspeed_rlxf.run.failure import archive_failure, report
 from mindspeed_rlxf.run.stopping import StopRequest
 
 RAISED = WorkerError("critic", 3, "b", "values", "ValueError: a\nbad number", "trace of the worker")
@@ -89,10 +89,10 @@ def test_a_rank_without_a_directory_of_its_own_writes_nothing(
 
 def test_the_failure_of_an_earlier_attempt_becomes_history(tmp_path: Path) -> None:
     file, history = tmp_path / "failure.json", tmp_path / "failures.jsonl"
-    put_away(file, history)
+    archive_failure(file, history)
     for text in ('{\n"cause": "x"\n}', "cut o"):
         file.write_text(text)
-        put_away(file, history)
+        archive_failure(file, history)
         assert not file.exists()
     lines = [json.loads(line) for line in history.read_text().splitlines()]
     assert lines == [{"cause": "x"}, {"message": "cut o"}]

@@ -147,17 +147,17 @@ def numbers_of(ref: RowsRef) -> list[int]:
 def test_scores_that_are_no_numbers_are_named_by_their_samples() -> None:
     nan, inf = float("nan"), float("inf")
     found, _ = collect(Script([[1, nan, 0, 0], [inf, 1, 1, 1]]), prompts=2, filter_groups=True)
-    assert list(found.wrong_scores()) == [1, 4], (
+    assert list(found.non_finite_scores()) == [1, 4], (
         "such a group is not dropped as one of equal scores"
     )
     script = Script([[1, 1, 0, 1], [0, inf]])
     found, _ = collect(script, prompts=2, adv_estimator=AdvEstimator.REMAX)
-    assert found.wrong_scores() == {2: inf}, "of the greedy response to the second prompt"
-    assert collect(Script([[1, 1, 0, 1]]), prompts=2)[0].wrong_scores() == {}
+    assert found.non_finite_scores() == {2: inf}, "of the greedy response to the second prompt"
+    assert collect(Script([[1, 1, 0, 1]]), prompts=2)[0].non_finite_scores() == {}
 
 
 def test_clipping_does_not_make_a_group_of_equal_scores_of_infinite_ones() -> None:
     inf = float("inf")
     keys = {"filter_groups": True, "reward_clip": 1.0}
     found, _ = collect(Script([[inf, 1, 0, 1]]), prompts=2, **keys)
-    assert found.wrong_scores() == {0: inf}
+    assert found.non_finite_scores() == {0: inf}

@@ -36,7 +36,7 @@ def in_order(iterations: int) -> list[Prompt]:
     drawn, found = source(), []
     for _ in range(iterations):
         drawn.next_prompts()
-        found += [PROMPTS[i] for i in drawn.taken().prompts for _ in range(2)]
+        found += [PROMPTS[i] for i in drawn.pop_consumed().prompts for _ in range(2)]
     return found
 
 

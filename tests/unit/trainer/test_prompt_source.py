@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_rlxf.data.prompts import Prompt
-from mindspeed_rlxf.data.sampler import PromptSampler, Taken
+from mindspeed_rlxf.data.sampler import ConsumedPrompts, PromptSampler
 from mindspeed_rlxf.trainer.prompt_source import PromptSource, as_rows
 
 
@@ -42,9 +42,9 @@ def test_what_was_given_out_is_told_once() -> None:
     prompts_of_run = source(per_prompt=2)
     prompts_of_run.next_prompts()
     prompts_of_run.next_prompts()  # an iteration may draw twice
-    assert prompts_of_run.taken() == Taken(0, 2, [0, 1, 2, 3])
+    assert prompts_of_run.pop_consumed() == ConsumedPrompts(0, 2, [0, 1, 2, 3])
     prompts_of_run.next_prompts()
-    assert prompts_of_run.taken() == Taken(8, 2, [4, 0])
+    assert prompts_of_run.pop_consumed() == ConsumedPrompts(8, 2, [4, 0])
 
 
 def test_a_source_goes_on_from_its_state() -> None:
