@@ -50,8 +50,8 @@ class Recorder:
         self._progress.update(iteration, metrics)
         if alike := int(metrics.get("rollout/alike_groups", 0)):
             self._progress.note(
-                f"warning: {alike} prompt groups of this iteration have zero advantages, because all "
-                "their responses score the same; raise algorithm.max_num_gen_batches, or use "
+                f"warning: {alike} prompt groups of this iteration have zero advantages, because "
+                "all their responses score the same; raise algorithm.max_num_gen_batches, or use "
                 "easier or harder prompts"
             )
         gap = metrics.get("rollout/log_prob_gap_mean", 0.0)
