@@ -6,6 +6,8 @@
 #                         with DEVICE=npu npu-core0.12.1)
 #   TORCH_INDEX_URL=...   package index for torch only (for example one that holds CPU builds)
 #   WHEELHOUSE=dir        install from this folder alone, without network (see `make wheelhouse`)
+#   HASHES=yes|no         no: also install files that constraints/SHA256SUMS does not name, for an
+#                         index that builds its own or a system other than Linux (docs/security.md)
 #   SEED=1  KILLS=100  PYTEST_ARGS=...
 
 SHELL := /bin/bash
@@ -20,10 +22,14 @@ KILLS ?= 100
 PYTEST_ARGS ?=
 TORCH_INDEX_URL ?=
 WHEELHOUSE ?=
+HASHES ?= yes
 PYTHON ?=
 
 ifeq ($(filter $(DEVICE),cpu cuda npu),)
 $(error DEVICE=$(DEVICE) must be one of cpu, cuda, npu)
+endif
+ifeq ($(filter $(HASHES),yes no),)
+$(error HASHES=$(HASHES) must be yes or no)
 endif
 STACKS := $(patsubst constraints/%.txt,%,$(wildcard constraints/*.txt))
 ifeq ($(filter $(STACK),$(STACKS)),)
@@ -35,12 +41,20 @@ TORCH := $(shell grep '^torch==' $(SET))
 VENV := .venv$(if $(filter-out cpu,$(DEVICE)),-$(DEVICE))$(if $(filter-out cpu,$(STACK)),-$(STACK))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-LOCKED := $(VENV)/constraints.txt
+LOCKED := $(VENV)/requirements.txt
+LOCK = $(BIN)/python constraints/locked.py $(SET) $(if $(filter no,$(HASHES)),--no-hashes)
+CHECK := --no-deps $(if $(filter yes,$(HASHES)),--require-hashes)
 OFFLINE := $(if $(WHEELHOUSE),--no-index --find-links "$(abspath $(WHEELHOUSE))")
+# What builds is in a folder of its own, so that it hides no setuptools that the installed torch
+# needs. pip itself does not look there (-E), what it starts to build does.
+TOOLS := $(VENV)/build-tools
+BUILD_TOOLS := packaging pybind11 setuptools wheel
+PIP = PYTHONPATH="$(abspath $(TOOLS))" $(BIN)/python -E -m pip
+BUILD := --no-build-isolation --use-pep517
 # -qq: errors only. Warnings are about the machine (places to look for packages that are not there).
-PIP_INSTALL = $(BIN)/python -m pip install --no-input --disable-pip-version-check -qq $(OFFLINE)
-PIP_WHEEL = $(BIN)/python -m pip wheel --no-input --disable-pip-version-check --quiet --no-deps \
-	--find-links wheelhouse --wheel-dir wheelhouse
+QUIET := --no-input --disable-pip-version-check -qq
+PIP_INSTALL = $(PIP) install $(QUIET) $(OFFLINE)
+PIP_DOWNLOAD = $(PIP) download $(QUIET) --find-links wheelhouse --dest wheelhouse
 TORCH_INDEX = $(if $(TORCH_INDEX_URL),--index-url "$(TORCH_INDEX_URL)")
 CODE := mindspeed_rlxf examples tests benchmarks constraints setup.py ray_gpt.py preprocess_data.py convert_ckpt.py
 
@@ -57,7 +71,7 @@ help:
 	  'make lint        ruff and mypy;  make format  applies ruff' \
 	  'make wheelhouse  gather every package in ./wheelhouse' \
 	  'make install     the environment alone; WHEELHOUSE=dir installs without network' \
-	  'options          PYTHON=... DEVICE=cpu|cuda|npu STACK=... SEED=1 TORCH_INDEX_URL=... WHEELHOUSE=dir'
+	  'options          PYTHON=... DEVICE=cpu|cuda|npu STACK=... SEED=1 TORCH_INDEX_URL=... WHEELHOUSE=dir HASHES=yes|no'
 
 install: $(STAMP)
 
@@ -80,21 +94,31 @@ $(BIN)/python:
 	    > "$$(echo $(VENV)/lib/python3.*/site-packages)/installed_torch.pth"; \
 	fi
 
-# On cuda and npu the .pth above lets PYTHON be an environment itself, and the generated constraints
-# keep the torch that is there. Sets other than cpu are complete: pip looks at no requirement then,
-# which in megatron-core 0.12.1 would be gigabytes that nothing here imports.
-$(STAMP): setup.py pyproject.toml $(SET) constraints/around_installed.py | $(BIN)/python
+# pip looks at no requirement of the set, which is complete, and takes no file that SHA256SUMS does
+# not name. On cpu torch comes last: what it requires is there then, but for libraries of CUDA. On
+# cuda and npu the .pth above lets PYTHON be an environment itself. Its torch stays, and its other
+# packages unless one of ours refuses their version; what then takes their place may ask again.
+$(STAMP): setup.py pyproject.toml $(SET) constraints/locked.py constraints/SHA256SUMS | $(BIN)/python
 	@echo 'installing (a minute or two the first time)'
-ifeq ($(DEVICE),cpu)
-	@$(PIP_INSTALL) $(if $(WHEELHOUSE),,$(TORCH_INDEX)) $(TORCH)
-	@sed 's/^torch==.*/$(TORCH)/' $(SET) > $(LOCKED)
-else
-	@$(BIN)/python constraints/around_installed.py $(SET) > $(LOCKED)
+ifeq ($(HASHES),no)
+	@echo 'HASHES=no: no file is compared with constraints/SHA256SUMS'
 endif
-ifeq ($(STACK),cpu)
-	@$(PIP_INSTALL) -c $(LOCKED) -e '.[test]'
+	@rm -rf $(TOOLS)
+	@$(LOCK) --only $(BUILD_TOOLS) > $(LOCKED)
+	@$(PIP_INSTALL) $(CHECK) --target $(TOOLS) -r $(LOCKED)
+	@$(PIP_INSTALL) --no-deps $(BUILD) -e .
+ifeq ($(DEVICE),cpu)
+	@$(LOCK) > $(LOCKED)
+	@$(PIP_INSTALL) $(CHECK) $(BUILD) -r $(LOCKED)
+	@$(PIP_INSTALL) --no-warn-conflicts $(if $(WHEELHOUSE),,$(TORCH_INDEX)) $(TORCH)
 else
-	@$(PIP_INSTALL) --no-deps -r $(LOCKED) -e .
+	@$(LOCK) --absent > $(LOCKED)
+	@$(PIP_INSTALL) $(CHECK) $(BUILD) -r $(LOCKED)
+	@for round in 1 2 3 4 5; do \
+	  $(LOCK) --misfits > $(LOCKED); \
+	  [ -s $(LOCKED) ] || break; \
+	  $(PIP_INSTALL) $(CHECK) $(BUILD) -r $(LOCKED); \
+	done
 endif
 	@touch $@
 
@@ -138,17 +162,18 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-# The set of this environment, each package as a wheel, torch (cpu only), our own wheel, and what
-# builds it.
+# Every package of the set that this environment has, as PyPI has it; torch and the libraries of CUDA
+# that its build may require (cpu only); our own wheel, and what builds it.
 wheelhouse: $(STAMP)
 	@mkdir -p wheelhouse
-ifeq ($(DEVICE),cpu)
-	@$(PIP_WHEEL) $(TORCH_INDEX) $(TORCH)
-endif
-	@$(BIN)/python -m pip list --local --format=freeze --disable-pip-version-check \
+	@$(PIP) list --local --format=freeze --disable-pip-version-check \
 	  --exclude torch --exclude pip --exclude mindspeed-rlxf > $(VENV)/wheelhouse.txt
-	@$(PIP_WHEEL) -r $(VENV)/wheelhouse.txt setuptools wheel
+	@$(LOCK) --only $(BUILD_TOOLS) $$(sed 's/==.*//' $(VENV)/wheelhouse.txt) > $(LOCKED)
+	@$(PIP_DOWNLOAD) $(CHECK) $(BUILD) -r $(LOCKED)
+ifeq ($(DEVICE),cpu)
+	@$(PIP_DOWNLOAD) $(TORCH_INDEX) -c $(VENV)/wheelhouse.txt $(TORCH)
+endif
 	@rm -f wheelhouse/mindspeed_rlxf-*.whl
-	@$(PIP_WHEEL) .
-	@echo "wheelhouse: $$(ls wheelhouse/*.whl | wc -l) wheels, $$(du -sh wheelhouse | cut -f1);" \
+	@$(PIP) wheel $(QUIET) --no-deps $(BUILD) --wheel-dir wheelhouse .
+	@echo "wheelhouse: $$(ls wheelhouse | wc -l) files, $$(du -sh wheelhouse | cut -f1);" \
 	  'on the other machine: make install WHEELHOUSE=wheelhouse'

