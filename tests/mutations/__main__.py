@@ -5,7 +5,8 @@
 `mutations.yaml` has the faults: an old text, which stands once in the whole package wherever its
 file is, and the new one. The copy is first tested as it is. Then each fault is put in, the unit
 tests of the core run with the tests that its entry names, and it is taken out again. Writes a JSON
-line per fault, with the test functions that fail; exits with 1 where none does.
+line per fault, with the test functions that fail; exits with 1 where none does. `recorded.json` has
+the functions that saw each fault when the table was made.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def failing(copy: Path, more: list[str]) -> list[str]:
 
     more: tests beside those of the core. Raises RuntimeError where the tests do not come to an end.
     """
-    folders = [f"tests/unit/{name}" for name in CORE if (copy / "tests" / "unit" / name).is_dir()]
+    folders = [f"tests/unit/{name}" for name in CORE if (copy / "tests/unit" / name).is_dir()]
     command = [sys.executable, "-m", "pytest", *folders, *more, "-m", "not long", "-q"]
     command += ["--tb=no", "--color=no", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
     command += [f"--basetemp={copy.parent / 'tests'}"]
@@ -86,8 +87,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="the JSON lines; default: standard output")
     given = parser.parse_args()
     table: list[Mutation] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
-    unknown = set(given.only or ()) - {mutation["id"] for mutation in table}
-    if unknown:
+    if unknown := set(given.only or ()) - {mutation["id"] for mutation in table}:
         parser.error(f"mutations.yaml has no {', '.join(sorted(unknown))}")
     chosen = [mutation for mutation in table if not given.only or mutation["id"] in given.only]
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
@@ -97,22 +97,22 @@ def main() -> int:
         if found := failing(copy, sorted({t for m in chosen for t in m.get("tests", ())})):
             raise SystemExit(f"without any mutation these tests fail: {', '.join(found)}")
         survivors = []
-        stream = given.output.open("w", encoding="utf-8") if given.output else sys.stdout
+        stream = given.output.open("w") if given.output else sys.stdout
         for mutation, file in zip(chosen, files, strict=True):
             began, text = time.monotonic(), file.read_text(encoding="utf-8")
             file.write_text(text.replace(mutation["old"], mutation["new"]), encoding="utf-8")
             try:
                 found = failing(copy, mutation.get("tests", []))
-            except RuntimeError as error:  # no test says what is wrong
-                found = []
+            except RuntimeError as error:
+                found = []  # no test says what is wrong
                 print(f"{mutation['id']}: {error}", file=sys.stderr)
             file.write_text(text, encoding="utf-8")
             seconds = round(time.monotonic() - began, 1)
-            line = {"id": mutation["id"], "number": len(found), "seconds": seconds, "tests": found}
-            print(json.dumps(line), file=stream, flush=True)
+            line = {"id": mutation["id"], "number": len(found), "seconds": seconds}
+            print(json.dumps({**line, "tests": found}), file=stream, flush=True)
             survivors += [] if found else [mutation["id"]]
-    seen = f"{len(chosen) - len(survivors)} of {len(chosen)} mutations are seen"
-    print(seen, *(f"not seen: {name}" for name in survivors), sep="\n", file=sys.stderr)
+    not_seen = ", ".join(survivors) or "none"
+    print(f"{len(chosen)} mutations; not seen: {not_seen}", file=sys.stderr)
     return 1 if survivors else 0
 
 
