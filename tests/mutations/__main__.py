@@ -111,8 +111,7 @@ def main() -> int:
             line = {"id": mutation["id"], "number": len(found), "seconds": seconds}
             print(json.dumps({**line, "tests": found}), file=stream, flush=True)
             survivors += [] if found else [mutation["id"]]
-    not_seen = ", ".join(survivors) or "none"
-    print(f"{len(chosen)} mutations; not seen: {not_seen}", file=sys.stderr)
+    print(f"{len(chosen)} mutations, not seen:", *survivors or ["none"], file=sys.stderr)
     return 1 if survivors else 0
 
 
