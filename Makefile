@@ -58,7 +58,7 @@ PIP_DOWNLOAD = $(PIP) download $(QUIET) --find-links wheelhouse --dest wheelhous
 TORCH_INDEX = $(if $(TORCH_INDEX_URL),--index-url "$(TORCH_INDEX_URL)")
 CODE := mindspeed_rlxf examples tests benchmarks constraints setup.py ray_gpt.py preprocess_data.py convert_ckpt.py
 
-.PHONY: help install demo bring-up test test-long test-hosts chaos lint format wheelhouse
+.PHONY: help install demo bring-up test test-long test-hosts chaos mutations lint format wheelhouse
 
 help:
 	@printf '%s\n' \
@@ -67,6 +67,7 @@ help:
 	  'make test        unit and distributed tests (PYTEST_ARGS adds arguments)' \
 	  'make test-long   the tests that take longer' \
 	  'make chaos       kills processes of runs at random moments: KILLS=100 SEED=1' \
+	  'make mutations   puts faults into a copy of the core: which tests see them?' \
 	  'make test-hosts  a run on two hosts made of namespaces; needs root' \
 	  'make lint        ruff and mypy;  make format  applies ruff' \
 	  'make wheelhouse  gather every package in ./wheelhouse' \
@@ -152,6 +153,10 @@ test-long: $(STAMP)
 # About 40 s for a kill: see docs/reliability.md.
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --kills $(KILLS) --seed $(SEED)
+
+# About half an hour: see tests/mutations/__main__.py.
+mutations: $(STAMP)
+	$(BIN)/python -m tests.mutations
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)
