@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ class RunState:
         for file in sorted(folder.glob(STATE_FILES)):
             for slot, name, piece in _stored_pieces(inside(folder, file.name, STATE_FILES)):
                 self._pieces.setdefault((slot, name), []).append(piece)
-        self._open: dict[Path, BinaryIO] = {}
+        self._open: dict[Path, IO[bytes]] = {}
         self._files = ExitStack()
 
     def close(self) -> None:
