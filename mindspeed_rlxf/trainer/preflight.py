@@ -32,7 +32,7 @@ from mindspeed_rlxf.rollout.engines import ENGINES, NATIVE
 from mindspeed_rlxf.runtime import environment
 from mindspeed_rlxf.trainer.fixed_order import order_problems
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
-from mindspeed_rlxf.trainer.resume import beyond, newest_state, reached
+from mindspeed_rlxf.trainer.resume import beyond, newest_state, none_whole, reached
 from mindspeed_rlxf.trainer.weight_saver import save_problems
 
 T = TypeVar("T")
@@ -64,6 +64,7 @@ def prepare(config: RunConfig) -> Prepared:
     problems += environment.problems(config.device.kind, config.pool_settings.env)
     directory = RunDirectory.choose(config)
     problems += beyond(config, reached(config, directory))
+    problems += none_whole(config, directory)
     if not directory.is_used:  # else they are those of this very run
         problems += save_problems(config)
     for role in config.roles:

@@ -6,10 +6,10 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.checkpoint.regular import read_json
 from mindspeed_rlxf.checkpoint.run_files import content_problem
 from mindspeed_rlxf.checkpoint.run_store import Checkpoint, Manifest, RunStore, missing_parts
 from mindspeed_rlxf.config.errors import Problem, UserError
@@ -17,9 +17,11 @@ from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.reporting.line_file import LineFile
 from mindspeed_rlxf.reporting.run_dir import RunDirectory
+from mindspeed_rlxf.trainer.driver_state import read_driver_state
 
 TRAINER = "trainer"
 STATE, CONFIG = "state.json", "config.yaml"
+MAX_PROBLEMS, MAX_PROBLEM = 4, 1500  # checkpoints, and characters of each, in an error
 
 
 def parts_of(config: RunConfig) -> list[str]:
@@ -27,9 +29,16 @@ def parts_of(config: RunConfig) -> list[str]:
     return [name for role, name in SAVED_AS.items() if role in config.roles] + [TRAINER]
 
 
-def whole_checkpoints(
-    config: RunConfig, store: RunStore
-) -> tuple[list[tuple[Checkpoint, Manifest]], list[str]]:
+@dataclass(frozen=True)
+class Whole:
+    """A checkpoint that is whole by what the driver has read. state: see `DriverState`"""
+
+    checkpoint: Checkpoint
+    manifest: Manifest
+    state: dict[str, Any]
+
+
+def whole_checkpoints(config: RunConfig, store: RunStore) -> tuple[list[Whole], list[str]]:
     """Newest first, with all files in their length; and a line for each that is damaged.
 
     The driver's part has been read through too, those of the roles are the workers' to read.
@@ -45,19 +54,17 @@ def whole_checkpoints(
             found = [content_problem(folder, entry) for entry in manifest.part(TRAINER)]
             if damaged := [problem for problem in found if problem is not None]:
                 raise ValueError("; ".join(f"{TRAINER}/{problem}" for problem in damaged))
+            each = Whole(checkpoint, manifest, read_state(checkpoint))
         except (ValueError, OSError) as error:
             problems.append(f"{checkpoint.path} is damaged: {error}")
         else:
-            whole.append((checkpoint, manifest))
+            whole.append(each)
     return whole, problems
 
 
 def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The driver's state: `iteration`, `trainer`, `positions`, `prompts_digest`."""
-    state: dict[str, Any] = read_json(checkpoint.path / TRAINER / STATE)
-    if type(state) is not dict:
-        raise ValueError(f"{checkpoint.path / TRAINER / STATE} is not what was written")
-    return state
+    """The driver's state, see `DriverState`. Errors: OSError, ValueError"""
+    return read_driver_state(checkpoint.path / TRAINER / STATE, checkpoint.iteration)
 
 
 def best_iterations(store: RunStore) -> list[int]:
@@ -79,7 +86,7 @@ def reached(config: RunConfig, directory: RunDirectory) -> int:
     if not directory.is_used or config.training.new_run:
         return 0
     whole, _ = whole_checkpoints(config, RunStore(directory.checkpoints))
-    return whole[0][0].iteration if whole else 0
+    return whole[0].checkpoint.iteration if whole else 0
 
 
 def newest_state(config: RunConfig, directory: RunDirectory) -> dict[str, Any] | None:
@@ -87,7 +94,27 @@ def newest_state(config: RunConfig, directory: RunDirectory) -> dict[str, Any] |
     if not directory.is_used or config.training.new_run:
         return None
     whole, _ = whole_checkpoints(config, RunStore(directory.checkpoints))
-    return read_state(whole[0][0]) if whole else None
+    return whole[0].state if whole else None
+
+
+def none_whole(config: RunConfig, directory: RunDirectory) -> list[Problem]:
+    """The problem of a run that has checkpoints, none of which the driver finds whole."""
+    if not directory.is_used or config.training.new_run:
+        return []
+    whole, problems = whole_checkpoints(config, RunStore(directory.checkpoints))
+    return [] if whole or not problems else [nothing_to_go_on_from(directory, problems)]
+
+
+def nothing_to_go_on_from(directory: RunDirectory, problems: Sequence[str]) -> Problem:
+    """problems: a line for each checkpoint"""
+    shown = [problem[:MAX_PROBLEM] for problem in problems[:MAX_PROBLEMS]]
+    if len(problems) > len(shown):
+        shown.append(f"and {len(problems) - len(shown)} more")
+    return Problem(
+        f"no checkpoint of {directory.path}",
+        f"can be gone on from: {'; '.join(shown)}",
+        remedy="put the files back, or set training.new_run=true",
+    )
 
 
 def beyond(config: RunConfig, done: int) -> list[Problem]:
@@ -149,7 +176,11 @@ def lacking(directory: RunDirectory, positions: dict[str, int]) -> str:
     cleared = gone(directory, positions)
     for file in line_files(directory):
         wanted = positions.get(file.path.name, 0)
-        if file.path not in cleared and (there := file.position()) < wanted:
+        try:
+            there = file.position()
+        except OSError as error:
+            return f"{error.filename or file.path} cannot be read ({error.strerror})"
+        if file.path not in cleared and there < wanted:
             return f"{file.path} has {there} bytes of the {wanted} that it had then"
     return ""
 

@@ -13,7 +13,7 @@ import pytest
 
 from mindspeed_rlxf.checkpoint import host_part
 from mindspeed_rlxf.checkpoint.host_part import HostView
-from mindspeed_rlxf.checkpoint.run_files import HOST, Written, entry_of
+from mindspeed_rlxf.checkpoint.run_files import HOST, Loaded, Written, entry_of
 from mindspeed_rlxf.config.enums import RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
@@ -22,6 +22,7 @@ from mindspeed_rlxf.runtime.host_agent import Function, HostCall, ThreadCall
 from mindspeed_rlxf.trainer.run_checkpoints import PROBE, RunCheckpoints
 from tests.unit.config.conftest import make_tree, no_cluster
 from tests.unit.runtime.agents import InProcess
+from tests.unit.trainer.test_run_checkpoints import trainer_state
 
 __all__ = ["make_tree", "no_cluster"]
 MakeTree = Callable[..., dict[str, Any]]
@@ -94,7 +95,7 @@ class Role:
             " | ".join(file.read_text() for file in sorted(machine.at(folder).glob("rank_*")))
             for machine in self.machines
         ]
-        return Answer(True)
+        return Answer(Loaded())
 
 
 class Cluster:
@@ -121,7 +122,7 @@ class Cluster:
     def save(self, iteration: int) -> None:
         self.actor.state, self.critic.state = f"actor {iteration}", f"critic {iteration}"
         self.checkpoints.write(iteration, self.said.append)
-        self.checkpoints.commit(iteration, {"iteration": iteration}, None, self.said.append)
+        self.checkpoints.commit(iteration, trainer_state(iteration), None, self.said.append)
 
     def files(self, machine: Machine) -> list[str]:
         """All files of checkpoints on a host."""

@@ -24,7 +24,7 @@ from mindspeed_rlxf.trainer.run import Run
 from mindspeed_rlxf.trainer.run_checkpoints import RunCheckpoints
 from mindspeed_rlxf.trainer.supervisor import CHILD_OF
 from tests.unit.config.conftest import make_tree, no_cluster
-from tests.unit.trainer.test_run_checkpoints import Role
+from tests.unit.trainer.test_run_checkpoints import Role, trainer_state
 
 __all__ = ["make_tree", "no_cluster"]
 FREE = [4, 3]
@@ -64,7 +64,7 @@ class Command:
         checkpoints.restore(print)
         last = config.training.train_iters
         checkpoints.write(last, print)
-        checkpoints.commit(last, {"iteration": last}, None, print)
+        checkpoints.commit(last, trainer_state(last), None, print)
         checkpoints.store.set_exported(last)
         self.trained.append(last)
         yield SimpleNamespace(fit=lambda: None)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mindspeed_rlxf.checkpoint import host_part
-from mindspeed_rlxf.checkpoint.run_files import Written, entry_of
+from mindspeed_rlxf.checkpoint.run_files import Loaded, Written, entry_of
 from mindspeed_rlxf.checkpoint.run_store import MANIFEST, Manifest
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
@@ -62,7 +62,14 @@ class Role:
 
     def load_state(self, folder: Path) -> Answer:
         self.loaded = (folder / "state").read_text()
-        return Answer(True)
+        return Answer(Loaded())
+
+
+def trainer_state(iteration: int) -> dict[str, Any]:
+    """As `PpoTrainer` gives it."""
+    sampler = {"epoch": 0, "offset": 1, "num_prompts": 2, "seed": 3, "shuffle": 1}
+    prompts = {"sampler": sampler, "next_sample_id": 4}
+    return {"iteration": iteration, "kl": {"value": 0.5}, "prompts": prompts}
 
 
 class Clock:
@@ -97,7 +104,7 @@ class Case:
         self.checkpoints.write(iteration, self.said.append)
         with self.directory.metrics.open("a") as file:
             file.write(json.dumps({"iteration": iteration}) + "\n")
-        self.checkpoints.commit(iteration, {"iteration": iteration}, score, self.said.append)
+        self.checkpoints.commit(iteration, trainer_state(iteration), score, self.said.append)
 
     @property
     def lines(self) -> list[int]:
@@ -148,7 +155,7 @@ def test_the_newest_checkpoint_is_gone_on_from(make_tree: MakeTree, tmp_path: Pa
         file.write('{"iteration": 3}\n{"iter')  # after it, and cut off
     case.again()
     state = case.checkpoints.restore(case.said.append)
-    assert state is not None and state["trainer"] == {"iteration": 2}
+    assert state is not None and state["trainer"] == trainer_state(2)
     assert (case.actor.loaded, case.critic.loaded) == ("actor 2", "critic 2")
     assert case.lines == [1, 2]
 
