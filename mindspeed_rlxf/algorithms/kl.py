@@ -53,4 +53,4 @@ class KlController:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
+        self.value = float(state["value"])  # JSON may have an integer of any size

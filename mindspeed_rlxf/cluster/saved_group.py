@@ -31,5 +31,5 @@ class SavedGroup:
         return self.saved.call(SavedRole.end_save)
 
     def load_state(self, folder: Path) -> Pending:
-        """Reports: whether the same layout wrote it."""
+        """Reports: `Loaded`, the same problem from each."""
         return self.saved.call(SavedRole.load_state, folder)

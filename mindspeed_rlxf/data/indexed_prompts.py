@@ -15,6 +15,7 @@ import numpy as np
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DataConfig
+from mindspeed_rlxf.config.suggest import written
 from mindspeed_rlxf.data.files import FileProblems, Row, fault, look_up
 from mindspeed_rlxf.data.handlers import LABELS, SEQUENCES, Output
 from mindspeed_rlxf.data.indexed import AnyArray, BrokenIndex, IndexedReader
@@ -104,6 +105,7 @@ class _DataSet:
             )
         else:
             self._check_tokenizer(self.sidecar)
+            self._check_special_tokens(self.sidecar)
             names = {c.name: c.file for c in self.sidecar.columns if c.encoding == "json"}
         keys = (data.ground_truth_key, data.data_source_key)
         needed = {name for key in keys for name in (key, key.split(".")[0])} & names.keys()
@@ -245,4 +247,16 @@ class _DataSet:
                 f"the tokenizer must be the one it was made with, {theirs.path!r} (sha256 "
                 f"{theirs.sha256[:12]}), not {self._tokenizer.name_or_path!r} (sha256 {own[:12]})",
                 f"correct {KEY} or run preprocess_data.py with that tokenizer",
+            )
+
+    def _check_special_tokens(self, sidecar: Sidecar) -> None:
+        """The ids are there already: what texts spell is in them as the preprocessing read it."""
+        key, flag = "data.allow_special_tokens", "--allow-special-tokens"
+        made, wanted = sidecar.allow_special_tokens, self._data.allow_special_tokens
+        if made != wanted:
+            raise self._broken(
+                f"must be made as {key}={written(wanted)} says, it was made "
+                f"{'with' if made else 'without'} {flag}",
+                f"set {key}={written(made)} or run preprocess_data.py "
+                f"{'without' if made else 'with'} {flag}",
             )

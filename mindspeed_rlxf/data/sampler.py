@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mindspeed_rlxf.config.errors import Problem, UserError
+
 
 @dataclass(frozen=True)
 class ConsumedPrompts:
@@ -68,12 +70,16 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues the stream of `state`. Raises ValueError for a state of another stream."""
+        """Continues the stream of `state`. Raises UserError for a state of another stream."""
         for key, value in self.state_dict().items():
             if key not in ("epoch", "offset") and state[key] != value:
-                raise ValueError(
-                    f"sampler state has {key}={state[key]}, this run has {value}: the prompts "
-                    f"would come in another order; use the {key} of the saved run"
+                raise UserError(
+                    Problem(
+                        "",
+                        f"sampler state has {key}={state[key]}, this run has {value}: the prompts "
+                        "would come in another order",
+                        remedy=f"use the {key} of the saved run, or set training.new_run=true",
+                    )
                 )
         self._epoch = state["epoch"]
         self._offset = state["offset"]

@@ -41,11 +41,15 @@ class TokenizerId(Section):
 
 
 class Sidecar(Section):
-    """How a prompt data set was made and what is in it."""
+    """How a prompt data set was made and what is in it.
+
+    allow_special_tokens: those that a row's text spells are tokens; older versions did not say
+    """
 
     format_version: int = FORMAT_VERSION
     handler: str
     template: str
+    allow_special_tokens: bool = False
     stop_token_ids: Integers
     tokenizer: TokenizerId
     columns: list[Column]

@@ -1,8 +1,15 @@
-"""Random streams of a process as text: no file of them has to be unpickled."""
+"""Random streams of a process as text: no file of them has to be unpickled.
+
+Generators believe the state that they are given. numpy and torch go on reading behind it where its
+position lies outside, so everything is checked before a generator gets it.
+"""
 
 from __future__ import annotations
 
+import math
 import random
+import struct
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +18,9 @@ from torch import Tensor
 
 from mindspeed_rlxf.device import facade
 
+WORDS = 624  # of a Mersenne Twister, 32 bits each
+LEFT_AT, NEXT_AT = 8, 16  # places in the bytes of torch's host generator: int32, uint64
+
 
 def to_text(state: Tensor) -> str:
     """state: bytes of a generator, uint8."""
@@ -18,7 +28,13 @@ def to_text(state: Tensor) -> str:
 
 
 def from_text(text: str) -> Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+    """Errors: ValueError where the text is not what `to_text` gave."""
+    if type(text) is not str or not text:
+        raise ValueError("the state of a stream must be text")
+    try:
+        return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+    except ValueError:
+        raise ValueError("the state of a stream must be hexadecimal digits") from None
 
 
 def process_state() -> dict[str, Any]:
@@ -34,11 +50,101 @@ def process_state() -> dict[str, Any]:
     }
 
 
-def load_process_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(from_text(state["torch"]))
-    if state["device"] is not None:
-        facade.set_random_state(from_text(state["device"]))
-    keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
-    version, words, normal = state["python"]
-    random.setstate((version, tuple(words), normal))
+@dataclass(frozen=True)
+class ProcessStreams:
+    """What `process_state` gave, checked. device: None where the process had no device's stream"""
+
+    torch: Tensor
+    device: Tensor | None
+    numpy: tuple[str, Any, int, int, float]
+    python: tuple[Any, ...]
+
+    @classmethod
+    def from_json(cls, state: Any) -> ProcessStreams:
+        """Errors: ValueError where it is not what `process_state` gave."""
+        if type(state) is not dict or state.keys() != {"torch", "device", "numpy", "python"}:
+            raise ValueError("the streams of a process must be torch, device, numpy and python")
+        host = from_text(state["torch"])
+        check_host_state(host)
+        device = None if state["device"] is None else from_text(state["device"])
+        return cls(host, device, _numpy_state(state["numpy"]), _python_state(state["python"]))
+
+    @property
+    def is_of_this_device(self) -> bool:
+        """Whether a device of the same kind wrote it: the states of others differ in size."""
+        here = facade.random_state()
+        if here is None or self.device is None:
+            return here is self.device
+        return here.numel() == self.device.numel()
+
+    def load(self) -> None:
+        """Go on with these streams. Errors: ValueError where the device refuses its own."""
+        if self.device is not None:
+            try:
+                facade.set_random_state(self.device)
+            except RuntimeError as error:
+                raise ValueError(f"the device refuses the state of its stream: {error}") from None
+        torch.set_rng_state(self.torch)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+
+def check_host_state(state: Tensor) -> None:
+    """Raise ValueError where the bytes are no state of torch's generator on the host.
+
+    torch compares the size. It does not compare the next word with the number of words that are
+    left before it makes new ones.
+    """
+    try:
+        torch.Generator().set_state(state)
+    except RuntimeError as error:
+        raise ValueError(f"torch refuses the state of its stream: {error}") from None
+    data = state.numpy().tobytes()
+    (left,), (position,) = (
+        struct.unpack_from(form, data, place) for form, place in (("<i", LEFT_AT), ("<Q", NEXT_AT))
+    )
+    if position + left > WORDS + 1:
+        raise ValueError(
+            f"torch must read at most {WORDS} words, not {left} from number {position} on"
+        )
+
+
+def _numpy_state(state: Any) -> tuple[str, Any, int, int, float]:
+    keys, position, has_gauss, gauss = _parts(state, 4, "numpy")
+    _check_words(keys, WORDS, "numpy")
+    _check_position(position, "numpy")
+    if type(has_gauss) is not int or has_gauss not in (0, 1) or not _is_finite(gauss):
+        raise ValueError("the number that numpy keeps must be finite")
+    return "MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, gauss
+
+
+def _python_state(state: Any) -> tuple[Any, ...]:
+    version, words, normal = _parts(state, 3, "python")
+    if type(version) is not int or version != random.getstate()[0]:
+        raise ValueError(f"the version of Python's stream must be {random.getstate()[0]}")
+    _check_words(words, WORDS + 1, "python")  # the last one is the position
+    _check_position(words[-1], "python")
+    if normal is not None and not _is_finite(normal):
+        raise ValueError("the number that Python keeps must be finite")
+    return version, tuple(words), normal
+
+
+def _parts(state: Any, count: int, name: str) -> list[Any]:
+    if type(state) is not list or len(state) != count:
+        raise ValueError(f"the stream of {name} must have {count} parts")
+    return state
+
+
+def _check_words(words: Any, count: int, name: str) -> None:
+    good = type(words) is list and len(words) == count
+    if not good or not all(type(word) is int and 0 <= word < 1 << 32 for word in words):
+        raise ValueError(f"the stream of {name} must have {count} words of 32 bits")
+
+
+def _check_position(position: Any, name: str) -> None:
+    if type(position) is not int or not 0 <= position <= WORDS:
+        raise ValueError(f"the position of {name} must be from 0 to {WORDS}, not {position!r:.40}")
+
+
+def _is_finite(number: Any) -> bool:
+    return type(number) is float and math.isfinite(number)

@@ -128,4 +128,7 @@ class TrainEngine(Protocol):
         """Wait for it; the files of all ranks."""
 
     def load_state(self, folder: Path) -> bool:
-        """Take it over; False where another layout wrote it."""
+        """Take it over; False where another layout wrote it.
+
+        Errors: ValueError on all ranks where one cannot.
+        """

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 STATE = "state.json"
 RANDOM = "random"
+MAX_STEPS = 1 << 53  # exact as a float
 T = TypeVar("T")
 
 
@@ -130,9 +131,22 @@ def _write_and_hash(share: _Share, folder: Path, engine: MegatronEngine) -> Writ
 def load_state(engine: MegatronEngine, folder: Path) -> bool:
     """Take the state in `folder` over, each rank what it holds; a collective over the role's ranks.
 
-    Returns False where the layout is another one: random streams then start from the seed.
-    Raises ValueError where the folder holds another model.
+    Returns False where the layout or the kind of device is another one: random streams then start
+    from the seed.
+    Raises ValueError on all ranks where the folder of one holds another model or no state.
     """
+    same, problem = False, []
+    try:
+        same = _load_share(engine, folder)
+    except ValueError as error:
+        problem = [str(error)]
+    if problems := _all(problem):
+        raise ValueError("; ".join(dict.fromkeys(problems)))
+    return same
+
+
+def _load_share(engine: MegatronEngine, folder: Path) -> bool:
+    """What this rank holds, without collectives. Returns and raises as `load_state`."""
     assert engine.optimizer is not None and engine.scheduler is not None, "a frozen model"
     numbers = _checked_numbers(folder / STATE)
     with engine.groups.active():
@@ -140,24 +154,41 @@ def load_state(engine: MegatronEngine, folder: Path) -> bool:
     engine.scheduler.num_steps = numbers["scheduler_steps"]
     engine.skipped.in_a_row = numbers["skipped_in_a_row"]
     engine.scheduler.step(increment=0)  # the rates of the configuration at this step
-    same = bool(numbers["layout"] == _layout(engine))
-    if same:
-        file = folder / _random_file(dist.get_rank())
-        try:
-            _load_random_state(engine, read_json(file))
-        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise ValueError(f"{file} holds no random streams ({error!r:.200})") from None
-    dist.barrier()
-    return same
+    if numbers["layout"] != _layout(engine):
+        return False
+    file = folder / _random_file(dist.get_rank())
+    state = _read(file)
+    try:
+        return _load_random_state(engine, state)
+    except ValueError as error:
+        raise ValueError(
+            f"{file} must hold the random streams of a rank ({error}); copy the whole folder again"
+        ) from None
+
+
+def _read(file: Path) -> Any:
+    """Errors: ValueError where it is missing or no JSON, OSError where it cannot be read."""
+    try:
+        return read_json(file)
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing; copy the whole folder again") from None
 
 
 def _checked_numbers(file: Path) -> dict[str, Any]:
     """Errors: ValueError where they are none that a role has."""
-    numbers = read_json(file)
-    names = ("optimizer_steps", "scheduler_steps", "skipped_in_a_row")
-    good = type(numbers) is dict and all(type(numbers.get(name)) is int for name in names)
-    if not good or "layout" not in numbers or min(numbers[name] for name in names) < 0:
-        raise ValueError(f"{file} must hold the steps of a role; copy the whole folder again")
+    numbers = _read(file)
+    steps = ("optimizer_steps", "scheduler_steps", "skipped_in_a_row")
+    if type(numbers) is not dict or numbers.keys() != {*steps, "layout"}:
+        raise ValueError(
+            f"{file} must have {', '.join(steps)} and layout; copy the whole folder again"
+        )
+    layout = numbers["layout"] if type(numbers["layout"]) is dict else {"layout": None}
+    for name, value in [*layout.items(), *((name, numbers[name]) for name in steps)]:
+        if type(value) is not int or not 0 <= value <= MAX_STEPS:
+            raise ValueError(
+                f"{file}: {name!r:.40} must be a number from 0 to {MAX_STEPS}, not {value!r:.40}; "
+                "copy the whole folder again"
+            )
     return dict(numbers)
 
 
@@ -263,10 +294,30 @@ def _random_state(engine: MegatronEngine) -> dict[str, Any]:
     }
 
 
-def _load_random_state(engine: MegatronEngine, state: dict[str, Any]) -> None:
-    random_states.load_process_state(state["process"])
-    streams = {name: random_states.from_text(text) for name, text in state["megatron"].items()}
+def _load_random_state(engine: MegatronEngine, state: Any) -> bool:
+    """Returns False, and changes nothing, where a device of another kind wrote it.
+
+    Errors: ValueError where it is not what `_random_state` gave.
+    """
+    if type(state) is not dict or state.keys() != {"process", "megatron"}:
+        raise ValueError("there must be streams of the process and of megatron")
+    process, texts = random_states.ProcessStreams.from_json(state["process"]), state["megatron"]
+    here = engine.groups.random_state()
+    if type(texts) is not dict or texts.keys() != here.keys():
+        raise ValueError(f"the streams of megatron must be {', '.join(here)}")
+    streams = {name: random_states.from_text(text) for name, text in texts.items()}
+    if not process.is_of_this_device:
+        return False
+    for name, stream in streams.items():
+        if stream.numel() != here[name].numel():
+            raise ValueError(
+                f"the stream {name} must have {here[name].numel()} bytes, not {stream.numel()}"
+            )
+        if process.device is None:  # its streams are those of the host
+            random_states.check_host_state(stream)
+    process.load()
     engine.groups.load_random_state(streams)
+    return True
 
 
 def _all(items: list[T]) -> list[T]:

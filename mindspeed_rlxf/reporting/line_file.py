@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import stat
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, cast
@@ -66,7 +67,7 @@ class LineFile:
 
         A process killed in here leaves at least what is to stay: the next one can cut again.
         The file keeps its inode: who appends to it goes on.
-        Errors: ValueError when there is less than that.
+        Errors: ValueError when there is less than that, or a part is damaged.
         """
         self._finish()
         if (there := self.position()) < position:
@@ -125,10 +126,15 @@ class LineFile:
             plain.unlink(missing_ok=True)
 
     def _take_back(self, part: Path, kept: int) -> None:
-        """The first bytes of a part become the file."""
+        """The first bytes of a part become the file. Errors: ValueError where it is damaged."""
         with _open(part) as source, open_file(self.path, "ab", _mode(part)) as target:
-            while kept and (block := source.read(min(BLOCK, kept))):
-                kept -= target.write(block)
+            try:
+                while kept and (block := source.read(min(BLOCK, kept))):
+                    kept -= target.write(block)
+            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                raise ValueError(
+                    f"{part} must be compressed lines ({error}); put it back, or start a new run"
+                ) from None
             target.flush()
             os.fsync(target.fileno())
         part.unlink()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.engine.protocol import TrainEngine
+from mindspeed_rlxf.weights.state_files import Loaded
 
 
 class SavedRole:
@@ -26,5 +27,8 @@ class SavedRole:
         return RoleOutput(report=self.engine.end_save())
 
     def load_state(self, folder: Path) -> RoleOutput:
-        """Go on from there. Report: whether the same layout wrote it."""
-        return RoleOutput(report=self.engine.load_state(folder))
+        """Go on from there. Report: `Loaded`, with the problem where the folder holds no state."""
+        try:
+            return RoleOutput(report=Loaded(same_layout=self.engine.load_state(folder)))
+        except ValueError as error:
+            return RoleOutput(report=Loaded(problem=str(error)))

@@ -23,6 +23,7 @@ from mindspeed_rlxf.run.host_parts import HostParts
 from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
 from mindspeed_rlxf.weights.state_files import (
     Entry,
+    Loaded,
     Written,
     entry_of,
     under,
@@ -171,30 +172,46 @@ class RunCheckpoints:
         if self.writes:
             self.store.clear_unfinished()
         whole, problems = driver_state.find_whole_checkpoints(self.config, self.store)
-        for checkpoint, manifest in whole:
-            if found := self._damage(checkpoint, manifest):
-                problems.append(f"{checkpoint.path} is damaged: {found}")
-                continue
-            state = driver_state.read_state(checkpoint)
-            if lacking := driver_state.find_shortened_file(self.directory, state["positions"]):
-                problems.append(f"{checkpoint.path} is not gone on from: {lacking}")
+        for found in whole:
+            loaded = self._load(found)
+            if loaded.problem:
+                problems.append(loaded.problem)
                 continue
             for problem in problems:
                 note(f"warning: {problem}; an older one is taken")
-            for path in driver_state.find_removed_samples(self.directory, state["positions"]):
-                note(f"warning: {path} is gone; it starts with the next iteration")
-            return self._load(checkpoint, state, note)
+            self._resume_from(found, loaded.same_layout, note)
+            return found.state
         if problems:  # to start again would remove what there is
-            raise UserError(
-                Problem(
-                    f"no checkpoint of {self.directory.path}",
-                    f"can be gone on from: {'; '.join(problems)}",
-                    remedy="put the files back, or set training.new_run=true",
-                )
-            )
+            raise UserError(driver_state.no_whole_checkpoint(self.directory, problems))
         if self.writes:
             self._start_again(note)
         return None
+
+    def _load(self, found: driver_state.WholeCheckpoint) -> Loaded:
+        """Give the roles a checkpoint, if nothing is wrong with it.
+
+        Raises UserError where the prompts are others.
+        """
+        path = found.checkpoint.path
+        if damage := self._damage(found.checkpoint, found.manifest):
+            return Loaded(f"{path} is damaged: {damage}")
+        if lacking := driver_state.find_shortened_file(self.directory, found.state["positions"]):
+            return Loaded(f"{path} cannot be resumed from: {lacking}")
+        if found.state["prompts_digest"] != self.prompts_digest:
+            raise UserError(
+                Problem(
+                    "data.train_files",
+                    f"must give the prompts of the run in {self.directory.path}, with this "
+                    "tokenizer they are others",
+                    remedy="put files and tokenizer back, or set training.new_run=true",
+                )
+            )
+        calls = [group.load_state(path / SAVED_AS[role]) for role, group in self.trained.items()]
+        loaded: list[Loaded] = [each for call in calls for each in call.result()]
+        wrong = "; ".join(dict.fromkeys(each.problem for each in loaded if each.problem))
+        if wrong:
+            return Loaded(f"{path} cannot be resumed from: {wrong}")
+        return Loaded(same_layout=all(each.same_layout for each in loaded))
 
     def _look_at_hosts(self, note: Note) -> HostParts | None:
         """Return the hosts that keep parts of their own; None where all share the run directory.
@@ -267,36 +284,27 @@ class RunCheckpoints:
         found = [f"{name}/{problem}" for name, call in calls for problem in call.result()]
         return "; ".join(dict.fromkeys(found))
 
-    def _load(self, checkpoint: Checkpoint, state: dict[str, Any], note: Note) -> dict[str, Any]:
-        if state["prompts_digest"] != self.prompts_digest:
-            place = f"the run in {self.directory.path}"
-            raise UserError(
-                Problem(
-                    "data.train_files",
-                    f"must give the prompts of {place}, with this tokenizer they are others",
-                    remedy="put files and tokenizer back, or set training.new_run=true",
-                )
-            )
-        calls = {
-            role: group.load_state(checkpoint.path / SAVED_AS[role])
-            for role, group in self.trained.items()
-        }
-        same = [all(call.result()) for call in calls.values()]
+    def _resume_from(
+        self, found: driver_state.WholeCheckpoint, same_layout: bool, note: Note
+    ) -> None:
+        """Make the run's files those of the checkpoint, which the roles have taken over."""
+        checkpoint, positions = found.checkpoint, found.state["positions"]
+        for path in driver_state.find_removed_samples(self.directory, positions):
+            note(f"warning: {path} is gone; it starts with the next iteration")
         if self.writes:
             for other in self.store.newest_first():
                 if other.iteration > checkpoint.iteration:
                     aside = self.store.move_aside(other)
                     note(f"note: {other.path.name} is kept as {aside.name}")
             self.store.point_to(checkpoint.iteration)
-            driver_state.cut_files(self.directory, state["positions"])
+            driver_state.cut_files(self.directory, positions)
         self.newest = checkpoint.iteration
         note(f"resumed from {checkpoint.path}; its weights, not those of `load`, are gone on with")
-        if not all(same):
+        if not same_layout:
             note(
-                "note: the layout is another one; state and data go on exactly, random streams of "
-                "the ranks start from the seed"
+                "note: the layout or the kind of device is another one; state and data go on "
+                "exactly, random streams of the ranks start from the seed"
             )
-        return state
 
     def _start_again(self, note: Note) -> None:
         if any(driver_state.line_positions(self.directory).values()):

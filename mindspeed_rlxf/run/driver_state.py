@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.reporting.line_file import LineFile
 from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.state_schema import read_driver_state
 from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore, missing_parts
-from mindspeed_rlxf.weights.regular import read_json
 from mindspeed_rlxf.weights.state_files import content_problem
 
 TRAINER = "trainer"
 STATE, CONFIG = "state.json", "config.yaml"
+MAX_PROBLEMS, MAX_PROBLEM = 4, 1500  # checkpoints, and characters of each, in an error
 
 
 def checkpoint_parts(config: RunConfig) -> list[str]:
@@ -27,9 +29,18 @@ def checkpoint_parts(config: RunConfig) -> list[str]:
     return [name for role, name in SAVED_AS.items() if role in config.roles] + [TRAINER]
 
 
+@dataclass(frozen=True)
+class WholeCheckpoint:
+    """A checkpoint that the driver found whole. state: see `state_schema.DriverState`"""
+
+    checkpoint: Checkpoint
+    manifest: Manifest
+    state: dict[str, Any]
+
+
 def find_whole_checkpoints(
     config: RunConfig, store: RunStore
-) -> tuple[list[tuple[Checkpoint, Manifest]], list[str]]:
+) -> tuple[list[WholeCheckpoint], list[str]]:
     """Return checkpoints with files of the right sizes, newest first, and a line per damaged one.
 
     The driver's part is hashed here; the workers hash the parts of the roles.
@@ -45,19 +56,17 @@ def find_whole_checkpoints(
             found = [content_problem(folder, entry) for entry in manifest.part(TRAINER)]
             if damaged := [problem for problem in found if problem is not None]:
                 raise ValueError("; ".join(f"{TRAINER}/{problem}" for problem in damaged))
+            each = WholeCheckpoint(checkpoint, manifest, read_state(checkpoint))
         except (ValueError, OSError) as error:
             problems.append(f"{checkpoint.path} is damaged: {error}")
         else:
-            whole.append((checkpoint, manifest))
+            whole.append(each)
     return whole, problems
 
 
 def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The driver's state: `iteration`, `trainer`, `positions`, `prompts_digest`."""
-    state: dict[str, Any] = read_json(checkpoint.path / TRAINER / STATE)
-    if type(state) is not dict:
-        raise ValueError(f"{checkpoint.path / TRAINER / STATE} is not what was written")
-    return state
+    """The driver's state, see `DriverState`. Errors: OSError, ValueError"""
+    return read_driver_state(checkpoint.path / TRAINER / STATE, checkpoint.iteration)
 
 
 def find_best_iterations(store: RunStore) -> list[int]:
@@ -79,7 +88,7 @@ def done_iterations(config: RunConfig, directory: RunDirectory) -> int:
     if not directory.is_used or config.training.new_run:
         return 0
     whole, _ = find_whole_checkpoints(config, RunStore(directory.checkpoints))
-    return whole[0][0].iteration if whole else 0
+    return whole[0].checkpoint.iteration if whole else 0
 
 
 def read_newest_state(config: RunConfig, directory: RunDirectory) -> dict[str, Any] | None:
@@ -87,7 +96,27 @@ def read_newest_state(config: RunConfig, directory: RunDirectory) -> dict[str, A
     if not directory.is_used or config.training.new_run:
         return None
     whole, _ = find_whole_checkpoints(config, RunStore(directory.checkpoints))
-    return read_state(whole[0][0]) if whole else None
+    return whole[0].state if whole else None
+
+
+def check_checkpoints(config: RunConfig, directory: RunDirectory) -> list[Problem]:
+    """Report a run that has checkpoints of which the driver finds none whole."""
+    if not directory.is_used or config.training.new_run:
+        return []
+    whole, problems = find_whole_checkpoints(config, RunStore(directory.checkpoints))
+    return [] if whole or not problems else [no_whole_checkpoint(directory, problems)]
+
+
+def no_whole_checkpoint(directory: RunDirectory, problems: Sequence[str]) -> Problem:
+    """problems: a line for each checkpoint"""
+    shown = [problem[:MAX_PROBLEM] for problem in problems[:MAX_PROBLEMS]]
+    if len(problems) > len(shown):
+        shown.append(f"and {len(problems) - len(shown)} more")
+    return Problem(
+        f"no checkpoint of {directory.path}",
+        f"can be resumed from: {'; '.join(shown)}",
+        remedy="put the files back, or set training.new_run=true",
+    )
 
 
 def check_train_iters(config: RunConfig, done: int) -> list[Problem]:
@@ -149,7 +178,11 @@ def find_shortened_file(directory: RunDirectory, positions: dict[str, int]) -> s
     cleared = find_removed_samples(directory, positions)
     for file in line_files(directory):
         wanted = positions.get(file.path.name, 0)
-        if file.path not in cleared and (there := file.position()) < wanted:
+        try:
+            there = file.position()
+        except OSError as error:
+            return f"{error.filename or file.path} cannot be read ({error.strerror})"
+        if file.path not in cleared and there < wanted:
             return f"{file.path} has {there} bytes of the {wanted} that it had then"
     return ""
 

@@ -27,7 +27,12 @@ from mindspeed_rlxf.models.sizes import HEADS
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rollout.engines import ENGINES, NATIVE
 from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.driver_state import check_train_iters, done_iterations, read_newest_state
+from mindspeed_rlxf.run.driver_state import (
+    check_checkpoints,
+    check_train_iters,
+    done_iterations,
+    read_newest_state,
+)
 from mindspeed_rlxf.run.exports import save_problems
 from mindspeed_rlxf.trainer.fixed_order import order_problems
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
@@ -64,6 +69,7 @@ def prepare(config: RunConfig) -> Prepared:
     problems += environment.problems(config.device.kind, config.pool_settings.env)
     directory = RunDirectory.choose(config)
     problems += check_train_iters(config, done_iterations(config, directory))
+    problems += check_checkpoints(config, directory)
     if not directory.is_used:  # else they are those of this very run
         problems += save_problems(config)
     for role in config.roles:

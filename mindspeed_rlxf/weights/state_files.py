@@ -29,6 +29,18 @@ class Written:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """How a rank took its role's part over.
+
+    problem:     of any rank of the role, why it could not; empty = all did
+    same_layout: the same layout wrote it
+    """
+
+    problem: str = ""
+    same_layout: bool = True
+
+
 HOST = "host"
 READ_BYTES = 1 << 22
 

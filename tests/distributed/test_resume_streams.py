@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import random
 import re
@@ -27,6 +28,7 @@ from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps, Step
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.saved import SavedRole
+from mindspeed_rlxf.weights.state_files import Loaded
 from tests.distributed.llamas import TIED, make_llama
 
 MAX_SKIPPED = 2
@@ -105,10 +107,25 @@ def test_every_rank_goes_on_with_its_own_random_streams(
     save(group, tmp_path / "state")
     following = group.call(Drawer.draw, 1).result()
     group.call(Drawer.draw, 5).result()
-    assert group.call(Drawer.load_state, tmp_path / "state").result() == [True, True]
+    assert group.call(Drawer.load_state, tmp_path / "state").result() == [Loaded()] * 2
     assert group.call(Drawer.draw, 1).result() == following
     first, second = following
     assert len(first) == 6 and not set(first.values()) & set(second.values())
+
+
+def test_streams_of_one_rank_that_lie_are_told_by_all(
+    warm_runtime: Any, tmp_path: Path, model: Path
+) -> None:
+    """numpy would read behind its words."""
+    group = built(warm_runtime, model)
+    save(group, tmp_path / "state")
+    file = tmp_path / "state" / "random" / "rank_00001.json"
+    state = json.loads(file.read_text())
+    state["process"]["numpy"][1] = 700
+    file.write_text(json.dumps(state))
+    first, second = group.call(Drawer.load_state, tmp_path / "state").result()
+    said = f"{file} must hold the random streams of a rank (the position of numpy must be from 0"
+    assert first == second and first.problem.startswith(said)
 
 
 def test_wrong_steps_before_a_resume_count_in_those_in_a_row(

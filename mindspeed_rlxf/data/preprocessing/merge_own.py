@@ -133,6 +133,7 @@ def _makers(sidecar: Sidecar) -> dict[str, Any]:
     return {
         "handler": sidecar.handler,
         "template": sidecar.template,
+        "allow_special_tokens": sidecar.allow_special_tokens,
         "stop_token_ids": sorted(sidecar.stop_token_ids),
         "tokenizer sha256": sidecar.tokenizer.sha256[:12],
         "columns": {f"{c.name!r} ({c.file}, {c.dtype}, {c.encoding})" for c in sidecar.columns},

@@ -100,6 +100,7 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
             sidecar = Sidecar(
                 handler=handler.name,
                 template=options.template,
+                allow_special_tokens=options.allow_special_tokens,
                 stop_token_ids=tuple(encoder.prompts.stop_token_ids),
                 tokenizer=TokenizerId(
                     path=readable(options.tokenizer_path), sha256=vocabulary_hash(tokenizer)

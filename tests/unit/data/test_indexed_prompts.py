@@ -141,6 +141,37 @@ def test_another_tokenizer_is_an_error_that_names_both(
     assert tokenizer_folder in problem and other in problem
 
 
+@pytest.mark.parametrize(
+    ("made", "found", "remedy"),
+    [
+        (True, "false says, it was made with --allow", "set data.allow_special_tokens=true or run"),
+        (False, "true says, it was made without --allow", "set data.allow_special_tokens=false or"),
+    ],
+)
+def test_special_tokens_of_texts_are_read_as_the_configuration_says(
+    made: bool, found: str, remedy: str, tokenizer_folder: str, tmp_path: Path
+) -> None:
+    prefix = make(tmp_path, tokenizer_folder, ROWS, allow_special_tokens=made)
+    (*_, spelling) = load(tokenizer_folder, prefix, allow_special_tokens=made).prompts
+    assert (SPECIAL.index("<|im_end|>") in spelling.token_ids) is made
+    (problem,) = problems_of(tokenizer_folder, prefix, allow_special_tokens=not made)
+    assert problem.startswith(f"{prefix}: must be made as data.allow_special_tokens={found}")
+    assert remedy in problem
+
+
+def test_a_data_set_that_says_nothing_of_special_tokens_reads_them_as_text(
+    tokenizer_folder: str, tmp_path: Path
+) -> None:
+    """As those of older versions do."""
+    prefix = make(tmp_path, tokenizer_folder, ROWS)
+    sidecar = sidecar_path(Path(prefix))
+    tree = json.loads(sidecar.read_text())
+    assert tree.pop("allow_special_tokens") is False
+    sidecar.write_text(json.dumps(tree))
+    assert len(load(tokenizer_folder, prefix).prompts) == 3
+    assert len(problems_of(tokenizer_folder, prefix, allow_special_tokens=True)) == 1
+
+
 def test_the_same_tokenizer_elsewhere_is_accepted(tokenizer_folder: str, tmp_path: Path) -> None:
     prefix = make(tmp_path, tokenizer_folder, ROWS)
     copy = load_tokenizer(tokenizer_folder)

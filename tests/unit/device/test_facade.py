@@ -192,8 +192,14 @@ def test_the_devices_own_random_stream_is_saved_and_restored(accelerator: Accele
     state = json.loads(json.dumps(random_states.process_state()))
     assert state["device"] == "010203"
     accelerator.set_rng_state(torch.tensor([9, 9, 9], dtype=torch.uint8))
-    random_states.load_process_state(state)
+    random_states.ProcessStreams.from_json(state).load()
     assert accelerator.state.tolist() == [1, 2, 3]
+
+
+def test_streams_of_another_kind_of_device_are_known(accelerator: Accelerator) -> None:
+    for text, known in (("010203", True), ("0102", False), (None, False)):
+        state = json.loads(json.dumps(random_states.process_state())) | {"device": text}
+        assert random_states.ProcessStreams.from_json(state).is_of_this_device is known
 
 
 def test_a_cpu_has_no_memory_cache_or_random_stream_of_a_device(

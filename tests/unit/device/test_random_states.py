@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from mindspeed_rlxf.device.random_states import (
+    ProcessStreams,
     from_text,
-    load_process_state,
     process_state,
     to_text,
 )
@@ -34,7 +34,7 @@ def test_streams_go_on_where_they_were_saved() -> None:
     state = json.loads(json.dumps(process_state()))
     expected = [draw(), draw()]
     draw()
-    load_process_state(state)
+    ProcessStreams.from_json(state).load()
     assert [draw(), draw()] == expected
 
 

@@ -29,7 +29,7 @@ from mindspeed_rlxf.run.driver_state import (
     is_finished,
 )
 from mindspeed_rlxf.run.store import MANIFEST, Manifest
-from mindspeed_rlxf.weights.state_files import Written, entry_of
+from mindspeed_rlxf.weights.state_files import Loaded, Written, entry_of
 from tests.unit.cluster.agents import InProcess
 from tests.unit.config.conftest import make_tree, no_cluster
 
@@ -68,7 +68,14 @@ class Role:
 
     def load_state(self, folder: Path) -> Answer:
         self.loaded = (folder / "state").read_text()
-        return Answer(True)
+        return Answer(Loaded())
+
+
+def trainer_state(iteration: int) -> dict[str, Any]:
+    """As `PpoTrainer` gives it."""
+    sampler = {"epoch": 0, "offset": 1, "num_prompts": 2, "seed": 3, "shuffle": 1}
+    prompts = {"sampler": sampler, "next_sample_id": 4}
+    return {"iteration": iteration, "kl": {"value": 0.5}, "prompts": prompts}
 
 
 class Clock:
@@ -103,7 +110,7 @@ class Case:
         self.checkpoints.write(iteration, self.said.append)
         with self.directory.metrics.open("a") as file:
             file.write(json.dumps({"iteration": iteration}) + "\n")
-        self.checkpoints.commit(iteration, {"iteration": iteration}, score, self.said.append)
+        self.checkpoints.commit(iteration, trainer_state(iteration), score, self.said.append)
 
     @property
     def lines(self) -> list[int]:
@@ -154,7 +161,7 @@ def test_the_newest_checkpoint_is_gone_on_from(make_tree: MakeTree, tmp_path: Pa
         file.write('{"iteration": 3}\n{"iter')  # after it, and cut off
     case.again()
     state = case.checkpoints.restore(case.said.append)
-    assert state is not None and state["trainer"] == {"iteration": 2}
+    assert state is not None and state["trainer"] == trainer_state(2)
     assert (case.actor.loaded, case.critic.loaded) == ("actor 2", "critic 2")
     assert case.lines == [1, 2]
 
@@ -333,7 +340,7 @@ def test_lines_that_a_crash_took_send_the_run_to_the_checkpoint_before(
     state = case.checkpoints.restore(case.said.append)
     assert state is not None and state["iteration"] == 1 and case.actor.loaded == "actor 1"
     assert any(
-        "iter_0000002 is not gone on from" in line and "has 17 bytes of the 34" in line
+        "iter_0000002 cannot be resumed from" in line and "has 17 bytes of the 34" in line
         for line in case.said
     )
 
@@ -345,7 +352,7 @@ def test_lines_that_no_checkpoint_can_do_without_end_the_start(
     case.iterate(1)
     case.directory.metrics.write_text("")
     case.again()
-    with pytest.raises(UserError, match=r"no checkpoint of .* can be gone on from: .* has 0 bytes"):
+    with pytest.raises(UserError, match=r"no checkpoint of .* can be resumed from: .* has 0 bytes"):
         case.checkpoints.restore(case.said.append)
     assert case.checkpoints.store.path(1).exists() and not case.actor.loaded
 

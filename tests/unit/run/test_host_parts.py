@@ -19,9 +19,10 @@ from mindspeed_rlxf.run import host_files
 from mindspeed_rlxf.run.checkpoints import PROBE, RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.host_files import HostView
-from mindspeed_rlxf.weights.state_files import HOST, Written, entry_of
+from mindspeed_rlxf.weights.state_files import HOST, Loaded, Written, entry_of
 from tests.unit.cluster.agents import InProcess
 from tests.unit.config.conftest import make_tree, no_cluster
+from tests.unit.run.test_checkpoints import trainer_state
 
 __all__ = ["make_tree", "no_cluster"]
 MakeTree = Callable[..., dict[str, Any]]
@@ -94,7 +95,7 @@ class Role:
             " | ".join(file.read_text() for file in sorted(machine.at(folder).glob("rank_*")))
             for machine in self.machines
         ]
-        return Answer(True)
+        return Answer(Loaded())
 
 
 class Cluster:
@@ -121,7 +122,7 @@ class Cluster:
     def save(self, iteration: int) -> None:
         self.actor.state, self.critic.state = f"actor {iteration}", f"critic {iteration}"
         self.checkpoints.write(iteration, self.said.append)
-        self.checkpoints.commit(iteration, {"iteration": iteration}, None, self.said.append)
+        self.checkpoints.commit(iteration, trainer_state(iteration), None, self.said.append)
 
     def files(self, machine: Machine) -> list[str]:
         """All files of checkpoints on a host."""
@@ -290,7 +291,7 @@ def test_a_hostile_file_of_another_host_is_never_opened(cluster: Cluster) -> Non
     cluster.save(2)
     hostile = cluster.c.at(cluster.directory.checkpoints) / "iter_0000002/critic/common.pt"
     hostile.write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    with pytest.raises(UserError, match=r"can be gone on from: .*common\.pt.*\(on "):
+    with pytest.raises(UserError, match=r"can be resumed from: .*common\.pt.*\(on "):
         cluster.start()
     assert cluster.critic.loaded == [""]
 
@@ -340,7 +341,7 @@ def test_with_shared_storage_the_key_changes_nothing(make_tree: MakeTree, tmp_pa
     manifest = json.loads((cluster.checkpoints.store.path(2) / "manifest.json").read_text())
     assert not any(HOST in entry for entry in manifest["files"])
     shutil.rmtree(cluster.checkpoints.store.path(2) / "critic")
-    with pytest.raises(UserError, match=r"can be gone on from: .* is missing"):
+    with pytest.raises(UserError, match=r"can be resumed from: .* is missing"):
         cluster.start()
 
 

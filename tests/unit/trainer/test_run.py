@@ -24,7 +24,7 @@ from mindspeed_rlxf.trainer import run as run_module
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.run import Run
 from tests.unit.config.conftest import make_tree, no_cluster
-from tests.unit.run.test_checkpoints import Role
+from tests.unit.run.test_checkpoints import Role, trainer_state
 
 __all__ = ["make_tree", "no_cluster"]
 FREE = [4, 3]
@@ -64,7 +64,7 @@ class Command:
         checkpoints.restore(print)
         last = config.training.train_iters
         checkpoints.write(last, print)
-        checkpoints.commit(last, {"iteration": last}, None, print)
+        checkpoints.commit(last, trainer_state(last), None, print)
         checkpoints.store.set_exported(last)
         self.trained.append(last)
         yield SimpleNamespace(fit=lambda: None)

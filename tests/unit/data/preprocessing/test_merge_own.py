@@ -101,6 +101,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "template of a is qwen, of b llama3": lambda t: t.update(template="llama3"),
     "stop_token_ids of a is [4], of b [4, 9]": lambda t: t.update(stop_token_ids=[9, 4]),
     "tokenizer sha256 of a is ": lambda t: t["tokenizer"].update(sha256="0" * 64),
+    "allow_special_tokens of a is False, of b True": lambda t: t.update(allow_special_tokens=True),
     "handler of a is PPOAlpacaStyleInstructionHandler, of b R1": lambda t: t.update(
         handler="R1AlpacaStyleInstructionHandler"
     ),

@@ -1,0 +1,87 @@
+"""What `trainer/state.json` of a checkpoint holds, checked before anything goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.fields import Section
+from mindspeed_rlxf.config.suggest import shown
+from mindspeed_rlxf.weights.regular import read_json
+
+MAX_NUMBER = 1 << 53  # exact as a float
+Count = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
+AtLeastOne = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
+
+
+class KlState(Section):
+    """As `KlController` gives it."""
+
+    value: float
+
+
+class SamplerState(Section):
+    """As `PromptSampler` gives it."""
+
+    epoch: Count
+    offset: Count
+    num_prompts: AtLeastOne
+    seed: Count
+    shuffle: Annotated[int, Field(ge=0, le=1)]
+
+    def broken_rules(self) -> Iterator[Problem]:
+        if self.offset >= self.num_prompts:
+            yield Problem("offset", f"must be below num_prompts={self.num_prompts}", self.offset)
+
+
+class PromptsState(Section):
+    """As `PromptSource` gives it."""
+
+    sampler: SamplerState
+    next_sample_id: Count
+
+
+class TrainerState(Section):
+    """As `PpoTrainer` gives it."""
+
+    iteration: AtLeastOne
+    kl: KlState
+    prompts: PromptsState
+
+
+class DriverState(Section):
+    """positions: file name -> bytes of each file of lines
+
+    score: of the validation of this iteration, which may be no number
+    """
+
+    iteration: AtLeastOne
+    trainer: TrainerState
+    positions: dict[str, Count]
+    prompts_digest: Annotated[str, Field(max_length=200)]
+    score: Annotated[float | None, Field(allow_inf_nan=True)] = None
+
+
+def read_driver_state(file: Path, iteration: int) -> dict[str, Any]:
+    """The tree of the file. iteration: that its folder is named by
+
+    Errors: OSError; ValueError where it is not what the driver wrote.
+    """
+    tree = read_json(file)
+    try:
+        state = DriverState.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the whole"
+        rule = first["msg"].partition(" or instance of ")[0]
+        raise ValueError(
+            f"{file}: {place[:200]} is not valid ({rule}), it is {shown(first['input'])}"
+        ) from None
+    for found in (state.iteration, state.trainer.iteration):
+        if found != iteration:
+            raise ValueError(f"{file} is of iteration {found}, its folder of {iteration}")
+    return dict(tree)
