@@ -16,8 +16,7 @@ from mindspeed_rlxf.config.fields import RULES_LATER, Section
 from mindspeed_rlxf.config.layers import make_draft
 from mindspeed_rlxf.config.messages import explain
 from mindspeed_rlxf.config.rules.host import check_host
-from mindspeed_rlxf.config.rules.idle_keys import idle_keys
-from mindspeed_rlxf.config.rules.notices import notices
+from mindspeed_rlxf.config.rules.idle_keys import find_idle_keys
 from mindspeed_rlxf.config.rules.sections import check
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
@@ -62,9 +61,24 @@ def resolve_with_notes(
     if draft.problems:
         raise ConfigError(list({str(problem): problem for problem in draft.problems}.values()))
     assert config is not None, "no problems, hence a configuration"
-    for meaning, key in idle_keys(config, draft.origins):
+    for meaning, key in find_idle_keys(config, draft.origins):
         draft.note(meaning, key)
-    return config, [*draft.note_lines(), *notices(config)]
+    return config, [*draft.note_lines(), *_remarks(config)]
+
+
+def _remarks(config: RunConfig) -> Iterator[str]:
+    training = config.training
+    if training.save_interval > training.train_iters:
+        yield (
+            f"training.save_interval={training.save_interval} is over training.train_iters="
+            f"{training.train_iters}: it fires never; what is saved is what "
+            "training.save_interval_s asks for, and the end"
+        )
+    if config.shared_save:
+        yield (
+            f"actor_rollout.save and critic.save are one folder, {config.shared_save}: weights go "
+            "to its subfolders actor and critic"
+        )
 
 
 def _typed(draft: Draft) -> RunConfig | None:

@@ -13,7 +13,7 @@ from mindspeed_rlxf.config.enums import (
     Stage,
 )
 from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.rules.without_effect import without_effect
+from mindspeed_rlxf.config.rules.idle_keys import refuse_idle_keys
 from mindspeed_rlxf.config.schema import RunConfig
 
 ESTIMATOR, STAGE = "algorithm.adv_estimator", "training.stage"
@@ -29,7 +29,7 @@ def check_stage(config: RunConfig) -> Iterator[Problem]:
         yield from _estimator(config)
         yield from [*_kl(config), *_full_kl(config)]
     yield from _one_vocabulary(config)
-    yield from without_effect(config)
+    yield from refuse_idle_keys(config)
     yield from _samples_per_prompt(config)
     yield from [*_rewards(config), *_verifiers(config)]
     yield from _whitening(config)
