@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8
+from mindspeed_rlxf.cli.command_line import Parser, fail, speak_utf8
 from mindspeed_rlxf.compat import older_toolkit
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -48,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.bundle is not None:
             return _bundle(arguments.bundle, report)
     except UserError as problem:
-        print_problems(problem.problems)
-        return 2
+        return fail(problem.problems)
     _print(report, arguments.json)
     return report.exit_code
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8
+from mindspeed_rlxf.cli.command_line import Parser, fail, speak_utf8
 from mindspeed_rlxf.compat import older_toolkit
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
 from mindspeed_rlxf.config.dump import to_yaml
@@ -47,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 trainer.fit()
         return run.exit_code
     except UserError as error:
-        print_problems(error.problems)
-        return 2
+        return fail(error.problems)
 
 
 def _prepare(config: RunConfig) -> Run:
