@@ -104,7 +104,7 @@ def test_gspo_has_a_clip_range_of_its_own(
     [
         (
             {"algorithm.adv_estimator": "gae"},
-            "algorithm.adv_estimator=gae needs a critic, which training.stage=ray_grpo has not; "
+            "algorithm.adv_estimator=gae needs a critic, and training.stage=ray_grpo has none; "
             "use grpo, or training.stage=ray_ppo",
         ),
         (
@@ -114,7 +114,7 @@ def test_gspo_has_a_clip_range_of_its_own(
         ),
         ({"algorithm.gamma": 0.9}, "algorithm.gamma=0.9 has no effect with"),
         ({"algorithm.whiten_rewards": True}, "algorithm.whiten_rewards=true has no effect with"),
-        ({"algorithm.kl_penalty": "kl"}, "algorithm.kl_penalty=kl teaches nothing with"),
+        ({"algorithm.kl_penalty": "kl"}, "algorithm.kl_penalty=kl must not be kl with"),
         (
             {"algorithm.overlong_buffer_len": 17},
             "algorithm.overlong_buffer_len=17 must be at most actor_rollout.max_new_tokens=16; "
@@ -162,7 +162,7 @@ def test_ppo_takes_gae_only(problems: Problems) -> None:
         ({"actor_rollout.micro_batch_size": 3}, "micro_batch_size=3 must be even with"),
         (
             {"actor_rollout.max_tokens_per_micro_batch": 24},
-            "max_tokens_per_micro_batch=24 may part the responses of a pair",
+            "max_tokens_per_micro_batch=24 may separate the responses of a pair",
         ),
     ],
 )
@@ -188,7 +188,7 @@ def test_kl_over_the_vocabulary_needs_both_models_in_one_process(problems: Probl
     assert problems(full) == []
     apart = {**full, "placement.ref": "refs", "resource_pool": {"main": 8, "refs": 8}}
     assert problems(apart) == [
-        "algorithm.kl_penalty=full compares all of the vocabulary and needs actor and reference in "
+        "algorithm.kl_penalty=full compares the whole vocabulary and needs actor and reference in "
         "one pool, they are in main and refs; use placement.ref=main, or low_var_kl"
     ]
     (problem,) = problems({**full, "ref.tensor_model_parallel_size": 2})
@@ -255,7 +255,7 @@ def test_dynamic_sampling_needs_an_estimator_that_compares(problems: Problems) -
 
 def test_actor_and_reference_have_one_vocabulary(problems: Problems) -> None:
     (problem,) = problems({"ref.vocab_size": 40})
-    assert problem.startswith("ref: vocab_size=40 must be the actor's 32, whose tokens it judges")
+    assert problem.startswith("ref: vocab_size=40 must be the actor's 32, whose tokens it scores")
 
 
 @pytest.mark.parametrize("stage", ["grpo", "ray_gpro", ""])
