@@ -22,9 +22,9 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.errors import ConfigError, Problem, ref
 from mindspeed_rlxf.config.estimators import TRAITS
+from mindspeed_rlxf.config.secret_words import read_variable
 from mindspeed_rlxf.config.sections import DeviceConfig, PoolSettings
 from mindspeed_rlxf.config.suggest import multiples_around, use
-from mindspeed_rlxf.config.variables import read_variable
 
 MAX_DEVICES = 100_000
 SETTINGS = tuple(PoolSettings.model_fields)
