@@ -29,8 +29,14 @@ def unknown_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> li
     for word in words:
         flag = word.split("=")[0]
         guess = closest(flag, options) if flag.startswith("-") else None
-        remedy = f"did you mean {guess}?" if guess else "remove it; --help lists the options"
-        problems.append(Problem(word, "no such option", remedy=remedy, colon=True))
+        problems.append(
+            Problem(
+                word,
+                "no such option",
+                remedy=f"did you mean {guess}?" if guess else "remove it; --help lists the options",
+                colon=True,
+            )
+        )
     return problems
 
 

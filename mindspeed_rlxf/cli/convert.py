@@ -65,8 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         return fail(error.problems)
     except KeyboardInterrupt:
-        remedy = "run the same command again, finished files are kept"
-        return fail([Problem("", "interrupted", remedy=remedy)], 75)
+        return fail(
+            [
+                Problem(
+                    "", "interrupted", remedy="run the same command again, finished files are kept"
+                )
+            ],
+            75,
+        )
     if reused:
         print(f"{reused / GB:.2f} GB were there from an earlier run and are verified")
     bias = getattr(conversion.weights, "dropped_bias", None)
@@ -163,14 +169,20 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
     problems = _choice_problems(arguments)
     for role, flag in (("source", "load_dir"), ("target", "save_dir")):
         if (getattr(arguments, role) is None) == (getattr(arguments, flag) is None):
-            rule = f"or --{flag.replace('_', '-')} must be given, once"
-            problems.append(Problem(role.upper(), rule, remedy="add or remove one"))
+            problems.append(
+                Problem(
+                    role.upper(),
+                    f"or --{flag.replace('_', '-')} must be given, once",
+                    remedy="add or remove one",
+                )
+            )
     _raise_any(problems)
     source = Path(arguments.source or arguments.load_dir)
     target = Path(arguments.target or arguments.save_dir)
     if not source.is_dir():
-        rule, remedy = "is no folder", "give the folder of the weights"
-        raise UserError(Problem(f"{source}", rule, remedy=remedy))
+        raise UserError(
+            Problem(f"{source}", "is no folder", remedy="give the folder of the weights")
+        )
     try:
         kind, place = find_weights(source)
     except ValueError as error:
@@ -183,15 +195,26 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
         if (target / "config.json").exists():
             config, target = target, target / MG2HF
         elif not (source / "config.json").exists():
-            rule = "must be the original Hugging Face folder, with config.json"
-            raise UserError(Problem("--save-dir", rule, target, "give that, or --hf-config"))
+            raise UserError(
+                Problem(
+                    "--save-dir",
+                    "must be the original Hugging Face folder, with config.json",
+                    target,
+                    "give that, or --hf-config",
+                )
+            )
     if config == source and not is_hf and not (source / "config.json").exists():
         rule, remedy = "has no config.json that describes the model", _original_of(source)
         raise UserError(Problem(f"{source}", rule, remedy=f"give {remedy}"))
     here, there = source.resolve(), target.resolve()
     if here == there or there in here.parents:
-        rule = f"must not be the source {source} or hold it"
-        raise UserError(Problem(f"{target}", rule, remedy="give another folder"))
+        raise UserError(
+            Problem(
+                f"{target}",
+                f"must not be the source {source} or hold it",
+                remedy="give another folder",
+            )
+        )
     return source, target, config
 
 
@@ -201,16 +224,27 @@ def _check_source(arguments: argparse.Namespace, source: Path, place: Path, is_h
     place: where in the source the weights lie
     """
     if roles := _roles_in(place):
-        rule = f"is a checkpoint of a run, which holds {' and '.join(roles)}"
-        remedy = f"give {' or '.join(str(place / role) for role in roles)}"
-        raise UserError(Problem(f"{place}", rule, remedy=remedy))
+        raise UserError(
+            Problem(
+                f"{place}",
+                f"is a checkpoint of a run, which holds {' and '.join(roles)}",
+                remedy=f"give {' or '.join(str(place / role) for role in roles)}",
+            )
+        )
     wanted = arguments.load_model_type
     if wanted is not None and (wanted == "hf") != is_hf:
-        rule = f"is wrong, {source} is a {'Hugging Face' if is_hf else 'Megatron'} folder"
-        raise UserError(Problem("--load-model-type", rule, wanted, "correct one of them"))
+        raise UserError(
+            Problem(
+                "--load-model-type",
+                f"is wrong, {source} is a {'Hugging Face' if is_hf else 'Megatron'} folder",
+                wanted,
+                "correct one of them",
+            )
+        )
     if is_hf and arguments.to == "hf":
-        rule = "is a Hugging Face folder already"
-        raise UserError(Problem(f"{source}", rule, remedy="use --to mg"))
+        raise UserError(
+            Problem(f"{source}", "is a Hugging Face folder already", remedy="use --to mg")
+        )
 
 
 def _roles_in(folder: Path) -> list[str]:
@@ -304,9 +338,15 @@ def _layout(arguments: argparse.Namespace, architecture: ArchitectureConfig) -> 
         try:
             layer_list = [int(number) for number in arguments.num_layer_list.split(",")]
         except ValueError:
-            rule, remedy = "must be numbers with commas between", "write it like 8,8,7,9"
             given = arguments.num_layer_list
-            raise UserError(Problem("--num-layer-list", rule, given, remedy)) from None
+            raise UserError(
+                Problem(
+                    "--num-layer-list",
+                    "must be numbers with commas between",
+                    given,
+                    "write it like 8,8,7,9",
+                )
+            ) from None
     return make_layout(
         architecture,
         arguments.tp,

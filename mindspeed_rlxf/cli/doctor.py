@@ -80,8 +80,14 @@ def _config(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[Findi
     try:
         return resolve(tree, name.removesuffix(".yaml"), older_toolkit), [ok("config", name)]
     except ConfigError as problem:
-        remedy = "correct it: files and devices of this configuration are not looked at"
-        return None, [error("config", str(each), remedy) for each in problem.problems]
+        return None, [
+            error(
+                "config",
+                str(each),
+                "correct it: files and devices of this configuration are not looked at",
+            )
+            for each in problem.problems
+        ]
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

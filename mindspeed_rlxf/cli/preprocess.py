@@ -60,11 +60,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         return fail(error.problems)
     except KeyboardInterrupt:
-        rule, remedy = "interrupted, nothing is written", "run the same command again"
-        return fail([Problem("", rule, remedy=remedy)], 75)
+        return fail(
+            [Problem("", "interrupted, nothing is written", remedy="run the same command again")],
+            75,
+        )
     except BrokenProcessPool:
-        rule = "a worker process was killed, perhaps for memory"
-        return fail([Problem("", rule, remedy="use fewer --workers")], 1)
+        return fail(
+            [
+                Problem(
+                    "",
+                    "a worker process was killed, perhaps for memory",
+                    remedy="use fewer --workers",
+                )
+            ],
+            1,
+        )
     _report(counts, arguments.output_prefix)
     return 0
 
@@ -135,8 +145,11 @@ def _options(arguments: argparse.Namespace) -> PreprocessOptions:
             problems.append(Problem(name, "must be at least 1", value, "use 1 or more"))
     overlong = arguments.overlong
     if overlong and arguments.seq_length is None:
-        remedy = "give the longest prompt in tokens"
-        problems.append(Problem("--overlong", "needs --seq-length", overlong, remedy))
+        problems.append(
+            Problem(
+                "--overlong", "needs --seq-length", overlong, "give the longest prompt in tokens"
+            )
+        )
     handler = HANDLERS.get(arguments.handler_name, HANDLERS[DEFAULT_HANDLER])
     keys = default_keys(handler)
     try:
@@ -144,11 +157,15 @@ def _options(arguments: argparse.Namespace) -> PreprocessOptions:
     except UserError as error:
         problems += error.problems
     if handler.has_responses and overlong in CUTS:
-        rule = (
-            f"is for prompts, {handler.name} writes responses too, which lose their end or their "
-            "prompt when they are cut"
+        problems.append(
+            Problem(
+                "--overlong",
+                f"is for prompts, {handler.name} writes responses too, which lose their end or "
+                "their prompt when they are cut",
+                overlong,
+                "use drop or error",
+            )
         )
-        problems.append(Problem("--overlong", rule, overlong, "use drop or error"))
     if problems:
         raise UserError(problems)
     if arguments.append_eod and not handler.is_conversation:
@@ -184,8 +201,13 @@ def _handler_problems(name: str) -> list[Problem]:
 
 def _merge(arguments: argparse.Namespace) -> None:
     if len(arguments.input) != 1 or not arguments.merge_group_keys:
-        rule = "needs one --input folder and at least one key"
-        raise UserError(Problem("--merge-group-keys", rule, remedy="give both"))
+        raise UserError(
+            Problem(
+                "--merge-group-keys",
+                "needs one --input folder and at least one key",
+                remedy="give both",
+            )
+        )
     folder, keys = arguments.input[0], arguments.merge_group_keys
     merged = merge(folder, keys, arguments.output_prefix, arguments.overwrite)
     for output, size in merged.items():

@@ -47,8 +47,9 @@ def choose_cluster(address: str | None) -> Cluster:
         if given:
             return Cluster(None if given == LOCAL else given, f"{source}={given}")
     if found := started_here():
-        source = "`ray start` of this user on this host; runtime.address=local ignores it"
-        return Cluster(found, source)
+        return Cluster(
+            found, "`ray start` of this user on this host; runtime.address=local ignores it"
+        )
     return Cluster(None, "no cluster is named, and none of this user runs here")
 
 

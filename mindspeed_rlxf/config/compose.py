@@ -94,14 +94,20 @@ def _explain(error: Exception, config_name: str, directories: Sequence[Path]) ->
     if isinstance(error, MissingConfigException):
         missing = str(error.missing_cfg_file or "")
         names = ", ".join(config_names(directories, str(Path(missing).parent))) or "none"
-        rule = f"defaults name {missing}, which does not exist"
-        return Problem(name, rule, remedy=f"there are: {names}", colon=True)
+        return Problem(
+            name,
+            f"defaults name {missing}, which does not exist",
+            remedy=f"there are: {names}",
+            colon=True,
+        )
     if isinstance(error, yaml.YAMLError):
         mark = getattr(error, "problem_mark", None)
         place = f"{mark.name}:{mark.line + 1}:{mark.column + 1}" if mark else name
-        rule = f"not valid YAML: {getattr(error, 'problem', None) or error}"
         return Problem(
-            place, rule, remedy="correct that line" if mark else "correct it", colon=True
+            place,
+            f"not valid YAML: {getattr(error, 'problem', None) or error}",
+            remedy="correct that line" if mark else "correct it",
+            colon=True,
         )
     if isinstance(error, OverrideParseException):
         remedy = "write key=value, and quotes around a value with unusual signs, as in "
@@ -122,8 +128,9 @@ def _directories(config_dir: str | Path | None) -> list[Path]:
         return [builtin]
     chosen = Path(config_dir).expanduser().absolute()
     if not chosen.is_dir():
-        problem = Problem(f"--config-dir {config_dir}", "must be a folder", remedy="correct it")
-        raise ConfigError(problem)
+        raise ConfigError(
+            Problem(f"--config-dir {config_dir}", "must be a folder", remedy="correct it")
+        )
     return [chosen, builtin] if builtin.is_dir() else [chosen]
 
 
@@ -144,9 +151,14 @@ def _holder_first(config_name: str, directories: list[Path]) -> list[Path]:
     for part in sorted(chosen.glob("*/*.yaml")):
         name = part.relative_to(chosen)
         if (builtin / name).is_file():
-            rule = f"{name} replaces the built-in one only beside a config of that folder"
-            remedy = f"copy {builtin / file} there too"
-            raise ConfigError(Problem(f"--config-dir {chosen}", rule, remedy=remedy, colon=True))
+            raise ConfigError(
+                Problem(
+                    f"--config-dir {chosen}",
+                    f"{name} replaces the built-in one only beside a config of that folder",
+                    remedy=f"copy {builtin / file} there too",
+                    colon=True,
+                )
+            )
     return [builtin, chosen]
 
 

@@ -90,16 +90,31 @@ def read_and_load(entry: Any) -> dict[str, str]:
         source = Source(file, read_text(file))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        rule = f"must be a Python file that can be read: {reason}"
-        raise UserError(Problem(KEY, rule, file, "correct the path")) from error
+        raise UserError(
+            Problem(
+                KEY, f"must be a Python file that can be read: {reason}", file, "correct the path"
+            )
+        ) from error
     if expected not in (None, source.sha256):
-        rule = f"must be the file of sha256 {expected}, its sha256 is {source.sha256}"
-        raise UserError(Problem(KEY, rule, file, "put it back, or remove sha256"))
+        raise UserError(
+            Problem(
+                KEY,
+                f"must be the file of sha256 {expected}, its sha256 is {source.sha256}",
+                file,
+                "put it back, or remove sha256",
+            )
+        )
     try:
         load(source)
     except (Exception, SystemExit) as error:
-        rule = f"must run without an error, {type(error).__name__} {_place(file, error)}: {error}"
-        raise UserError(Problem(KEY, rule, file, "mend the file")) from error
+        raise UserError(
+            Problem(
+                KEY,
+                f"must run without an error, {type(error).__name__} {_place(file, error)}: {error}",
+                file,
+                "mend the file",
+            )
+        ) from error
     return {"file": file, "sha256": source.sha256}
 
 

@@ -88,9 +88,14 @@ def read_variable(name: str, value: Any) -> Any:
     if value == MASK and name in os.environ:
         return Withheld(MASK, os.environ[name])
     if value == MASK:
-        rule = "is the variable of this process, which has none of that name"
-        remedy = f"export {name}, or give its value"
-        raise ConfigError(Problem(f"{KEY}.{name}", rule, MASK, remedy))
+        raise ConfigError(
+            Problem(
+                f"{KEY}.{name}",
+                "is the variable of this process, which has none of that name",
+                MASK,
+                f"export {name}, or give its value",
+            )
+        )
     if isinstance(value, str):
         return withhold(name, value)
     if is_secret_name(name):  # the error about the type would show the value

@@ -65,8 +65,9 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
         implied = any(unit % share.unit == 0 for unit in broken)
         if config.samples_per_iteration % share.unit and not implied:
             times = f"x {ref(SAMPLES)}={per_prompt} " if per_prompt > 1 else ""
-            rule = f"{times}must be a multiple of {TITLES[role]}'s {share}"
-            yield Problem(BATCH, rule, prompts, remedy)
+            yield Problem(
+                BATCH, f"{times}must be a multiple of {TITLES[role]}'s {share}", prompts, remedy
+            )
             broken.append(share.unit)
     dp, replicas = config.layout(Role.ACTOR_ROLLOUT).dp, config.layout(Role.REWARD).dp
     if config.samples_together > 1 and prompts % dp and not broken:
@@ -228,5 +229,6 @@ def _mini_batch(config: RunConfig, step: _Step, key: str, size: int) -> Iterator
             step.remedy(size),
         )
     elif size % (unit := step.share * step.micro):
-        rule = f"must be a multiple of {unit} ({step.factors})"
-        yield Problem(key, rule, size, step.remedy(size))
+        yield Problem(
+            key, f"must be a multiple of {unit} ({step.factors})", size, step.remedy(size)
+        )

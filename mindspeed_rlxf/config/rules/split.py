@@ -76,8 +76,9 @@ def _replicas(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
             f"{use(multiples_around(infer, tp))}, or give {ref(ROLLOUT_TP)}",
         )
     elif infer % tp:
-        remedy = use(around(tp, divisors(infer)))
-        yield Problem(ROLLOUT_TP, f"must divide {ref(INFER)}={infer}", tp, remedy)
+        yield Problem(
+            ROLLOUT_TP, f"must divide {ref(INFER)}={infer}", tp, use(around(tp, divisors(infer)))
+        )
     else:
         for processes in part_of(config.resource_pool.get(pool, []), train, infer):
             if processes % tp:

@@ -180,13 +180,12 @@ def _verifiers(config: RunConfig) -> Iterator[Problem]:
     algorithm = config.algorithm
     rules, weights = algorithm.verifier_function, algorithm.verifier_weight
     if not config.reward.verifier:
-        remedy = f"remove it, or use {ref('reward.verifier')}=true"
         for name in ("verifier_function", "verifier_weight"):
             if getattr(algorithm, name):
                 yield Problem(
                     f"algorithm.{name}",
                     f"has no effect with {ref('reward.verifier')}=false",
-                    remedy=remedy,
+                    remedy=f"remove it, or use {ref('reward.verifier')}=true",
                 )
     elif weights and len(weights) != len(rules or (None,)):
         functions = ref("algorithm.verifier_function")

@@ -172,7 +172,7 @@ def test_what_is_not_there_is_refused_by_name_unless_it_asks_for_nothing(
     problems: Problems, key: str
 ) -> None:
     (problem,) = problems({f"training.{key}": 16})
-    assert problem.startswith(f"training.{key}=16 is not to be had: {REFUSED[key].why}; ")
+    assert problem.startswith(f"training.{key}=16 is not supported: {REFUSED[key].why}; ")
     neutral = (None, False, *REFUSED[key].neutral)
     assert [problems({f"training.{key}": value}) for value in neutral] == [[]] * len(neutral)
 
@@ -504,7 +504,7 @@ def test_a_tokenizer_that_cannot_tell_the_vocabulary_is_named(in_their_folder: P
 
     start = (
         "model.llama2-7b.vocab_size is required, and "
-        "training.tokenizer_name_or_path=./models/llama-2-7b/ does not tell it: "
+        "training.tokenizer_name_or_path=./models/llama-2-7b/ does not give it: "
     )
     (place / "config.json").write_text("{}")
     end = "its config.json has vocab_size=null; correct it, or add the key"
