@@ -250,8 +250,8 @@ def _category(draft: Draft, sections: Tree) -> None:
                     path,
                     "one reward scores every prompt here",
                     written(value),
-                    f"use {wanted} (1 = reward.verifier, 0 = reward model), or reward.kind=rule with "
-                    "a rule for each data source",
+                    f"use {wanted} (1 = reward.verifier, 0 = reward model), or reward.kind=rule "
+                    "with a rule for each data source",
                     colon=True,
                 )
             )

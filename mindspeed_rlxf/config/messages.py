@@ -1,4 +1,4 @@
-"""Pydantic's errors as problems: key, value, rule, remedy."""
+"""Turn pydantic's errors into problems: key, value, rule, remedy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMITS = {
 
 
 def explain(path: str, errors: list[ErrorDetails]) -> Problem:
-    """One problem for all errors of one key; several when the key is a union of types."""
+    """Make one problem of all errors of one key; a key of a union type has several."""
     if errors[0]["type"] == "missing":
         return Problem(
             path, "is required", remedy=f"add it to the YAML or give {path}=... on the command line"
@@ -45,7 +45,7 @@ def explain(path: str, errors: list[ErrorDetails]) -> Problem:
 
 
 def problems_of(error: ValidationError) -> list[Problem]:
-    """The problems of a section that is built alone; keys are named as its fields."""
+    """Problems of a section that is built alone; keys are named as its fields."""
     return [
         problem
         for detail in error.errors(include_url=False)
@@ -68,7 +68,7 @@ def _rule(error: ErrorDetails) -> tuple[str, str]:
             return rule.format(number), remedy.format(number)
     if kind == "string_too_short":
         return "must not be empty", "give a name"
-    return TYPES.get(kind.split("_")[0], (f"is not valid ({error['msg']})", "mend it"))
+    return TYPES.get(kind.split("_")[0], (f"is not valid ({error['msg']})", "correct it"))
 
 
 def _choice(value: Any, expected: str) -> tuple[str, str]:

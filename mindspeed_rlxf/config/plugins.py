@@ -38,7 +38,7 @@ class Source:
 
     @property
     def module(self) -> str:
-        """Its name among the modules of a process; another text is another module."""
+        """Name of the module in a process; another text is another module."""
         return f"rlxf_plugin_{Path(self.file).stem}_{self.sha256[:12]}"
 
 
@@ -59,7 +59,7 @@ _loaded: dict[str, Source] = {}  # by module, in the order of loading
 
 
 def load(source: Source) -> None:
-    """Run the file, unless this process has. Whatever it raises goes through."""
+    """Run the file, unless this process has run it. Its exceptions are not caught."""
     if source.module in _loaded:
         return
     spec = spec_from_loader(source.module, _Loader(source))
@@ -75,14 +75,13 @@ def load(source: Source) -> None:
 
 
 def read_and_load(entry: Any) -> dict[str, str]:
-    """Load what an entry of `training.plugins` names; returns the entry as the run remembers it.
+    """Load an entry of `training.plugins`; return the entry for the run's config.yaml.
 
     entry: a path, or {file: path, sha256: of its text} as a run's config.yaml has it
     Raises UserError.
     """
-    path, expected = entry, None
-    if isinstance(entry, dict):
-        path, expected = entry.get("file"), entry.get("sha256")
+    given = entry if isinstance(entry, dict) else {"file": entry}
+    path, expected = given.get("file"), given.get("sha256")
     if not isinstance(path, str) or not path:
         raise UserError(Problem(KEY, "must name Python files", entry, "use [path/to/file.py]"))
     file = os.path.abspath(os.path.expanduser(path))
@@ -112,7 +111,7 @@ def read_and_load(entry: Any) -> dict[str, str]:
                 KEY,
                 f"must run without an error, {type(error).__name__} {_place(file, error)}: {error}",
                 file,
-                "mend the file",
+                "correct the file",
             )
         ) from error
     return {"file": file, "sha256": source.sha256}
@@ -126,7 +125,7 @@ def _place(file: str, error: BaseException) -> str:
 
 
 def with_plugins(factory: Callable[..., T]) -> Callable[..., T]:
-    """The factory, for another process: it runs the plugins of this one first."""
+    """Wrap a factory for another process, which then runs the plugins of this process first."""
     return partial(_load_and_make, tuple(_loaded.values()), factory) if _loaded else factory
 
 
