@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from tqdm import tqdm
 
@@ -14,9 +14,21 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.files.printable import RawStream, protect
 
+Option: TypeAlias = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def option(*names: str, **settings: Any) -> Option:
+    """The arguments of `ArgumentParser.add_argument`."""
+    return names, settings
+
 
 class Parser(argparse.ArgumentParser):
     """Reports a bad command line like any other mistake of the user."""
+
+    def __init__(self, options: Iterable[Option], **settings: Any) -> None:
+        super().__init__(**settings)
+        for names, each in options:
+            self.add_argument(*names, **each)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(Problem("", message, remedy="see --help"))

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from mindspeed_rlxf.cli.command_line import Parser, fail, progress_bar, speak_utf8, unknown_options
+from mindspeed_rlxf.cli.command_line import (
+    Parser,
+    fail,
+    option,
+    progress_bar,
+    speak_utf8,
+    unknown_options,
+)
 from mindspeed_rlxf.compat.older_flags import (
     CONVERT_FLAGS,
     add_flags,
@@ -47,6 +54,58 @@ FAMILIES = {
 MG2HF = "mg2hf"
 LINES = 20  # of progress where the error stream is no terminal
 GB = 1e9
+
+OPTIONS = (
+    option("source", nargs="?", help="folder to read; or --load-dir"),
+    option("target", nargs="?", help="folder to write; or --save-dir"),
+    option("--load-dir", help="as SOURCE"),
+    option(
+        "--save-dir", help="as TARGET; to hf without --hf-config: the ORIGINAL Hugging Face folder"
+    ),
+    option("--load-model-type", choices=["hf", "mg", "optim"], help="recognised if not given"),
+    option("--to", "--save-model-type", dest="to", choices=["hf", "mg", "megatron"], required=True),
+    option("--format", "--ckpt-format", dest="format", choices=["torch", "torch_dist", "zarr"]),
+    option("--hf-config", "--load-hf-config", help="folder of config.json and tokenizer"),
+    option(
+        "--tp",
+        "--target-tensor-parallel-size",
+        dest="tp",
+        type=int,
+        default=1,
+        help="tensor parallel ranks",
+    ),
+    option(
+        "--pp",
+        "--target-pipeline-parallel-size",
+        dest="pp",
+        type=int,
+        default=1,
+        help="pipeline parallel ranks",
+    ),
+    option(
+        "--ep",
+        "--target-expert-parallel-size",
+        dest="ep",
+        type=int,
+        default=1,
+        help="expert parallel ranks",
+    ),
+    option("--target-expert-model-parallel-size", dest="ep", type=int, help=argparse.SUPPRESS),
+    option(
+        "--num-layers-per-virtual-pipeline-stage", type=int, help="layers of each chunk of a rank"
+    ),
+    option("--num-layer-list", help="layers of each pipeline rank, such as 8,8,7,9"),
+    option(
+        "--make-vocab-size-divisible-by", type=int, default=1, help="rows per rank, multiple (1)"
+    ),
+    option("--true-vocab-size", type=int, help="must be that of config.json"),
+    option("--orm", action="store_true", help="a reward model: score head instead of output layer"),
+    option("--params-dtype", choices=["fp32", "fp16", "bf16"], help="of all tensors (as they are)"),
+    option("--model-type-hf", help=f"must agree with config.json: {', '.join(FAMILIES)}"),
+    option("--add-qkv-bias", action="store_true", help="must agree with config.json"),
+    option("--shard-size-gb", type=float, default=4.0, help="of a Hugging Face file, at most (4)"),
+    option("--force", action="store_true", help="replace the target"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,37 +145,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
+        OPTIONS,
         prog="convert",
         description="Weights between Hugging Face folders and Megatron layouts.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("source", nargs="?", help="folder to read; or --load-dir")
-    add("target", nargs="?", help="folder to write; or --save-dir")
-    add("--load-dir", help="as SOURCE")
-    add("--save-dir", help="as TARGET; to hf without --hf-config: the ORIGINAL Hugging Face folder")
-    add("--load-model-type", choices=["hf", "mg", "optim"], help="recognised if not given")
-    add("--to", "--save-model-type", dest="to", choices=["hf", "mg", "megatron"], required=True)
-    add("--format", "--ckpt-format", dest="format", choices=["torch", "torch_dist", "zarr"])
-    add("--hf-config", "--load-hf-config", help="folder of config.json and tokenizer")
-    sizes = {
-        "--tp": "--target-tensor-parallel-size",
-        "--pp": "--target-pipeline-parallel-size",
-        "--ep": "--target-expert-parallel-size",
-    }
-    for short, long in sizes.items():
-        add(short, long, dest=short[2:], type=int, default=1, help=f"{long[9:-14]} parallel ranks")
-    add("--target-expert-model-parallel-size", dest="ep", type=int, help=argparse.SUPPRESS)
-    add("--num-layers-per-virtual-pipeline-stage", type=int, help="layers of each chunk of a rank")
-    add("--num-layer-list", help="layers of each pipeline rank, such as 8,8,7,9")
-    add("--make-vocab-size-divisible-by", type=int, default=1, help="rows per rank, multiple (1)")
-    add("--true-vocab-size", type=int, help="must be that of config.json")
-    add("--orm", action="store_true", help="a reward model: score head instead of output layer")
-    add("--params-dtype", choices=["fp32", "fp16", "bf16"], help="of all tensors (as they are)")
-    add("--model-type-hf", help=f"must agree with config.json: {', '.join(FAMILIES)}")
-    add("--add-qkv-bias", action="store_true", help="must agree with config.json")
-    add("--shard-size-gb", type=float, default=4.0, help="of a Hugging Face file, at most (4)")
-    add("--force", action="store_true", help="replace the target")
     add_flags(parser, CONVERT_FLAGS)
     arguments, unknown = parser.parse_known_args(argv)
     _raise_any([*refused_flags(arguments, CONVERT_FLAGS), *unknown_options(parser, unknown)])

@@ -15,7 +15,14 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 
-from mindspeed_rlxf.cli.command_line import Parser, fail, progress_bar, speak_utf8, unknown_options
+from mindspeed_rlxf.cli.command_line import (
+    Parser,
+    fail,
+    option,
+    progress_bar,
+    speak_utf8,
+    unknown_options,
+)
 from mindspeed_rlxf.compat.older_flags import (
     PREPROCESS_FLAGS,
     add_flags,
@@ -41,6 +48,40 @@ EPILOG = (
     "Text that spells a special token is ordinary text, unless --allow-special-tokens is given. "
     "Other flags of the older toolkit "
     "are refused, or accepted with a note that says why they have no effect."
+)
+
+DEFAULT_KEYS = ", ".join(
+    f"{key}={column or ''!r}"
+    for key, column in asdict(default_keys(HANDLERS[DEFAULT_HANDLER])).items()
+)
+OPTIONS = (
+    option("--input", nargs="+", help="parquet, json or jsonl files, or folders"),
+    option("--tokenizer-name-or-path", help="Hugging Face folder of the tokenizer (required)"),
+    option("--tokenizer-type", default=TOKENIZER_TYPE, help=f"{TOKENIZER_TYPE}, the only one"),
+    option("--output-prefix", help="folder and start of the name of every file"),
+    option("--workers", type=int, default=1, help="processes that tokenize (1)"),
+    option(
+        "--log-interval", type=int, default=100, help="rows between lines of progress, at least"
+    ),
+    option("--handler-name", default=DEFAULT_HANDLER, help=f"{', '.join(HANDLERS)} (the first)"),
+    option("--prompt-type", default="empty", help=f"template: {', '.join(TEMPLATES)} (empty)"),
+    option("--map-keys", default="{}", help=f"JSON, {DEFAULT_KEYS}; an empty name = unused"),
+    option("--dataset-additional-keys", nargs="*", help="columns that are kept besides (all)"),
+    option("--seq-length", type=int, help="longest prompt or conversation, tokens (any)"),
+    option("--overlong", help=f"what becomes of longer ones: {', '.join(OVERLONG)} (drop)"),
+    option("--max-samples", type=int, help="rows that are read (all)"),
+    option("--tokenizer-not-use-fast", action="store_true", help="the tokenizer in Python, if any"),
+    option(
+        "--allow-special-tokens",
+        action="store_true",
+        help="special tokens that the text of a row spells are tokens",
+    ),
+    option("--append-eod", action="store_true", help="EOS behind each conversation with responses"),
+    option("--strict", action="store_true", help="a dropped row is an error"),
+    option("--overwrite", action="store_true", help="replace a data set of this prefix"),
+    option(
+        "--merge-group-keys", nargs="*", help="merge the .bin/.idx of --input with these in names"
+    ),
 )
 
 
@@ -81,35 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
+        OPTIONS,
         prog="preprocess",
         description="Rows of files become an indexed prompt data set (data.data_path).",
         epilog=EPILOG,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--input", nargs="+", help="parquet, json or jsonl files, or folders")
-    add("--tokenizer-name-or-path", help="Hugging Face folder of the tokenizer (required)")
-    add("--tokenizer-type", default=TOKENIZER_TYPE, help=f"{TOKENIZER_TYPE}, the only one")
-    add("--output-prefix", help="folder and start of the name of every file")
-    add("--workers", type=int, default=1, help="processes that tokenize (1)")
-    add("--log-interval", type=int, default=100, help="rows between lines of progress, at least")
-    add("--handler-name", default=DEFAULT_HANDLER, help=f"{', '.join(HANDLERS)} (the first)")
-    add("--prompt-type", default="empty", help=f"template: {', '.join(TEMPLATES)} (empty)")
-    add("--map-keys", default="{}", help=f"JSON, {_default_keys()}; an empty name = unused")
-    add("--dataset-additional-keys", nargs="*", help="columns that are kept besides (all)")
-    add("--seq-length", type=int, help="longest prompt or conversation, tokens (any)")
-    add("--overlong", help=f"what becomes of longer ones: {', '.join(OVERLONG)} (drop)")
-    add("--max-samples", type=int, help="rows that are read (all)")
-    add("--tokenizer-not-use-fast", action="store_true", help="the tokenizer in Python, if any")
-    add(
-        "--allow-special-tokens",
-        action="store_true",
-        help="special tokens that the text of a row spells are tokens",
-    )
-    add("--append-eod", action="store_true", help="EOS behind each conversation with responses")
-    add("--strict", action="store_true", help="a dropped row is an error")
-    add("--overwrite", action="store_true", help="replace a data set of this prefix")
-    add("--merge-group-keys", nargs="*", help="merge the .bin/.idx of --input with these in names")
     add_flags(parser, PREPROCESS_FLAGS)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -121,12 +139,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if missing:
         parser.error(f"these are required: {', '.join(missing)}")
     return arguments
-
-
-def _default_keys() -> str:
-    """The default of --map-keys, for the help: that of alpaca rows."""
-    columns = asdict(default_keys(HANDLERS[DEFAULT_HANDLER]))
-    return ", ".join(f"{key}={column or ''!r}" for key, column in columns.items())
 
 
 def _options(arguments: argparse.Namespace) -> PreprocessOptions:

@@ -47,9 +47,6 @@ class Draft:
             if not problem.judges(self.broken):
                 self.problems.append(problem.spelled(lambda key: self.path(key.split("."))))
 
-    def note_lines(self) -> list[str]:
-        return [f"{', '.join(keys)}: {meaning}" for meaning, keys in self.notes.items()]
-
     def path(self, loc: Sequence[int | str]) -> str:
         """Return the YAML key of a place in the payload."""
         parts = [str(part) for part in loc if part not in ("architecture", "optimizer")]

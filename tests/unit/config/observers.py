@@ -288,7 +288,7 @@ def apart(config: RunConfig) -> str | None:
 def recorded(config: RunConfig) -> Any:
     """Samples kept of 100, size of their file, metrics on the console."""
     made = recorder.Recorder(config, RunDirectory(Path("nowhere")), None, writes=False)
-    file = made._samples._lines._file
+    file = made._samples._file
     return made._samples.num_kept(100), vars(file), made._progress._names
 
 
