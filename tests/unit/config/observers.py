@@ -1,4 +1,4 @@
-"""What a configuration makes the package do: numbers and texts that keys have to change.
+"""Numbers and texts that the package computes from a configuration, for keys to change.
 
 Each function builds the part of the package that reads the keys, with stand-ins for what needs a
 device, and returns what came out. Nothing returns the configuration itself.
@@ -39,9 +39,7 @@ from mindspeed_rlxf.ops.planning.plan import plan
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.roles import actor, critic, engines
 from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.generation import sampling_settings
 from mindspeed_rlxf.roles.objectives import objective_of
-from mindspeed_rlxf.rollout.sampling import choose_tokens
 from mindspeed_rlxf.run import recorder
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.stopping import Stopped
@@ -212,14 +210,6 @@ def valued(config: RunConfig) -> Any:
     with patch.object(engines, "MegatronEngine"):
         output = critic.CriticRole(config).loss(rows, [0, 1, 2, 3], values)
     return float(output.loss), output.weight
-
-
-def sampled(config: RunConfig) -> list[int]:
-    """The second token of 500 responses."""
-    policy = config.actor_rollout
-    settings = sampling_settings(policy, [2], policy.do_sample)
-    logits, uniforms = noise(6, 500, 32) * 4, noise(7, 500).double()
-    return choose_tokens(logits, uniforms, torch.ones(500).long(), settings)[0].tolist()
 
 
 def loop(config: RunConfig) -> Any:
