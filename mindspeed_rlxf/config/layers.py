@@ -67,8 +67,7 @@ def make_draft(tree: Mapping[str, Any], name: str, dialect: Dialect | None = Non
     algorithm = draft.payload["algorithm"]
     if isinstance(keys := algorithm.get("kl_ctrl"), dict):
         algorithm["kl_ctrl"] = draft.known("algorithm.kl_ctrl", keys, fields(KlControlConfig))
-    _training(draft, sections["training"], name)
-    _plugins(draft)
+    draft.payload["training"] = _training(draft, sections["training"], name)
     _roles(draft, sections, dialect)
     stage_defaults(draft)
     place_roles(draft, sections)
@@ -124,26 +123,21 @@ def _unfold(draft: Draft, sections: Tree) -> None:
             draft.spelled[f"{role}.{key}"] = path
 
 
-def _training(draft: Draft, values: Tree, name: str) -> None:
+def _training(draft: Draft, values: Tree, name: str) -> Tree:
+    """The section training without the shared keys of roles. Loads the plugins it names."""
     own = fields(TrainingConfig)
     known = draft.known("training", values, own | SHARED_KEYS).items()
     training = {key: value for key, value in known if key in own}
     set_default(training, "run_name", name)
     set_default(training, "output_dir", os.path.join("outputs", str(training["run_name"])))
-    draft.payload["training"] = training
-
-
-def _plugins(draft: Draft) -> None:
-    """Load the plugins, as any key may name what they add."""
-    training, loaded = draft.payload["training"], []
-    given = training.pop("plugins", None) or []
+    given, loaded = training.get("plugins") or [], []
     for entry in given if isinstance(given, list) else [given]:
         try:
             loaded.append(read_and_load(entry))
         except UserError as error:
             for problem in error.problems:
                 draft.reject(problem)
-    training["plugins"] = loaded
+    return training | {"plugins": loaded}
 
 
 def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
@@ -153,10 +147,12 @@ def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
     }
     training = {key: value for key, value in sections["training"].items() if key in SHARED_KEYS}
     for role in CONFIGURED:
-        if role is Role.CRITIC and not has_critic(
-            draft.payload["training"].get("stage"), sections[role.value]
-        ):
-            _no_critic(draft, sections)
+        stage = draft.payload["training"].get("stage")
+        if role is Role.CRITIC and not has_critic(stage, sections[role.value]):
+            draft.payload[role.value] = None
+            if sections[role.value]:
+                remedy = "remove the section critic ('~critic' on the command line)"
+                draft.reject(Problem("training.stage", "has no critic", stage, remedy), role.value)
             continue
         own = draft.known(role.value, sections[role.value], role_keys(role))
         if own.get("kind") == RewardKind.RULE.value:  # a rule has no model: the rest is not read
@@ -194,21 +190,6 @@ def _note_unread(draft: Draft, training: Tree, models: Mapping[str, Tree]) -> No
             draft.note("no role of this run reads it", f"{section}.{key}={written(values[key])}")
     for name in models.keys() - set(roles.values()):
         draft.note("no role uses it", f"model.{name}")
-
-
-def _no_critic(draft: Draft, sections: Tree) -> None:
-    draft.payload[Role.CRITIC.value] = None
-    if sections[Role.CRITIC.value]:
-        stage = draft.payload["training"]["stage"]
-        draft.reject(
-            Problem(
-                "training.stage",
-                "has no critic",
-                stage,
-                "remove the section critic ('~critic' on the command line)",
-            ),
-            "critic",
-        )
 
 
 def _from_folder(draft: Draft, role: Role, load: Any) -> Tree | None:

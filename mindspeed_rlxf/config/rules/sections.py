@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.rules.batch import (
 )
 from mindspeed_rlxf.config.rules.split import ROLLOUT_TP, TRAIN, check_split
 from mindspeed_rlxf.config.rules.stages import check_stage
-from mindspeed_rlxf.config.rules.tensor_parallel import uneven
+from mindspeed_rlxf.config.rules.tensor_parallel import find_uneven
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_around, use
 
@@ -93,7 +93,7 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
     yield from _experts(config, role, config.layout(role).dp if known and not misplaced else None)
     if role is Role.ACTOR_ROLLOUT and config.rollout_tp != tp:
         a = section.architecture
-        yield from uneven(ROLLOUT_TP, config.rollout_tp, a, section.model, f"{role.value}.")
+        yield from find_uneven(ROLLOUT_TP, config.rollout_tp, a, section.model, f"{role.value}.")
     yield from token_budget(config, role)
     if not known or misplaced or config.pool_settings.tensor_parallel_spans_nodes:
         return
