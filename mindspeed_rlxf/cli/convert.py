@@ -12,25 +12,36 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
-from tqdm import tqdm
 
-from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8, unknown_option
-from mindspeed_rlxf.compat.convert_flags import add_old_flags, notice, refusals
+from mindspeed_rlxf.cli.command_line import (
+    Parser,
+    fail,
+    option,
+    progress_bar,
+    speak_utf8,
+    unknown_options,
+)
+from mindspeed_rlxf.compat.older_flags import (
+    CONVERT_FLAGS,
+    add_flags,
+    ignored_flags,
+    refused_flags,
+)
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.files.plain_yaml import read_yaml
-from mindspeed_rlxf.files.printable import RawStream
 
 if TYPE_CHECKING:
     from mindspeed_rlxf.config.schema import ArchitectureConfig
-    from mindspeed_rlxf.weights.convert import Conversion, Progress
+    from mindspeed_rlxf.weights.convert import Conversion
+    from mindspeed_rlxf.weights.layout import MegatronLayout
 
 FAMILIES = {
     "llama2": ("llama", "qwen2"),
@@ -44,9 +55,61 @@ MG2HF = "mg2hf"
 LINES = 20  # of progress where the error stream is no terminal
 GB = 1e9
 
+OPTIONS = (
+    option("source", nargs="?", help="folder to read; or --load-dir"),
+    option("target", nargs="?", help="folder to write; or --save-dir"),
+    option("--load-dir", help="as SOURCE"),
+    option(
+        "--save-dir", help="as TARGET; to hf without --hf-config: the ORIGINAL Hugging Face folder"
+    ),
+    option("--load-model-type", choices=["hf", "mg", "optim"], help="recognised if not given"),
+    option("--to", "--save-model-type", dest="to", choices=["hf", "mg", "megatron"], required=True),
+    option("--format", "--ckpt-format", dest="format", choices=["torch", "torch_dist", "zarr"]),
+    option("--hf-config", "--load-hf-config", help="folder of config.json and tokenizer"),
+    option(
+        "--tp",
+        "--target-tensor-parallel-size",
+        dest="tp",
+        type=int,
+        default=1,
+        help="tensor parallel ranks",
+    ),
+    option(
+        "--pp",
+        "--target-pipeline-parallel-size",
+        dest="pp",
+        type=int,
+        default=1,
+        help="pipeline parallel ranks",
+    ),
+    option(
+        "--ep",
+        "--target-expert-parallel-size",
+        dest="ep",
+        type=int,
+        default=1,
+        help="expert parallel ranks",
+    ),
+    option("--target-expert-model-parallel-size", dest="ep", type=int, help=argparse.SUPPRESS),
+    option(
+        "--num-layers-per-virtual-pipeline-stage", type=int, help="layers of each chunk of a rank"
+    ),
+    option("--num-layer-list", help="layers of each pipeline rank, such as 8,8,7,9"),
+    option(
+        "--make-vocab-size-divisible-by", type=int, default=1, help="rows per rank, multiple (1)"
+    ),
+    option("--true-vocab-size", type=int, help="must be that of config.json"),
+    option("--orm", action="store_true", help="a reward model: score head instead of output layer"),
+    option("--params-dtype", choices=["fp32", "fp16", "bf16"], help="of all tensors (as they are)"),
+    option("--model-type-hf", help=f"must agree with config.json: {', '.join(FAMILIES)}"),
+    option("--add-qkv-bias", action="store_true", help="must agree with config.json"),
+    option("--shard-size-gb", type=float, default=4.0, help="of a Hugging Face file, at most (4)"),
+    option("--force", action="store_true", help="replace the target"),
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Converts, prints where the result is, and returns the exit code."""
+    """Convert, print where the result is, and return the exit code."""
     speak_utf8()
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # no accelerator is used
     try:
@@ -57,20 +120,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             with _progress() as progress:
                 reused = convert(conversion, progress)
         except DiskFull as error:
-            print_problems([Problem("", str(error))])
-            return 75
+            return fail([Problem("", str(error))], 75)
     except UserError as error:
-        print_problems(error.problems)
-        return 2
+        return fail(error.problems)
     except KeyboardInterrupt:
-        print_problems(
+        return fail(
             [
                 Problem(
                     "", "interrupted", remedy="run the same command again, finished files are kept"
                 )
-            ]
+            ],
+            75,
         )
-        return 75
     if reused:
         print(f"{reused / GB:.2f} GB were there from an earlier run and are verified")
     bias = getattr(conversion.weights, "dropped_bias", None)
@@ -84,50 +145,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
+        OPTIONS,
         prog="convert",
         description="Weights between Hugging Face folders and Megatron layouts.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("source", nargs="?", help="folder to read; or --load-dir")
-    add("target", nargs="?", help="folder to write; or --save-dir")
-    add("--load-dir", help="as SOURCE")
-    add("--save-dir", help="as TARGET; to hf without --hf-config: the ORIGINAL Hugging Face folder")
-    add("--load-model-type", choices=["hf", "mg", "optim"], help="recognised if not given")
-    add("--to", "--save-model-type", dest="to", choices=["hf", "mg", "megatron"], required=True)
-    add("--format", "--ckpt-format", dest="format", choices=["torch", "torch_dist", "zarr"])
-    add("--hf-config", "--load-hf-config", help="folder of config.json and tokenizer")
-    sizes = {
-        "--tp": "--target-tensor-parallel-size",
-        "--pp": "--target-pipeline-parallel-size",
-        "--ep": "--target-expert-parallel-size",
-    }
-    for short, long in sizes.items():
-        add(short, long, dest=short[2:], type=int, default=1, help=f"{long[9:-14]} parallel ranks")
-    add("--target-expert-model-parallel-size", dest="ep", type=int, help=argparse.SUPPRESS)
-    add("--num-layers-per-virtual-pipeline-stage", type=int, help="layers of each chunk of a rank")
-    add("--num-layer-list", help="layers of each pipeline rank, such as 8,8,7,9")
-    add("--make-vocab-size-divisible-by", type=int, default=1, help="rows per rank, multiple (1)")
-    add("--true-vocab-size", type=int, help="must be that of config.json")
-    add("--orm", action="store_true", help="a reward model: score head instead of output layer")
-    add("--params-dtype", choices=["fp32", "fp16", "bf16"], help="of all tensors (as they are)")
-    add("--model-type-hf", help=f"must agree with config.json: {', '.join(FAMILIES)}")
-    add("--add-qkv-bias", action="store_true", help="must agree with config.json")
-    add("--shard-size-gb", type=float, default=4.0, help="of a Hugging Face file, at most (4)")
-    add("--force", action="store_true", help="replace the target")
-    add_old_flags(parser)
+    add_flags(parser, CONVERT_FLAGS)
     arguments, unknown = parser.parse_known_args(argv)
-    problems = refusals(arguments.refused)
-    if unknown:
-        flags = [flag for action in parser._actions for flag in action.option_strings]
-        problems += [unknown_option(word, flags) for word in unknown]
-    if problems:
-        raise UserError(problems)
+    _raise_any([*refused_flags(arguments, CONVERT_FLAGS), *unknown_options(parser, unknown)])
     return arguments
 
 
+def _raise_any(problems: list[Problem]) -> None:
+    if problems:
+        raise UserError(problems)
+
+
 def plan(arguments: argparse.Namespace) -> Conversion:
-    """What the arguments ask for, checked. Errors: UserError with the problems found."""
+    """Check the arguments and return the conversion. Errors: UserError with the problems found."""
     from mindspeed_rlxf.weights.convert import (
         DTYPE_NAMES,
         Conversion,
@@ -143,8 +178,8 @@ def plan(arguments: argparse.Namespace) -> Conversion:
     _check_model(arguments, architecture, str(hf_config.get("model_type")))
     head = choose_head(hf_config, arguments.orm)
     layout = None if to is Format.HF else _layout(arguments, architecture)
-    if line := notice(arguments.without_effect):
-        print(line, file=sys.stderr)
+    if ignored := [f"{name} ({why})" for name, why in ignored_flags(arguments, CONVERT_FLAGS)]:
+        print(f"note: without effect: {', '.join(ignored)}", file=sys.stderr)
     return Conversion(
         source=source,
         config=config,
@@ -161,19 +196,20 @@ def plan(arguments: argparse.Namespace) -> Conversion:
 
 
 def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
-    """Source, target, and where config.json is."""
+    """Return the source, the target, and the folder of config.json."""
     from mindspeed_rlxf.weights.formats import Format, find_weights
 
     problems = _choice_problems(arguments)
     for role, flag in (("source", "load_dir"), ("target", "save_dir")):
-        given = [v for v in (getattr(arguments, role), getattr(arguments, flag)) if v is not None]
-        if len(given) != 1:
-            name = f"--{flag.replace('_', '-')}"
+        if (getattr(arguments, role) is None) == (getattr(arguments, flag) is None):
             problems.append(
-                Problem(role.upper(), f"or {name} must be given, once", remedy="add or remove one")
+                Problem(
+                    role.upper(),
+                    f"or --{flag.replace('_', '-')} must be given, once",
+                    remedy="add or remove one",
+                )
             )
-    if problems:
-        raise UserError(problems)
+    _raise_any(problems)
     source = Path(arguments.source or arguments.load_dir)
     target = Path(arguments.target or arguments.save_dir)
     if not source.is_dir():
@@ -184,32 +220,11 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
         kind, place = find_weights(source)
     except ValueError as error:
         raise UserError(Problem("", str(error))) from None
-    if roles := _roles_in(place):
-        raise UserError(
-            Problem(
-                f"{place}",
-                f"is a checkpoint of a run, which holds {' and '.join(roles)}",
-                remedy=f"give {' or '.join(str(place / role) for role in roles)}",
-            )
-        )
     is_hf = kind is Format.HF
-    wanted = arguments.load_model_type
-    if wanted is not None and (wanted == "hf") != is_hf:
-        raise UserError(
-            Problem(
-                "--load-model-type",
-                f"is wrong, {source} is {'a Hugging Face' if is_hf else 'a Megatron'} folder",
-                wanted,
-                "correct one of them",
-            )
-        )
-    if is_hf and arguments.to == "hf":
-        raise UserError(
-            Problem(f"{source}", "is a Hugging Face folder already", remedy="use --to mg")
-        )
+    _check_source(arguments, source, place, is_hf)
     config = Path(arguments.hf_config) if arguments.hf_config else source
     if arguments.to == "hf" and arguments.save_dir and not arguments.hf_config:
-        # The old tool's way: --save-dir is the original, the result lies in a folder of it.
+        # As in the old tool, --save-dir is the original, and the result lies in a folder of it.
         if (target / "config.json").exists():
             config, target = target, target / MG2HF
         elif not (source / "config.json").exists():
@@ -222,19 +237,51 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
                 )
             )
     if config == source and not is_hf and not (source / "config.json").exists():
+        rule, remedy = "has no config.json that describes the model", _original_of(source)
+        raise UserError(Problem(f"{source}", rule, remedy=f"give {remedy}"))
+    here, there = source.resolve(), target.resolve()
+    if here == there or there in here.parents:
         raise UserError(
             Problem(
-                f"{source}",
-                "has no config.json that describes the model",
-                remedy=f"give {_original_of(source)}",
+                f"{target}",
+                f"must not be the source {source} or hold it",
+                remedy="give another folder",
             )
         )
-    _check_target(source, target)
     return source, target, config
 
 
+def _check_source(arguments: argparse.Namespace, source: Path, place: Path, is_hf: bool) -> None:
+    """Raise UserError where the source is no folder of weights as the flags say.
+
+    place: where in the source the weights lie
+    """
+    if roles := _roles_in(place):
+        raise UserError(
+            Problem(
+                f"{place}",
+                f"is a checkpoint of a run, which holds {' and '.join(roles)}",
+                remedy=f"give {' or '.join(str(place / role) for role in roles)}",
+            )
+        )
+    wanted = arguments.load_model_type
+    if wanted is not None and (wanted == "hf") != is_hf:
+        raise UserError(
+            Problem(
+                "--load-model-type",
+                f"is wrong, {source} is a {'Hugging Face' if is_hf else 'Megatron'} folder",
+                wanted,
+                "correct one of them",
+            )
+        )
+    if is_hf and arguments.to == "hf":
+        raise UserError(
+            Problem(f"{source}", "is a Hugging Face folder already", remedy="use --to mg")
+        )
+
+
 def _roles_in(folder: Path) -> list[str]:
-    """The folders of weights in a checkpoint of a run; none in another folder."""
+    """Names of the folders of weights in a checkpoint of a run; empty for another folder."""
     from mindspeed_rlxf.config.schema import SAVED_AS
     from mindspeed_rlxf.run.store import MANIFEST
 
@@ -243,7 +290,10 @@ def _roles_in(folder: Path) -> list[str]:
 
 
 def _original_of(source: Path) -> str:
-    """The flags that describe it: a checkpoint of a run says what the run has loaded."""
+    """Name the flags that describe a folder of Megatron weights without config.json.
+
+    A checkpoint of a run names the folders that the run has loaded.
+    """
     from mindspeed_rlxf.config.schema import SAVED_AS
     from mindspeed_rlxf.run.driver_state import CONFIG, TRAINER
     from mindspeed_rlxf.weights.folders import described_by
@@ -260,100 +310,60 @@ def _original_of(source: Path) -> str:
 
 
 def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:
-    problems, size = [], arguments.shard_size_gb
-    if arguments.load_model_type == "optim":
-        problems.append(
-            Problem(
-                "--load-model-type",
-                "optimizer states are not converted",
-                "optim",
-                "use hf or mg",
-                colon=True,
-            )
-        )
-    if arguments.format == "zarr":
-        problems.append(
-            Problem("--ckpt-format", "is not written", "zarr", "use torch or torch_dist")
-        )
-    if size <= 0:
-        problems.append(Problem("--shard-size-gb", "must be more than 0", f"{size:g}", "use 4"))
-    if arguments.to == "hf":
-        given = [
-            f"--{name}={n}" for name in ("tp", "pp", "ep") if (n := getattr(arguments, name)) != 1
-        ]
-        given += ["--num-layer-list"] if arguments.num_layer_list else []
-        if given:
-            problems.append(
-                Problem(
-                    ", ".join(given),
-                    "a Hugging Face folder has no ranks",
-                    remedy="remove it",
-                    colon=True,
-                )
-            )
-    return problems
-
-
-def _check_target(source: Path, target: Path) -> None:
-    here, there = source.resolve(), target.resolve()
-    if here == there or there in here.parents:
-        raise UserError(
-            Problem(
-                f"{target}",
-                f"must not be the source {source} or hold it",
-                remedy="give another folder",
-            )
-        )
+    size, ranks = arguments.shard_size_gb, vars(arguments)
+    given = [f"--{name}={ranks[name]}" for name in ("tp", "pp", "ep") if ranks[name] != 1]
+    given += ["--num-layer-list"] if arguments.num_layer_list else []
+    optim = "optimizer states are not converted"
+    no_ranks = "a Hugging Face folder has no ranks"
+    checks = [
+        (
+            arguments.load_model_type == "optim",
+            Problem("--load-model-type", optim, "optim", "use hf or mg", colon=True),
+        ),
+        (
+            arguments.format == "zarr",
+            Problem("--ckpt-format", "is not written", "zarr", "use torch or torch_dist"),
+        ),
+        (size <= 0, Problem("--shard-size-gb", "must be more than 0", f"{size:g}", "use 4")),
+        (
+            arguments.to == "hf" and bool(given),
+            Problem(", ".join(given), no_ranks, remedy="remove it", colon=True),
+        ),
+    ]
+    return [problem for broken, problem in checks if broken]
 
 
 def _check_model(
     arguments: argparse.Namespace, architecture: ArchitectureConfig, model_type: str
 ) -> None:
-    problems = []
-    family = arguments.model_type_hf
-    if family is not None and family not in FAMILIES:
-        guess = closest(family, FAMILIES)
-        problems.append(
-            Problem(
-                "--model-type-hf",
-                "is not converted",
-                family,
-                f"did you mean {guess}?" if guess else f"use {', '.join(FAMILIES)}",
-            )
-        )
-    elif family is not None and model_type not in FAMILIES[family]:
-        problems.append(
-            Problem(
-                "--model-type-hf",
-                f"must agree with config.json, whose model_type is {model_type}",
-                family,
-                "leave it out",
-            )
-        )
-    if arguments.add_qkv_bias and not architecture.add_qkv_bias:
-        problems.append(
-            Problem(
-                "--add-qkv-bias",
-                f"model_type {model_type} has none",
-                remedy="leave it out",
-                colon=True,
-            )
-        )
-    true_size = arguments.true_vocab_size
-    if true_size is not None and true_size != architecture.vocab_size:
-        problems.append(
-            Problem(
-                "--true-vocab-size",
-                f"must be the vocab_size={architecture.vocab_size} of config.json",
-                true_size,
-                "leave it out",
-            )
-        )
-    if problems:
-        raise UserError(problems)
+    family, true_size = arguments.model_type_hf, arguments.true_vocab_size
+    guess = closest(family or "", FAMILIES)
+    families = f"did you mean {guess}?" if guess else f"use {', '.join(FAMILIES)}"
+    agree = f"must agree with config.json, whose model_type is {model_type}"
+    rows = f"must be the vocab_size={architecture.vocab_size} of config.json"
+    no_bias, leave_out = f"model_type {model_type} has none", "leave it out"
+    checks = [
+        (
+            family not in (None, *FAMILIES),
+            Problem("--model-type-hf", "is not converted", family, families),
+        ),
+        (
+            family in FAMILIES and model_type not in FAMILIES[family],
+            Problem("--model-type-hf", agree, family, leave_out),
+        ),
+        (
+            arguments.add_qkv_bias and not architecture.add_qkv_bias,
+            Problem("--add-qkv-bias", no_bias, remedy=leave_out, colon=True),
+        ),
+        (
+            true_size not in (None, architecture.vocab_size),
+            Problem("--true-vocab-size", rows, true_size, leave_out),
+        ),
+    ]
+    _raise_any([problem for broken, problem in checks if broken])
 
 
-def _layout(arguments: argparse.Namespace, architecture: ArchitectureConfig):  # type: ignore[no-untyped-def]
+def _layout(arguments: argparse.Namespace, architecture: ArchitectureConfig) -> MegatronLayout:
     from mindspeed_rlxf.weights.layout import make_layout
 
     layer_list = None
@@ -361,9 +371,14 @@ def _layout(arguments: argparse.Namespace, architecture: ArchitectureConfig):  #
         try:
             layer_list = [int(number) for number in arguments.num_layer_list.split(",")]
         except ValueError:
-            rule, given = "must be numbers with commas between", arguments.num_layer_list
+            given = arguments.num_layer_list
             raise UserError(
-                Problem("--num-layer-list", rule, given, "write it like 8,8,7,9")
+                Problem(
+                    "--num-layer-list",
+                    "must be numbers with commas between",
+                    given,
+                    "write it like 8,8,7,9",
+                )
             ) from None
     return make_layout(
         architecture,
@@ -376,25 +391,15 @@ def _layout(arguments: argparse.Namespace, architecture: ArchitectureConfig):  #
     )
 
 
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """A bar on a terminal, elsewhere a line for each twentieth."""
+def _progress() -> AbstractContextManager[Callable[..., None]]:
+    """Show bytes written: a bar on a terminal, elsewhere a line for each twentieth."""
     started, shown = time.monotonic(), 0
 
-    def line(done: int, total: int) -> None:
+    def print_line(done: int, total: int) -> None:
         nonlocal shown
         if done * LINES >= (shown + 1) * total:
             shown = done * LINES // max(1, total)
             seconds = time.monotonic() - started
             print(f"{done / GB:.2f} of {total / GB:.2f} GB in {seconds:.1f} s", file=sys.stderr)
 
-    if not sys.stderr.isatty():
-        yield line
-        return
-    with tqdm(unit="B", unit_scale=True, file=RawStream(sys.stderr)) as bar:
-
-        def move(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield move
+    return progress_bar(print_line, unit="B")

@@ -1,4 +1,4 @@
-"""`doctor`: what keeps a run from working, on this host or on every host of a cluster.
+"""`doctor`: find what keeps a run from working, on this host or on every host of a cluster.
 
 Exit codes: 0 = no error (there may be warnings); 1 = an error was found; 2 = a mistake on the
 command line, one `error:` line per problem. With --bundle: 0 = written.
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8
+from mindspeed_rlxf.cli.command_line import Parser, fail, option, speak_utf8
 from mindspeed_rlxf.compat import older_toolkit
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -24,15 +24,26 @@ from mindspeed_rlxf.ops.doctor.bundle import write_bundle
 from mindspeed_rlxf.ops.doctor.cluster import look as look_at_cluster
 from mindspeed_rlxf.ops.doctor.findings import Finding, error, ok
 from mindspeed_rlxf.ops.doctor.local import look
-from mindspeed_rlxf.ops.doctor.report import Report, line_width, make_report, wants_colour
+from mindspeed_rlxf.ops.doctor.report import line_width, make_report, wants_colour
 from mindspeed_rlxf.ops.doctor.subject import subject_of
 
 KINDS = [kind.value for kind in DeviceKind]
 DEADLINE_S = 300.0
+OPTIONS = (
+    option("--cluster", action="store_true", help="every host of the Ray cluster, and collectives"),
+    option("--address", help="Ray cluster (runtime.address, RAY_ADDRESS)"),
+    option("--bundle", metavar="RUN", help="pack logs, versions and this report of a run folder"),
+    option("--json", action="store_true", help="for programs"),
+    option("--device", choices=KINDS, default="auto", help="what to look for (device.kind)"),
+    option("--deadline", type=float, default=DEADLINE_S, help="--cluster: seconds in all (300)"),
+    option("--config-name", "-cn", help="also the files, room and devices that this run needs"),
+    option("--config-dir", "-cd", help="folder to look in before the built-in one"),
+    option("overrides", nargs="*", metavar="key=value", help="changes to the YAML"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Looks, prints what it found, and returns the exit code."""
+    """Inspect the hosts, print the findings, and return the exit code."""
     speak_utf8()
     try:
         arguments = _parse(argv)
@@ -45,35 +56,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             found += look(subject)
         report = make_report(found)
-        if arguments.bundle is not None:
-            return _bundle(arguments.bundle, report)
+        if arguments.bundle is not None:  # a success, whatever the report says
+            file = write_bundle(Path(arguments.bundle), report, Path.cwd())
+            size = f"{file.stat().st_size // 1024} KiB"
+            print(f"written: {file} ({size}); look through it before you send it")
+            return 0
     except UserError as problem:
-        print_problems(problem.problems)
-        return 2
-    _print(report, arguments.json)
+        return fail(problem.problems)
+    if arguments.json:
+        print(json.dumps(report.as_json(), indent=2, ensure_ascii=False))
+    else:
+        text = report.as_text(line_width(sys.stdout), wants_colour(sys.stdout))
+        write_raw(sys.stdout, f"{text}\n")
     return report.exit_code
 
 
-def _bundle(run: str, report: Report) -> int:
-    """Written, it is a success whatever the report says."""
-    file = write_bundle(Path(run), report, Path.cwd())
-    print(
-        f"written: {file} ({file.stat().st_size // 1024} KiB); look through it before you send it"
-    )
-    return 0
-
-
-def _print(report: Report, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(report.as_json(), indent=2, ensure_ascii=False))
-    else:
-        write_raw(
-            sys.stdout, report.as_text(line_width(sys.stdout), wants_colour(sys.stdout)) + "\n"
-        )
-
-
 def _config(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[Finding]]:
-    """The configuration; where it is wrong, what is wrong with it, and the rest is looked at."""
+    """The configuration, or findings about a wrong one; the rest is inspected all the same."""
     name = arguments.config_name
     if name is None:
         return None, []
@@ -87,19 +86,10 @@ def _config(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[Findi
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
+        OPTIONS,
         prog="mindspeed-rlxf doctor",
         description="Finds what keeps a run from working. Exit code 1 when there is an error.",
     )
-    add = parser.add_argument
-    add("--cluster", action="store_true", help="every host of the Ray cluster, and collectives")
-    add("--address", help="Ray cluster (runtime.address, RAY_ADDRESS)")
-    add("--bundle", metavar="RUN", help="pack logs, versions and this report of a run folder")
-    add("--json", action="store_true", help="for programs")
-    add("--device", choices=KINDS, default="auto", help="what to look for (device.kind)")
-    add("--deadline", type=float, default=DEADLINE_S, help="--cluster: seconds in all (300)")
-    add("--config-name", "-cn", help="also the files, room and devices that this run needs")
-    add("--config-dir", "-cd", help="folder to look in before the built-in one")
-    add("overrides", nargs="*", metavar="key=value", help="changes to the YAML")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.overrides and arguments.config_name is None:
         parser.error(f"{arguments.overrides[0]} changes a configuration: give --config-name")

@@ -10,25 +10,34 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 
-from tqdm import tqdm
-
-from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8, unknown_option
-from mindspeed_rlxf.compat.preprocess_flags import add_older_flags, notes, refusals
+from mindspeed_rlxf.cli.command_line import (
+    Parser,
+    fail,
+    option,
+    progress_bar,
+    speak_utf8,
+    unknown_options,
+)
+from mindspeed_rlxf.compat.older_flags import (
+    PREPROCESS_FLAGS,
+    add_flags,
+    ignored_flags,
+    refused_flags,
+)
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.data.handlers import DEFAULT_HANDLER, HANDLERS, REFUSED_HANDLERS
-from mindspeed_rlxf.data.preprocessing.map_keys import Keys, default_keys, parse_map_keys
+from mindspeed_rlxf.data.preprocessing.map_keys import default_keys, parse_map_keys
 from mindspeed_rlxf.data.preprocessing.merge import merge
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
-from mindspeed_rlxf.data.preprocessing.row_source import Counts, Progress, readable
+from mindspeed_rlxf.data.preprocessing.row_source import Counts, readable
 from mindspeed_rlxf.data.templates import TEMPLATES
-from mindspeed_rlxf.files.printable import RawStream
 
 TOKENIZER_TYPE = "PretrainedFromHF"
 OVERLONG = {policy.value.replace("_", "-"): policy for policy in OverlongPrompts}
@@ -41,9 +50,43 @@ EPILOG = (
     "are refused, or accepted with a note that says why they have no effect."
 )
 
+DEFAULT_KEYS = ", ".join(
+    f"{key}={column or ''!r}"
+    for key, column in asdict(default_keys(HANDLERS[DEFAULT_HANDLER])).items()
+)
+OPTIONS = (
+    option("--input", nargs="+", help="parquet, json or jsonl files, or folders"),
+    option("--tokenizer-name-or-path", help="Hugging Face folder of the tokenizer (required)"),
+    option("--tokenizer-type", default=TOKENIZER_TYPE, help=f"{TOKENIZER_TYPE}, the only one"),
+    option("--output-prefix", help="folder and start of the name of every file"),
+    option("--workers", type=int, default=1, help="processes that tokenize (1)"),
+    option(
+        "--log-interval", type=int, default=100, help="rows between lines of progress, at least"
+    ),
+    option("--handler-name", default=DEFAULT_HANDLER, help=f"{', '.join(HANDLERS)} (the first)"),
+    option("--prompt-type", default="empty", help=f"template: {', '.join(TEMPLATES)} (empty)"),
+    option("--map-keys", default="{}", help=f"JSON, {DEFAULT_KEYS}; an empty name = unused"),
+    option("--dataset-additional-keys", nargs="*", help="columns that are kept besides (all)"),
+    option("--seq-length", type=int, help="longest prompt or conversation, tokens (any)"),
+    option("--overlong", help=f"what becomes of longer ones: {', '.join(OVERLONG)} (drop)"),
+    option("--max-samples", type=int, help="rows that are read (all)"),
+    option("--tokenizer-not-use-fast", action="store_true", help="the tokenizer in Python, if any"),
+    option(
+        "--allow-special-tokens",
+        action="store_true",
+        help="special tokens that the text of a row spells are tokens",
+    ),
+    option("--append-eod", action="store_true", help="EOS behind each conversation with responses"),
+    option("--strict", action="store_true", help="a dropped row is an error"),
+    option("--overwrite", action="store_true", help="replace a data set of this prefix"),
+    option(
+        "--merge-group-keys", nargs="*", help="merge the .bin/.idx of --input with these in names"
+    ),
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the data set, prints what became of the rows, and returns the exit code."""
+    """Write the data set, print how many rows were written or dropped, return the exit code."""
     speak_utf8()
     # Processes are the parallelism here, and no accelerator is used: its library is not loaded.
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -56,87 +99,52 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _progress(arguments.log_interval) as progress:
             counts = preprocess(options, progress)
     except UserError as error:
-        print_problems(error.problems)
-        return 2
+        return fail(error.problems)
     except KeyboardInterrupt:
-        print_problems(
-            [Problem("", "interrupted, nothing is written", remedy="run the same command again")]
+        return fail(
+            [Problem("", "interrupted, nothing is written", remedy="run the same command again")],
+            75,
         )
-        return 75
     except BrokenProcessPool:
-        print_problems(
+        return fail(
             [
                 Problem(
                     "",
                     "a worker process was killed, perhaps for memory",
                     remedy="use fewer --workers",
                 )
-            ]
+            ],
+            1,
         )
-        return 1
     _report(counts, arguments.output_prefix)
     return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
+        OPTIONS,
         prog="preprocess",
         description="Rows of files become an indexed prompt data set (data.data_path).",
         epilog=EPILOG,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--input", nargs="+", help="parquet, json or jsonl files, or folders")
-    add("--tokenizer-name-or-path", help="Hugging Face folder of the tokenizer (required)")
-    add("--tokenizer-type", default=TOKENIZER_TYPE, help=f"{TOKENIZER_TYPE}, the only one")
-    add("--output-prefix", help="folder and start of the name of every file")
-    add("--workers", type=int, default=1, help="processes that tokenize (1)")
-    add("--log-interval", type=int, default=100, help="rows between lines of progress, at least")
-    add("--handler-name", default=DEFAULT_HANDLER, help=f"{', '.join(HANDLERS)} (the first)")
-    add("--prompt-type", default="empty", help=f"template: {', '.join(TEMPLATES)} (empty)")
-    add("--map-keys", default="{}", help=f"JSON, {_default_keys()}; an empty name = unused")
-    add("--dataset-additional-keys", nargs="*", help="columns that are kept besides (all)")
-    add("--seq-length", type=int, help="longest prompt or conversation, tokens (any)")
-    add("--overlong", help=f"what becomes of longer ones: {', '.join(OVERLONG)} (drop)")
-    add("--max-samples", type=int, help="rows that are read (all)")
-    add("--tokenizer-not-use-fast", action="store_true", help="the tokenizer in Python, if any")
-    add(
-        "--allow-special-tokens",
-        action="store_true",
-        help="special tokens that the text of a row spells are tokens",
-    )
-    add("--append-eod", action="store_true", help="EOS behind each conversation with responses")
-    add("--strict", action="store_true", help="a dropped row is an error")
-    add("--overwrite", action="store_true", help="replace a data set of this prefix")
-    add("--merge-group-keys", nargs="*", help="merge the .bin/.idx of --input with these in names")
-    add_older_flags(parser)
+    add_flags(parser, PREPROCESS_FLAGS)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = [action.option_strings[-1] for action in parser._actions if action.option_strings]
-        raise UserError([unknown_option(word, flags) for word in unknown])
+        raise UserError(unknown_options(parser, unknown))
     required = ["--input", "--tokenizer-name-or-path", "--output-prefix"]
     if arguments.merge_group_keys is not None:
         required.remove("--tokenizer-name-or-path")
     missing = [flag for flag in required if not vars(arguments)[flag[2:].replace("-", "_")]]
     if missing:
-        raise UserError(
-            Problem("", f"these are required: {', '.join(missing)}", remedy="see --help")
-        )
+        parser.error(f"these are required: {', '.join(missing)}")
     return arguments
 
 
-def _default_keys() -> str:
-    """For the help: those of alpaca rows."""
-    named = {
-        k: column or "" for k, column in asdict(default_keys(HANDLERS[DEFAULT_HANDLER])).items()
-    }
-    return ", ".join(f"{key}={column!r}" for key, column in named.items())
-
-
 def _options(arguments: argparse.Namespace) -> PreprocessOptions:
-    """The typed flags; raises UserError with every wrong one."""
+    """The typed flags. Errors: UserError with every wrong one."""
     problems = [
-        *refusals(arguments),
+        *refused_flags(arguments, PREPROCESS_FLAGS),
         *_handler_problems(arguments.handler_name),
         *_one_of("--tokenizer-type", arguments.tokenizer_type, [TOKENIZER_TYPE]),
         *_one_of("--prompt-type", arguments.prompt_type, TEMPLATES),
@@ -147,28 +155,26 @@ def _options(arguments: argparse.Namespace) -> PreprocessOptions:
         if value is not None and value < 1:
             name = f"--{flag.replace('_', '-')}"
             problems.append(Problem(name, "must be at least 1", value, "use 1 or more"))
-    if arguments.overlong and arguments.seq_length is None:
+    overlong = arguments.overlong
+    if overlong and arguments.seq_length is None:
         problems.append(
             Problem(
-                "--overlong",
-                "needs --seq-length",
-                arguments.overlong,
-                "give the longest prompt in tokens",
+                "--overlong", "needs --seq-length", overlong, "give the longest prompt in tokens"
             )
         )
     handler = HANDLERS.get(arguments.handler_name, HANDLERS[DEFAULT_HANDLER])
-    keys: Keys = default_keys(handler)
+    keys = default_keys(handler)
     try:
         keys = parse_map_keys(arguments.map_keys, handler)
     except UserError as error:
         problems += error.problems
-    if handler.has_responses and arguments.overlong in CUTS:
+    if handler.has_responses and overlong in CUTS:
         problems.append(
             Problem(
                 "--overlong",
                 f"is for prompts, {handler.name} writes responses too, which lose their end or "
                 "their prompt when they are cut",
-                arguments.overlong,
+                overlong,
                 "use drop or error",
             )
         )
@@ -176,8 +182,8 @@ def _options(arguments: argparse.Namespace) -> PreprocessOptions:
         raise UserError(problems)
     if arguments.append_eod and not handler.is_conversation:
         _note(f"--append-eod has no effect: {handler.name} writes no conversations")
-    for note in notes(arguments):
-        _note(note)
+    for name, why in ignored_flags(arguments, PREPROCESS_FLAGS):
+        _note(f"{name} has no effect: {why}")
     additional = arguments.dataset_additional_keys
     return PreprocessOptions(
         inputs=tuple(arguments.input),
@@ -214,12 +220,8 @@ def _merge(arguments: argparse.Namespace) -> None:
                 remedy="give both",
             )
         )
-    merged = merge(
-        arguments.input[0],
-        arguments.merge_group_keys,
-        arguments.output_prefix,
-        arguments.overwrite,
-    )
+    folder, keys = arguments.input[0], arguments.merge_group_keys
+    merged = merge(folder, keys, arguments.output_prefix, arguments.overwrite)
     for output, size in merged.items():
         print(f"written: {readable(output)}.bin and .idx, {size} sequences")
 
@@ -231,23 +233,21 @@ def _one_of(flag: str, value: str, known: Collection[str]) -> list[Problem]:
     return [Problem(flag, f"must be one of {', '.join(known)}", value, f"did you mean {guess}?")]
 
 
-@contextmanager
-def _progress(log_interval: int) -> Iterator[Progress]:
-    """A bar on a terminal; elsewhere lines, `log_interval` rows and LINE_S seconds apart."""
+def _progress(log_interval: int) -> AbstractContextManager[Callable[..., None]]:
+    """Show rows read: a bar on a terminal; elsewhere lines, `log_interval` rows and LINE_S apart.
+
+    log_interval: rows between two lines, at least
+    """
     started = last_s = time.monotonic()
     last_rows = 0
 
-    def line(rows: int) -> None:
+    def print_line(rows: int) -> None:
         nonlocal last_rows, last_s
         if rows - last_rows >= log_interval and (now := time.monotonic()) - last_s >= LINE_S:
             last_rows, last_s = rows, now
             print(f"{rows} rows read in {now - started:.1f} s", file=sys.stderr)
 
-    if not sys.stderr.isatty():
-        yield line
-        return
-    with tqdm(unit=" rows", unit_scale=True, file=RawStream(sys.stderr)) as bar:
-        yield lambda rows: bar.update(rows - bar.n)
+    return progress_bar(print_line, unit=" rows")
 
 
 def _report(counts: Counts, prefix: str) -> None:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mindspeed_rlxf.cli.command_line import Parser, print_problems, speak_utf8
+from mindspeed_rlxf.cli.command_line import Parser, fail, option, speak_utf8
 from mindspeed_rlxf.compat import older_toolkit
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
 from mindspeed_rlxf.config.dump import to_yaml
@@ -23,9 +23,16 @@ from mindspeed_rlxf.config.schema import RunConfig
 if TYPE_CHECKING:
     from mindspeed_rlxf.trainer.run import Run
 
+OPTIONS = (
+    option("--config-name", "-cn", help="configuration, without .yaml"),
+    option("--config-dir", "-cd", help="folder to look in before the built-in one"),
+    option("--cfg", "-c", choices=["job"], help="print the resolved YAML and stop"),
+    option("overrides", nargs="*", metavar="key=value", help="changes to the YAML"),
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains, or prints what would be trained, and returns the exit code."""
+    """Train, or print what would be trained, and return the exit code."""
     speak_utf8()
     try:
         arguments = _parse(argv)
@@ -47,12 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 trainer.fit()
         return run.exit_code
     except UserError as error:
-        print_problems(error.problems)
-        return 2
+        return fail(error.problems)
 
 
 def _prepare(config: RunConfig) -> Run:
-    """The run of a configuration whose files are good. Raises UserError."""
+    """Check the files of the configuration and return its run. Errors: UserError."""
     from mindspeed_rlxf.trainer.preflight import prepare
 
     prepared = prepare(config)
@@ -66,7 +72,7 @@ def _prepare(config: RunConfig) -> Run:
 
 
 def _dry_run(config: RunConfig) -> int:
-    """The plan, then all that this host lacks or that does not fit, and every problem of files."""
+    """Print the plan; then report missing devices, plans that do not fit, and bad files."""
     from mindspeed_rlxf.config.rules.host import check_host
     from mindspeed_rlxf.ops.planning.plan import plan
     from mindspeed_rlxf.trainer.preflight import prepare
@@ -84,11 +90,9 @@ def _dry_run(config: RunConfig) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="train", description="PPO, GRPO or online DPO from a YAML configuration.")
-    parser.add_argument("--config-name", "-cn", help="configuration, without .yaml")
-    parser.add_argument("--config-dir", "-cd", help="folder to look in before the built-in one")
-    parser.add_argument("--cfg", "-c", choices=["job"], help="print the resolved YAML and stop")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the YAML")
+    parser = Parser(
+        OPTIONS, prog="train", description="PPO, GRPO or online DPO from a YAML configuration."
+    )
     arguments = parser.parse_intermixed_args(argv)
     if arguments.config_name is None:
         names = ", ".join(config_names([builtin_config_dir()])) or "none"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import Problem
-from mindspeed_rlxf.config.variables import withhold
+from mindspeed_rlxf.config.secret_words import withhold
 from mindspeed_rlxf.config.withheld import reveal
 
 FORWARDED = ("HCCL_", "ASCEND_", "GLOO_", "TP_", "NCCL_")  # settings of communication libraries

@@ -1,13 +1,12 @@
-"""The tables of `docs/migrating.md`, from the schema and the lists of older keys.
+"""Make the tables of `docs/migrating.md` from the schema and the lists of older keys.
 
-`python -m mindspeed_rlxf.compat.migration docs/migrating.md` puts them where they belong.
+`python -m mindspeed_rlxf.compat.migration docs/migrating.md` writes them into the document.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from enum import Enum
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def tables() -> str:
 
 
 def put_into(text: str) -> str:
-    """The document with the tables after its mark."""
+    """Replace the part of the document behind `MARK` with the tables."""
     head, mark, _ = text.partition(MARK)
     if not mark:
         raise ValueError(f"the document must hold the line {MARK!r}; add it where the tables go")
@@ -64,27 +63,23 @@ def put_into(text: str) -> str:
 def _sections() -> dict[str, dict[str, FieldInfo]]:
     """Title -> keys; those of all roles, of optimizers and of architectures once."""
     common, optimizer = fields(RoleConfig), fields(OptimizerConfig)
-    found = {
+    shared = common | optimizer | {"optimizer"}
+    own = {role.value: _without(schema, shared) for role, schema in ROLE_SECTIONS.items()}
+    plain = {name: _without(schema, {"kl_ctrl"}) for name, schema in PLAIN_SECTIONS.items()}
+    pools = {role: REWARD_POOL if role is Role.REWARD else "its pool" for role in CONFIGURED}
+    return {
         "training": dict(TrainingConfig.model_fields),
         "every role": _without(RoleConfig, {"architecture"}),
         "actor_rollout, critic: optimizer": dict(OptimizerConfig.model_fields),
+        **{name: keys for name, keys in own.items() if keys},
+        "model.<name>": dict(ArchitectureConfig.model_fields),
+        "algorithm": plain.pop("algorithm"),
+        "algorithm.kl_ctrl": dict(KlControlConfig.model_fields),
+        **plain,
+        "placement": {role.value: key(role.value, text) for role, text in pools.items()},
+        "resource_pool": {"<pool>": POOL, **PoolSettings.model_fields},
+        "the top level": {"dry_run": RunConfig.model_fields["dry_run"]},
     }
-    for role, schema in ROLE_SECTIONS.items():
-        own = _without(schema, common | optimizer | {"optimizer"})
-        if own:
-            found[role.value] = own
-    found["model.<name>"] = dict(ArchitectureConfig.model_fields)
-    for name, section in PLAIN_SECTIONS.items():
-        found[name] = _without(section, {"kl_ctrl"})
-        if name == "algorithm":
-            found["algorithm.kl_ctrl"] = dict(KlControlConfig.model_fields)
-    found["placement"] = {
-        role.value: key(role.value, REWARD_POOL if role is Role.REWARD else "its pool")
-        for role in CONFIGURED
-    }
-    found["resource_pool"] = {"<pool>": POOL, **PoolSettings.model_fields}
-    found["the top level"] = {"dry_run": RunConfig.model_fields["dry_run"]}
-    return found
 
 
 def _without(section: type[BaseModel], names: set[str]) -> dict[str, FieldInfo]:
@@ -99,38 +94,33 @@ def _section(keys: dict[str, FieldInfo]) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value: Any = field.default
-    if isinstance(value, Enum):
-        value = value.value
-    if isinstance(value, tuple):
-        return "a list" if value else "`[]`"
-    return f"`{value}`" if isinstance(value, str) else f"`{written(value)}`"
+    value: Any = getattr(field.default, "value", field.default)
+    return "a list" if isinstance(value, tuple) and value else _listed([value])
 
 
 def _no_op(entry: NoOp) -> list[str]:
-    values = ANY if isinstance(entry.allowed, str) else _listed(_as_text(v) for v in entry.allowed)
+    values = ANY if isinstance(entry.allowed, str) else _listed(entry.allowed)
     return [_listed(entry.keys), values, entry.meaning]
 
 
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else written(value)
-
-
-def _listed(words: Sequence[str] | Iterator[str]) -> str:
-    return ", ".join(f"`{word}`" for word in words)
+def _listed(values: Sequence[Any]) -> str:
+    """Values as the YAML spells them, in code quotes."""
+    texts = (value if isinstance(value, str) else written(value) for value in values)
+    return ", ".join(f"`{text}`" for text in texts).replace("`()`", "`[]`")
 
 
 def _table(head: str, rows: Any) -> str:
     columns = head.split(" | ")
     lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+    return "\n".join(f"| {' | '.join(_escape(cell) for cell in line)} |" for line in lines)
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def _escape(cell: str) -> str:
+    return cell.replace("|", "\\|")
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Write the tables into the document, or print them without one."""
     if len(arguments) != 1:
         print(tables(), end="")
         return 0

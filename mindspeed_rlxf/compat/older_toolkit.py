@@ -1,7 +1,7 @@
-"""YAML of MindSpeed-LLM's Ray PPO: its places and words turned into those of the schema.
+"""Translate the YAML of MindSpeed-LLM's Ray PPO to the keys and words of the schema.
 
-Works on the sections before they are typed. What is taken out without effect is noted once, what
-asks for something that is not here is a problem; `older_keys` has the lists.
+Works on the sections before they are typed. Keys without effect are removed and noted once; keys
+that ask for something that does not exist here are problems. `older_keys` has the lists.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mindspeed_rlxf.config.suggest import written
 
 ACTOR = Role.ACTOR_ROLLOUT.value
 GROUP_NORM = "group_norm"
-"""Their word for GRPO's advantages."""
+"""Word of the older toolkit for the advantages of GRPO."""
 OLD_ENTROPY_COEFF = 0.001
-"""Their default of a key that they never read."""
+"""Default of the older toolkit, which never reads the key."""
 MOVED = {
     "data_path": "data.data_path",
     "no_shuffle": "data.shuffle",
@@ -49,24 +49,29 @@ MOVED = {
 
 
 def translate(draft: Draft, sections: Tree, nested: bool) -> None:
-    """sections: underscored, roles at the top. nested: the tree has `actor_rollout_ref`."""
+    """As `Dialect.translate`."""
     for name, values in sections["model"].items():
-        _vocabulary(draft, f"model.{name}", values)
-        _query_groups(draft, f"model.{name}", values)
+        if "padded_vocab_size" in values:  # the rows of the checkpoint's embedding
+            values["vocab_size"] = values.pop("padded_vocab_size")
+            draft.spelled[f"model.{name}.vocab_size"] = f"model.{name}.padded_vocab_size"
+        _query_groups(draft, f"model.{name}.group_query_attention", values)
     _seeds(draft, sections)
     _data(draft, sections)
     _category(draft, sections)
     _algorithm(draft, sections)
     _value_clip(draft, sections)
-    _rollout_layout(draft, sections)
-    _deterministic(draft, sections)
-    _take_out(draft, sections)
+    for key in ("inference_tensor_model_parallel_size", "use_deter_comp"):
+        found = _strongest(draft, sections, key)
+        # `use_deter_comp: false` leaves the choice to the device, as an absent key does.
+        if found and (key != "use_deter_comp" or found[1] not in (None, False)):
+            _move(draft, sections, *found, MOVED[key])
+    _remove_older_keys(draft, sections)
     if nested or draft.notes:
-        _what_differs(draft, sections)
+        _note_differences(draft, sections)
 
 
 def tokenizer_vocabulary(draft: Draft, sections: Tree, model: str, architecture: Tree) -> None:
-    """A model YAML without `vocab_size` has that of the config.json beside the tokenizer."""
+    """Take a missing `vocab_size` of a model from the config.json beside the tokenizer."""
     folder = sections["training"].get("tokenizer_name_or_path")
     if "vocab_size" in architecture or not isinstance(folder, str):
         return
@@ -78,45 +83,40 @@ def tokenizer_vocabulary(draft: Draft, sections: Tree, model: str, architecture:
     except ValueError as error:
         tokenizer = f"{ref('training.tokenizer_name_or_path')}={folder}"
         draft.reject(
-            Problem(key, f"is required, and {tokenizer} does not tell it: {error}, or add the key")
+            Problem(key, f"is required, and {tokenizer} does not give it: {error}, or add the key")
         )
         return
     architecture["vocab_size"] = found
     draft.note(f"taken from {place / 'config.json'}", f"{key}={found}")
 
 
-def _vocabulary(draft: Draft, path: str, values: Tree) -> None:
-    """What they pad to is what the checkpoint's embedding holds."""
-    if "padded_vocab_size" in values:
-        values["vocab_size"] = values.pop("padded_vocab_size")
-        draft.spelled[f"{path}.vocab_size"] = f"{path}.padded_vocab_size"
-
-
 def _query_groups(draft: Draft, path: str, values: Tree) -> None:
-    """Without the flag Megatron has a key head for each query head whatever the number says, with
-    it and without a number it has one."""
+    """Translate `group_query_attention`.
+
+    In Megatron, without the flag every query head has a key head, whatever the number says; with
+    the flag and without a number there is one key head.
+    """
     if "group_query_attention" not in values:
         return
     flag, groups = values.pop("group_query_attention"), values.get("num_query_groups")
     if not isinstance(flag, bool):
-        draft.reject(_not_a_flag(f"{path}.group_query_attention", flag))
+        _reject_non_flag(draft, path, flag)
     elif flag:
         values["num_query_groups"] = 1 if groups is None else groups
     elif groups not in (None, values.get("num_attention_heads")):
-        name = f"{path}.group_query_attention"
         draft.reject(
             Problem(
-                name, f"contradicts num_query_groups={written(groups)}", False, "remove one of them"
+                path, f"contradicts num_query_groups={written(groups)}", False, "remove one of them"
             )
         )
 
 
-def _not_a_flag(path: str, value: Any) -> Problem:
-    return Problem(path, "must be true or false", written(value), "use true")
+def _reject_non_flag(draft: Draft, path: str, value: Any) -> None:
+    draft.reject(Problem(path, "must be true or false", written(value), "use true"))
 
 
 def _strongest(draft: Draft, sections: Tree, key: str) -> tuple[str, Any] | None:
-    """(path as written, value) of a key in the actor's layers, which it is taken out of."""
+    """Remove a key from the actor's layers; return its path and value in the strongest layer."""
     training, actor = sections["training"], sections[ACTOR]
     model = str(actor.get("model", training.get("model")))
     layers = {f"model.{model}": sections["model"].get(model, {}), "training": training}
@@ -128,36 +128,44 @@ def _strongest(draft: Draft, sections: Tree, key: str) -> tuple[str, Any] | None
     return found
 
 
+def _strongest_flag(draft: Draft, sections: Tree, key: str) -> tuple[str, bool] | None:
+    """As `_strongest`; None and a problem where the value is not true or false."""
+    found = _strongest(draft, sections, key)
+    if found and not isinstance(found[1], bool):
+        _reject_non_flag(draft, *found)
+        return None
+    return found
+
+
 def _move(draft: Draft, sections: Tree, path: str, value: Any, target: str) -> None:
-    """To `section.key`, where the same may stand already."""
+    """Set `target`, a `section.key`; a problem where it has another value already."""
     section, key = target.split(".")
     there = sections[section].setdefault(key, value)
-    if there != value:
-        draft.reject(
-            Problem(
-                path,
-                f"and {ref(target)}={written(there)} say the same thing differently",
-                remedy="keep one",
-            )
-        )
-    else:
+    if there == value:
         draft.origins.setdefault((section, key), path)
+        return
+    draft.reject(
+        Problem(
+            path,
+            f"and {ref(target)}={written(there)} say the same thing differently",
+            remedy="keep one",
+        )
+    )
 
 
 def _seeds(draft: Draft, sections: Tree) -> None:
-    """One seed for the run: the actor's, by their layering."""
-    training, own = sections["training"], sections["training"].get("seed")
-    found = _strongest(draft, sections, "seed")
-    if found:
-        path, value = found
-        training["seed"] = value
-        draft.origins["training", "seed"] = path
+    """Use one seed for the run: the actor's, by the layers of the older toolkit."""
+    training = sections["training"]
+    if found := _strongest(draft, sections, "seed"):
+        draft.origins["training", "seed"], training["seed"] = found
     for name, values in sections["model"].items():
-        values.pop("seq_length", None)  # `training` is over it, and has to have one
+        values.pop("seq_length", None)  # `training` is over it, and must have one
         other = values.pop("seed", None)
-        if other is not None and other != training.get("seed", own):
-            meaning = "one seed for the run, that of training or of the actor's model"
-            draft.note(meaning, f"model.{name}.seed={written(other)}")
+        if other not in (None, training.get("seed")):
+            draft.note(
+                "one seed for the run, that of training or of the actor's model",
+                f"model.{name}.seed={written(other)}",
+            )
 
 
 def _data(draft: Draft, sections: Tree) -> None:
@@ -165,36 +173,28 @@ def _data(draft: Draft, sections: Tree) -> None:
     if found := _strongest(draft, sections, "data_path"):
         path, value = found
         _move(draft, sections, path, _prefixes(draft, path, value), "data.data_path")
-        _old_data_defaults(draft, data)
-    if found := _strongest(draft, sections, "no_shuffle"):
-        path, value = found
-        if isinstance(value, bool):
-            _move(draft, sections, path, not value, "data.shuffle")
-        else:
-            draft.reject(_not_a_flag(path, value))
-    if found := _strongest(draft, sections, "dataset_with_labels"):
-        path, value = found
-        if not isinstance(value, bool):
-            draft.reject(_not_a_flag(path, value))
-        elif value:
-            set_default(data, "ground_truth_key", "labels")
-            draft.note("data.ground_truth_key=labels", f"{path}=true")
+        _set_older_data_defaults(draft, data)
+    if found := _strongest_flag(draft, sections, "no_shuffle"):
+        _move(draft, sections, found[0], not found[1], "data.shuffle")
+    if (found := _strongest_flag(draft, sections, "dataset_with_labels")) and found[1]:
+        set_default(data, "ground_truth_key", "labels")
+        draft.note("data.ground_truth_key=labels", f"{found[0]}=true")
     if found := _strongest(draft, sections, "dataset_additional_keys"):
         path, value = found
         names = value.replace(",", " ").split() if isinstance(value, str) else value
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             draft.reject(Problem(path, "must be names of columns", written(value), "use labels"))
-        else:
-            if "labels" in names:
-                set_default(data, "ground_truth_key", "labels")
-            draft.note(
-                "all columns of a data set are in reach; rules compare with data.ground_truth_key",
-                f"dataset_additional_keys={' '.join(names)}",
-            )
+            return
+        if "labels" in names:
+            set_default(data, "ground_truth_key", "labels")
+        draft.note(
+            "all columns of a data set can be used; rules compare with data.ground_truth_key",
+            f"dataset_additional_keys={' '.join(names)}",
+        )
 
 
 def _value_clip(draft: Draft, sections: Tree) -> None:
-    """A clip of nothing: what theirs takes for none would hold the values where they are."""
+    """Turn a clip of 0 or less, which means no clip in the older toolkit, into null."""
     critic = sections.get(Role.CRITIC.value) or {}
     value = critic.get("cliprange_value")
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
@@ -207,46 +207,41 @@ def _prefixes(draft: Draft, path: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     parts = [part for part in value.split(",") if part]
-    if len(parts) % 2 == 0 and all(_is_number(part) for part in parts[::2]):
-        if len(parts) > 2:
-            names = ", ".join(parts[1::2])
-            draft.reject(
-                Problem(
-                    path,
-                    "data sets are not blended by weight",
-                    value,
-                    f"use {ref('data.data_path')}=[{names}], where each prompt counts once",
-                    colon=True,
-                )
+    if len(parts) % 2 or not all(part.replace(".", "", 1).isdigit() for part in parts[::2]):
+        return parts
+    names = parts[1::2]
+    if len(names) > 1:
+        draft.reject(
+            Problem(
+                path,
+                "data sets are not blended by weight",
+                value,
+                f"use {ref('data.data_path')}=[{', '.join(names)}], where each prompt counts once",
+                colon=True,
             )
-        parts = parts[1::2]
-    return parts
+        )
+    return names
 
 
-def _is_number(text: str) -> bool:
-    return text.replace(".", "", 1).isdigit()
-
-
-def _old_data_defaults(draft: Draft, data: Tree) -> None:
-    """Their data sets name no source, and long prompts did not stop a run."""
+def _set_older_data_defaults(draft: Draft, data: Tree) -> None:
+    """Data sets of the older toolkit name no source; long prompts did not stop a run there."""
     set_default(data, "default_data_source", "prompts")
     if data.get("overlong_prompts") is None:
         data["overlong_prompts"] = OverlongPrompts.DROP.value
         draft.note(
-            "prompts over max_prompt_length are dropped and counted (they lost their end, where a "
-            "chat's answer begins, in MindSpeed-LLM)",
+            "prompts over max_prompt_length are dropped and counted (MindSpeed-LLM cut off their "
+            "end, where a chat's answer begins)",
             "data.overlong_prompts=drop",
         )
 
 
 def _category(draft: Draft, sections: Tree) -> None:
-    """Their mark of each data set: 1 = scored by the verifier, 0 = by the reward model."""
-    reward, found = sections["reward"], _strongest(draft, sections, "dataset_category")
-    if found:
+    """Check the older mark of each data set: 1 = scored by the verifier, 0 = by a reward model."""
+    reward = sections["reward"]
+    wanted = "1" if reward.get("verifier") else "0"
+    if found := _strongest(draft, sections, "dataset_category"):
         path, value = found
-        kinds = set(str(value).replace(" ", "").split(","))
-        wanted = "1" if reward.get("verifier") else "0"
-        if kinds == {wanted}:
+        if set(str(value).replace(" ", "").split(",")) == {wanted}:
             by = "the verifier" if wanted == "1" else "the reward model"
             draft.note(f"{by} scores every prompt", f"dataset_category={value}")
         else:
@@ -278,13 +273,17 @@ def _algorithm(draft: Draft, sections: Tree) -> None:
         for section in (ACTOR, "training"):
             if sections[section].get("entropy_coeff") == OLD_ENTROPY_COEFF:
                 del sections[section]["entropy_coeff"]
-                meaning = "the loss of a pair has no entropy term"
-                draft.note(meaning, f"entropy_coeff={OLD_ENTROPY_COEFF}")
+                draft.note(
+                    "the loss of a pair has no entropy term", f"entropy_coeff={OLD_ENTROPY_COEFF}"
+                )
 
 
 def _group_norm(draft: Draft, algorithm: Tree) -> None:
-    """The z-score of a group at the last token and its cumulative sum, which is the z-score on
-    every token while nothing is discounted; whitened unless told otherwise; k3 in the loss."""
+    """Translate `group_norm` to grpo, whitened by default, with the k3 estimate in the loss.
+
+    The older toolkit puts the z-score of a group at the last token and sums from there; without a
+    discount that is the z-score on every token.
+    """
     algorithm["adv_estimator"] = AdvEstimator.GRPO.value
     set_default(algorithm, "advantage_whiten", AdvantageWhiten.BATCH.value)
     gamma = algorithm.get("gamma", 1.0)
@@ -308,51 +307,38 @@ def _group_norm(draft: Draft, algorithm: Tree) -> None:
         )
 
 
-def _rollout_layout(draft: Draft, sections: Tree) -> None:
-    key = "inference_tensor_model_parallel_size"
-    if found := _strongest(draft, sections, key):
-        _move(draft, sections, *found, MOVED[key])
-
-
-def _deterministic(draft: Draft, sections: Tree) -> None:
-    """Their flag in `false` leaves the choice to the device, as an absent one does."""
-    found = _strongest(draft, sections, "use_deter_comp")
-    if found and found[1] not in (None, False):
-        _move(draft, sections, *found, "training.deterministic")
-
-
-def _take_out(draft: Draft, sections: Tree) -> None:
-    """The no-ops and the refused keys of every layer."""
+def _remove_older_keys(draft: Draft, sections: Tree) -> None:
+    """Remove the keys without effect and the refused keys from every layer."""
     layers = {f"model.{name}": values for name, values in sections["model"].items()}
     layers |= {name: sections[name] for name in ("training", *(role.value for role in CONFIGURED))}
     for section, values in layers.items():
         for key in sorted(values.keys() & (NO_OPS.keys() | REFUSED.keys())):
             path = draft.spelled.get(f"{section}.{key}", f"{section}.{key}")
-            _take(draft, path, key, values.pop(key))
+            _note_or_reject(draft, path, key, values.pop(key))
 
 
-def _take(draft: Draft, path: str, key: str, value: Any) -> None:
-    if key in REFUSED:
-        refusal = REFUSED[key]
-        if not refusal.is_neutral(value):
-            draft.reject(
-                Problem(path, f"is not to be had: {refusal.why}", written(value), refusal.remedy)
-            )
-        return
-    entry = NO_OPS[key]
-    if entry.allows(value):
-        draft.note(entry.meaning, f"{key}={written(value)}")
-        return
-    good = " or ".join(written(word) for word in entry.allowed[:2])
-    draft.reject(
-        Problem(
-            path, f"must be {good}: {entry.meaning}", written(value), f"use {entry.remedy or good}"
+def _note_or_reject(draft: Draft, path: str, key: str, value: Any) -> None:
+    refusal, entry = REFUSED.get(key), NO_OPS.get(key)
+    if refusal and not refusal.is_neutral(value):
+        draft.reject(
+            Problem(path, f"is not supported: {refusal.why}", written(value), refusal.remedy)
         )
-    )
+    elif entry and entry.allows(value):
+        draft.note(entry.meaning, f"{key}={written(value)}")
+    elif entry:
+        good = " or ".join(written(word) for word in entry.allowed[:2])
+        draft.reject(
+            Problem(
+                path,
+                f"must be {good}: {entry.meaning}",
+                written(value),
+                f"use {entry.remedy or good}",
+            )
+        )
 
 
-def _what_differs(draft: Draft, sections: Tree) -> None:
-    """Keys of one name that mean something else here, where the YAML relies on them."""
+def _note_differences(draft: Draft, sections: Tree) -> None:
+    """Note keys of the YAML that mean something else in the older toolkit."""
     actor, training = sections[ACTOR], sections["training"]
     coefficient = actor.get("entropy_coeff", training.get("entropy_coeff"))
     if coefficient:

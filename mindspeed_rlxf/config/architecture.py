@@ -14,12 +14,12 @@ OF_EXPERTS = (
     "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
     "moe_router_load_balancing_type", "moe_aux_loss_coeff",
 )  # fmt: skip
-"""Keys of an architecture that ask for nothing without `num_experts`."""
+"""Keys of an architecture that have no effect without `num_experts`."""
 
 MOST_LAYERS, MOST_EXPERTS, MOST_WIDTH = 10_000, 10_000, 2**22
 MOST_TOKENS, MOST_POSITIONS = 2**27, 2**31
 MOST_EXPERTS_IN_ALL = 200_000  # of all layers: each has tensors of its own
-"""Above these no model is meant; every layer, expert and token costs memory before a run starts."""
+"""No real model is larger; every layer, expert and token costs memory before a run starts."""
 
 
 class ArchitectureConfig(Section):
@@ -83,7 +83,7 @@ class ArchitectureConfig(Section):
 
     @property
     def balances_experts(self) -> bool:
-        """Training adds the load-balancing loss."""
+        """Whether training adds the load-balancing loss."""
         wanted = self.moe_router_load_balancing_type is LoadBalancing.AUX_LOSS
         return self.num_experts is not None and wanted and self.moe_aux_loss_coeff > 0
 
@@ -97,10 +97,13 @@ class ArchitectureConfig(Section):
                 remedy="take it from the checkpoint's config.json",
                 reads=("rope_scaling_type",),
             )
-        if self.num_experts is None:
-            yield from self._dense()
-        else:
+        if self.num_experts is not None:
             yield from self._routing(self.num_experts)
+        for name in OF_EXPERTS if self.num_experts is None else ():
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                rule = "needs num_experts, the model is dense"
+                yield Problem(name, rule, value, "remove it", reads=("num_experts",))
 
     def _heads(self) -> Iterator[Problem]:
         heads, width = self.num_attention_heads, self.hidden_size
@@ -129,13 +132,6 @@ class ArchitectureConfig(Section):
                 use(around(self.kv_heads, divisors(heads))),
                 reads=("num_attention_heads",),
             )
-
-    def _dense(self) -> Iterator[Problem]:
-        rule, reads = "needs num_experts, the model is dense", ("num_experts",)
-        for name in OF_EXPERTS:
-            value = getattr(self, name)
-            if value != type(self).model_fields[name].default:
-                yield Problem(name, rule, value, "remove it", reads=reads)
 
     def _routing(self, experts: int) -> Iterator[Problem]:
         if experts * self.num_layers > MOST_EXPERTS_IN_ALL:

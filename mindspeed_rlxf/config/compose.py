@@ -2,39 +2,49 @@
 
 Hydra composes; its `compose` API is used rather than `@hydra.main`, which makes folders and moves
 into them. A plain `key=value` also works for keys that the YAML does not mention.
+
+Hydra copies every alias and omegaconf every interpolation, so a file of a hundred lines can ask for
+terabytes. Files are therefore checked before hydra reads them. A few interpolations are resolved in
+this process; many are resolved in a process with limits of time and memory.
 """
 
 from __future__ import annotations
 
+import io
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mindspeed_rlxf.config.bounded_compose import checked_files, resolved
 from mindspeed_rlxf.config.errors import ConfigError, Problem
 from mindspeed_rlxf.config.quoting import quoted
+from mindspeed_rlxf.config.secret_words import withhold_interpolated
 from mindspeed_rlxf.config.suggest import closest
-from mindspeed_rlxf.config.variables import withhold_interpolated
+from mindspeed_rlxf.files.bounded import OutOfBoundsError, run_bounded
+from mindspeed_rlxf.files.plain import read_text
+from mindspeed_rlxf.files.plain_yaml import MAX_BYTES, check_yaml
 
 PACKAGE = Path(__file__).resolve().parents[1]
-
-
+FEW = 16  # interpolations: at worst they make a text some hundred times longer
+MAX_TEXT = 4096  # characters of a value, where interpolations are resolved in this process
+CPU_S, MEMORY_BYTES = 1, 2**30
 _REFUSED = (
-    HydraException,
-    OmegaConfBaseException,
-    yaml.YAMLError,
-    ValueError,
-    OSError,
-    RecursionError,
+    HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, RecursionError,
     MemoryError,
-)
+)  # fmt: skip
 
 
 def builtin_config_dir() -> Path:
@@ -62,13 +72,16 @@ def compose(
     directories = _holder_first(config_name, directories)
     search = ",".join(f"'file://{directory}'" for directory in directories[1:])
     edits = [_add_if_new(override, directories) for override in overrides]
+    first = str(directories[0])
     try:
-        with warnings.catch_warnings(), checked_files(), _hydra(directories[0]):
+        with (
+            warnings.catch_warnings(),
+            _checked_files(),
+            initialize_config_dir(first, version_base="1.3"),
+        ):
             warnings.simplefilter("ignore", UserWarning)  # a defaults list without `_self_`
             config = hydra_compose(config_name, [*edits, f"hydra.searchpath=[{search}]"])
-        found = resolved(config)
-        assert isinstance(found, dict), "hydra composes a mapping"
-        tree = {str(name): value for name, value in found.items()}
+        tree = {str(name): value for name, value in _resolve_bounded(config).items()}
         withhold_interpolated(tree, config)
     except _REFUSED as error:
         raise ConfigError(_explain(error, config_name, directories)) from error
@@ -76,39 +89,47 @@ def compose(
 
 
 def _explain(error: Exception, config_name: str, directories: Sequence[Path]) -> Problem:
-    """What hydra, omegaconf or the YAML parser found wrong."""
+    """Turn an error of hydra, omegaconf or the YAML parser into a problem."""
+    name = f"config {config_name}"
     if isinstance(error, MissingConfigException):
-        return _missing_part(config_name, error, directories)
-    if isinstance(error, yaml.YAMLError):
-        return _bad_yaml(config_name, error)
-    if isinstance(error, OverrideParseException):
+        missing = str(error.missing_cfg_file or "")
+        names = ", ".join(config_names(directories, str(Path(missing).parent))) or "none"
         return Problem(
-            error.override.removeprefix("++"),
-            "cannot be read",
-            remedy="write key=value, and quotes around a value with unusual signs, as in "
-            "key='\"a(b)\"'",
+            name,
+            f"defaults name {missing}, which does not exist",
+            remedy=f"there are: {names}",
             colon=True,
         )
+    if isinstance(error, yaml.YAMLError):
+        mark = getattr(error, "problem_mark", None)
+        place = f"{mark.name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        return Problem(
+            place,
+            f"not valid YAML: {getattr(error, 'problem', None) or error}",
+            remedy="correct that line" if mark else "correct it",
+            colon=True,
+        )
+    if isinstance(error, OverrideParseException):
+        remedy = "write key=value, and quotes around a value with unusual signs, as in "
+        remedy += "key='\"a(b)\"'"
+        return Problem(
+            error.override.removeprefix("++"), "cannot be read", remedy=remedy, colon=True
+        )
     if isinstance(error, RecursionError):
-        return Problem(f"config {config_name}", "must not nest so deep", remedy="flatten it")
+        return Problem(name, "must not nest so deep", remedy="flatten it")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    found = "; ".join(lines) or type(error).__name__
-    return Problem(f"config {config_name}", f"cannot be composed: {found}")
-
-
-def _hydra(directory: Path) -> initialize_config_dir:
-    return initialize_config_dir(str(directory), version_base="1.3")
+    return Problem(name, f"cannot be composed: {'; '.join(lines) or type(error).__name__}")
 
 
 def _directories(config_dir: str | Path | None) -> list[Path]:
-    """Where configs are looked for, the first one first; absolute."""
+    """The folders that configs are searched in, absolute, the first one first."""
     builtin = builtin_config_dir()
     if config_dir is None:
         return [builtin]
     chosen = Path(config_dir).expanduser().absolute()
     if not chosen.is_dir():
         raise ConfigError(
-            Problem(f"--config-dir {config_dir}", "must be a folder", remedy="give one that exists")
+            Problem(f"--config-dir {config_dir}", "must be a folder", remedy="correct it")
         )
     return [chosen, builtin] if builtin.is_dir() else [chosen]
 
@@ -118,20 +139,22 @@ def _file_of(config_name: str) -> str:
 
 
 def _holder_first(config_name: str, directories: list[Path]) -> list[Path]:
-    """Hydra takes the named config from the first folder only, and parts of configs from there
-    before others: a part of that name in the chosen folder would be passed over.
+    """Put the folder that holds the config first.
+
+    Hydra takes the named config from the first folder only, and parts of configs from there before
+    others. A part of the same name in the chosen folder would be ignored, so that is an error.
     """
     file = _file_of(config_name)
     if (directories[0] / file).is_file():
         return directories
     chosen, builtin = directories
     for part in sorted(chosen.glob("*/*.yaml")):
-        if (builtin / part.relative_to(chosen)).is_file():
+        name = part.relative_to(chosen)
+        if (builtin / name).is_file():
             raise ConfigError(
                 Problem(
                     f"--config-dir {chosen}",
-                    f"{part.relative_to(chosen)} stands for the built-in one only beside a config "
-                    "of that folder",
+                    f"{name} replaces the built-in one only beside a config of that folder",
                     remedy=f"copy {builtin / file} there too",
                     colon=True,
                 )
@@ -144,14 +167,10 @@ def _check_name(config_name: str, directories: Sequence[Path]) -> None:
         return
     names = config_names(directories)
     guess = closest(config_name, names)
-    places = " or ".join(map(str, directories))
+    rule = f"no such config in {' or '.join(map(str, directories))}"
     remedy = f"did you mean {guess}? " if guess else ""
     remedy += f"there are: {', '.join(names) or 'none'}"
-    raise ConfigError(
-        Problem(
-            f"--config-name {config_name}", f"no such config in {places}", remedy=remedy, colon=True
-        )
-    )
+    raise ConfigError(Problem(f"--config-name {config_name}", rule, remedy=remedy, colon=True))
 
 
 def _add_if_new(override: str, directories: Sequence[Path]) -> str:
@@ -165,25 +184,75 @@ def _add_if_new(override: str, directories: Sequence[Path]) -> str:
     return f"++{name}={value}"
 
 
-def _missing_part(
-    config_name: str, error: MissingConfigException, directories: Sequence[Path]
-) -> Problem:
-    missing = str(error.missing_cfg_file or "")
-    group = str(Path(missing).parent)
-    names = ", ".join(config_names(directories, group)) or "none"
-    return Problem(
-        f"config {config_name}",
-        f"defaults name {missing}, which does not exist",
-        remedy=f"there are: {names}",
-        colon=True,
-    )
+class PlainFileSource(FileConfigSource):
+    """Hydra's source of files, which checks them first."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        name = self._normalize_file_name(config_path)
+        file = os.path.realpath(os.path.join(self.path, name))
+        if not os.path.exists(file):
+            raise ConfigLoadError(f"Config not found : {file}")
+        text = read_text(file, MAX_BYTES)
+        check_yaml(text, file)
+        stream = io.StringIO(text)
+        stream.name = file  # what errors of the parser call it
+        return ConfigResult(
+            config=OmegaConf.load(stream),
+            path=f"{self.scheme()}://{self.path}",
+            provider=self.provider,
+            header=ConfigSource._get_header_dict(text[:512]),
+        )
 
 
-def _bad_yaml(config_name: str, error: yaml.YAMLError) -> Problem:
-    mark = getattr(error, "problem_mark", None)
-    return Problem(
-        f"{mark.name}:{mark.line + 1}:{mark.column + 1}" if mark else f"config {config_name}",
-        f"not valid YAML: {getattr(error, 'problem', None) or error}",
-        remedy="mend that line" if mark else "mend it",
-        colon=True,
-    )
+@contextmanager
+def _checked_files() -> Iterator[None]:
+    """Make hydra read files through `PlainFileSource`."""
+    Plugins.instance()  # registers its own sources, once
+    known = SourcesRegistry.instance().types
+    before = known["file"]
+    known["file"] = PlainFileSource
+    try:
+        yield
+    finally:
+        known["file"] = before
+
+
+def _resolve_bounded(config: DictConfig) -> Any:
+    """The plain tree of a composed configuration. Errors: OmegaConfBaseException, ValueError."""
+    texts = list(_texts(OmegaConf.to_container(config, resolve=False)))
+    count = sum(text.count("${") for text in texts)
+    if count <= FEW and (not count or max(map(len, texts)) <= MAX_TEXT):
+        return _resolve(config)
+    try:
+        tree, problem = run_bounded(lambda: _tree_or_problem(config), CPU_S, MEMORY_BYTES)
+    except OutOfBoundsError:
+        bounds = f"{CPU_S} s and {MEMORY_BYTES >> 30} GiB"
+        problem = f"its {count} interpolations must resolve within {bounds}"
+    if problem:
+        raise ValueError(problem)
+    return tree
+
+
+def _tree_or_problem(config: DictConfig) -> tuple[Any, str]:
+    """(tree, "") or (None, problem)."""
+    try:
+        return _resolve(config), ""
+    except (OmegaConfBaseException, ValueError) as error:
+        return None, str(error)
+
+
+def _resolve(config: DictConfig) -> Any:
+    return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text of a tree, keys included. Not recursive, so that no depth is too large."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            stack += [*item, *item.values()]
+        elif isinstance(item, list):
+            stack += item

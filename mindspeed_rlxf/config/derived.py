@@ -22,34 +22,38 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.errors import ConfigError, Problem, ref
 from mindspeed_rlxf.config.estimators import TRAITS
+from mindspeed_rlxf.config.secret_words import read_variable
 from mindspeed_rlxf.config.sections import DeviceConfig, PoolSettings
 from mindspeed_rlxf.config.suggest import multiples_around, use
-from mindspeed_rlxf.config.variables import read_variable
 
 MAX_DEVICES = 100_000
 SETTINGS = tuple(PoolSettings.model_fields)
 """Keys of `resource_pool` that name no pool."""
 ROLE_NAMES = {role.value for role in CONFIGURED}
+PATHS = {
+    "actor_rollout": ("load", "save", "fixed_responses"),
+    "ref": ("load",),
+    "critic": ("load", "save"),
+    "reward": ("load",),
+    "training": ("tokenizer_name_or_path", "output_dir"),
+    "data": ("train_files", "val_files", "data_path", "val_data_path"),
+}
 GSPO_CLIP = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
 """Of arXiv:2507.18071, section 5.1: the ratio of a response is a mean over its tokens."""
 
 
 def has_critic(stage: object, section: object) -> bool:
-    """Of a stage that there is; of another, which is an error, whether the YAML has the section.
+    """Whether the stage has a critic; for an unknown stage, whether the YAML has the section.
 
     stage: the word of training.stage, None = the default
     """
-    if stage is None:
-        return True
-    return stage == Stage.RAY_PPO.value if is_stage(stage) else bool(section)
-
-
-def is_stage(word: object) -> bool:
-    return word in [stage.value for stage in Stage]
+    if stage in [known.value for known in Stage]:
+        return stage == Stage.RAY_PPO.value
+    return stage is None or bool(section)
 
 
 def stage_defaults(draft: Draft) -> None:
-    """Choices that follow from the stage and the estimator where the YAML is silent."""
+    """Set keys that the YAML leaves out to what the stage and the estimator call for."""
     stage, algorithm = draft.payload["training"].get("stage"), draft.payload["algorithm"]
     actor = draft.payload[Role.ACTOR_ROLLOUT.value]
     if stage == Stage.RAY_ONLINE_DPO.value:
@@ -62,8 +66,7 @@ def stage_defaults(draft: Draft) -> None:
         if actor.get("clip_ratio") is None:
             for key, value in GSPO_CLIP.items():
                 set_default(actor, key, value)
-    word = algorithm.get("adv_estimator")
-    if isinstance(word, str) and (traits := TRAITS.get(word)) is not None:
+    if traits := TRAITS.get(str(algorithm.get("adv_estimator"))):
         if not traits.whitens:
             set_default(algorithm, "advantage_whiten", AdvantageWhiten.NONE.value)
         for key, default in traits.defaults.items():
@@ -73,23 +76,11 @@ def stage_defaults(draft: Draft) -> None:
 
 
 def place_roles(draft: Draft, sections: Tree) -> None:
-    """`resource_pool` as lists of processes per node, and a pool for every role."""
-    pools = {}
-    per_node = _devices_per_node(draft)
+    """Write `resource_pool` as lists of processes per node, and a pool for every role."""
     given = sections["resource_pool"]
     draft.payload["pool_settings"] = {k: given[k] for k in SETTINGS if given.get(k) is not None}
     _environment(draft)
-    for name, size in given.items():
-        if name in SETTINGS:
-            continue
-        sizes = _node_sizes(draft, str(name), size, per_node)
-        underscored = str(name).replace("-", "_")
-        if sizes:
-            pools[underscored if underscored in ROLE_NAMES else str(name)] = sizes
-        elif size == [] and underscored not in ROLE_NAMES:  # `reward: []` says that there is none
-            draft.note("no role uses it, as it has no devices", f"resource_pool.{name}=[]")
-    if not pools and not any(path.startswith("resource_pool") for path in draft.broken):
-        draft.reject(Problem("resource_pool", "is required", remedy="name a pool: `main: 2`"))
+    pools = _pools(draft, given)
     roles = [role.value for role in CONFIGURED if draft.payload[role.value] is not None]
     placed = sections["placement"]
     if Role.CRITIC.value in placed and Role.CRITIC.value not in roles:
@@ -105,33 +96,53 @@ def place_roles(draft: Draft, sections: Tree) -> None:
         )
     chosen = draft.known("placement", placed, set(roles))
     placement = {role: role for role in roles} | chosen
-    is_rule = draft.payload["reward"].get("kind") == RewardKind.RULE.value
-    if is_rule and "reward" not in chosen and "reward" not in pools:
+    draft.payload |= {"resource_pool": pools, "placement": placement}
+    if draft.payload["reward"].get("kind") == RewardKind.RULE.value:
+        _place_rule(draft, "reward" in chosen)
+
+
+def _place_rule(draft: Draft, is_placed: bool) -> None:
+    """Put a rule, which needs no devices, on a pool of other roles."""
+    pools, placement = draft.payload["resource_pool"], draft.payload["placement"]
+    if not is_placed and "reward" not in pools:
         # Any pool will do, but one that is split holds the actor alone.
         split = draft.payload[Role.ACTOR_ROLLOUT.value].get("num_gpus_for_infer") is not None
         placement["reward"] = placement["ref" if split else "actor_rollout"]
-    alone = placement["reward"]
-    shared = [pool for role, pool in placement.items() if role != Role.REWARD.value]
-    if is_rule and isinstance(alone, str) and alone in pools and alone not in shared:
-        meaning = "no role computes on its devices, as a rule needs none (reward.kind=rule)"
-        draft.note(meaning, f"resource_pool.{alone}")
-    draft.payload |= {"resource_pool": pools, "placement": placement}
+    pool = placement["reward"]
+    others = [name for role, name in placement.items() if role != Role.REWARD.value]
+    if isinstance(pool, str) and pool in pools and pool not in others:
+        draft.note(
+            "no role computes on its devices, as a rule needs none (reward.kind=rule)",
+            f"resource_pool.{pool}",
+        )
+
+
+def _pools(draft: Draft, given: Tree) -> dict[str, list[int]]:
+    """Processes per node of each pool; names of roles underscored, empty pools left out."""
+    pools = {}
+    per_node = _devices_per_node(draft)
+    for name, size in given.items():
+        if name in SETTINGS:
+            continue
+        sizes = _node_sizes(draft, f"resource_pool.{name}", size, per_node)
+        underscored = str(name).replace("-", "_")
+        if sizes:
+            pools[underscored if underscored in ROLE_NAMES else str(name)] = sizes
+        elif size == [] and underscored not in ROLE_NAMES:  # `reward: []` = the reward has none
+            draft.note("no role uses it, as it has no devices", f"resource_pool.{name}=[]")
+    if not pools and not any(path.startswith("resource_pool") for path in draft.broken):
+        draft.reject(Problem("resource_pool", "is required", remedy="name a pool: `main: 2`"))
+    return pools
 
 
 def _environment(draft: Draft) -> None:
-    """Numbers are texts here; who sees which device is Ray's to say."""
+    """Turn variables into texts, and refuse those that choose devices, which Ray does."""
     settings = draft.payload["pool_settings"]
     if not isinstance(settings.get("env"), dict):
         return
     variables: Tree = {}
     for name, value in settings["env"].items():
-        try:
-            variables[str(name)] = read_variable(str(name), value)
-        except ConfigError as error:
-            draft.reject(error.problems[0])
-    settings["env"] = variables
-    for name in settings["env"]:
-        if "VISIBLE_DEVICES" in name:
+        if "VISIBLE_DEVICES" in str(name):
             draft.reject(
                 Problem(
                     f"resource_pool.env.{name}",
@@ -139,53 +150,55 @@ def _environment(draft: Draft) -> None:
                     remedy="remove it",
                 )
             )
+        try:
+            variables[str(name)] = read_variable(str(name), value)
+        except ConfigError as error:
+            draft.reject(error.problems[0])
+    settings["env"] = variables
 
 
 def _devices_per_node(draft: Draft) -> Any:
-    """Devices of each host of a cluster that is joined; None where everything is on this host."""
+    """Devices of each host of a joined cluster; None where everything runs on this host."""
     runtime = draft.payload["runtime"]
-    if runtime.get("kind") == RuntimeKind.LOCAL.value:
-        return None
-    if choose_cluster(runtime.get("address")).address is None:
+    is_local = runtime.get("kind") == RuntimeKind.LOCAL.value
+    if is_local or choose_cluster(runtime.get("address")).address is None:
         return None
     return draft.payload["device"].get("devices_per_node", DeviceConfig().devices_per_node)
 
 
-def _node_sizes(draft: Draft, name: str, size: Any, per_node: Any) -> list[int]:
-    """`8` and `[8, 8]`: processes per node; a count beyond `per_node` fills whole nodes, an empty
-    list is a pool that is not there."""
+def _node_sizes(draft: Draft, path: str, size: Any, per_node: Any) -> list[int]:
+    """Processes per node for `8` or `[8, 8]`; empty where the size is empty or rejected.
+
+    A count beyond `per_node` fills whole nodes.
+    """
     sizes = size if isinstance(size, list) else [size]
     if not all(type(count) is int and 0 < count <= MAX_DEVICES for count in sizes):
         draft.reject(
             Problem(
-                f"resource_pool.{name}",
+                path,
                 f"must be a number of devices from 1 to {MAX_DEVICES}, or a list of such per node",
                 repr(size),
                 "use 1 or [8, 8]",
             )
         )
         return []
-    if type(size) is int and type(per_node) is int and size > per_node > 0:
-        return _whole_nodes(draft, name, size, per_node)
-    return sizes
-
-
-def _whole_nodes(draft: Draft, name: str, size: int, per_node: int) -> list[int]:
+    if type(size) is not int or type(per_node) is not int or not size > per_node > 0:
+        return sizes
     if size % per_node:
-        sizes = use(multiples_around(size, per_node))
         draft.reject(
             Problem(
-                f"resource_pool.{name}",
+                path,
                 f"must fill whole hosts of {per_node} devices ({ref('device.devices_per_node')})",
                 size,
-                f"{sizes}, or give a list with a number per host",
+                f"{use(multiples_around(size, per_node))}, or give a list with a number per host",
             )
         )
         return []
     return [per_node] * (size // per_node)
 
 
-def max_new_tokens(draft: Draft) -> None:
+def set_max_new_tokens(draft: Draft) -> None:
+    """Let responses fill what prompts leave of the sequence, where the YAML gives no length."""
     actor, training = draft.payload[Role.ACTOR_ROLLOUT.value], draft.payload["training"]
     if actor.get("max_new_tokens") is not None:
         return
@@ -195,35 +208,26 @@ def max_new_tokens(draft: Draft) -> None:
         return
     actor["max_new_tokens"] = max(total - prompt, 1)
     if total <= prompt:
-        longest = f"{ref('actor_rollout.max_prompt_length')}={prompt}"
         draft.reject(
             Problem(
                 "training.seq_length",
-                f"must exceed {longest}, to leave room for a response",
+                f"must exceed {ref('actor_rollout.max_prompt_length')}={prompt}, to leave room for "
+                "a response",
                 total,
                 f"use {prompt + 1} or more, or a shorter prompt",
             )
         )
 
 
-def absolute_paths(payload: Tree) -> None:
-    """Paths are meant from the folder the command runs in, also for workers elsewhere."""
-    training, data = payload["training"], payload["data"]
-    places = [
-        (payload[role.value], "load") for role in CONFIGURED if payload[role.value] is not None
-    ]
-    places += [
-        (payload[role], "save") for role in ("actor_rollout", "critic") if payload[role] is not None
-    ]
-    places += [(payload[Role.ACTOR_ROLLOUT.value], "fixed_responses")]
-    places += [(training, "tokenizer_name_or_path"), (training, "output_dir")]
-    places += [(data, k) for k in ("train_files", "val_files", "data_path", "val_data_path")]
-    for section, key in places:
-        value = section.get(key)
-        if isinstance(value, str):
-            section[key] = _absolute(value)
-        elif isinstance(value, list):
-            section[key] = [_absolute(v) if isinstance(v, str) else v for v in value]
+def make_paths_absolute(payload: Tree) -> None:
+    """Make paths absolute from the working directory, as workers have others."""
+    for section, keys in PATHS.items():
+        for key in keys if payload[section] is not None else ():
+            value = payload[section].get(key)
+            if isinstance(value, str):
+                payload[section][key] = _absolute(value)
+            elif isinstance(value, list):
+                payload[section][key] = [_absolute(v) if isinstance(v, str) else v for v in value]
 
 
 def _absolute(path: str) -> str:

@@ -1,4 +1,4 @@
-"""The configuration before it is typed: plain values, where they came from, what is wrong."""
+"""The configuration before it is typed: plain values, their YAML keys, and problems so far."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Tree: TypeAlias = dict[str, Any]
 
 
 def set_default(section: Tree, key: str, value: Any) -> None:
-    """Where the YAML is silent about `key`, or says null."""
+    """Set a key that the YAML leaves out or sets to null."""
     if section.get(key) is None:
         section[key] = value
 
 
 @dataclass
 class Draft:
-    """Untyped values in the shape of RunConfig, and what was wrong on the way."""
+    """Untyped values in the shape of RunConfig, and the problems found while making them."""
 
     payload: Tree = field(default_factory=dict)
     origins: dict[tuple[str, str], str] = field(default_factory=dict)  # (role, key) -> YAML key
@@ -36,26 +36,21 @@ class Draft:
         self.broken.add(path or problem.key)
 
     def note(self, meaning: str, key: str) -> None:
-        """A legal key whose meaning here is worth a line; said once for all keys it is true of."""
+        """Add a legal key to the note of this meaning, which is printed once for all its keys."""
         keys = self.notes.setdefault(meaning, [])
         if key not in keys:
             keys.append(key)
 
     def judge(self, found: Iterable[Problem]) -> None:
-        """Keeps the problems of rules that depend on no broken key, in keys as the user wrote
-        them."""
+        """Keep the problems that depend on no broken key, with keys as the user wrote them."""
         for problem in found:
             if not problem.judges(self.broken):
                 self.problems.append(problem.spelled(lambda key: self.path(key.split("."))))
 
-    def note_lines(self) -> list[str]:
-        return [f"{', '.join(keys)}: {meaning}" for meaning, keys in self.notes.items()]
-
     def path(self, loc: Sequence[int | str]) -> str:
-        """The YAML key that a place in the payload came from."""
+        """Return the YAML key of a place in the payload."""
         parts = [str(part) for part in loc if part not in ("architecture", "optimizer")]
-        if parts[0] == "pool_settings":
-            return ".".join(["resource_pool", *parts[1:]])
+        parts[0] = parts[0].replace("pool_settings", "resource_pool")
         role, key = (*parts, "", "")[:2]
         if (role, key) in self.origins:
             return ".".join([self.origins[role, key], *parts[2:]])
@@ -64,7 +59,7 @@ class Draft:
         return ".".join(parts)
 
     def mapping(self, path: str, value: Any) -> Tree:
-        """The keys of a section; an error, and no keys, where it is not one."""
+        """Return the keys of a section; reject a value that is no section."""
         if value is None or isinstance(value, dict):
             return value or {}
         self.reject(
@@ -73,7 +68,7 @@ class Draft:
         return {}
 
     def known(self, section: str, values: Tree, keys: set[str]) -> Tree:
-        """The values whose keys the section has; an error for each of the others."""
+        """Return the values of keys that the section has; add a problem for each other key."""
         for name in sorted(values.keys() - keys):
             path = self.spelled.get(f"{section}.{name}", "")
             self.problems.append(unknown_key(section, name, keys, path))

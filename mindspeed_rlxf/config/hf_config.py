@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says about the architecture, in Megatron's names."""
+"""Read the architecture of a Hugging Face config.json, in Megatron's names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAMILIES = {
     "qwen3_moe": {"add_qkv_bias": False, "qk_layernorm": True},
     "mixtral": {"add_qkv_bias": False, "qk_layernorm": False},
 }
-"""model_type -> what its config.json leaves unsaid."""
+"""model_type -> fields that its config.json does not have."""
 
 HEAD_DIM = {"qwen3": 128}
 """head_dim of a config.json without one, where it is not hidden_size / heads."""
@@ -49,9 +49,9 @@ OF_WEIGHTS = f"{OF_MODEL}, or of Megatron's weights and a config.json"
 
 
 def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
-    """The parsed config.json of a Hugging Face folder.
+    """Parse config.json of a Hugging Face folder.
 
-    wanted: what the user should have given, for the messages
+    wanted: the kind of folder that the user should have given, for the messages
     Errors: ValueError when it is missing, is a link out of the folder, or is not JSON.
     """
     path = folder / "config.json"
@@ -68,14 +68,14 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a JSON object ({type(config).__name__}); copy it again")
     if found := next(absurd_fields(config), None):
-        raise ValueError(f"config.json: a field has a wrong type or size ({found}); mend it")
+        raise ValueError(f"config.json: a field has a wrong type or size ({found}); correct it")
     return config
 
 
 def absurd_fields(config: dict[str, Any]) -> Iterator[str]:
-    """Rules about single fields that a config.json breaks.
+    """Yield a line for each single field of a config.json with a wrong type or size.
 
-    What reads it makes a list per layer and a table per token, so that sizes are bounded first.
+    Readers make a list per layer and a table per token, so sizes are bounded first.
     """
     for name, most in MOST.items():
         value = config.get(name)
@@ -96,22 +96,26 @@ def absurd_fields(config: dict[str, Any]) -> Iterator[str]:
 
 
 def hf_architecture(config: dict[str, Any]) -> dict[str, Any]:
-    """ArchitectureConfig fields that config.json determines; None for what it leaves out.
+    """Fields of ArchitectureConfig that config.json determines; None for those it leaves out.
 
     Errors: ValueError when a field is of another type than transformers writes.
     """
     try:
-        return _fields(config)
+        return _fields(config) | _expert_fields(config)
     except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        raise ValueError(f"config.json: a field has a wrong type ({error}); mend it") from None
+        raise ValueError(f"config.json: a field has a wrong type ({error}); correct it") from None
 
 
 def _fields(config: dict[str, Any]) -> dict[str, Any]:
-    """As `hf_architecture`.
+    """Fields of attention, MLP and embeddings.
 
     transformers 5 nests the rotary settings in `rope_parameters`; older files have `rope_theta`
     and `rope_scaling` at the top.
     """
+    family, heads = str(config.get("model_type")), config.get("num_attention_heads")
+    head_dim = config.get("head_dim") or HEAD_DIM.get(family)
+    if not head_dim and heads and config.get("hidden_size"):
+        head_dim = config["hidden_size"] // heads
     rope = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or rope
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -119,10 +123,10 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
         "num_layers": config.get("num_hidden_layers"),
         "hidden_size": config.get("hidden_size"),
         "ffn_hidden_size": config.get("intermediate_size"),
-        "num_attention_heads": config.get("num_attention_heads"),
-        "num_query_groups": config.get("num_key_value_heads") or config.get("num_attention_heads"),
-        "kv_channels": config.get("head_dim") or _head_dim(config),
-        **FAMILIES.get(str(config.get("model_type")), {}),
+        "num_attention_heads": heads,
+        "num_query_groups": config.get("num_key_value_heads") or heads,
+        "kv_channels": head_dim,
+        **FAMILIES.get(family, {}),
         "vocab_size": config.get("vocab_size"),
         "max_position_embeddings": config.get("max_position_embeddings"),
         "rotary_base": float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
@@ -133,12 +137,12 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
     if kind != "default":
         fields["rope_scaling_factor"] = scaling.get("factor")
     if kind == "llama3":
-        for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-            fields[name] = scaling.get(name)
-    return fields | _experts(config)
+        names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        fields |= {name: scaling.get(name) for name in names}
+    return fields
 
 
-def _experts(config: dict[str, Any]) -> dict[str, Any]:
+def _expert_fields(config: dict[str, Any]) -> dict[str, Any]:
     """transformers 5 calls the number of experts `num_local_experts` in both families."""
     family = config.get("model_type")
     if family not in ("qwen3_moe", "mixtral"):
@@ -152,16 +156,8 @@ def _experts(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _head_dim(config: dict[str, Any]) -> int | None:
-    fixed = HEAD_DIM.get(str(config.get("model_type")))
-    if fixed:
-        return fixed
-    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    return width // heads if width and heads else None
-
-
 def unsupported(config: dict[str, Any]) -> list[str]:
-    """What config.json asks for and no model here has, as `name: possible, config.json`."""
+    """List what config.json asks for and no model here has, as `name: possible, config.json`."""
     if config.get("model_type") not in FAMILIES:
         return [f"model_type: one of {', '.join(FAMILIES)}, {config.get('model_type')}"]
     if config.get("attention_bias") or config.get("mlp_bias"):
@@ -170,52 +166,47 @@ def unsupported(config: dict[str, Any]) -> list[str]:
         return [f"hidden_act: silu, {config['hidden_act']}"]
     if config.get("use_sliding_window"):
         return ["use_sliding_window: false, true"]
-    return _unsupported_experts(config)
-
-
-def _unsupported_experts(config: dict[str, Any]) -> list[str]:
-    found = []
     window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
-    if config.get("model_type") == "mixtral" and window and longest and window < longest:
-        found.append(f"sliding_window: null or at least {longest}, {window}")
+    is_cut = config["model_type"] == "mixtral" and window and longest and window < longest
     only = {"decoder_sparse_step": 1, "router_jitter_noise": 0.0, "mlp_only_layers": []}
-    for name, possible in only.items():
-        if config.get(name) not in (None, possible):
-            found.append(f"{name}: {possible}, {config[name]}")
-    for name in ("shared_expert_intermediate_size", "n_shared_experts"):
-        if config.get(name):
-            found.append(f"{name}: none, {config[name]}")
-    return found
+    shared = ("shared_expert_intermediate_size", "n_shared_experts")
+    return [
+        *([f"sliding_window: null or at least {longest}, {window}"] if is_cut else []),
+        *(
+            f"{name}: {possible}, {config[name]}"
+            for name, possible in only.items()
+            if config.get(name) not in (None, possible)
+        ),
+        *(f"{name}: none, {config[name]}" for name in shared if config.get(name)),
+    ]
 
 
 def disagreements(
     architecture: ArchitectureConfig, config: dict[str, Any], scored: bool
 ) -> list[str]:
-    """Fields in which the model YAML and config.json differ, as `name: yaml, config.json`.
+    """List fields in which the model YAML and config.json differ, as `name: yaml, config.json`.
 
     A YAML may allow shorter sequences than config.json: that changes no number.
-    scored: the role has a score head, for which tying does not matter.
+    scored: the role has a score head, for which tying does not matter
     """
-    found = unsupported(config)
-    if found:
+    if found := unsupported(config):
         return found
     for name, theirs in hf_architecture(config).items():
         ours = _resolved(architecture, name)
-        if scored and name == "untie_embeddings_and_output_weights":
-            continue
-        if name == "max_position_embeddings" and theirs is not None and ours <= theirs:
-            continue
-        if ours != theirs:
+        may_differ = scored and name == "untie_embeddings_and_output_weights"
+        if name == "max_position_embeddings" and theirs is not None:
+            may_differ = ours <= theirs
+        if ours != theirs and not may_differ:
             found.append(f"{name}: {ours}, {theirs}")
     return found
 
 
 def _resolved(architecture: ArchitectureConfig, name: str) -> Any:
-    if name == "num_query_groups":
-        return architecture.kv_heads
-    if name == "kv_channels":
-        return architecture.head_dim
-    if name == "moe_ffn_hidden_size":
-        return architecture.mlp_hidden_size
-    value = getattr(architecture, name)
+    """A field as a number or text, with the value that null stands for."""
+    names = {
+        "num_query_groups": "kv_heads",
+        "kv_channels": "head_dim",
+        "moe_ffn_hidden_size": "mlp_hidden_size",
+    }
+    value = getattr(architecture, names.get(name, name))
     return getattr(value, "value", value)

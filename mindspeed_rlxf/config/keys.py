@@ -1,4 +1,4 @@
-"""Which keys the YAML knows, and where; taken from the schema."""
+"""The keys of each section of the YAML, taken from the schema."""
 
 from __future__ import annotations
 
@@ -86,18 +86,13 @@ TOP_LEVEL = {
 
 
 def unknown_key(section: str, name: str, known: set[str], path: str = "") -> Problem:
-    """The problem for a key that `section` (`""` = top level) does not have.
+    """Make the problem of a key that `section` (`""` = top level) does not have.
 
     path: how the YAML spells the key where that differs from `section.name`.
     """
-    dotted = f"{section}.{name}" if section else name
-    return Problem(path or dotted, "unknown key", remedy=_remedy(section, name, known), colon=True)
-
-
-def _remedy(section: str, name: str, known: set[str]) -> str:
     prefix = f"{section}." if section else ""
-    guess = closest(name, known)
-    if guess is not None:
-        return f"did you mean {prefix}{guess}?"
     homes = [f"{other}.{name}" for other, names in known_keys().items() if name in names]
-    return f"did you mean {homes[0]}?" if homes else "remove it"
+    if guess := closest(name, known):
+        homes = [f"{prefix}{guess}"]
+    remedy = f"did you mean {homes[0]}?" if homes else "remove it"
+    return Problem(path or f"{prefix}{name}", "unknown key", remedy=remedy, colon=True)

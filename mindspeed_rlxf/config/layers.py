@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.config.derived import (
-    absolute_paths,
     has_critic,
-    max_new_tokens,
+    make_paths_absolute,
     place_roles,
+    set_max_new_tokens,
     stage_defaults,
 )
 from mindspeed_rlxf.config.draft import Dialect, Draft, Tree, set_default
@@ -52,9 +52,9 @@ VERBATIM = ("model", "resource_pool", "rules")
 
 
 def make_draft(tree: Mapping[str, Any], name: str, dialect: Dialect | None = None) -> Draft:
-    """Everything of RunConfig that the YAML says, and the defaults that depend on other keys.
+    """Shape the YAML like RunConfig, and add the defaults that depend on other keys.
 
-    dialect: words that are translated first
+    dialect: translates words of another toolkit first
     """
     draft = Draft()
     sections = _sections(draft, tree)
@@ -64,19 +64,20 @@ def make_draft(tree: Mapping[str, Any], name: str, dialect: Dialect | None = Non
     draft.payload = {"name": name, "dry_run": sections.pop("dry_run", False)}
     for section, schema in PLAIN_SECTIONS.items():
         draft.payload[section] = draft.known(section, sections[section], fields(schema))
-    _kl_ctrl(draft)
-    _training(draft, sections["training"], name)
-    _plugins(draft)
+    algorithm = draft.payload["algorithm"]
+    if isinstance(keys := algorithm.get("kl_ctrl"), dict):
+        algorithm["kl_ctrl"] = draft.known("algorithm.kl_ctrl", keys, fields(KlControlConfig))
+    draft.payload["training"] = _training(draft, sections["training"], name)
     _roles(draft, sections, dialect)
     stage_defaults(draft)
     place_roles(draft, sections)
-    max_new_tokens(draft)
-    absolute_paths(draft.payload)
+    set_max_new_tokens(draft)
+    make_paths_absolute(draft.payload)
     return draft
 
 
 def _sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
-    """Every section as a dict; `actor_rollout_ref` unfolded, dashes in keys made underscores."""
+    """Every section as a dict, without `actor_rollout_ref`, keys with underscores for dashes."""
     sections = _underscored(draft, tree, "")
     if isinstance(sections.get("runtime"), str):
         sections["runtime"] = {"kind": sections["runtime"]}
@@ -95,7 +96,7 @@ def _sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
 
 
 def _underscored(draft: Draft, tree: Mapping[Any, Any], prefix: str) -> Tree:
-    """The tree with `max-prompt-length` spelled `max_prompt_length`; chosen names stay."""
+    """Spell `max-prompt-length` as `max_prompt_length`; names that the user chose stay."""
     result: Tree = {}
     for spelled, value in tree.items():
         name = str(spelled).replace("-", "_")
@@ -109,14 +110,10 @@ def _underscored(draft: Draft, tree: Mapping[Any, Any], prefix: str) -> Tree:
 
 
 def _unfold(draft: Draft, sections: Tree) -> None:
-    """Moves the roles under `actor_rollout_ref` to the top level, where they usually stand."""
-    for role, values in sections.pop(NESTED_ROLES).items():
-        if role not in (Role.ACTOR_ROLLOUT.value, Role.REF.value):
-            known = {Role.ACTOR_ROLLOUT.value, Role.REF.value}
-            draft.problems.append(unknown_key(NESTED_ROLES, role, known))
-            continue
-        nested = draft.mapping(f"{NESTED_ROLES}.{role}", values)
-        for key, value in nested.items():
+    """Move the roles under `actor_rollout_ref` to the top level."""
+    known = {Role.ACTOR_ROLLOUT.value, Role.REF.value}
+    for role, values in draft.known(NESTED_ROLES, sections.pop(NESTED_ROLES), known).items():
+        for key, value in draft.mapping(f"{NESTED_ROLES}.{role}", values).items():
             path = f"{NESTED_ROLES}.{role}.{key}"
             there = sections[role].setdefault(key, value)
             if there is not value and there != value:  # a nan equals nothing
@@ -126,43 +123,36 @@ def _unfold(draft: Draft, sections: Tree) -> None:
             draft.spelled[f"{role}.{key}"] = path
 
 
-def _kl_ctrl(draft: Draft) -> None:
-    algorithm = draft.payload["algorithm"]
-    if isinstance(algorithm.get("kl_ctrl"), dict):
-        known = fields(KlControlConfig)
-        algorithm["kl_ctrl"] = draft.known("algorithm.kl_ctrl", algorithm["kl_ctrl"], known)
-
-
-def _training(draft: Draft, values: Tree, name: str) -> None:
+def _training(draft: Draft, values: Tree, name: str) -> Tree:
+    """The section training without the shared keys of roles. Loads the plugins it names."""
     own = fields(TrainingConfig)
-    known = draft.known("training", values, own | SHARED_KEYS)
-    training = {key: value for key, value in known.items() if key in own}
+    known = draft.known("training", values, own | SHARED_KEYS).items()
+    training = {key: value for key, value in known if key in own}
     set_default(training, "run_name", name)
     set_default(training, "output_dir", os.path.join("outputs", str(training["run_name"])))
-    draft.payload["training"] = training
-
-
-def _plugins(draft: Draft) -> None:
-    """Loads them, as what they add may stand in any key."""
-    training, loaded = draft.payload["training"], []
-    given = training.pop("plugins", None) or []
+    given, loaded = training.get("plugins") or [], []
     for entry in given if isinstance(given, list) else [given]:
         try:
             loaded.append(read_and_load(entry))
         except UserError as error:
             for problem in error.problems:
                 draft.reject(problem)
-    training["plugins"] = loaded
+    return training | {"plugins": loaded}
 
 
 def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
-    models = _models(draft, sections["model"])
+    known = ARCHITECTURE_KEYS | SHARED_KEYS - {"model"}
+    models = {
+        name: draft.known(f"model.{name}", keys, known) for name, keys in sections["model"].items()
+    }
     training = {key: value for key, value in sections["training"].items() if key in SHARED_KEYS}
     for role in CONFIGURED:
-        if role is Role.CRITIC and not has_critic(
-            draft.payload["training"].get("stage"), sections[role.value]
-        ):
-            _no_critic(draft, sections)
+        stage = draft.payload["training"].get("stage")
+        if role is Role.CRITIC and not has_critic(stage, sections[role.value]):
+            draft.payload[role.value] = None
+            if sections[role.value]:
+                remedy = "remove the section critic ('~critic' on the command line)"
+                draft.reject(Problem("training.stage", "has no critic", stage, remedy), role.value)
             continue
         own = draft.known(role.value, sections[role.value], role_keys(role))
         if own.get("kind") == RewardKind.RULE.value:  # a rule has no model: the rest is not read
@@ -186,11 +176,11 @@ def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
             del draft.payload[role.value]["architecture"]
             if chosen != AUTO:
                 _report_missing_model(draft, role, chosen, models)
-    _for_no_role(draft, training, models)
+    _note_unread(draft, training, models)
 
 
-def _for_no_role(draft: Draft, training: Tree, models: Mapping[str, Tree]) -> None:
-    """Tells shared keys that only a role reads which this run has not, and models of no role."""
+def _note_unread(draft: Draft, training: Tree, models: Mapping[str, Tree]) -> None:
+    """Note shared keys that no role of this run reads, and models that no role uses."""
     sections = {role: draft.payload[role.value] or {} for role in CONFIGURED}
     roles = {role: str(keys["model"]) for role, keys in sections.items() if "model" in keys}
     read = set().union(*map(role_keys, roles))
@@ -202,23 +192,8 @@ def _for_no_role(draft: Draft, training: Tree, models: Mapping[str, Tree]) -> No
         draft.note("no role uses it", f"model.{name}")
 
 
-def _no_critic(draft: Draft, sections: Tree) -> None:
-    draft.payload[Role.CRITIC.value] = None
-    if sections[Role.CRITIC.value]:
-        stage = draft.payload["training"]["stage"]
-        draft.reject(
-            Problem(
-                "training.stage",
-                "has no critic",
-                stage,
-                "remove the section critic ('~critic' on the command line)",
-            ),
-            "critic",
-        )
-
-
 def _from_folder(draft: Draft, role: Role, load: Any) -> Tree | None:
-    """The architecture that config.json of the role's folder describes."""
+    """Read the architecture from config.json in the folder that a role loads."""
     path = f"{role.value}.load"
     try:
         if not isinstance(load, str):
@@ -236,17 +211,8 @@ def _from_folder(draft: Draft, role: Role, load: Any) -> Tree | None:
     return {name: value for name, value in architecture.items() if value is not None}
 
 
-def _models(draft: Draft, values: Tree) -> dict[str, Tree]:
-    """Architectures by name, each with known keys only."""
-    models: dict[str, Tree] = {}
-    for name, keys in values.items():
-        known = ARCHITECTURE_KEYS | SHARED_KEYS - {"model"}
-        models[str(name)] = draft.known(f"model.{name}", keys, known)
-    return models
-
-
 def _merge(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
-    """The layers over one another, weakest first, kept to keys that the role has."""
+    """Lay the layers over one another, the weakest first; keep the keys that the role has."""
     merged: Tree = {}
     for section, values in layers.items():
         for key in values.keys() & role_keys(role):
@@ -257,16 +223,15 @@ def _merge(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
 
 
 def _typed_shape(role: Role, merged: Tree) -> Tree:
-    """Flat YAML keys sorted into the role's own, its architecture's and its optimizer's."""
-    shaped = {
-        key: value
-        for key, value in merged.items()
-        if key not in ARCHITECTURE_KEYS and key not in OPTIMIZER_KEYS
-    }
-    shaped["architecture"] = {k: v for k, v in merged.items() if k in ARCHITECTURE_KEYS}
+    """Sort flat YAML keys into the role's own, its architecture's and its optimizer's."""
+    nested = {"architecture": ARCHITECTURE_KEYS}
     if "optimizer" in fields(ROLE_SECTIONS[role]):
-        shaped["optimizer"] = {k: v for k, v in merged.items() if k in OPTIMIZER_KEYS}
-    return shaped
+        nested["optimizer"] = OPTIMIZER_KEYS
+    own = merged.keys() - ARCHITECTURE_KEYS - OPTIMIZER_KEYS
+    return {key: value for key, value in merged.items() if key in own} | {
+        part: {key: value for key, value in merged.items() if key in keys}
+        for part, keys in nested.items()
+    }
 
 
 def _report_missing_model(

@@ -1,4 +1,4 @@
-"""Pydantic's errors as problems: key, value, rule, remedy."""
+"""Turn pydantic's errors into problems: key, value, rule, remedy."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ TYPES = {
     "finite": ("must be finite", "write an ordinary number"),
 }
 LIMITS = {
-    "ge": ("must be at least {}", "use {} or more"),
-    "gt": ("must be greater than {}", "use more than {}"),
-    "le": ("must be at most {}", "use {} or less"),
-    "lt": ("must be less than {}", "use less than {}"),
+    "ge": ("must be at least {:g}", "use {:g} or more"),
+    "gt": ("must be greater than {:g}", "use more than {:g}"),
+    "le": ("must be at most {:g}", "use {:g} or less"),
+    "lt": ("must be less than {:g}", "use less than {:g}"),
 }
 
 
 def explain(path: str, errors: list[ErrorDetails]) -> Problem:
-    """One problem for all errors of one key; several when the key is a union of types."""
+    """Make one problem of all errors of one key; a key of a union type has several."""
     if errors[0]["type"] == "missing":
         return Problem(
             path, "is required", remedy=f"add it to the YAML or give {path}=... on the command line"
@@ -45,7 +45,7 @@ def explain(path: str, errors: list[ErrorDetails]) -> Problem:
 
 
 def problems_of(error: ValidationError) -> list[Problem]:
-    """The problems of a section that is built alone; keys are named as its fields."""
+    """Problems of a section that is built alone; keys are named as its fields."""
     return [
         problem
         for detail in error.errors(include_url=False)
@@ -61,18 +61,13 @@ def _rule(error: ErrorDetails) -> tuple[str, str]:
     context: dict[str, Any] = error.get("ctx", {})
     kind = error["type"]
     if kind in ("enum", "literal_error"):
-        return _choice(error["input"], context["expected"])
+        words = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        guess = closest(str(error["input"]).lower(), words)
+        rule = f"must be {'one of ' if len(words) > 1 else ''}{', '.join(words)}"
+        return rule, f"did you mean {guess}?" if guess else f"use {words[0]}"
     for limit, (rule, remedy) in LIMITS.items():
         if limit in context:
-            number = f"{context[limit]:g}"
-            return rule.format(number), remedy.format(number)
+            return rule.format(context[limit]), remedy.format(context[limit])
     if kind == "string_too_short":
         return "must not be empty", "give a name"
-    return TYPES.get(kind.split("_")[0], (f"is not valid ({error['msg']})", "mend it"))
-
-
-def _choice(value: Any, expected: str) -> tuple[str, str]:
-    words = expected.replace("'", "").replace(" or ", ", ").split(", ")
-    guess = closest(str(value).lower(), words)
-    rule = f"must be {'one of ' if len(words) > 1 else ''}{', '.join(words)}"
-    return rule, f"did you mean {guess}?" if guess else f"use {words[0]}"
+    return TYPES.get(kind.split("_")[0], (f"is not valid ({error['msg']})", "correct it"))

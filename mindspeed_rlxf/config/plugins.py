@@ -38,7 +38,7 @@ class Source:
 
     @property
     def module(self) -> str:
-        """Its name among the modules of a process; another text is another module."""
+        """Name of the module in a process; another text is another module."""
         return f"rlxf_plugin_{Path(self.file).stem}_{self.sha256[:12]}"
 
 
@@ -59,7 +59,7 @@ _loaded: dict[str, Source] = {}  # by module, in the order of loading
 
 
 def load(source: Source) -> None:
-    """Run the file, unless this process has. Whatever it raises goes through."""
+    """Run the file, unless this process has run it. Its exceptions are not caught."""
     if source.module in _loaded:
         return
     spec = spec_from_loader(source.module, _Loader(source))
@@ -75,14 +75,13 @@ def load(source: Source) -> None:
 
 
 def read_and_load(entry: Any) -> dict[str, str]:
-    """Load what an entry of `training.plugins` names; returns the entry as the run remembers it.
+    """Load an entry of `training.plugins`; return the entry for the run's config.yaml.
 
     entry: a path, or {file: path, sha256: of its text} as a run's config.yaml has it
     Raises UserError.
     """
-    path, expected = entry, None
-    if isinstance(entry, dict):
-        path, expected = entry.get("file"), entry.get("sha256")
+    given = entry if isinstance(entry, dict) else {"file": entry}
+    path, expected = given.get("file"), given.get("sha256")
     if not isinstance(path, str) or not path:
         raise UserError(Problem(KEY, "must name Python files", entry, "use [path/to/file.py]"))
     file = os.path.abspath(os.path.expanduser(path))
@@ -90,16 +89,31 @@ def read_and_load(entry: Any) -> dict[str, str]:
         source = Source(file, read_text(file))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        rule = f"must be a Python file that can be read: {reason}"
-        raise UserError(Problem(KEY, rule, file, "correct the path")) from error
+        raise UserError(
+            Problem(
+                KEY, f"must be a Python file that can be read: {reason}", file, "correct the path"
+            )
+        ) from error
     if expected not in (None, source.sha256):
-        rule = f"must be the file of sha256 {expected}, its sha256 is {source.sha256}"
-        raise UserError(Problem(KEY, rule, file, "put it back, or remove sha256"))
+        raise UserError(
+            Problem(
+                KEY,
+                f"must be the file of sha256 {expected}, its sha256 is {source.sha256}",
+                file,
+                "put it back, or remove sha256",
+            )
+        )
     try:
         load(source)
     except (Exception, SystemExit) as error:
-        rule = f"must run without an error, {type(error).__name__} {_place(file, error)}: {error}"
-        raise UserError(Problem(KEY, rule, file, "mend the file")) from error
+        raise UserError(
+            Problem(
+                KEY,
+                f"must run without an error, {type(error).__name__} {_place(file, error)}: {error}",
+                file,
+                "correct the file",
+            )
+        ) from error
     return {"file": file, "sha256": source.sha256}
 
 
@@ -111,7 +125,7 @@ def _place(file: str, error: BaseException) -> str:
 
 
 def with_plugins(factory: Callable[..., T]) -> Callable[..., T]:
-    """The factory, for another process: it runs the plugins of this one first."""
+    """Wrap a factory for another process, which then runs the plugins of this process first."""
     return partial(_load_and_make, tuple(_loaded.values()), factory) if _loaded else factory
 
 

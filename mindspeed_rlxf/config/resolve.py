@@ -16,8 +16,7 @@ from mindspeed_rlxf.config.fields import RULES_LATER, Section
 from mindspeed_rlxf.config.layers import make_draft
 from mindspeed_rlxf.config.messages import explain
 from mindspeed_rlxf.config.rules.host import check_host
-from mindspeed_rlxf.config.rules.idle_keys import idle_keys
-from mindspeed_rlxf.config.rules.notices import notices
+from mindspeed_rlxf.config.rules.idle_keys import find_idle_keys
 from mindspeed_rlxf.config.rules.sections import check
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
@@ -27,7 +26,7 @@ from mindspeed_rlxf.config.schema import (
 )
 
 LAYOUT_KEYS = ("parallel_size", "resource_pool", "placement")
-"""While one of these is wrong, sizes derived from it mean nothing."""
+"""Rules across sections are skipped while a key with one of these parts is wrong."""
 
 STAND_INS: Mapping[str, Any] = {
     name: "-" if field.annotation is str else 2
@@ -35,7 +34,7 @@ STAND_INS: Mapping[str, Any] = {
     for name, field in section.model_fields.items()
     if field.is_required()
 }
-"""Good values for the required texts and numbers."""
+"""Legal values of required texts and numbers, in place of wrong ones."""
 
 
 def resolve(tree: Mapping[str, Any], name: str, dialect: Dialect | None = None) -> RunConfig:
@@ -52,7 +51,7 @@ def resolve(tree: Mapping[str, Any], name: str, dialect: Dialect | None = None) 
 def resolve_with_notes(
     tree: Mapping[str, Any], name: str, dialect: Dialect | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """As `resolve`, with a line for keys that mean little, nothing or something else here."""
+    """As `resolve`, with notes on keys without effect and keys that mean something else here."""
     draft = make_draft(tree, name, dialect)
     if (config := _typed(draft)) is not None:
         draft.judge(_section_rules(draft, config))
@@ -62,30 +61,49 @@ def resolve_with_notes(
     if draft.problems:
         raise ConfigError(list({str(problem): problem for problem in draft.problems}.values()))
     assert config is not None, "no problems, hence a configuration"
-    for meaning, key in idle_keys(config, draft.origins):
+    for meaning, key in find_idle_keys(config, draft.origins):
         draft.note(meaning, key)
-    return config, [*draft.note_lines(), *notices(config)]
+    lines = [f"{', '.join(keys)}: {meaning}" for meaning, keys in draft.notes.items()]
+    return config, [*lines, *_remarks(config)]
+
+
+def _remarks(config: RunConfig) -> Iterator[str]:
+    training = config.training
+    if training.save_interval > training.train_iters:
+        yield (
+            f"training.save_interval={training.save_interval} is over training.train_iters="
+            f"{training.train_iters}: it fires never; what is saved is what "
+            "training.save_interval_s asks for, and the end"
+        )
+    if config.shared_save:
+        yield (
+            f"actor_rollout.save and critic.save are one folder, {config.shared_save}: weights go "
+            "to its subfolders actor and critic"
+        )
 
 
 def _typed(draft: Draft) -> RunConfig | None:
-    """The payload with its types. Pydantic gives no part of a model whose other part is wrong, so
-    wrong values are reported, and stood in for in a second validation: rules about the others can
-    be judged then. None where a model is missing, which nothing stands in for."""
+    """Validate the types of the payload; None where a model is missing.
+
+    Pydantic returns no part of a model whose other part is wrong. So wrong values are reported and
+    replaced by legal ones for a second validation, and the rules about the others can be checked.
+    """
     try:
         return RunConfig.model_validate(draft.payload, context=RULES_LATER)
     except ValidationError as error:
         details = error.errors(include_url=False)
-    _report(draft, details)
-    if any(detail["loc"][-1] == "architecture" for detail in details):
+    places = [_place(draft.payload, detail) for detail in details]
+    _report(draft, details, places)
+    if any(place[-1] == "architecture" for place in places):
         return None
     payload = copy.deepcopy(draft.payload)
-    for detail in details:
-        _stand_in(payload, _place(draft.payload, detail))
+    for place in places:
+        _replace(payload, place)
     return RunConfig.model_validate(payload, context=RULES_LATER)
 
 
 def _section_rules(draft: Draft, section: Section, loc: tuple[str, ...] = ()) -> Iterator[Problem]:
-    """Rules that the sections break between their own keys, each key as the user wrote it."""
+    """Yield broken rules between the keys of one section, with keys as the user wrote them."""
     for problem in section.broken_rules():
         yield problem.spelled(lambda key: draft.path((*loc, *key.split("."))))
     for name, value in section:
@@ -93,24 +111,22 @@ def _section_rules(draft: Draft, section: Section, loc: tuple[str, ...] = ()) ->
             yield from _section_rules(draft, value, (*loc, name))
 
 
-def _report(draft: Draft, details: list[ErrorDetails]) -> None:
+def _report(draft: Draft, details: list[ErrorDetails], places: list[tuple[int | str, ...]]) -> None:
+    """Add one problem for each wrong key that has none yet."""
     by_path: dict[str, list[ErrorDetails]] = {}
     reported = frozenset(draft.broken)
-    for detail in details:
-        loc = _place(draft.payload, detail)
-        path = draft.path(loc)
-        if path in reported or loc[-1] == "architecture":
-            continue  # a model that is missing
+    for detail, place in zip(details, places, strict=True):
+        path = draft.path(place)
+        if path in reported or place[-1] == "architecture":  # a missing model is reported already
+            continue
         by_path.setdefault(path, []).append(detail)
-        draft.broken |= {
-            path,
-            ".".join(str(p) for p in loc if p not in ("architecture", "optimizer")),
-        }
+        flat = [str(part) for part in place if part not in ("architecture", "optimizer")]
+        draft.broken |= {path, ".".join(flat)}
     draft.problems += [explain(path, errors) for path, errors in by_path.items()]
 
 
 def _place(payload: Any, detail: ErrorDetails) -> tuple[int | str, ...]:
-    """Where the error is, without the tags that pydantic adds for members of a union."""
+    """The path of an error in the payload, without pydantic's tags for members of a union."""
     node = payload
     place: list[int | str] = []
     for part in detail["loc"]:
@@ -124,9 +140,9 @@ def _place(payload: Any, detail: ErrorDetails) -> tuple[int | str, ...]:
     return tuple(place)
 
 
-def _stand_in(payload: dict[str, Any], place: tuple[int | str, ...]) -> None:
-    """Takes a wrong value away, or puts a good one where the key is required."""
-    *parents, last = takewhile(lambda part: isinstance(part, str), place)  # a whole list
+def _replace(payload: dict[str, Any], place: tuple[int | str, ...]) -> None:
+    """Remove a wrong value, or put a legal one where the key is required. Lists go as a whole."""
+    *parents, last = takewhile(lambda part: isinstance(part, str), place)
     holder: Any = payload
     for part in parents:
         holder = holder[part]

@@ -14,7 +14,7 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.fields import Integers, Section, Word, key
-from mindspeed_rlxf.config.rules.tensor_parallel import uneven
+from mindspeed_rlxf.config.rules.tensor_parallel import find_uneven
 from mindspeed_rlxf.config.suggest import around, divisors, use
 
 PIPELINE, CHUNK = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
@@ -93,7 +93,7 @@ class RoleConfig(Section):
             )
         yield from self._pipeline()
         tp = self.tensor_model_parallel_size
-        yield from uneven("tensor_model_parallel_size", tp, self.architecture, self.model)
+        yield from find_uneven("tensor_model_parallel_size", tp, self.architecture, self.model)
         if self.architecture.num_experts is None and self.expert_model_parallel_size > 1:
             yield Problem(
                 "expert_model_parallel_size",

@@ -98,14 +98,14 @@ class RunConfig(Section):
 
     @property
     def samples_together(self) -> int:
-        """Neighbouring samples that have to stay on one data-parallel rank: those of a prompt."""
+        """Consecutive samples that must stay on one data-parallel rank: those of a prompt, or 1."""
         compares = self.algorithm.estimator.compares_group
         pairs = self.training.stage is Stage.RAY_ONLINE_DPO
         return self.actor_rollout.n_samples_per_prompt if compares or pairs else 1
 
     @property
     def verifiers(self) -> list[tuple[Verifier, float]]:
-        """Rules that score every prompt, and what each score weighs; none = by data source."""
+        """Rules that score every prompt, with their weights; none = the data source chooses."""
         if not self.reward.verifier:
             return []
         rules = self.algorithm.verifier_function or (Verifier.ACC,)
@@ -118,11 +118,11 @@ class RunConfig(Section):
         return actor if actor is not None and actor == critic else None
 
     def save_folder(self, role: Role) -> Path | None:
-        """Where the weights of a trained role go; None = the run directory."""
+        """The folder for the weights of a trained role; None = the run directory."""
         section = self.actor_rollout if role is Role.ACTOR_ROLLOUT else self.value_model
-        if section.save is None or self.shared_save is None:
-            return None if section.save is None else Path(section.save)
-        return Path(section.save) / SAVED_AS[role]
+        if section.save is None:
+            return None
+        return Path(section.save) / (SAVED_AS[role] if self.shared_save else "")
 
     def role(self, role: Role) -> RoleConfig:
         """The section of a role."""
@@ -143,7 +143,7 @@ class RunConfig(Section):
         return sum(self.resource_pool[pool])
 
     def layout(self, role: Role) -> ParallelLayout:
-        """Where a role's ranks stand in its parallel groups."""
+        """The parallel groups of a role's ranks."""
         section = self.role(role)
         return ParallelLayout(
             world_size=sum(self.processes_of(role)),
@@ -152,8 +152,10 @@ class RunConfig(Section):
         )
 
     def processes_of(self, role: Role) -> list[int]:
-        """A role's processes on each node that has any; the actor's, where its pool is split, are
-        those that train."""
+        """A role's processes on each node that has any.
+
+        The actor's, where its pool is split, are those that train.
+        """
         processes = self.resource_pool[self.pool_of(role)]
         if role is Role.ACTOR_ROLLOUT and self.parts:
             return part_of(processes, 0, self.parts[0])
@@ -173,6 +175,6 @@ class RunConfig(Section):
 
     @property
     def rollout_layout(self) -> ParallelLayout:
-        """Where the ranks that generate stand: those of the actor, or the rest of its pool."""
+        """Parallel groups of the ranks that generate: all of the actor, or the rest of its pool."""
         generating = self.parts[1] if self.parts else self.layout(Role.ACTOR_ROLLOUT).world_size
         return ParallelLayout(generating, self.rollout_tp)

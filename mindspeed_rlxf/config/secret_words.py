@@ -1,10 +1,19 @@
-"""Names and forms of secrets: what is never written down, and what `doctor --bundle` removes."""
+"""Recognise secrets by name and by form, and withhold such variables of the workers.
+
+`doctor --bundle` removes the same names and forms from logs.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
+from mindspeed_rlxf.config.errors import ConfigError, Problem
 from mindspeed_rlxf.config.keys import known_keys
+from mindspeed_rlxf.config.withheld import MASK, Withheld
 
 # No pattern here takes more than linear time.
 LONG = r"(?:token|secret|password|passwd|passphrase|api[_-]?key|credentials?)"
@@ -40,18 +49,96 @@ SCHEME = re.compile(
 )
 URL_USER = re.compile(r"(?<=://)[^/\s@\"']{1,512}@")
 LONGEST_NAME = 256
-CONFIG_KEYS = frozenset(name for names in known_keys().values() for name in names)
+CONFIG_KEYS = frozenset().union(*known_keys().values())
+
+KEY = "resource_pool.env"
+BY_NAME = re.compile(r"\$\{oc\.env:[A-Za-z_]\w*(?:,\s*(?:null|''|\"\")?\s*)?\}")
+"""An interpolation that has a name and no value."""
+ELSEWHERE = "${*}"
+"""In place of the text of a variable whose whole section is one interpolation."""
 
 
 def is_secret_name(name: str) -> bool:
-    """`HF_TOKEN`, `api-key`, `db.password`, `my_pat`, `apiKey`; not keys of the configuration such
-    as `prompt_key`."""
+    """Whether a name is that of a secret: `HF_TOKEN`, `api-key`, `db.password`, `my_pat`, `apiKey`.
+
+    Keys of the configuration such as `prompt_key` are no secrets. Very long names count as secrets.
+    """
+    if len(name) > LONGEST_NAME:
+        return True
     bare = name.rpartition(".")[2]
-    if bare in CONFIG_KEYS or len(name) > LONGEST_NAME:
-        return len(name) > LONGEST_NAME
-    return bool(NAME.fullmatch(name) or SECRET_NAME.match(name) or JOINED_NAME.search(bare))
+    matches = NAME.fullmatch(name) or SECRET_NAME.match(name) or JOINED_NAME.search(bare)
+    return bool(matches) and bare not in CONFIG_KEYS
 
 
 def looks_secret(name: str, value: str) -> bool:
-    """Whether a variable is kept out of files: because of its name, or of what its value has."""
+    """Whether a variable is kept out of files, because of its name or of the form of its value."""
     return is_secret_name(name) or any(f.search(value) for f in (*FORMS, SCHEME, URL_USER))
+
+
+def read_variable(name: str, value: Any) -> Any:
+    """Return a variable of the YAML as text; withheld where it looks like a secret.
+
+    `***` stands for the variable of that name in this process. Errors: ConfigError where this
+    process has none, and where a secret is no text.
+    """
+    if isinstance(value, Withheld):
+        return value
+    if type(value) in (int, float):
+        value = str(value)
+    if value == MASK and name in os.environ:
+        return Withheld(MASK, os.environ[name])
+    if value == MASK:
+        raise ConfigError(
+            Problem(
+                f"{KEY}.{name}",
+                "is the variable of this process, which has none of that name",
+                MASK,
+                f"export {name}, or give its value",
+            )
+        )
+    if isinstance(value, str):
+        return withhold(name, value)
+    if is_secret_name(name):  # the error about the type would show the value
+        raise ConfigError(Problem(f"{KEY}.{name}", "must be text", remedy="put it in quotes"))
+    return value
+
+
+def withhold(name: str, value: str) -> str:
+    """Wrap the value of a variable as `Withheld` where it looks like a secret."""
+    if isinstance(value, Withheld) or not looks_secret(name, value):
+        return value
+    return Withheld(MASK, value)
+
+
+def masked(name: str, shown: Any) -> Any:
+    """The value of a variable in a file, as `withhold` would have written it."""
+    if isinstance(shown, str) and not BY_NAME.fullmatch(shown) and looks_secret(name, shown):
+        return MASK
+    return shown
+
+
+def withhold_interpolated(tree: dict[str, Any], config: DictConfig) -> None:
+    """Withhold the variables of `tree` that `config` takes from elsewhere (`${oc.env:NAME}`)."""
+    raw: Any = OmegaConf.to_container(config, resolve=False)
+    for section, pool in tree.items():
+        is_pool = section.replace("-", "_") == "resource_pool" and isinstance(pool, dict)
+        if is_pool and isinstance(variables := pool.get("env"), dict):
+            written = _part(raw[section], "env")
+            pool["env"] = {
+                name: _as_written(str(name), value, _part(written, name))
+                for name, value in variables.items()
+            }
+
+
+def _part(written: Any, name: Any) -> Any:
+    return ELSEWHERE if isinstance(written, str) else written[name]
+
+
+def _as_written(name: str, value: Any, written: Any) -> Any:
+    """The value, withheld where its text `written` is an interpolation."""
+    if not isinstance(written, str) or "${" not in written:
+        return value
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        return value
+    has_value = not BY_NAME.fullmatch(written) and looks_secret(name, written)
+    return Withheld(MASK if has_value or written == ELSEWHERE else written, str(value))

@@ -255,10 +255,14 @@ class AlgorithmConfig(Section):
 
     def broken_rules(self) -> Iterator[Problem]:
         if self.old_log_probs is not OldLogProbs.RECOMPUTE:
-            rule = f"needs {ref('old_log_probs')}=recompute, which is what it compares"
             for name in ("max_log_prob_gap", "rollout_is_threshold"):
                 if (limit := getattr(self, name)) is not None:
-                    yield Problem(name, rule, f"{limit:g}", "remove one of them")
+                    yield Problem(
+                        name,
+                        f"needs {ref('old_log_probs')}=recompute, which is what it compares",
+                        f"{limit:g}",
+                        "remove one of them",
+                    )
         names = self.verifier_function
         if len(set(names)) < len(names):
             yield Problem(

@@ -1,4 +1,4 @@
-"""The nearest good value to a bad one, for error messages."""
+"""Find the nearest good value to a bad one, for error messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_SHOWN = 60  # characters of a value
 
 
 def closest(word: str, words: Iterable[str]) -> str | None:
-    """The known word most like a misspelt or shortened one; None when none is near."""
+    """Find the known word most like a misspelt or shortened one; None when none is near."""
     if len(word) > MAX_WORD:
         return None  # nearness takes the square of the length
     known = sorted(words, key=lambda name: (len(name), name))
@@ -50,8 +50,10 @@ def use(numbers: Iterable[int]) -> str:
 
 def written(value: Any) -> str:
     """A value as it stands in the YAML: null and true rather than None and True."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, float) and not isfinite(value):
         return f"{value}".replace("inf", ".inf").replace("nan", ".nan")
     return repr(value)

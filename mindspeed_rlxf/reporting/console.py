@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, one line per iteration where there is none."""
+"""Show the progress of a run: a bar on a terminal, elsewhere one line per iteration."""
 
 from __future__ import annotations
 
@@ -38,10 +38,13 @@ class Progress:
         self._names = tuple(console_metrics)
         self._clock = clock
         self._start_s = clock()
-        self._bar = self._new_bar() if self._stream.isatty() else None
+        self._bar = None
+        if self._stream.isatty():
+            raw = RawStream(self._stream)
+            self._bar = tqdm(total=total, file=raw, unit="it", dynamic_ncols=True)
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Iteration `iteration`, counted from 1, has ended with these metrics."""
+        """Show the metrics of an iteration that has ended. iteration: from 1"""
         shown = {printable(name): _number(metrics[name]) for name in self._names if name in metrics}
         if self._bar is not None:
             self._bar.set_postfix(shown, refresh=False)
@@ -53,7 +56,7 @@ class Progress:
         self.note(" | ".join(parts))
 
     def note(self, text: str) -> None:
-        """A line of its own with the time in front, above the bar where there is one."""
+        """Print a line with the time in front, above the bar if there is one."""
         line = printable(f"[{datetime.now():%Y-%m-%d %H:%M:%S}] {text}")
         if self._bar is not None:
             self._bar.write(line, file=RawStream(self._stream))
@@ -64,24 +67,20 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def _new_bar(self) -> tqdm:
-        return tqdm(total=self._total, file=RawStream(self._stream), unit="it", dynamic_ncols=True)
-
     def _time_left(self, iteration: int) -> timedelta:
-        """From the mean of the iterations so far, in whole seconds."""
-        elapsed_s = self._clock() - self._start_s
-        left_s = elapsed_s / max(iteration, 1) * (self._total - iteration)
-        return timedelta(seconds=round(left_s))
+        """Whole seconds, from the mean of the iterations so far."""
+        mean_s = (self._clock() - self._start_s) / max(iteration, 1)
+        return timedelta(seconds=round(mean_s * (self._total - iteration)))
 
 
 def use_utf8(stream: TextIO) -> None:
-    """Text written to `stream` becomes UTF-8 whatever the locale; in-memory streams stay."""
+    """Make a stream write UTF-8 in every locale. In-memory streams need no change."""
     if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", CODEC):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
 def _number(value: float) -> str:
-    """Four decimals; for what they would hide, scientific: 0.1234, 1.00e-06."""
+    """Format with four decimals, very small and very large numbers as 1.00e-06."""
     if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
         return f"{value:.2e}"
     return f"{value:.4f}"

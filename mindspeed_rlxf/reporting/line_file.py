@@ -1,11 +1,11 @@
-"""A file of lines that grows for weeks: its older parts are compressed, none of it gets lost.
+"""A growing file of lines whose older parts are compressed, safe against kills at any moment.
 
-    samples.jsonl        what is written now
+    samples.jsonl        the part that is being written
     samples.jsonl.1.gz   the oldest part, then .2.gz, ...
 
-Kill the process at any moment: every line that was there is there, once. A full file is renamed to
-`samples.jsonl.N`, compressed beside it, and removed when `samples.jsonl.N.gz` is whole; what is
-half done is finished by the next one who opens it.
+A full file is renamed to `samples.jsonl.N`, compressed beside it, and removed when
+`samples.jsonl.N.gz` is whole. After a kill every line is there once; the next process that opens
+the file finishes a compression that was interrupted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, cast
 
-from mindspeed_rlxf.files.safe import (
-    hidden_name,
-    hidden_names_of,
-    open_file,
-    sync_folder,
-)
+from mindspeed_rlxf.files.safe import hidden_name, hidden_names_of, open_file, sync_folder
 
 SIZE_BYTES = 4  # at the end of a gz file: its length uncompressed, modulo 4 GiB
 LEVEL = 6  # of gzip
@@ -47,7 +42,7 @@ class LineFile:
         return parts + (self.path.stat().st_size if self.path.exists() else 0)
 
     def sync(self) -> None:
-        """What has been written outlasts a crash of the host."""
+        """Flush written lines to the disk."""
         if self.path.exists():
             with open_file(self.path, "rb") as stream:
                 os.fsync(stream.fileno())
@@ -56,45 +51,40 @@ class LineFile:
         return self.path.exists() or bool(self._parts())
 
     def lines(self) -> Iterator[bytes]:
-        """From the oldest one, line ends included; the last one may be cut by a kill."""
+        """Yield all lines with their ends, the oldest first; a kill may have cut the last one."""
         files = [*self._parts().values(), *([self.path] if self.path.exists() else [])]
         for file in files:
             with _open(file) as stream:
                 yield from stream
 
     def cut(self, position: int) -> None:
-        """Drop what lies behind `position`, whichever part it is in.
+        """Drop the bytes behind `position`, whichever part it is in.
 
-        A process killed in here leaves at least what is to stay: the next one can cut again.
-        The file keeps its inode: who appends to it goes on.
-        Errors: ValueError when there is less than that, or a part is damaged.
+        A process killed in here leaves at least the bytes to keep, so the next one can cut again.
+        The file keeps its inode, so open streams still append to it.
+        Errors: ValueError when there are fewer bytes than that, or a part is damaged.
         """
         self._finish()
-        if (there := self.position()) < position:
+        if (found := self.position()) < position:
             raise ValueError(
                 f"{self.path} must have the {position} bytes that it had at the checkpoint, it has "
-                f"{there}; put it back with its parts, or start a new run"
+                f"{found}; put it back with its parts, or start a new run"
             )
         kept = position
-        later: list[Path] = []
-        for part in self._parts().values():
-            if later or kept < _length(part):
-                later.append(part)
-            else:
-                kept -= _length(part)
-        if not later:
-            if self.path.exists():
-                _truncate(self.path, kept)
-            return
-        _truncate(self.path, 0)
-        for part in reversed(later[1:]):
+        parts = list(self._parts().values())
+        while parts and kept >= _length(parts[0]):
+            kept -= _length(parts.pop(0))
+        if self.path.exists():
+            _truncate(self.path, 0 if parts else kept)
+        for part in reversed(parts[1:]):
             part.unlink()
-        self._take_back(later[0], kept)
+        if parts:
+            self._restore(parts[0], kept)
 
     def rotate(self) -> bool:
-        """Make a part of a file that is full; returns whether it did.
+        """Turn a full file into a part; return whether it was full.
 
-        Whoever has it open for appending has to open it again.
+        After that, streams that append to the file have to be opened again.
         """
         if not self.limit or not self.path.exists() or self.path.stat().st_size < self.limit:
             return False
@@ -106,7 +96,7 @@ class LineFile:
         return True
 
     def _parts(self) -> dict[int, Path]:
-        """By number, from the oldest; the compressed one where there are both."""
+        """Parts by number, the oldest first; where a part exists twice, the compressed file."""
         pattern = re.compile(re.escape(self.path.name) + r"\.(\d+)(\.gz)?")
         found = {}
         for file in sorted(self.path.parent.glob(self.path.name + ".*")):  # .N before .N.gz
@@ -118,15 +108,15 @@ class LineFile:
         return self.path.with_name(f"{self.path.name}.{number}")
 
     def _finish(self) -> None:
-        """Compress parts that are not yet, and remove what has been compressed."""
+        """Compress the parts that are not compressed yet, and remove their plain files."""
         for number, part in self._parts().items():
             plain = self._part(number)
             if part == plain:
                 _compress(plain)
             plain.unlink(missing_ok=True)
 
-    def _take_back(self, part: Path, kept: int) -> None:
-        """The first bytes of a part become the file. Errors: ValueError where it is damaged."""
+    def _restore(self, part: Path, kept: int) -> None:
+        """Make the first bytes of a part the file again. Errors: ValueError where it is damaged."""
         with _open(part) as source, open_file(self.path, "ab", _mode(part)) as target:
             try:
                 while kept and (block := source.read(min(BLOCK, kept))):
@@ -141,7 +131,7 @@ class LineFile:
 
 
 def _compress(plain: Path) -> None:
-    """Beside it, under a hidden name until it is whole."""
+    """Compress a part into a file beside it, which has a hidden name until it is whole."""
     final = plain.with_name(f"{plain.name}.gz")
     for left in hidden_names_of(final):
         left.unlink()
@@ -156,7 +146,7 @@ def _compress(plain: Path) -> None:
 
 
 def _mode(file: Path) -> int:
-    """Another part of the same lines gets it too."""
+    """Permission bits, for other files of the same lines."""
     return stat.S_IMODE(file.stat().st_mode)
 
 

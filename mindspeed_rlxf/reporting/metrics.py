@@ -1,4 +1,4 @@
-"""metrics.jsonl, samples.jsonl, val_samples.jsonl: one JSON object per line, flushed at once."""
+"""Write metrics.jsonl, consumed.jsonl, samples.jsonl: one JSON object per line, flushed at once."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mindspeed_rlxf.reporting.line_file import LineFile
 class Sample:
     """One generated response with its score, as samples.jsonl holds it.
 
-    sample_id:    unique within the run
-    prompt_ids:   token ids without padding
-    response_ids: token ids without padding, EOS included
-    score:        of the response, before penalties
-    reward_parts: what the score is made of, e.g. {"accuracy": 1.0}
-    weights_version: smallest and largest number of actor updates that the weights behind a token
-                  of the response had seen
-    ground_truth: of validation samples the expected answer; None is left out of the file
+    sample_id:       unique within the run
+    prompt_ids:      token ids without padding
+    response_ids:    token ids without padding, EOS included
+    score:           of the response, before penalties
+    reward_parts:    summands of the score, e.g. {"accuracy": 1.0}
+    weights_version: smallest and largest number of actor updates of the weights that generated a
+                     token of the response
+    ground_truth:    expected answer of a validation sample; None is left out of the file
     """
 
     sample_id: int
@@ -39,80 +39,11 @@ class Sample:
     ground_truth: str | None = None
 
 
-class MetricsWriter:
-    """Appends iterations to metrics.jsonl."""
-
-    def __init__(self, file: Path, mode: int = PRIVATE) -> None:
-        self._lines = _JsonLines(file, mode=mode)
-
-    def write(self, iteration: int, metrics: Mapping[str, float], time_s: float) -> None:
-        """One line {"iteration", "metrics", "time_s"}; a metric that is not finite becomes null.
-
-        iteration: from 1; time_s: seconds, as the caller counts them
-        """
-        numbers = {name: float(value) for name, value in metrics.items()}
-        self._lines.write({"iteration": iteration, "metrics": numbers, "time_s": float(time_s)})
-
-    def close(self) -> None:
-        self._lines.close()
-
-
-class LedgerWriter:
-    """Appends to consumed.jsonl what an iteration took of the data."""
-
-    def __init__(self, file: Path, mode: int = PRIVATE) -> None:
-        self._lines = _JsonLines(file, mode=mode)
-
-    def write(
-        self, iteration: int, first_sample_id: int, samples_per_prompt: int, prompts: Sequence[int]
-    ) -> None:
-        """prompts: indices in the data set; their samples are numbered from `first_sample_id`"""
-        self._lines.write(
-            {
-                "iteration": iteration,
-                "first_sample_id": first_sample_id,
-                "samples_per_prompt": samples_per_prompt,
-                "prompts": list(prompts),
-            }
-        )
-
-    def close(self) -> None:
-        self._lines.close()
-
-
-class SampleWriter:
-    """Appends responses to a samples file, the first `samples` of an iteration or `all`."""
-
-    def __init__(
-        self,
-        file: Path,
-        samples: int | Literal["all"],
-        file_bytes: int = 0,
-        mode: int = PRIVATE,
-    ) -> None:
-        """file_bytes: size from which on the file is compressed and begun anew; 0 = never"""
-        self._lines = _JsonLines(file, file_bytes, mode)
-        self._samples = samples
-
-    def num_kept(self, num_samples: int) -> int:
-        """How many of an iteration's samples get written; no more need be fetched or decoded."""
-        return num_samples if self._samples == "all" else min(self._samples, num_samples)
-
-    def write(self, iteration: int, samples: Sequence[Sample]) -> None:
-        """One line per sample: "iteration" and the fields of `Sample`."""
-        for sample in samples[: self.num_kept(len(samples))]:
-            fields = {k: v for k, v in asdict(sample).items() if v is not None}
-            self._lines.write({"iteration": iteration, **fields})
-        self._lines.rotate()
-
-    def close(self) -> None:
-        self._lines.close()
-
-
 class _JsonLines:
-    """A UTF-8 file of JSON objects, valid for every reader: no NaN, no half characters."""
+    """A UTF-8 file of JSON objects that every reader accepts: no NaN, no half characters."""
 
-    def __init__(self, file: Path, limit: int = 0, mode: int = PRIVATE) -> None:
+    def __init__(self, file: Path, mode: int = PRIVATE, limit: int = 0) -> None:
+        """limit: bytes from which on the file is compressed and begun anew; 0 = never"""
         self._file, self._mode = LineFile(file, limit), mode
         self._stream = self._open()
 
@@ -123,12 +54,12 @@ class _JsonLines:
             return open(os.devnull, "a", encoding="utf-8")
         return cast(TextIO, open_file(self._file.path, "a", self._mode, **text))
 
-    def write(self, record: dict[str, Any]) -> None:
-        line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False)
+    def _append(self, record: dict[str, Any]) -> None:
+        line = json.dumps(_null_non_finite(record), ensure_ascii=False, allow_nan=False)
         self._stream.write(line + "\n")
         self._stream.flush()
 
-    def rotate(self) -> None:
+    def _rotate(self) -> None:
         """Begin anew where the file is full."""
         if self._file.rotate():
             self._stream.close()
@@ -138,10 +69,61 @@ class _JsonLines:
         self._stream.close()
 
 
-def _finite(value: Any) -> Any:
+class MetricsWriter(_JsonLines):
+    """Appends iterations to metrics.jsonl."""
+
+    def write(self, iteration: int, metrics: Mapping[str, float], time_s: float) -> None:
+        """Append {"iteration", "metrics", "time_s"}; a metric that is not finite becomes null.
+
+        iteration: from 1; time_s: seconds, as the caller counts them
+        """
+        numbers = {name: float(value) for name, value in metrics.items()}
+        self._append({"iteration": iteration, "metrics": numbers, "time_s": float(time_s)})
+
+
+class LedgerWriter(_JsonLines):
+    """Appends to consumed.jsonl which prompts an iteration used."""
+
+    def write(
+        self, iteration: int, first_sample_id: int, samples_per_prompt: int, prompts: Sequence[int]
+    ) -> None:
+        """prompts: indices in the data set; their samples are numbered from `first_sample_id`"""
+        self._append(
+            {
+                "iteration": iteration,
+                "first_sample_id": first_sample_id,
+                "samples_per_prompt": samples_per_prompt,
+                "prompts": list(prompts),
+            }
+        )
+
+
+class SampleWriter(_JsonLines):
+    """Appends responses to a samples file, the first `samples` of an iteration or `all`."""
+
+    def __init__(
+        self, file: Path, samples: int | Literal["all"], file_bytes: int = 0, mode: int = PRIVATE
+    ) -> None:
+        """file_bytes: size from which on the file is compressed and begun anew; 0 = never"""
+        super().__init__(file, mode, file_bytes)
+        self._samples = samples
+
+    def num_kept(self, num_samples: int) -> int:
+        """How many samples of an iteration are written; the others need not be decoded."""
+        return num_samples if self._samples == "all" else min(self._samples, num_samples)
+
+    def write(self, iteration: int, samples: Sequence[Sample]) -> None:
+        """Append one line per sample: "iteration" and the fields of `Sample`."""
+        for sample in samples[: self.num_kept(len(samples))]:
+            fields = {k: v for k, v in asdict(sample).items() if v is not None}
+            self._append({"iteration": iteration, **fields})
+        self._rotate()
+
+
+def _null_non_finite(value: Any) -> Any:
     """The same tree with null in place of numbers that JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: _null_non_finite(item) for name, item in value.items()}
     return value

@@ -1,10 +1,10 @@
-"""What every rank did when, as files for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""Write when each rank did what, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
     timeline/iterations_0000001.json      iterations 1 to 100, timeline/iterations_0000101.json, ...
 
-Google's Trace Event Format: an array of events, times in microseconds of the epoch. A pool of
-devices is a process of the picture, a rank a thread of it. The times of a rank are those of its
-host's clock: hosts whose clocks differ are shifted against each other.
+Google's Trace Event Format: an array of events, times in microseconds since the epoch. A pool of
+devices is shown as a process, a rank as a thread of it. Each rank uses the clock of its host, so
+hosts whose clocks differ are shifted against each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEAD, BETWEEN, TAIL = b"[\n", b",\n", b"\n]\n"
 
 @dataclass(frozen=True)
 class Span:
-    """One thing that was done. started: seconds of the epoch; rank: in the pool"""
+    """One piece of work. started: seconds since the epoch; rank: in the pool"""
 
     name: str
     pool: str
@@ -37,7 +37,7 @@ class Span:
 
 
 class Timeline:
-    """Appends iterations to the files of a folder; every one of them is whole JSON after each."""
+    """Appends iterations to the files of a folder, which are valid JSON after each."""
 
     def __init__(self, folder: Path, mode: int = PRIVATE) -> None:
         self._folder, self._mode = folder, mode
@@ -76,7 +76,7 @@ class Timeline:
         }
 
     def _names(self, span: Span) -> Iterable[dict[str, Any]]:
-        """Of the pool and of the rank, when the file has neither."""
+        """Yield events that name the pool and the rank, where the file has none yet."""
         place = {"pid": self._numbers.setdefault(span.pool, len(self._numbers)), "tid": span.rank}
         named = {"process_name": (span.pool, -1), "thread_name": (f"rank {span.rank}", span.rank)}
         for kind, (text, rank) in named.items():
@@ -99,7 +99,7 @@ def _append(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -> None:
 
 
 def _end(stream: IO[bytes]) -> int:
-    """Where the last whole event ends: a process that was killed may have left a part of one."""
+    """Offset behind the last whole event; a killed process may have left a part of one."""
     start = max(stream.seek(0, os.SEEK_END) - LONGER_THAN_AN_EVENT, 0)
     stream.seek(start)
     data = stream.read()

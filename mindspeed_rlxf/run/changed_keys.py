@@ -17,7 +17,7 @@ from mindspeed_rlxf.config.schema import (
     PoolSettings,
     RunConfig,
 )
-from mindspeed_rlxf.config.variables import masked
+from mindspeed_rlxf.config.secret_words import masked
 
 ABSENT = object()
 NOT_OF_THE_RUN = {"training.new_run", "training.resume", "dry_run"}

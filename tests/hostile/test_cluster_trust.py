@@ -16,7 +16,7 @@ import pytest
 from mindspeed_rlxf.cluster.ray import cluster as ray_cluster
 from mindspeed_rlxf.cluster.ray import trust as ray_trust
 from mindspeed_rlxf.cluster.ray.trust import View, check
-from mindspeed_rlxf.config import cluster, listeners
+from mindspeed_rlxf.config import cluster
 from mindspeed_rlxf.config.cluster import choose_cluster, started_here
 from mindspeed_rlxf.config.errors import UserError
 
@@ -78,15 +78,15 @@ def refusal(address: str, allow: bool = False) -> str:
 
 def test_the_owner_of_a_listener_is_known(port: int) -> None:
     mine = {os.getuid()}
-    assert listeners.owners(f"127.0.0.1:{port}") == mine
-    assert listeners.owners(f"localhost:{port}") == mine
-    assert listeners.owners(f"127.0.0.2:{port}") == set()
+    assert cluster.owners(f"127.0.0.1:{port}") == mine
+    assert cluster.owners(f"localhost:{port}") == mine
+    assert cluster.owners(f"127.0.0.2:{port}") == set()
     with socket.create_server(("", 0)) as everywhere:
-        assert listeners.owners(f"127.0.0.1:{everywhere.getsockname()[1]}") == mine
+        assert cluster.owners(f"127.0.0.1:{everywhere.getsockname()[1]}") == mine
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as both:
         at = both.getsockname()[1]
-        assert listeners.owners(f"127.0.0.1:{at}") == listeners.owners(f"[::1]:{at}") == mine
-    assert listeners.is_here("127.0.0.1") and not listeners.is_here("198.51.100.7")
+        assert cluster.owners(f"127.0.0.1:{at}") == cluster.owners(f"[::1]:{at}") == mine
+    assert cluster.is_here("127.0.0.1") and not cluster.is_here("198.51.100.7")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

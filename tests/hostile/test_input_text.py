@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cli.train import main
-from mindspeed_rlxf.config import bounded_compose
+from mindspeed_rlxf.config import compose
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data import chats
@@ -37,7 +37,7 @@ def bounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name in ("system", "popen", "execv"):
         monkeypatch.setattr(f"os.{name}", lambda *words: canary.write_text("woken"))
     monkeypatch.setattr("subprocess.Popen", lambda *words, **more: canary.write_text("woken"))
-    for module in (bounded_compose, chats):  # seconds that a bomb may take; less for a quick test
+    for module in (compose, chats):  # seconds that a bomb may take; less for a quick test
         monkeypatch.setattr(module, "CPU_S", 0.3)
     before, start = peak_kib(), computed_s()
     yield

@@ -15,8 +15,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_rlxf.config.cluster import host_and_port, is_here, owners
 from mindspeed_rlxf.config.errors import Problem, UserError, ref
-from mindspeed_rlxf.config.listeners import host_and_port, is_here, owners
 
 logger = logging.getLogger(__name__)
 

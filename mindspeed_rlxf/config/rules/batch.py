@@ -1,4 +1,4 @@
-"""Rules of how samples are cut up: over ranks, into mini-batches, into micro-batches."""
+"""Rules of how samples are divided among ranks, mini-batches and micro-batches."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ BATCH, SAMPLES = "training.global_batch_size", "actor_rollout.n_samples_per_prom
 
 
 def check_batches(config: RunConfig) -> list[Problem]:
-    """Every rule broken; all roles have whole replicas."""
+    """Find every rule of batch sizes that is broken. All roles must have whole replicas."""
     return [*_batch(config), *_mini_batches(config)]
 
 
 def token_budget(config: RunConfig, role: Role) -> Iterator[Problem]:
-    """`max_tokens_per_micro_batch` of one role with a model."""
+    """Check `max_tokens_per_micro_batch` of one role with a model."""
     limit, longest = config.role(role).max_tokens_per_micro_batch, config.training.seq_length
     if limit is not None and limit < longest:
         yield Problem(
@@ -38,7 +38,7 @@ def token_budget(config: RunConfig, role: Role) -> Iterator[Problem]:
 
 
 def loss_by_micro_batch(config: RunConfig) -> Iterator[Problem]:
-    """A mean of micro-batch means depends on what shares a micro-batch."""
+    """Check that a mean of micro-batch means is taken over micro-batches of one size."""
     if config.algorithm.loss_normalizer is not LossNormalizer.MICRO_BATCH_MEAN:
         return
     for role in (r for r in config.roles if r in (Role.ACTOR_ROLLOUT, Role.CRITIC)):
@@ -54,20 +54,22 @@ def loss_by_micro_batch(config: RunConfig) -> Iterator[Problem]:
 
 
 def _batch(config: RunConfig) -> Iterator[Problem]:
-    """Every rank takes the same number of samples, those of a prompt together."""
-    prompts = config.training.global_batch_size
-    per_prompt = config.actor_rollout.n_samples_per_prompt
+    """Every rank takes the same number of samples; those of a prompt may have to stay together."""
+    prompts, per_prompt = (
+        config.training.global_batch_size,
+        config.actor_rollout.n_samples_per_prompt,
+    )
     remedy = use(multiples_around(prompts, _prompt_step(config)))
     broken: list[int] = []
     for share, role in sorted(_shares(config).items(), key=lambda item: -item[0].unit):
-        said = any(unit % share.unit == 0 for unit in broken)
-        if config.samples_per_iteration % share.unit and not said:
+        implied = any(unit % share.unit == 0 for unit in broken)
+        if config.samples_per_iteration % share.unit and not implied:
             times = f"x {ref(SAMPLES)}={per_prompt} " if per_prompt > 1 else ""
             yield Problem(
                 BATCH, f"{times}must be a multiple of {TITLES[role]}'s {share}", prompts, remedy
             )
             broken.append(share.unit)
-    dp = config.layout(Role.ACTOR_ROLLOUT).dp
+    dp, replicas = config.layout(Role.ACTOR_ROLLOUT).dp, config.layout(Role.REWARD).dp
     if config.samples_together > 1 and prompts % dp and not broken:
         yield Problem(
             BATCH,
@@ -76,7 +78,6 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
             prompts,
             remedy,
         )
-    replicas = config.layout(Role.REWARD).dp
     if config.algorithm.estimator.reads_greedy and prompts % replicas:
         estimator = f"{ref('algorithm.adv_estimator')}={config.algorithm.adv_estimator}"
         yield Problem(
@@ -89,7 +90,7 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
 
 
 def _prompt_step(config: RunConfig) -> int:
-    """What a number of prompts has to be a multiple of, by all rules of this file."""
+    """The smallest number of prompts that satisfies every rule of `_batch`, as do its multiples."""
     per_prompt = config.actor_rollout.n_samples_per_prompt
     steps = [share.unit // gcd(share.unit, per_prompt) for share in _shares(config)]
     if config.samples_together > 1:
@@ -101,18 +102,22 @@ def _prompt_step(config: RunConfig) -> int:
 
 @dataclass(frozen=True)
 class _Share:
-    """What the samples of a role are a multiple of: frozen roles can fill up, others not."""
+    """Factors of the number of samples of a role.
+
+    Only roles that learn have to fill a virtual pipeline; the others can pad it.
+    """
 
     dp: int
-    stages: int  # of a virtual pipeline that learns, else 1
-    together: int  # 2 where the loss needs whole pairs
+    stages: int  # of the virtual pipeline of a role that learns, else 1
+    together: int  # 2 where the loss needs pairs of responses, else 1
 
     @classmethod
     def of(cls, config: RunConfig, role: Role) -> _Share:
         section = config.role(role)
         learns = isinstance(section, (ActorConfig, CriticConfig))
         stages = section.micro_batch_multiple if learns else 1
-        return cls(config.layout(role).dp, stages, 2 if _of_pairs(config, role) else 1)
+        pairs = role is Role.ACTOR_ROLLOUT and config.training.stage is Stage.RAY_ONLINE_DPO
+        return cls(config.layout(role).dp, stages, 2 if pairs else 1)
 
     @property
     def unit(self) -> int:
@@ -125,48 +130,40 @@ class _Share:
         return text + (f" x {self.together} responses of a pair" if self.together > 1 else "")
 
 
-def _of_pairs(config: RunConfig, role: Role) -> bool:
-    return role is Role.ACTOR_ROLLOUT and config.training.stage is Stage.RAY_ONLINE_DPO
-
-
 def _shares(config: RunConfig) -> dict[_Share, Role]:
     """The first role of each share."""
     return {_Share.of(config, role): role for role in reversed(config.roles)}
 
 
-def _mended_samples(config: RunConfig) -> int:
-    """Samples of an iteration; where the batch is to be changed, what both remedies share."""
-    options = multiples_around(config.training.global_batch_size, _prompt_step(config))
-    legal = config.training.global_batch_size % _prompt_step(config) == 0
-    prompts = config.training.global_batch_size if legal else gcd(*options)
+def _legal_samples(config: RunConfig) -> int:
+    """Samples of an iteration; a common divisor of both remedies where the batch is illegal."""
+    prompts, step = config.training.global_batch_size, _prompt_step(config)
+    if prompts % step:
+        prompts = gcd(*multiples_around(prompts, step))
     return prompts * config.actor_rollout.n_samples_per_prompt
 
 
 def _mini_batches(config: RunConfig) -> Iterator[Problem]:
-    sizes = {
-        Role.ACTOR_ROLLOUT: ("ppo_mini_batch_size", config.actor_rollout.ppo_mini_batch_size),
-    }
-    if config.critic:
-        size = config.critic.critic_mini_batch_size
-        sizes[Role.CRITIC] = ("critic_mini_batch_size", size)
-    for role, (key, size) in sizes.items():
-        step = _Step.of(config, role)
-        if step.parts_pairs:
-            yield _odd_micro_batch(step, key, size)
-        else:
-            yield from _mini_batch(config, step, f"{role.value}.{key}", size)
+    sizes = [(Role.ACTOR_ROLLOUT, "ppo_mini_batch_size"), (Role.CRITIC, "critic_mini_batch_size")]
+    for role, key in sizes:
+        if role in config.roles:
+            step, size = _Step.of(config, role), getattr(config.role(role), key)
+            if step.splits_pairs:
+                yield _odd_micro_batch(step, key, size)
+            else:
+                yield from _mini_batch(config, step, f"{role.value}.{key}", size)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What the samples of an optimizer step are a multiple of."""
+    """Factors of the number of samples of an optimizer step."""
 
     role: Role
-    samples: int  # of an iteration, or of both that are proposed for it
-    whole: bool  # the iteration's number of samples is legal
+    samples: int  # `_legal_samples`
+    is_legal: bool  # that is the iteration's number of samples
     share: int  # data-parallel size, with a virtual pipeline times its stages
     micro: int  # micro_batch_size, 1 where tokens are counted
-    together: int
+    together: int  # 2 where the loss needs pairs of responses, else 1
     by_tokens: bool
     factors: str
 
@@ -178,26 +175,21 @@ class _Step:
         if not by_tokens:
             micro = section.micro_batch_size
             factors += f" x {ref(f'{role.value}.micro_batch_size')}={micro}"
-        samples = _mended_samples(config)
-        whole = samples == config.samples_per_iteration
-        width = share.dp * share.stages
-        return cls(role, samples, whole, width, micro, share.together, by_tokens, factors)
+        samples, width = _legal_samples(config), share.dp * share.stages
+        is_legal = samples == config.samples_per_iteration
+        return cls(role, samples, is_legal, width, micro, share.together, by_tokens, factors)
 
     @property
-    def unit(self) -> int:
-        return self.share * self.micro
-
-    @property
-    def parts_pairs(self) -> bool:
-        """Micro-batches hold half a pair. (Where tokens are counted another rule says so.)"""
+    def splits_pairs(self) -> bool:
+        """Micro-batches hold half a pair. Where tokens are counted, `rules.stages` refuses that."""
         return not self.by_tokens and self.micro % self.together > 0
 
     def sizes(self, micro: int) -> list[int]:
-        """Good mini-batches with micro-batches of this size."""
+        """Legal mini-batches with micro-batches of `micro` samples."""
         return [n for n in divisors(self.samples) if n % (self.share * micro) == 0]
 
     def micros(self) -> list[int]:
-        """Sizes of micro-batches with which there is a good mini-batch."""
+        """Sizes of micro-batches for which there is a legal mini-batch."""
         return [n for n in divisors(self.samples // self.share) if n % self.together == 0]
 
     def remedy(self, size: int) -> str:
@@ -211,26 +203,23 @@ class _Step:
 
 
 def _odd_micro_batch(step: _Step, key: str, size: int) -> Problem:
-    """The remedy is good for the mini-batch too."""
+    """Propose a micro-batch of whole pairs that fits the mini-batch, or one of both."""
     near = sorted(step.micros(), key=lambda micro: abs(micro - step.micro))
     fitting = [micro for micro in near if size in step.sizes(micro)]
-    if fitting:
-        remedy = use(sorted(fitting[:2]))
-    else:
-        good = around(size, step.sizes(near[0])) or [size]
-        remedy = f"use {near[0]}, and {ref(f'{step.role.value}.{key}')}={good[0]}"
+    good = around(size, step.sizes(near[0])) or [size]
+    change_both = f"use {near[0]}, and {ref(f'{step.role.value}.{key}')}={good[0]}"
     return Problem(
         f"{step.role.value}.micro_batch_size",
         f"must be even with {ref('training.stage')}=ray_online_dpo, whose loss needs both "
         "responses of a pair",
         step.micro,
-        remedy,
+        use(sorted(fitting[:2])) if fitting else change_both,
     )
 
 
 def _mini_batch(config: RunConfig, step: _Step, key: str, size: int) -> Iterator[Problem]:
     """A mini-batch divides the iteration's samples and fills whole micro-batches on each rank."""
-    if step.whole and step.samples % size:
+    if step.is_legal and step.samples % size:
         yield Problem(
             key,
             f"must divide the {step.samples} samples of an iteration "
@@ -239,7 +228,7 @@ def _mini_batch(config: RunConfig, step: _Step, key: str, size: int) -> Iterator
             size,
             step.remedy(size),
         )
-    elif size % step.unit:
+    elif size % (unit := step.share * step.micro):
         yield Problem(
-            key, f"must be a multiple of {step.unit} ({step.factors})", size, step.remedy(size)
+            key, f"must be a multiple of {unit} ({step.factors})", size, step.remedy(size)
         )

@@ -1,7 +1,7 @@
-"""Whether this host can hold the processes that the configuration asks for, and run their layout.
+"""Check that this host has the devices, the memory and the packages that the configuration needs.
 
-Devices are counted for what starts here only: those of a cluster that is joined are the runtime's
-to count. Every node has the packages of this one, which the runtime checks.
+Devices are counted only for processes that start on this host; the runtime counts those of a
+cluster that is joined. The runtime also checks that every node has the same packages.
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ from mindspeed_rlxf.config.schema import RunConfig
 
 GIB = 1024**3
 PROCESS_BYTES = GIB // 2
-"""What one worker process takes before its model: interpreter, torch, Megatron."""
+"""Memory of one worker process before its model: interpreter, torch, Megatron."""
 
 
 def check_host(config: RunConfig) -> list[Problem]:
-    """What is missing here: devices, memory, a version of megatron-core; empty when nothing is."""
-    problems = list(_shared_groups(config))
+    """Find missing devices and memory, and a version of megatron-core that is too old."""
+    sizes = _pool_sizes(config).values()
+    problems = [*_shared_groups(config)]
     if config.runtime.kind is RuntimeKind.LOCAL:
-        problems += _local_world(config)
-        return [*problems, *_devices(config, max(_pool_sizes(config).values()))]
+        return [*problems, *_local_world(config), *_devices(config, max(sizes))]
     problems += _resource(config)
-    if joined_address(config):
-        return problems
-    return [*problems, *_devices(config, sum(_pool_sizes(config).values()))]
+    return problems if joined_address(config) else [*problems, *_devices(config, sum(sizes))]
 
 
 def joined_address(config: RunConfig) -> str | None:
-    """The Ray cluster to join; None = start an own one."""
+    """The Ray cluster to join; None = start one for this run."""
     return choose_cluster(config.runtime.address).address
 
 
@@ -101,36 +99,29 @@ def _resource(config: RunConfig) -> Iterator[Problem]:
 
 
 def _devices(config: RunConfig, wanted: int) -> Iterator[Problem]:
+    """wanted: processes that this host has to run at once"""
     from mindspeed_rlxf import device
 
-    kind = config.device.kind
     pools = ", ".join(f"{pool}={size}" for pool, size in _pool_sizes(config).items())
     try:
-        kind = device.resolve_kind(kind)
-        there = device.device_count(kind)
+        kind = device.resolve_kind(config.device.kind)
+        found = device.device_count(kind)
     except ValueError as error:
         yield Problem("", str(error))
         return
-    if kind is DeviceKind.CPU:
-        yield from _cpu_memory(pools, wanted)
-    elif there is not None and wanted > there:
-        yield Problem(
-            "resource_pool",
-            f"({pools}) needs {wanted} {kind.value} devices and this host has {there}",
-            remedy="use fewer, put roles on one pool with placement, or join a cluster with "
-            "runtime.address",
-        )
-
-
-def _cpu_memory(pools: str, wanted: int) -> Iterator[Problem]:
-    from mindspeed_rlxf import device
-
-    memory = device.host_memory()
+    memory = device.host_memory() if kind is DeviceKind.CPU else 0
     room = memory // PROCESS_BYTES
-    if wanted > room:
+    if kind is DeviceKind.CPU and wanted > room:
         yield Problem(
             "resource_pool",
             f"({pools}) needs {wanted} processes of 0.5 GiB each and the memory of this host, "
             f"{memory / GIB:.1f} GiB, holds {room}",
             remedy=f"use {room} or fewer",
+        )
+    elif kind is not DeviceKind.CPU and found is not None and wanted > found:
+        yield Problem(
+            "resource_pool",
+            f"({pools}) needs {wanted} {kind.value} devices and this host has {found}",
+            remedy="use fewer, put roles on one pool with placement, or join a cluster with "
+            "runtime.address",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.errors import Problem, ref
@@ -12,24 +13,24 @@ from mindspeed_rlxf.config.rules.batch import (
     loss_by_micro_batch,
     token_budget,
 )
-from mindspeed_rlxf.config.rules.experts import check_experts
 from mindspeed_rlxf.config.rules.split import ROLLOUT_TP, TRAIN, check_split
 from mindspeed_rlxf.config.rules.stages import check_stage
-from mindspeed_rlxf.config.rules.tensor_parallel import uneven
+from mindspeed_rlxf.config.rules.tensor_parallel import find_uneven
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.suggest import closest, multiples_around, use
+from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_around, use
 
 
 def check(config: RunConfig) -> list[Problem]:
-    """Every rule across sections that the configuration breaks; nothing here looks at the host."""
+    """Find every broken rule across sections. Nothing here looks at the host."""
     problems = [*_pools(config), *_lengths(config), *_validation(config)]
     problems += [*check_stage(config), *check_split(config)]
     for role in config.roles:
-        if not _is_rule(config, role):
+        if config.role(role).architecture is not None:  # the reward may be a rule
             problems += _model(config, role)
         problems += _parallel(config, role)
     problems += loss_by_micro_batch(config)
-    if not _misplaced(config):
+    # Without whole replicas of every role there is no data-parallel size to check batches by.
+    if not any(_pools(config)) and not any(_replicas(config, role) for role in config.roles):
         problems += check_batches(config)
     return problems
 
@@ -52,11 +53,6 @@ def _pools(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _misplaced(config: RunConfig) -> bool:
-    """True while some role has no whole replicas, so that there is no data-parallel size."""
-    return any(_pools(config)) or any(_replicas(config, role) for role in config.roles)
-
-
 def _replicas(config: RunConfig, role: Role) -> Problem | None:
     pool, section = config.pool_of(role), config.role(role)
     tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
@@ -69,10 +65,6 @@ def _replicas(config: RunConfig, role: Role) -> Problem | None:
         size,
         use(multiples_around(size, tp * pp)),
     )
-
-
-def _is_rule(config: RunConfig, role: Role) -> bool:
-    return role is Role.REWARD and config.reward.architecture is None
 
 
 def _model(config: RunConfig, role: Role) -> Iterator[Problem]:
@@ -91,33 +83,45 @@ def _model(config: RunConfig, role: Role) -> Iterator[Problem]:
 
 
 def _parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
-    misplaced = _replicas(config, role)
+    """Rules of how the ranks of one role share its model."""
+    misplaced, section, pool = _replicas(config, role), config.role(role), config.pool_of(role)
     if misplaced:
         yield misplaced
-    if _is_rule(config, role):
+    if section.architecture is None:
         return
-    section = config.role(role)
-    tp = section.tensor_model_parallel_size
-    placed = misplaced is None and config.pool_of(role) in config.resource_pool
-    yield from check_experts(role, section, config.layout(role).dp if placed else None)
-    key = f"{role.value}.tensor_model_parallel_size"
+    tp, known = section.tensor_model_parallel_size, pool in config.resource_pool
+    yield from _experts(config, role, config.layout(role).dp if known and not misplaced else None)
     if role is Role.ACTOR_ROLLOUT and config.rollout_tp != tp:
         a = section.architecture
-        yield from uneven(ROLLOUT_TP, config.rollout_tp, a, section.model, f"{role.value}.")
+        yield from find_uneven(ROLLOUT_TP, config.rollout_tp, a, section.model, f"{role.value}.")
     yield from token_budget(config, role)
-    known = config.pool_of(role) in config.resource_pool
-    may_span = config.pool_settings.tensor_parallel_spans_nodes
-    for processes in config.processes_of(role) if known and not may_span else []:
-        if processes % tp and not misplaced:
-            yield Problem(
-                f"resource_pool.{config.pool_of(role)}",
-                f"{processes} processes on a node must be a multiple of the tensor-parallel size "
-                f"{tp} of {role.value}, which may not span nodes",
-                remedy=f"{use(multiples_around(processes, tp))}, or allow it with "
-                "resource_pool.tensor_parallel_spans_nodes=true",
-                colon=True,
-                reads=(key,),
-            )
+    if not known or misplaced or config.pool_settings.tensor_parallel_spans_nodes:
+        return
+    for processes in (count for count in config.processes_of(role) if count % tp):
+        yield Problem(
+            f"resource_pool.{pool}",
+            f"{processes} processes on a node must be a multiple of the tensor-parallel size "
+            f"{tp} of {role.value}, which may not span nodes",
+            remedy=f"{use(multiples_around(processes, tp))}, or allow it with "
+            "resource_pool.tensor_parallel_spans_nodes=true",
+            colon=True,
+            reads=(f"{role.value}.tensor_model_parallel_size",),
+        )
+
+
+def _experts(config: RunConfig, role: Role, dp: int | None) -> Iterator[Problem]:
+    """dp: data-parallel size of the role, None where it has none"""
+    section = config.role(role)
+    experts, ep = section.architecture.num_experts, section.expert_model_parallel_size
+    if experts is None:
+        return
+    key = f"{role.value}.expert_model_parallel_size"
+    remedy = use(around(ep, divisors(gcd(experts, dp or experts))))
+    if experts % ep:
+        number = ref(f"model.{section.model}.num_experts")
+        yield Problem(key, f"must divide {number}={experts}", ep, remedy)
+    if dp is not None and dp % ep:
+        yield Problem(key, f"must divide the data-parallel size {dp}", ep, remedy)
 
 
 def _lengths(config: RunConfig) -> Iterator[Problem]:

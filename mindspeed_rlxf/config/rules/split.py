@@ -12,56 +12,46 @@ from mindspeed_rlxf.config.suggest import around, divisors, multiples_around, us
 
 TRAIN, INFER = "actor_rollout.num_gpus_for_train", "actor_rollout.num_gpus_for_infer"
 ROLLOUT_TP = "rollout.tensor_model_parallel_size"
+ACTOR_TP = "actor_rollout.tensor_model_parallel_size"
 
 
 def check_split(config: RunConfig) -> Iterator[Problem]:
-    """Every rule broken, for a pool that is split and for one that is not."""
-    actor = config.actor_rollout
-    train, infer = actor.num_gpus_for_train, actor.num_gpus_for_infer
-    if train is None and infer is None:
-        yield from _shared(config)
-    elif train is not None and infer is not None:
-        yield from _sum(config, train, infer)
-        yield from _alone(config)
-        yield from _replicas(config, train, infer)
-        if config.runtime.kind is RuntimeKind.LOCAL:
-            yield Problem(
-                "runtime.kind",
-                f"runs every role on the same processes and cannot give {infer} of them to the "
-                f"rollout ({ref(INFER)})",
-                "local",
-                f"use {ref('runtime.kind')}=ray, or remove {ref(TRAIN)} and {ref(INFER)}",
-            )
-
-
-def _shared(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem for each rule broken, for a pool that is split and for one that is not."""
+    train, infer = config.actor_rollout.num_gpus_for_train, config.actor_rollout.num_gpus_for_infer
     tp = config.actor_rollout.tensor_model_parallel_size
-    if config.rollout_tp != tp:
-        actor_tp = ref("actor_rollout.tensor_model_parallel_size")
+    if train is None and infer is None and config.rollout_tp != tp:
         yield Problem(
             ROLLOUT_TP,
-            f"must be {actor_tp}={tp} where the rollout shares the actor's devices",
+            f"must be {ref(ACTOR_TP)}={tp} where the rollout shares the actor's devices",
             config.rollout_tp,
             f"remove it, or give the rollout devices of its own by {ref(TRAIN)} and {ref(INFER)}",
         )
-
-
-def _sum(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
-    pool = config.pool_of(Role.ACTOR_ROLLOUT)
-    if pool not in config.resource_pool or config.pool_size(pool) == train + infer:
+    if train is None or infer is None:  # one of both alone is refused in the actor's section
         return
-    size, key = config.pool_size(pool), ref(f"resource_pool.{pool}")
-    other = f"{ref(INFER)}={size - train}, or " if size > train else ""
-    yield Problem(
-        TRAIN,
-        f"and {ref(INFER)}={infer} must add up to {key}={size}",
-        train,
-        f"use {other}{key}={train + infer}",
-    )
+    pool = config.pool_of(Role.ACTOR_ROLLOUT)
+    size, key = sum(config.resource_pool.get(pool, [train + infer])), ref(f"resource_pool.{pool}")
+    if size != train + infer:
+        other = f"{ref(INFER)}={size - train}, or " if size > train else ""
+        yield Problem(
+            TRAIN,
+            f"and {ref(INFER)}={infer} must add up to {key}={size}",
+            train,
+            f"use {other}{key}={train + infer}",
+        )
+    yield from _alone(config)
+    yield from _replicas(config, train, infer)
+    if config.runtime.kind is RuntimeKind.LOCAL:
+        yield Problem(
+            "runtime.kind",
+            f"runs every role on the same processes and cannot give {infer} of them to the "
+            f"rollout ({ref(INFER)})",
+            "local",
+            f"use {ref('runtime.kind')}=ray, or remove {ref(TRAIN)} and {ref(INFER)}",
+        )
 
 
 def _alone(config: RunConfig) -> Iterator[Problem]:
-    """Ranks of a split pool are two worlds, in which no role of the whole pool can live."""
+    """No other role fits on a split pool, whose ranks form two process groups."""
     pool = config.pool_of(Role.ACTOR_ROLLOUT)
     for role in config.roles_of(pool):
         if role is not Role.ACTOR_ROLLOUT:
@@ -76,34 +66,28 @@ def _alone(config: RunConfig) -> Iterator[Problem]:
 
 
 def _replicas(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
-    """Generation has whole tensor-parallel groups, each on one node."""
+    """Generation needs whole tensor-parallel groups, each on one node."""
     tp, pool = config.rollout_tp, config.pool_of(Role.ACTOR_ROLLOUT)
-    if infer % tp:
-        yield _uneven(config, infer, tp)
-        return
-    for processes in part_of(config.resource_pool.get(pool, []), train, infer):
-        if processes % tp:
-            yield Problem(
-                INFER,
-                f"{processes} processes on a node must be a multiple of the rollout's "
-                f"tensor-parallel size {tp}, which may not span nodes",
-                infer,
-                f"{use(multiples_around(processes, tp))} on each node",
-                colon=True,
-                reads=(ROLLOUT_TP,),
-            )
-
-
-def _uneven(config: RunConfig, infer: int, tp: int) -> Problem:
-    """Names the size where the user gave one for the rollout, else the devices."""
-    if config.rollout.tensor_model_parallel_size is None:
-        actor_tp = ref("actor_rollout.tensor_model_parallel_size")
-        return Problem(
+    if infer % tp and config.rollout.tensor_model_parallel_size is None:
+        yield Problem(
             INFER,
-            f"must be a multiple of {actor_tp}={tp}, which the rollout has too",
+            f"must be a multiple of {ref(ACTOR_TP)}={tp}, which the rollout has too",
             infer,
             f"{use(multiples_around(infer, tp))}, or give {ref(ROLLOUT_TP)}",
         )
-    return Problem(
-        ROLLOUT_TP, f"must divide {ref(INFER)}={infer}", tp, use(around(tp, divisors(infer)))
-    )
+    elif infer % tp:
+        yield Problem(
+            ROLLOUT_TP, f"must divide {ref(INFER)}={infer}", tp, use(around(tp, divisors(infer)))
+        )
+    else:
+        for processes in part_of(config.resource_pool.get(pool, []), train, infer):
+            if processes % tp:
+                yield Problem(
+                    INFER,
+                    f"{processes} processes on a node must be a multiple of the rollout's "
+                    f"tensor-parallel size {tp}, which may not span nodes",
+                    infer,
+                    f"{use(multiples_around(processes, tp))} on each node",
+                    colon=True,
+                    reads=(ROLLOUT_TP,),
+                )

@@ -13,7 +13,7 @@ from mindspeed_rlxf.config.enums import (
     Stage,
 )
 from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.rules.without_effect import without_effect
+from mindspeed_rlxf.config.rules.idle_keys import refuse_idle_keys
 from mindspeed_rlxf.config.schema import RunConfig
 
 ESTIMATOR, STAGE = "algorithm.adv_estimator", "training.stage"
@@ -22,67 +22,63 @@ FILTER, PENALTY, KL_IN = "algorithm.filter_groups", "algorithm.kl_penalty", "alg
 
 
 def check_stage(config: RunConfig) -> Iterator[Problem]:
-    """Every such rule that the configuration breaks."""
+    """Yield a problem for each such rule that the configuration breaks."""
     if config.training.stage is Stage.RAY_ONLINE_DPO:
-        yield from [*_pairs(config), *_pairs_by_tokens(config)]
+        yield from _pairs(config)
     else:
         yield from _estimator(config)
-        yield from [*_kl(config), *_full_kl(config)]
+        yield from _full_kl(config)
     yield from _one_vocabulary(config)
-    yield from without_effect(config)
+    yield from refuse_idle_keys(config)
     yield from _samples_per_prompt(config)
-    yield from [*_rewards(config), *_verifiers(config)]
+    yield from _rewards(config)
+    yield from _verifiers(config)
     yield from _whitening(config)
 
 
 def _estimator(config: RunConfig) -> Iterator[Problem]:
-    estimator, stage = config.algorithm.adv_estimator, config.training.stage
-    traits = config.algorithm.estimator
-    if stage is Stage.RAY_PPO and not traits.needs_critic:
+    algorithm, stage = config.algorithm, config.training.stage
+    estimator, needs_critic = algorithm.adv_estimator, algorithm.estimator.needs_critic
+    if stage is Stage.RAY_PPO and not needs_critic:
         yield Problem(
             ESTIMATOR,
             f"works without the critic of {ref(STAGE)}=ray_ppo",
             estimator,
             f"use gae, or {ref(STAGE)}=ray_grpo",
         )
-    if stage is not Stage.RAY_PPO and traits.needs_critic:
+    if stage is not Stage.RAY_PPO and needs_critic:
         yield Problem(
             ESTIMATOR,
-            f"needs a critic, which {ref(STAGE)}={stage.value} has not",
+            f"needs a critic, and {ref(STAGE)}={stage.value} has none",
             estimator,
             f"use grpo, or {ref(STAGE)}=ray_ppo",
         )
-
-
-def _kl(config: RunConfig) -> Iterator[Problem]:
-    algorithm = config.algorithm
     if algorithm.kl_in is KlIn.LOSS and algorithm.kl_penalty is KlPenalty.KL:
         yield Problem(
             PENALTY,
-            f"teaches nothing with {ref(KL_IN)}=loss, where its gradient is 0 on average",
+            f"must not be kl with {ref(KL_IN)}=loss, where its gradient is 0 on average",
             algorithm.kl_penalty,
             "use low_var_kl or mse",
         )
 
 
 def _full_kl(config: RunConfig) -> Iterator[Problem]:
-    """Both distributions have to be in one process, split in the same way."""
+    """Actor and reference must run in one process and split the vocabulary in the same way."""
     if config.algorithm.kl_penalty is not KlPenalty.FULL:
         return
-    actor, ref_section = config.actor_rollout, config.ref
     if config.algorithm.kl_in is KlIn.LOSS:
         yield Problem(PENALTY, f"needs {ref(KL_IN)}=reward", "full", "use that, or low_var_kl")
     pools = [config.pool_of(role) for role in (Role.ACTOR_ROLLOUT, Role.REF)]
     if pools[0] != pools[1]:
         yield Problem(
             PENALTY,
-            "compares all of the vocabulary and needs actor and reference in one pool, they are "
+            "compares the whole vocabulary and needs actor and reference in one pool, they are "
             f"in {pools[0]} and {pools[1]}",
             "full",
             f"use {ref('placement.ref')}={pools[0]}, or low_var_kl",
         )
     for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        mine, theirs = getattr(actor, key), getattr(ref_section, key)
+        mine, theirs = getattr(config.actor_rollout, key), getattr(config.ref, key)
         if mine != theirs:
             yield Problem(
                 f"ref.{key}",
@@ -95,36 +91,39 @@ def _full_kl(config: RunConfig) -> Iterator[Problem]:
 
 
 def _one_vocabulary(config: RunConfig) -> Iterator[Problem]:
-    mine, theirs = config.actor_rollout, config.ref
-    sizes = [section.architecture.vocab_size for section in (mine, theirs)]
-    if sizes[0] != sizes[1]:
+    sections = config.actor_rollout, config.ref
+    mine, theirs = (section.architecture.vocab_size for section in sections)
+    if mine != theirs:
         yield Problem(
             "ref",
-            f"vocab_size={sizes[1]} must be the actor's {sizes[0]}, whose tokens it judges",
+            f"vocab_size={theirs} must be the actor's {mine}, whose tokens it scores",
             remedy="give folder and model of the policy that training starts from",
             colon=True,
-            reads=tuple(f"model.{section.model}.vocab_size" for section in (mine, theirs)),
+            reads=tuple(f"model.{section.model}.vocab_size" for section in sections),
         )
 
 
 def _samples_per_prompt(config: RunConfig) -> Iterator[Problem]:
     samples, algorithm = config.actor_rollout.n_samples_per_prompt, config.algorithm
+    if samples > 1 or config.training.stage is Stage.RAY_ONLINE_DPO:
+        return
     needs = {
         f"{ref(ESTIMATOR)}={algorithm.adv_estimator}": algorithm.estimator.compares_group,
         f"{ref(FILTER)}=true": algorithm.filter_groups,
     }
-    for name, needed in needs.items():
-        if needed and samples < 2 and config.training.stage is not Stage.RAY_ONLINE_DPO:
-            yield Problem(
-                SAMPLES,
-                f"must be 2 or more with {name}, which compares the responses to a prompt",
-                samples,
-                "use 4 or 8",
-            )
+    for name in (name for name, needed in needs.items() if needed):
+        yield Problem(
+            SAMPLES,
+            f"must be 2 or more with {name}, which compares the responses to a prompt",
+            samples,
+            "use 4 or 8",
+        )
 
 
 def _pairs(config: RunConfig) -> Iterator[Problem]:
+    """The loss compares two responses to a prompt, which must be in one micro-batch."""
     samples = config.actor_rollout.n_samples_per_prompt
+    limit = config.actor_rollout.max_tokens_per_micro_batch
     if samples != 2:
         yield Problem(
             SAMPLES,
@@ -132,14 +131,10 @@ def _pairs(config: RunConfig) -> Iterator[Problem]:
             samples,
             "use 2",
         )
-
-
-def _pairs_by_tokens(config: RunConfig) -> Iterator[Problem]:
-    limit = config.actor_rollout.max_tokens_per_micro_batch
     if limit is not None:
         yield Problem(
             "actor_rollout.max_tokens_per_micro_batch",
-            f"may part the responses of a pair with {ref(STAGE)}=ray_online_dpo",
+            f"may separate the responses of a pair with {ref(STAGE)}=ray_online_dpo",
             limit,
             "use null, and micro_batch_size",
         )
@@ -185,13 +180,12 @@ def _verifiers(config: RunConfig) -> Iterator[Problem]:
     algorithm = config.algorithm
     rules, weights = algorithm.verifier_function, algorithm.verifier_weight
     if not config.reward.verifier:
-        remedy = f"remove it, or use {ref('reward.verifier')}=true"
         for name in ("verifier_function", "verifier_weight"):
             if getattr(algorithm, name):
                 yield Problem(
                     f"algorithm.{name}",
                     f"has no effect with {ref('reward.verifier')}=false",
-                    remedy=remedy,
+                    remedy=f"remove it, or use {ref('reward.verifier')}=true",
                 )
     elif weights and len(weights) != len(rules or (None,)):
         functions = ref("algorithm.verifier_function")
@@ -204,7 +198,7 @@ def _verifiers(config: RunConfig) -> Iterator[Problem]:
 
 
 def _whitening(config: RunConfig) -> Iterator[Problem]:
-    """Variance needs two tokens; a response has one at least."""
+    """A variance needs two tokens; every response has at least one."""
     whiten, actor = config.algorithm.advantage_whiten, config.actor_rollout
     sizes = {
         AdvantageWhiten.BATCH: config.samples_per_iteration,

@@ -1,7 +1,7 @@
-"""How tensor-parallel ranks share the attention heads and key-value groups of a model.
+"""Rules of how tensor-parallel ranks share the attention heads and key-value groups of a model.
 
-Up to one rank per group every rank has whole groups. Beyond that, as in megatron-core 0.16, several
-ranks attend with the same group, each with its own query heads.
+Up to one rank per group every rank has whole groups. With more ranks, as in megatron-core 0.16,
+several ranks share a group, each with its own query heads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.suggest import around, divisors, use
 
 SHARED_GROUPS_SINCE = (0, 16)
-"""Release of megatron-core from which on ranks can share a key-value group."""
+"""First release of megatron-core in which ranks can share a key-value group."""
 
 
 def groups_per_rank(groups: int, tp: int) -> int:
@@ -28,7 +28,7 @@ def qkv_rows(a: ArchitectureConfig) -> int:
 
 
 def whole_groups(a: ArchitectureConfig, tp: int) -> bool:
-    """Whether every rank has whole groups, or every group is shared by as many ranks."""
+    """Whether every rank has whole groups, or every group is shared by equally many ranks."""
     return a.kv_heads % tp == 0 or tp % a.kv_heads == 0
 
 
@@ -38,29 +38,32 @@ def possible_sizes(a: ArchitectureConfig) -> list[int]:
     return [tp for tp in divisors(common) if whole_groups(a, tp) and qkv_rows(a) % tp == 0]
 
 
-def uneven(
+def find_uneven(
     key: str, tp: int, a: ArchitectureConfig, model: str, section: str = ""
 ) -> Iterator[Problem]:
-    """Rules that a tensor-parallel size breaks with a model.
+    """Yield a problem for each size of a model that a tensor-parallel size does not divide.
 
-    key:     of the size
+    key:     of the tensor-parallel size
     model:   name of the architecture
-    section: what stands before `architecture` in the keys of the model's sizes
+    section: prefix of `architecture` in the keys of the model's sizes
     """
     good = use(around(tp, possible_sizes(a)))
-
-    def size(name: str, number: int) -> str:
-        return f"{ref(f'{section}architecture.{name}')}={number}"
-
-    if a.num_attention_heads % tp:
-        heads = size("num_attention_heads", a.num_attention_heads)
-        yield Problem(key, f"must divide {heads}", tp, good)
-    if not whole_groups(a, tp):
-        groups = size("num_query_groups", a.kv_heads)
-        yield Problem(key, f"must divide {groups}, or be a multiple of it", tp, good)
-    elif a.num_attention_heads % tp == 0 and qkv_rows(a) % tp:
-        rule = f"must divide the {qkv_rows(a)} rows of model.{model}'s query, key and value "
-        yield Problem(key, f"{rule}projections", tp, good)
     width = "moe_ffn_hidden_size" if a.num_experts and a.moe_ffn_hidden_size else "ffn_hidden_size"
-    if a.mlp_hidden_size % tp:
-        yield Problem(key, f"must divide {size(width, a.mlp_hidden_size)}", tp, good)
+    heads, groups, mlp = (
+        f"{ref(f'{section}architecture.{name}')}={size}"
+        for name, size in (
+            ("num_attention_heads", a.num_attention_heads),
+            ("num_query_groups", a.kv_heads),
+            (width, a.mlp_hidden_size),
+        )
+    )
+    splits_heads, whole = a.num_attention_heads % tp == 0, whole_groups(a, tp)
+    rows = f"the {qkv_rows(a)} rows of model.{model}'s query, key and value projections"
+    checks = {
+        f"must divide {heads}": splits_heads,
+        f"must divide {groups}, or be a multiple of it": whole,
+        f"must divide {rows}": not (splits_heads and whole) or qkv_rows(a) % tp == 0,
+        f"must divide {mlp}": a.mlp_hidden_size % tp == 0,
+    }
+    for rule in (rule for rule, holds in checks.items() if not holds):
+        yield Problem(key, rule, tp, good)

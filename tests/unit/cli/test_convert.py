@@ -38,7 +38,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "grouped": (["--moe-grouped-gemm"], "--moe-grouped-gemm is not supported: experts are written"),
     "noop": (["--noop-layers", "1,2"], "--noop-layers is not supported"),
-    "bert": (["--model-type", "BERT"], "--model-type=BERT must be GPT"),
+    "bert": (["--model-type", "BERT"], "--model-type=BERT is not supported: GPT is the only one"),
     "family": (["--model-type-hf", "mixtrall"], "is not converted; did you mean mixtral?"),
     "other family": (
         ["--model-type-hf", "qwen3"],

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from mindspeed_rlxf.cli.preprocess import main
-from mindspeed_rlxf.compat.preprocess_flags import OLDER_FLAGS
+from mindspeed_rlxf.compat.older_flags import PREPROCESS_FLAGS
 from tests.unit.data.byte_tokenizer import write_tokenizer
 
 CONVERSATIONS = "--handler-name AlpacaStyleInstructionHandler"
@@ -74,7 +74,7 @@ def notes(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def test_each_flag_is_on_a_list_and_no_list_has_another() -> None:
     assert len(NAMES) == 41
-    assert set(OLDER_FLAGS) <= NAMES
+    assert set(PREPROCESS_FLAGS) <= NAMES
 
 
 @pytest.mark.parametrize("words", OTHER_DATA)

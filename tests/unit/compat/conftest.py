@@ -1,5 +1,5 @@
 """The small valid tree of the configuration's tests."""
 
-from tests.unit.config.conftest import make_tree, no_cluster, problems
+from tests.unit.config.conftest import check_case, make_tree, no_cluster, problems
 
-__all__ = ["make_tree", "no_cluster", "problems"]
+__all__ = ["check_case", "make_tree", "no_cluster", "problems"]

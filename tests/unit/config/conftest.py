@@ -1,4 +1,4 @@
-"""A small valid tree, and short ways to change it and to see what resolving it says."""
+"""A small valid tree, and fixtures that change it and return the problems of resolving it."""
 
 from __future__ import annotations
 
@@ -45,10 +45,13 @@ TREE: Tree = {
     "device": {"kind": "cpu"},
 }
 
+DROPPED = object()
+WITHOUT_CRITIC = ("critic", "placement.critic")
+
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rules must not depend on where the tests run."""
+    """Make the rules independent of the host that runs the tests."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cluster, "started_here", lambda: None)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -61,18 +64,14 @@ def make_tree() -> Callable[..., Tree]:
 
     def make(changes: Tree | None = None, drop: tuple[str, ...] = ()) -> Tree:
         tree = copy.deepcopy(TREE)
-        for path, value in (changes or {}).items():
+        for path, value in {**(changes or {}), **dict.fromkeys(drop, DROPPED)}.items():
             *sections, key = path.split(".")
             node = tree
             for section in sections:
                 node = node.setdefault(section, {})
             node[key] = value
-        for path in drop:
-            *sections, key = path.split(".")
-            node = tree
-            for section in sections:
-                node = node[section]
-            del node[key]
+            if value is DROPPED:
+                del node[key]
         return tree
 
     return make
@@ -80,7 +79,7 @@ def make_tree() -> Callable[..., Tree]:
 
 @pytest.fixture
 def problems(make_tree: Callable[..., Tree]) -> Callable[..., list[str]]:
-    """What resolving the changed tree complains about; nothing when it is valid."""
+    """The problems of the changed tree; none when it is valid."""
 
     def run(changes: Tree | None = None, drop: tuple[str, ...] = ()) -> list[str]:
         try:
@@ -90,3 +89,17 @@ def problems(make_tree: Callable[..., Tree]) -> Callable[..., list[str]]:
         return []
 
     return run
+
+
+@pytest.fixture
+def check_case(problems: Callable[..., list[str]]) -> Callable[[Tree, list[str]], None]:
+    """Assert that a changed tree has these problems, each given by its start or as a whole.
+
+    A change of the stage drops the critic.
+    """
+
+    def check(changes: Tree, expected: list[str]) -> None:
+        found = problems(changes, WITHOUT_CRITIC if "training.stage" in changes else ())
+        assert len(found) == len(expected) and all(map(str.startswith, found, expected)), found
+
+    return check

@@ -1,4 +1,4 @@
-"""What a configuration makes the package do: numbers and texts that keys have to change.
+"""Numbers and texts that the package computes from a configuration, for keys to change.
 
 Each function builds the part of the package that reads the keys, with stand-ins for what needs a
 device, and returns what came out. Nothing returns the configuration itself.
@@ -39,9 +39,7 @@ from mindspeed_rlxf.ops.planning.plan import plan
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.roles import actor, critic, engines
 from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.generation import sampling_settings
 from mindspeed_rlxf.roles.objectives import objective_of
-from mindspeed_rlxf.rollout.sampling import choose_tokens
 from mindspeed_rlxf.run import recorder
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.stopping import Stopped
@@ -214,14 +212,6 @@ def valued(config: RunConfig) -> Any:
     return float(output.loss), output.weight
 
 
-def sampled(config: RunConfig) -> list[int]:
-    """The second token of 500 responses."""
-    policy = config.actor_rollout
-    settings = sampling_settings(policy, [2], policy.do_sample)
-    logits, uniforms = noise(6, 500, 32) * 4, noise(7, 500).double()
-    return choose_tokens(logits, uniforms, torch.ones(500).long(), settings)[0].tolist()
-
-
 def loop(config: RunConfig) -> Any:
     """The trainer with stand-ins for all that it drives."""
     roles = SimpleNamespace(
@@ -288,7 +278,7 @@ def apart(config: RunConfig) -> str | None:
 def recorded(config: RunConfig) -> Any:
     """Samples kept of 100, size of their file, metrics on the console."""
     made = recorder.Recorder(config, RunDirectory(Path("nowhere")), None, writes=False)
-    file = made._samples._lines._file
+    file = made._samples._file
     return made._samples.num_kept(100), vars(file), made._progress._names
 
 

@@ -6,15 +6,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.resolve import resolve, resolve_with_notes
-from mindspeed_rlxf.config.schema import RunConfig
-
-
-def pools(make_tree: Any, size: Any, **device: Any) -> RunConfig:
-    changes = {"resource_pool.main": size, "runtime.address": "head:6379"}
-    changes |= {f"device.{name}": value for name, value in device.items()}
-    return resolve(make_tree(changes), "test")
 
 
 @pytest.mark.parametrize(
@@ -23,25 +15,23 @@ def pools(make_tree: Any, size: Any, **device: Any) -> RunConfig:
         (2, {}, [2]),
         (8, {}, [8]),
         (16, {}, [8, 8]),
-        (16, {"devices_per_node": 16}, [16]),
-        (4, {"devices_per_node": 2}, [2, 2]),
-        ([4, 4], {"devices_per_node": 2}, [4, 4]),
+        (16, {"device.devices_per_node": 16}, [16]),
+        (4, {"device.devices_per_node": 2}, [2, 2]),
+        ([4, 4], {"device.devices_per_node": 2}, [4, 4]),
     ],
 )
 def test_a_count_beyond_one_host_fills_whole_hosts(
     make_tree: Any, size: Any, device: dict[str, int], nodes: list[int]
 ) -> None:
-    assert pools(make_tree, size, **device).resource_pool == {"main": nodes}
+    changes = {"resource_pool.main": size, "runtime.address": "head:6379", **device}
+    assert resolve(make_tree(changes), "test").resource_pool == {"main": nodes}
 
 
-def test_a_count_that_leaves_a_host_half_empty_is_refused(make_tree: Any) -> None:
-    with pytest.raises(ConfigError) as caught:
-        pools(make_tree, 12)
-    (problem,) = map(str, caught.value.problems)
-    assert problem == (
+def test_a_count_that_leaves_a_host_half_empty_is_refused(problems: Any) -> None:
+    assert problems({"resource_pool.main": 12, "runtime.address": "head:6379"}) == [
         "resource_pool.main=12 must fill whole hosts of 8 devices (device.devices_per_node); "
         "use 8 or 16, or give a list with a number per host"
-    )
+    ]
 
 
 def test_on_this_host_a_count_is_a_count(make_tree: Any) -> None:

@@ -105,8 +105,7 @@ def test_keys_are_named_where_the_user_wrote_them(problems: Problems) -> None:
 def test_nothing_that_makes_problems_reads_english() -> None:
     """Values of YAML have patterns, texts of problems have parts."""
     of_values = {"config/sections.py", "config/quoting.py"}  # times of schedulers, hydra's quotes
-    of_values |= {"config/secret_words.py", "config/variables.py"}  # secrets, interpolations
-    of_values |= {"config/listeners.py"}  # addresses
+    of_values |= {"config/secret_words.py", "config/cluster.py"}  # secrets, addresses
     places = ("config", "planning", "cli", "trainer")
     files = [file for place in places for file in (PACKAGE / place).glob("*.py")]
     importing = {

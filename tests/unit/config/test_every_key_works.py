@@ -88,6 +88,7 @@ class Shown:
     test: str
 
 
+SAMPLING = Shown("roles/test_sampling_keys.py", "test_every_sampling_key_reaches_generation")
 TRAINING: dict[str, Any] = {
     "stage": Case("ray_online_dpo", see.experience, {**GROUPS, f"{ACTOR}micro_batch_size": 2}),
     "train_iters": Case(5),
@@ -210,11 +211,11 @@ EVERY_ROLE: dict[str, Any] = {
 }  # fmt: skip
 ACTOR_KEYS: dict[str, Any] = {
     "save": Case("elsewhere"),
-    "do_sample": Case(True, see.sampled),
+    "do_sample": Case(True),
     "temperature": Case(0.5, see.loss, SAMPLE),
-    "top_k": Case(2, see.sampled, SAMPLE),
-    "top_p": Case(0.2, see.sampled, SAMPLE),
-    "min_new_tokens": Case(4, see.sampled, SAMPLE),
+    "top_k": SAMPLING,
+    "top_p": SAMPLING,
+    "min_new_tokens": SAMPLING,
     "max_prompt_length": Case(4),
     "max_new_tokens": Case(10),
     "num_gpus_for_train": Case(2, base=SPLIT, also={f"{ACTOR}num_gpus_for_infer": 6}),

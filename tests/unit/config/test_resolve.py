@@ -5,37 +5,96 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from pathlib import Path
+from operator import attrgetter
 from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.enums import CONFIGURED, DeviceKind, KlPenalty, Role, RuntimeKind
+from mindspeed_rlxf.config.enums import DeviceKind, KlPenalty, Role, RuntimeKind
 from mindspeed_rlxf.config.keys import ARCHITECTURE_KEYS, TOP_LEVEL, known_keys
 from mindspeed_rlxf.config.resolve import resolve
+from tests.unit.config.conftest import TREE
 
 MakeTree = Callable[..., dict[str, Any]]
 Problems = Callable[..., list[str]]
 
 
-def test_role_beats_training_beats_model(make_tree: MakeTree) -> None:
-    changes = {
-        "model.small.micro_batch_size": 2,
-        "model.small.bf16": True,
-        "training.micro_batch_size": 3,
-        "ref.micro_batch_size": 5,
-        "critic.critic_mini_batch_size": 24,
-        "critic.num_layers": 2,
-        "training.lr": 1e-3,
-    }
-    config = resolve(make_tree(changes), "test")
-    assert config.ref.micro_batch_size == 5  # its own section
-    assert config.actor_rollout.micro_batch_size == 3  # training
-    assert config.critic.bf16  # model
-    assert config.actor_rollout.optimizer.lr == 1e-4  # its own
-    assert config.critic.optimizer.lr == 1e-3  # training
-    assert config.critic.architecture.num_layers == 2
-    assert config.actor_rollout.architecture.num_layers == 4
+# (changes, dropped keys, attributes of the configuration and their values)
+RESOLVED: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
+    "role beats training beats model": (
+        {"model.small.micro_batch_size": 2, "model.small.bf16": True,
+         "training.micro_batch_size": 3, "ref.micro_batch_size": 5,
+         "critic.critic_mini_batch_size": 24, "critic.num_layers": 2, "training.lr": 1e-3},
+        (),
+        {"ref.micro_batch_size": 5, "actor_rollout.micro_batch_size": 3, "critic.bf16": True,
+         "actor_rollout.optimizer.lr": 1e-4, "critic.optimizer.lr": 1e-3,
+         "critic.architecture.num_layers": 2, "actor_rollout.architecture.num_layers": 4},
+    ),
+    "dashes in keys are underscores": (
+        {"actor_rollout.max-new-tokens": 5, "resource-pool": {"main": 8}},
+        ("resource_pool",),
+        {"actor_rollout.max_new_tokens": 5, "resource_pool": {"main": [8]}},
+    ),
+    "names that users choose keep their dashes": (
+        {"model": {"small-1b": TREE["model"]["small"]}, "training.model": "small-1b",
+         "reward.rules": {"my-data": "exact_match"}},
+        (),
+        {"ref.model": "small-1b", "reward.rules": {"my-data": "exact_match"}},
+    ),
+    "new tokens default to the rest of the sequence": (
+        {}, (), {"actor_rollout.max_new_tokens": 24 - 8}
+    ),
+    "a run is named after its config": (
+        {}, (),
+        {"training.run_name": "test", "training.output_dir": os.path.abspath("outputs/test")},
+    ),
+    "a folder is named after its run": (
+        {"training.run_name": "mine"}, (),
+        {"training.output_dir": os.path.abspath("outputs/mine")},
+    ),
+    "paths are absolute from the working folder": (
+        {"data.val_files": ["a.jsonl", "/b.jsonl"]}, (),
+        {"actor_rollout.load": os.path.abspath("weights/sft"),
+         "training.tokenizer_name_or_path": os.path.abspath("weights/sft"),
+         "data.train_files": (os.path.abspath("train.jsonl"),),
+         "data.val_files": (os.path.abspath("a.jsonl"), "/b.jsonl")},
+    ),
+    "prefixes of data sets are absolute and take the place of files": (
+        {"data.data_path": "a/b", "data.val_data_path": ["c"], "validation.interval": 2},
+        ("data.train_files",),
+        {"data.data_path": (os.path.abspath("a/b"),), "data.train_files": (),
+         "data.val_data_path": (os.path.abspath("c"),)},
+    ),
+    "runtime may be one word": (
+        {"runtime": "local", "resource_pool.main": 1}, (), {"runtime.kind": RuntimeKind.LOCAL}
+    ),
+    "words become enums": (
+        {"algorithm.kl_penalty": "low_var_kl"}, (),
+        {"algorithm.kl_penalty": KlPenalty.LOW_VAR_KL, "device.kind": DeviceKind.CPU},
+    ),
+    "a rule needs no model": (
+        {"reward.tensor_model_parallel_size": 3}, (),
+        {"reward.architecture": None, "reward.model": None, "placement": {
+            Role.ACTOR_ROLLOUT: "main", Role.REF: "main", Role.CRITIC: "main", Role.REWARD: "main",
+        }, "reward.tensor_model_parallel_size": 1},
+    ),
+    "roles have pools of their own name by default": (
+        {"resource_pool": {"actor_rollout": [2], "ref": 1, "critic": [1], "reward": []}},
+        ("placement",),
+        {"placement": {
+            Role.ACTOR_ROLLOUT: "actor_rollout", Role.REF: "ref", Role.CRITIC: "critic",
+            Role.REWARD: "actor_rollout",
+        }, "resource_pool": {"actor_rollout": [2], "ref": [1], "critic": [1]}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "drop", "values"), RESOLVED.values(), ids=RESOLVED)
+def test_keys_arrive_in_the_configuration(
+    make_tree: MakeTree, changes: dict[str, Any], drop: tuple[str, ...], values: dict[str, Any]
+) -> None:
+    config = resolve(make_tree(changes, drop), "test")
+    assert {path: attrgetter(path)(config) for path in values} == values
 
 
 def test_older_nesting_of_roles_means_the_same(make_tree: MakeTree) -> None:
@@ -45,104 +104,43 @@ def test_older_nesting_of_roles_means_the_same(make_tree: MakeTree) -> None:
     assert resolve(nested, "test") == resolve(tree, "test")
 
 
-def test_one_key_in_both_nestings_is_an_error(problems: Problems) -> None:
-    assert problems({"actor_rollout_ref.actor_rollout.lr": 0.5}) == [
-        "actor_rollout_ref.actor_rollout.lr and actor_rollout.lr are the same key; keep one"
-    ]
-    assert problems({"actor_rollout_ref.actor_rollout.lr": 1e-4}) == []
+NESTED = "actor_rollout_ref.actor_rollout"
 
 
-def test_a_nan_in_the_older_nesting_is_not_taken_for_two_keys(problems: Problems) -> None:
-    (problem,) = problems({"actor_rollout_ref.actor_rollout.temperature": math.nan})
-    assert "same key" not in problem and problem.startswith("actor_rollout_ref.actor_rollout.temp")
-
-
-def test_errors_name_the_key_as_it_was_nested(problems: Problems) -> None:
-    found = problems({"actor_rollout_ref.ref.micro_batch_size": 0, "actor_rollout_ref.ref.lr_": 1})
-    assert found[0].startswith("actor_rollout_ref.ref.lr_: unknown key")
-    assert found[1].startswith("actor_rollout_ref.ref.micro_batch_size=0 must be at least 1")
-
-
-def test_dashes_in_keys_are_underscores(make_tree: MakeTree) -> None:
-    changes = {"actor_rollout.max-new-tokens": 5, "resource-pool": {"main": 8}}
-    tree = make_tree(changes, drop=("resource_pool",))
-    config = resolve(tree, "test")
-    assert config.actor_rollout.max_new_tokens == 5
-    assert config.resource_pool == {"main": [8]}
-
-
-def test_names_that_users_choose_keep_their_dashes(make_tree: MakeTree) -> None:
-    tree = make_tree({"training.model": "small-1b", "reward.rules": {"my-data": "exact_match"}})
-    tree["model"] = {"small-1b": tree["model"]["small"]}
-    config = resolve(tree, "test")
-    assert config.ref.model == "small-1b"
-    assert config.reward.rules == {"my-data": "exact_match"}
-
-
-def test_new_tokens_default_to_the_rest_of_the_sequence(
-    make_tree: MakeTree, problems: Problems
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {f"{NESTED}.lr": 0.5},
+            [f"{NESTED}.lr and actor_rollout.lr are the same key; keep one"],
+        ),
+        ({f"{NESTED}.lr": 1e-4}, []),
+        ({f"{NESTED}.temperature": math.nan}, [f"{NESTED}.temperature=.nan must be finite"]),
+        (
+            {"actor_rollout_ref.ref.micro_batch_size": 0, "actor_rollout_ref.ref.lr_": 1},
+            [
+                "actor_rollout_ref.ref.lr_: unknown key",
+                "actor_rollout_ref.ref.micro_batch_size=0 must be at least 1",
+            ],
+        ),
+        (
+            {"actor_rollout.ppo_mini_batch_size": -4},
+            ["actor_rollout.ppo_mini_batch_size=-4 must be at least 1; use 1 or more"],
+        ),
+        (
+            {"actor_rollout.tensor_model_parallel_size": "two"},
+            ["actor_rollout.tensor_model_parallel_size='two' must be an integer"],
+        ),
+        (
+            {"reward.kind": "model", "reward.model": "smal", "placement.reward": "main"},
+            ["reward.model='smal': no such model; did you mean small? (models loaded: small)"],
+        ),
+    ],
+)
+def test_one_mistake_is_one_problem_with_the_key_as_it_was_written(
+    check_case: Callable[..., None], changes: dict[str, Any], expected: list[str]
 ) -> None:
-    assert resolve(make_tree(), "test").actor_rollout.max_new_tokens == 16  # 24 - 8
-    (problem,) = problems({"training.seq_length": 8})
-    assert "training.seq_length=8 must exceed actor_rollout.max_prompt_length=8" in problem
-
-
-def test_run_is_named_after_its_config(make_tree: MakeTree) -> None:
-    training = resolve(make_tree(), "test").training
-    assert training.run_name == "test"
-    assert training.output_dir == os.path.abspath("outputs/test")
-    named = resolve(make_tree({"training.run_name": "mine"}), "test").training
-    assert named.output_dir == os.path.abspath("outputs/mine")
-
-
-def test_paths_are_absolute_from_the_working_folder(
-    make_tree: MakeTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = resolve(make_tree({"data.val_files": ["a.jsonl", "/b.jsonl"]}), "test")
-    assert config.actor_rollout.load == str(tmp_path / "weights/sft")
-    assert config.training.tokenizer_name_or_path == str(tmp_path / "weights/sft")
-    assert config.data.train_files == (str(tmp_path / "train.jsonl"),)
-    assert config.data.val_files == (str(tmp_path / "a.jsonl"), "/b.jsonl")
-
-
-def test_prefixes_of_data_sets_are_absolute_and_take_the_place_of_files(
-    make_tree: MakeTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    changes = {"data.data_path": "a/b", "data.val_data_path": ["c"], "validation.interval": 2}
-    data = resolve(make_tree(changes, drop=("data.train_files",)), "test").data
-    assert data.data_path == (str(tmp_path / "a/b"),)
-    assert data.val_data_path == (str(tmp_path / "c"),)
-    assert data.train_files == ()
-
-
-def test_runtime_may_be_one_word(make_tree: MakeTree) -> None:
-    tree = make_tree({"runtime": "local", "resource_pool.main": 1})
-    assert resolve(tree, "test").runtime.kind is RuntimeKind.LOCAL
-
-
-def test_words_become_enums(make_tree: MakeTree) -> None:
-    config = resolve(make_tree({"algorithm.kl_penalty": "low_var_kl"}), "test")
-    assert config.algorithm.kl_penalty is KlPenalty.LOW_VAR_KL
-    assert config.device.kind is DeviceKind.CPU
-
-
-def test_a_rule_needs_no_model_and_sits_with_the_actor(make_tree: MakeTree) -> None:
-    config = resolve(make_tree({"reward.tensor_model_parallel_size": 3}), "test")
-    assert config.reward.architecture is None and config.reward.model is None
-    assert config.pool_of(Role.REWARD) == "main"
-    assert config.layout(Role.REWARD).tp == 1  # model keys mean nothing to a rule
-
-
-def test_roles_have_pools_of_their_own_name_by_default(make_tree: MakeTree) -> None:
-    pools = {"actor_rollout": [2], "ref": 1, "critic": [1], "reward": []}
-    tree = make_tree({"resource_pool": pools}, drop=("placement",))
-    config = resolve(tree, "test")
-    assert [config.pool_of(role) for role in CONFIGURED] == [
-        "actor_rollout", "ref", "critic", "actor_rollout",
-    ]  # fmt: skip
-    assert config.resource_pool == {"actor_rollout": [2], "ref": [1], "critic": [1]}
+    check_case(changes, expected)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +203,7 @@ def test_unknown_key_is_named_with_the_nearest_known_one(
         ("critic.model", "smal", "='smal': no such model; did you mean small?"),
         ("runtime", "locl", ".kind='locl' must be one of ray, local; did you mean local?"),
         ("dry_run", 1, "=1 must be true or false"),
+        ("training.seq_length", 8, "=8 must exceed actor_rollout.max_prompt_length=8"),
     ],
 )
 def test_bad_value_is_named_with_rule_and_remedy(
@@ -248,12 +247,6 @@ def test_all_problems_come_at_once(problems: Problems) -> None:
     assert all(any(p.startswith(start) for p in found) for start in starts), found
 
 
-def test_a_wrong_value_brings_no_second_problem(problems: Problems) -> None:
-    (problem,) = problems({"actor_rollout.ppo_mini_batch_size": -4})
-    assert problem == "actor_rollout.ppo_mini_batch_size=-4 must be at least 1; use 1 or more"
-    assert len(problems({"actor_rollout.tensor_model_parallel_size": "two"})) == 1
-
-
 def test_no_problem_hides_behind_a_broken_section_that_it_names(problems: Problems) -> None:
     """The critic's section cannot be read; the size of its pool is checked all the same."""
     changes = {"critic": 3, "placement.critic": "judge", "resource_pool": {"main": 8, "judge": 7}}
@@ -273,10 +266,3 @@ def test_any_value_anywhere_is_accepted_or_explained(problems: Problems, garbage
     for path in sorted({*known, *models, *pools, *TOP_LEVEL}):
         found = problems({path: garbage})
         assert all(problem and "\n" not in problem for problem in found), (path, found)
-
-
-def test_a_reward_model_of_no_known_architecture_is_named(problems: Callable[..., Any]) -> None:
-    changes = {"reward.kind": "model", "reward.model": "smal", "placement.reward": "main"}
-    assert problems(changes) == [
-        "reward.model='smal': no such model; did you mean small? (models loaded: small)"
-    ]

@@ -23,15 +23,15 @@ MULTI_NODE = FOLDER / "llama3" / "ray_ppo_llama3_8b_multi_node.sh"
 MODELS = ("llama2", "llama3", "llama32", "qwen25", "qwen3")
 
 
+def start(script: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": os.environ["PATH"], **variables}
+    command = ["bash", str(script), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
 def commands(script: Path, *arguments: str, **variables: str) -> list[list[str]]:
     """What the script would run, without running it."""
-    done = subprocess.run(
-        ["bash", str(script), *arguments],
-        env={"PATH": os.environ["PATH"], "DRY_RUN": "1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = start(script, *arguments, DRY_RUN="1", **variables)
     assert done.returncode == 0, done.stderr
     return [shlex.split(line) for line in done.stdout.splitlines()]
 
@@ -125,19 +125,15 @@ def test_a_dashboard_is_for_this_host_alone() -> None:
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_several_nodes_need_a_token_that_all_have(tmp_path: Path, rank: str) -> None:
-    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "DEVICE": "cpu"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "NODE_RANK": rank}
-    done = subprocess.run(
-        ["bash", str(MULTI_NODE)], env=environment, capture_output=True, text=True, timeout=60
-    )
+    variables = {"HOME": str(tmp_path), "DEVICE": "cpu", "MASTER_ADDR": "127.0.0.1"}
+    done = start(MULTI_NODE, NODE_RANK=rank, **variables)
     (line,) = [line for line in done.stderr.splitlines() if not line.startswith("note:")]
     assert done.returncode == 2
     assert line.startswith("error: no token for Ray: run '(umask 077; ray get-auth-token")
 
 
 def test_other_nodes_only_join() -> None:
-    script = FOLDER / "llama3" / "ray_ppo_llama3_8b_multi_node.sh"
-    (ray,) = commands(script, MASTER_ADDR="10.0.0.1", NODE_RANK="1", DEVICE="cuda")
+    (ray,) = commands(MULTI_NODE, MASTER_ADDR="10.0.0.1", NODE_RANK="1", DEVICE="cuda")
     assert ray[-2:] == ["--address=10.0.0.1:6344", "--num-gpus=8"] and "--head" not in ray
 
 
@@ -164,12 +160,5 @@ def test_another_configuration_drops_the_scripts_own_changes() -> None:
     ],
 )
 def test_what_is_missing_is_said(variables: dict[str, str], message: str) -> None:
-    script = FOLDER / "llama3" / "ray_ppo_llama3_8b_multi_node.sh"
-    done = subprocess.run(
-        ["bash", str(script)],
-        env={"PATH": os.environ["PATH"], "DRY_RUN": "1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = start(MULTI_NODE, DRY_RUN="1", **variables)
     assert done.returncode == 2 and f"error: {message}" in done.stderr

@@ -45,17 +45,21 @@ def test_an_iteration_is_one_line_at_once(tmp_path):
     writer.close()
 
 
-def test_numpy_numbers_are_numbers(tmp_path):
-    writer = MetricsWriter(tmp_path / "metrics.jsonl")
-    writer.write(1, {"a": np.float32(0.5), "b": np.int64(3)}, np.float64(1.5))
-    assert lines(tmp_path / "metrics.jsonl")[0]["metrics"] == {"a": 0.5, "b": 3.0}
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_json_does_not_have_becomes_null(value, tmp_path):
-    writer = MetricsWriter(tmp_path / "metrics.jsonl")
-    writer.write(1, {"bad": value, "good": 1.0}, 0.0)
-    assert lines(tmp_path / "metrics.jsonl")[0]["metrics"] == {"bad": None, "good": 1.0}
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3.0),
+        (float("nan"), None),
+        (float("inf"), None),
+        (float("-inf"), None),
+    ],
+)
+def test_numbers_are_numbers_of_json_and_others_are_null(given, written, tmp_path):
+    MetricsWriter(tmp_path / "metrics.jsonl").write(1, {"a": given}, np.float64(1.5))
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"iteration": 1, "metrics": {"a": written}, "time_s": 1.5}
+    ]
 
 
 def test_a_file_that_exists_is_continued(tmp_path):
@@ -66,36 +70,33 @@ def test_a_file_that_exists_is_continued(tmp_path):
     assert [line["iteration"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-def test_a_sample_has_the_fields_of_the_contract(tmp_path):
-    writer = SampleWriter(tmp_path / "samples.jsonl", 32)
-    writer.write(3, [SAMPLE])
-    assert lines(tmp_path / "samples.jsonl") == [
-        {
-            "iteration": 3,
-            "sample_id": 7,
-            "prompt": "1+1=",
-            "response": "2",
-            "prompt_ids": [3, 4],
-            "response_ids": [5, 2],
-            "score": 1.0,
-            "reward_parts": {"accuracy": 1.0},
-            "weights_version": [3, 4],
-        }
-    ]
+FIELDS = {
+    "iteration": 3,
+    "sample_id": 7,
+    "prompt": "1+1=",
+    "response": "2",
+    "prompt_ids": [3, 4],
+    "response_ids": [5, 2],
+    "score": 1.0,
+    "reward_parts": {"accuracy": 1.0},
+    "weights_version": [3, 4],
+}
 
 
-def test_a_ground_truth_is_written_where_there_is_one(tmp_path):
-    writer = SampleWriter(tmp_path / "val_samples.jsonl", "all")
-    writer.write(0, [replace(SAMPLE, ground_truth="")])
-    assert lines(tmp_path / "val_samples.jsonl")[0]["ground_truth"] == ""
-
-
-def test_a_score_that_is_not_finite_becomes_null(tmp_path):
-    writer = SampleWriter(tmp_path / "samples.jsonl", "all")
-    writer.write(1, [replace(SAMPLE, score=float("nan"), reward_parts={"a": float("inf")})])
-    (line,) = lines(tmp_path / "samples.jsonl")
-    assert line["score"] is None
-    assert line["reward_parts"] == {"a": None}
+@pytest.mark.parametrize(
+    ("changes", "written"),
+    [
+        ({}, {}),
+        ({"ground_truth": ""}, {"ground_truth": ""}),
+        (
+            {"score": float("nan"), "reward_parts": {"a": float("inf")}},
+            {"score": None, "reward_parts": {"a": None}},
+        ),
+    ],
+)
+def test_a_sample_has_the_fields_of_the_contract(changes, written, tmp_path):
+    SampleWriter(tmp_path / "samples.jsonl", 32).write(3, [replace(SAMPLE, **changes)])
+    assert lines(tmp_path / "samples.jsonl") == [{**FIELDS, **written}]
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(0, 0), (2, 2), (32, 5), ("all", 5)])

@@ -8,149 +8,151 @@ from typing import Any
 
 import pytest
 
+from tests.unit.config.conftest import WITHOUT_CRITIC
+
 Problems = Callable[..., list[str]]
+CheckCase = Callable[[dict[str, Any], list[str]], None]
 
-
-def test_batch_must_fill_every_data_parallel_rank(problems: Problems) -> None:
-    changes = {"training.global_batch_size": 100, "actor_rollout.ppo_mini_batch_size": 8}
-    changes["critic.critic_mini_batch_size"] = 8
-    assert problems(changes) == [
-        "training.global_batch_size=100 must be a multiple of the actor's data-parallel size 8; "
-        "use 96 or 104"
-    ]
-
-
-def test_batch_remedy_is_good_for_all_roles(problems: Problems) -> None:
-    """DP 2 x 3 = 6 ranks for the critic with TP 1, DP 4 for the actor: multiples of 12."""
-    changes = {
-        "resource_pool": {"main": 4, "critics": 6},
-        "placement.critic": "critics",
-        "training.global_batch_size": 100,
-        "actor_rollout.ppo_mini_batch_size": 4,
-        "critic.critic_mini_batch_size": 6,
-    }
-    assert problems(changes) == [
-        "training.global_batch_size=100 must be a multiple of the critic's data-parallel size 6; "
-        "use 96 or 108"
-    ]
-
-
-def test_samples_per_prompt_count_towards_the_batch(problems: Problems) -> None:
-    changes = {
-        "training.global_batch_size": 10,
-        "actor_rollout.do_sample": True,
-        "actor_rollout.ppo_mini_batch_size": 8,
-        "critic.critic_mini_batch_size": 8,
-    }
-    assert problems({**changes, "actor_rollout.n_samples_per_prompt": 4}) == []  # 40 samples
-    (problem,) = problems({**changes, "actor_rollout.n_samples_per_prompt": 2})  # 20 samples
-    assert problem == (
-        "training.global_batch_size=10 x actor_rollout.n_samples_per_prompt=2 must be a multiple "
-        "of the actor's data-parallel size 8; use 8 or 12"
-    )
-
-
-def test_mini_batch_must_divide_the_samples(problems: Problems) -> None:
-    assert problems({"actor_rollout.ppo_mini_batch_size": 40}) == [
-        "actor_rollout.ppo_mini_batch_size=40 must divide the 96 samples of an iteration "
-        "(training.global_batch_size=96 x actor_rollout.n_samples_per_prompt=1); use 32 or 48"
-    ]
-
-
-def test_mini_batch_must_fill_whole_micro_batches(problems: Problems) -> None:
-    assert problems({"critic.micro_batch_size": 3}) == [
-        "critic.critic_mini_batch_size=32 must be a multiple of 24 (data-parallel size 8 x "
-        "critic.micro_batch_size=3); use 24 or 48"
-    ]
-
-
-def test_micro_batch_that_fits_no_mini_batch_has_a_remedy(problems: Problems) -> None:
-    """12 samples on a rank: 5 does not divide them, 4 and 6 do."""
-    (problem,) = problems({"critic.micro_batch_size": 5})
-    assert problem.endswith("no size fits, so use critic.micro_batch_size=4 and a mini-batch of 32")
-
-
-def test_token_budget_leaves_the_mini_batch_to_the_replicas(problems: Problems) -> None:
-    budget = {"training.max_tokens_per_micro_batch": 24, "training.micro_batch_size": 7}
-    assert problems(budget) == []
-    assert problems({**budget, "critic.critic_mini_batch_size": 12}) == [
-        "critic.critic_mini_batch_size=12 must be a multiple of 8 (data-parallel size 8); "
-        "use 8 or 16"
-    ]
-
-
-def test_token_budget_does_not_concern_a_rule(problems: Problems) -> None:
-    assert problems({"reward.max_tokens_per_micro_batch": 1}) == []
-
-
+ACTOR_MINI, CRITIC_MINI = "actor_rollout.ppo_mini_batch_size", "critic.critic_mini_batch_size"
+TWO_PER_PROMPT = {
+    "training.global_batch_size": 10, "actor_rollout.do_sample": True, ACTOR_MINI: 8,
+    CRITIC_MINI: 8, "actor_rollout.n_samples_per_prompt": 2,
+}  # fmt: skip
+BUDGET = {"training.max_tokens_per_micro_batch": 24, "training.micro_batch_size": 7}
 VIRTUAL = {
     "critic.pipeline_model_parallel_size": 2,
     "critic.num_layers_per_virtual_pipeline_stage": 1,
 }
+STAGES = {
+    "actor_rollout.pipeline_model_parallel_size": 2,
+    "actor_rollout.num_layers_per_virtual_pipeline_stage": 1,
+}
+PAIRS = {
+    "training.stage": "ray_online_dpo", "actor_rollout.do_sample": True,
+    "resource_pool.main": 2,
+}  # fmt: skip
+SEVEN_PAIRS = {
+    **PAIRS, "training.global_batch_size": 7, "actor_rollout.micro_batch_size": 2, ACTOR_MINI: 4,
+}  # fmt: skip
+ONE_TOKEN = {
+    "resource_pool.main": 1, "training.global_batch_size": 1, "actor_rollout.max_new_tokens": 1,
+    ACTOR_MINI: 1, CRITIC_MINI: 1,
+}  # fmt: skip
+NULL = {"critic.micro_batch_size": None}
+
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "batch fills every data-parallel rank": (
+        {"training.global_batch_size": 100, ACTOR_MINI: 8, CRITIC_MINI: 8},
+        ["training.global_batch_size=100 must be a multiple of the actor's data-parallel size 8; "
+         "use 96 or 104"],
+    ),
+    # DP 2 x 3 = 6 ranks for the critic with TP 1, DP 4 for the actor: multiples of 12.
+    "remedy for the batch suits all roles": (
+        {"resource_pool": {"main": 4, "critics": 6}, "placement.critic": "critics",
+         "training.global_batch_size": 100, ACTOR_MINI: 4, CRITIC_MINI: 6},
+        ["training.global_batch_size=100 must be a multiple of the critic's data-parallel size 6; "
+         "use 96 or 108"],
+    ),
+    "samples per prompt count towards the batch: 40": (
+        {**TWO_PER_PROMPT, "actor_rollout.n_samples_per_prompt": 4}, []
+    ),
+    "samples per prompt count towards the batch: 20": (
+        TWO_PER_PROMPT,
+        ["training.global_batch_size=10 x actor_rollout.n_samples_per_prompt=2 must be a multiple "
+         "of the actor's data-parallel size 8; use 8 or 12"],
+    ),
+    "mini-batch divides the samples": (
+        {ACTOR_MINI: 40},
+        ["actor_rollout.ppo_mini_batch_size=40 must divide the 96 samples of an iteration "
+         "(training.global_batch_size=96 x actor_rollout.n_samples_per_prompt=1); use 32 or 48"],
+    ),
+    "mini-batch fills whole micro-batches": (
+        {"critic.micro_batch_size": 3},
+        ["critic.critic_mini_batch_size=32 must be a multiple of 24 (data-parallel size 8 x "
+         "critic.micro_batch_size=3); use 24 or 48"],
+    ),
+    # 12 samples on a rank: 5 does not divide them, 4 and 6 do.
+    "micro-batch that fits no mini-batch has a remedy": (
+        {"critic.micro_batch_size": 5},
+        ["critic.critic_mini_batch_size=32 must be a multiple of 40 (data-parallel size 8 x "
+         "critic.micro_batch_size=5); no size fits, so use critic.micro_batch_size=4 and a "
+         "mini-batch of 32"],
+    ),
+    "token budget replaces the micro-batch": (BUDGET, []),
+    "token budget leaves the mini-batch to the replicas": (
+        {**BUDGET, CRITIC_MINI: 12},
+        ["critic.critic_mini_batch_size=12 must be a multiple of 8 (data-parallel size 8); "
+         "use 8 or 16"],
+    ),
+    "token budget does not concern a rule": ({"reward.max_tokens_per_micro_batch": 1}, []),
+    # DP 4: a mini-batch of 32 is 8 on a rank, so 4 x 2 or 2 x 4, but not 1 x 8.
+    "virtual pipeline takes as many micro-batches as stages": (
+        {**VIRTUAL, "critic.micro_batch_size": 4}, []
+    ),
+    "virtual pipeline with too few micro-batches": (
+        {**VIRTUAL, "critic.micro_batch_size": 8},
+        ["critic.critic_mini_batch_size=32 must be a multiple of 64 (data-parallel size 4 x 2 "
+         "stages of its virtual pipeline x critic.micro_batch_size=8); no size fits, so use "
+         "critic.micro_batch_size=6 and a mini-batch of 48"],
+    ),
+    "virtual pipeline with a token budget": (
+        {**VIRTUAL, "critic.max_tokens_per_micro_batch": 24, CRITIC_MINI: 12},
+        ["critic.critic_mini_batch_size=12 must be a multiple of 8 (data-parallel size 4 x 2 "
+         "stages of its virtual pipeline); use 8 or 16"],
+    ),
+    "one chunk is no virtual pipeline": (
+        {**VIRTUAL, "critic.num_layers_per_virtual_pipeline_stage": 2,
+         "critic.micro_batch_size": 8},
+        [],
+    ),
+    # No other rule says that no mini-batch size fits; a frozen role pads its virtual pipeline.
+    "batch fills a virtual pipeline": (
+        {
+            "resource_pool": {"main": 2, "reward": 1}, "training.global_batch_size": 9,
+            ACTOR_MINI: 9, "actor_rollout.pipeline_model_parallel_size": 2, CRITIC_MINI: 2,
+            **VIRTUAL, **{key.replace("critic", "ref"): value for key, value in VIRTUAL.items()},
+        },
+        ["training.global_batch_size=9 must be a multiple of the critic's data-parallel size 1 x 2 "
+         "stages of its virtual pipeline; use 8 or 10"],
+    ),
+    "batch of seven pairs on two devices": (
+        SEVEN_PAIRS,
+        ["training.global_batch_size=7 x actor_rollout.n_samples_per_prompt=2 must be a multiple "
+         "of the actor's data-parallel size 2 x 2 responses of a pair; use 6 or 8"],
+    ),
+    "batch of eight pairs on two devices": ({**SEVEN_PAIRS, "training.global_batch_size": 8}, []),
+    "null samples beside a token limit": ({**NULL, "critic.max_tokens_per_micro_batch": 24}, []),
+    "null samples alone": (NULL, ["critic.micro_batch_size=null must be an integer"]),
+    "one token cannot be whitened": (
+        ONE_TOKEN,
+        ["algorithm.advantage_whiten=batch needs two tokens, and one sample with "
+         "actor_rollout.max_new_tokens=1 has one; use none, or more samples"],
+    ),
+    "one token without whitening": ({**ONE_TOKEN, "algorithm.advantage_whiten": "none"}, []),
+    "token budget holds the longest sample": (
+        {"ref.max_tokens_per_micro_batch": 23},
+        ["ref.max_tokens_per_micro_batch=23 must be at least training.seq_length=24, so that "
+         "every sample fits; use 24 or more"],
+    ),
+    "token budget needs packing": (
+        {"critic.max_tokens_per_micro_batch": 24, "training.packed_sequences": False},
+        ["critic.max_tokens_per_micro_batch=24 needs training.packed_sequences=true, as padding "
+         "would exceed it; remove one of them"],
+    ),
+    "mean of micro-batch means needs micro-batches of one size": (
+        {"critic.max_tokens_per_micro_batch": 24, "algorithm.loss_normalizer": "micro_batch_mean"},
+        ["algorithm.loss_normalizer=micro_batch_mean needs micro-batches of one size, "
+         "critic.max_tokens_per_micro_batch=24 makes others; use null there, or "
+         "algorithm.loss_normalizer=minibatch_tokens"],
+    ),
+}  # fmt: skip
 
 
-def test_virtual_pipeline_takes_as_many_micro_batches_as_stages(problems: Problems) -> None:
-    """DP 4: a mini-batch of 32 is 8 a rank, so 4 x 2 or 2 x 4, but not 1 x 8."""
-    assert problems({**VIRTUAL, "critic.micro_batch_size": 4}) == []
-    assert problems({**VIRTUAL, "critic.micro_batch_size": 8}) == [
-        "critic.critic_mini_batch_size=32 must be a multiple of 64 (data-parallel size 4 x 2 "
-        "stages of its virtual pipeline x critic.micro_batch_size=8); no size fits, so use "
-        "critic.micro_batch_size=6 and a mini-batch of 48"
-    ]
-    budget = {"critic.max_tokens_per_micro_batch": 24, "critic.critic_mini_batch_size": 12}
-    assert problems({**VIRTUAL, **budget}) == [
-        "critic.critic_mini_batch_size=12 must be a multiple of 8 (data-parallel size 4 x 2 "
-        "stages of its virtual pipeline); use 8 or 16"
-    ]
-
-
-def test_one_chunk_is_no_virtual_pipeline(problems: Problems) -> None:
-    one = {**VIRTUAL, "critic.num_layers_per_virtual_pipeline_stage": 2}
-    assert problems({**one, "critic.micro_batch_size": 8}) == []
-
-
-def test_batch_fills_a_virtual_pipeline(problems: Problems) -> None:
-    """Nothing else would say that no mini-batch size fits; a frozen role fills up by itself."""
-    pools = {"resource_pool": {"main": 2, "reward": 1}, "training.global_batch_size": 9}
-    actor = {"actor_rollout.ppo_mini_batch_size": 9}
-    actor["actor_rollout.pipeline_model_parallel_size"] = 2
-    frozen = {key.replace("critic", "ref"): value for key, value in VIRTUAL.items()}
-    critic = {**VIRTUAL, "critic.critic_mini_batch_size": 2}
-    (problem,) = problems({**pools, **actor, **frozen, **critic})
-    assert problem == (
-        "training.global_batch_size=9 must be a multiple of the critic's data-parallel size 1 x 2 "
-        "stages of its virtual pipeline; use 8 or 10"
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"ref.max_tokens_per_micro_batch": 23},
-            "ref.max_tokens_per_micro_batch=23 must be at least training.seq_length=24, so that "
-            "every sample fits; use 24 or more",
-        ),
-        (
-            {"critic.max_tokens_per_micro_batch": 24, "training.packed_sequences": False},
-            "critic.max_tokens_per_micro_batch=24 needs training.packed_sequences=true, as padding "
-            "would exceed it; remove one of them",
-        ),
-        (
-            {
-                "critic.max_tokens_per_micro_batch": 24,
-                "algorithm.loss_normalizer": "micro_batch_mean",
-            },
-            "algorithm.loss_normalizer=micro_batch_mean needs micro-batches of one size, "
-            "critic.max_tokens_per_micro_batch=24 makes others; use null there, or "
-            "algorithm.loss_normalizer=minibatch_tokens",
-        ),
-    ],
-)
-def test_rule_is_named_with_both_numbers_and_a_remedy(
-    problems: Problems, changes: dict[str, Any], message: str
+@pytest.mark.parametrize(("changes", "expected"), CASES.values(), ids=CASES)
+def test_sizes_of_batches_are_refused_with_both_numbers_and_a_remedy(
+    check_case: CheckCase, changes: dict[str, Any], expected: list[str]
 ) -> None:
-    assert message in problems(changes)
+    check_case(changes, expected)
 
 
 def rounds(problems: Problems, changes: dict[str, Any], drop: tuple[str, ...] = ()) -> int:
@@ -170,17 +172,6 @@ def rounds(problems: Problems, changes: dict[str, Any], drop: tuple[str, ...] = 
     return 99
 
 
-PAIRS = {
-    "training.stage": "ray_online_dpo", "actor_rollout.do_sample": True,
-    "resource_pool.main": 2,
-}  # fmt: skip
-STAGES = {
-    "actor_rollout.pipeline_model_parallel_size": 2,
-    "actor_rollout.num_layers_per_virtual_pipeline_stage": 1,
-}
-WITHOUT_CRITIC = ("critic", "placement.critic")
-
-
 @pytest.mark.parametrize("stages", [{}, STAGES])
 @pytest.mark.parametrize("prompts", [7, 8, 9])
 @pytest.mark.parametrize("micro", [1, 2, 3])
@@ -194,34 +185,3 @@ def test_remedies_of_pairs_agree(
     }  # fmt: skip
     # One round mends all, or one for the batch and one for what is cut from it.
     assert rounds(problems, changes, WITHOUT_CRITIC) <= 2
-
-
-def test_a_batch_of_seven_on_two_devices_has_one_remedy(problems: Problems) -> None:
-    changes = {
-        **PAIRS, "training.global_batch_size": 7, "actor_rollout.micro_batch_size": 2,
-        "actor_rollout.ppo_mini_batch_size": 4,
-    }  # fmt: skip
-    assert problems(changes, WITHOUT_CRITIC) == [
-        "training.global_batch_size=7 x actor_rollout.n_samples_per_prompt=2 must be a multiple of "
-        "the actor's data-parallel size 2 x 2 responses of a pair; use 6 or 8"
-    ]
-    assert problems({**changes, "training.global_batch_size": 8}, WITHOUT_CRITIC) == []
-
-
-def test_null_samples_beside_a_token_limit_are_no_error(problems: Problems) -> None:
-    null = {"critic.micro_batch_size": None}
-    assert problems({**null, "critic.max_tokens_per_micro_batch": 24}) == []
-    (problem,) = problems(null)
-    assert problem.startswith("critic.micro_batch_size=null must be an integer")
-
-
-def test_one_token_cannot_be_whitened(problems: Problems) -> None:
-    one = {
-        "resource_pool.main": 1, "training.global_batch_size": 1, "actor_rollout.max_new_tokens": 1,
-        "actor_rollout.ppo_mini_batch_size": 1, "critic.critic_mini_batch_size": 1,
-    }  # fmt: skip
-    assert problems(one) == [
-        "algorithm.advantage_whiten=batch needs two tokens, and one sample with "
-        "actor_rollout.max_new_tokens=1 has one; use none, or more samples"
-    ]
-    assert problems({**one, "algorithm.advantage_whiten": "none"}) == []

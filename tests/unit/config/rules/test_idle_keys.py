@@ -89,7 +89,7 @@ CASES: list[tuple[Changes, str, Changes]] = [
     ({"training.async_save": True, "training.save_interval_s": 0.0}, "training.async_save=true: no "
      "effect without a save before the last iteration", {"training.save_interval": 2}),
     ({"training.keep_every": 4}, "training.keep_every=4: no effect with training.train_iters=3, "
-     "which it is over", {"training.keep_every": 2}),
+     "which is smaller", {"training.keep_every": 2}),
     ({"validation.max_samples": 4}, "validation.max_samples=4: no effect without data.val_files or "
      "data.val_data_path", VALIDATES),
     (
@@ -99,7 +99,7 @@ CASES: list[tuple[Changes, str, Changes]] = [
         {"validation.interval": 2},
     ),
     ({**VALIDATES, "validation.interval": 4}, "validation.interval=4: no effect with "
-     "training.train_iters=3, which it is over", {"validation.interval": 3}),
+     "training.train_iters=3, which is smaller", {"validation.interval": 3}),
     (
         {"algorithm.score_position": "eos", "algorithm.score_slot_limit": "batch_width"},
         "algorithm.score_slot_limit='batch_width': no effect with algorithm.score_position=eos",

@@ -1,0 +1,146 @@
+"""Flags of the older toolkit's commands that are accepted without effect, or refused."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_rlxf.config.errors import Problem
+
+
+@dataclass(frozen=True)
+class OlderFlag:
+    """
+    meaning: why it has no effect, or what to do about a refused value
+    nargs:   as in argparse; 0 = the flag has no value
+    allowed: values that are accepted; None = all of them
+    """
+
+    meaning: str
+    nargs: int | str | None = None
+    allowed: tuple[str, ...] | None = ()
+
+
+def _ignored(meaning: str, nargs: int | str | None = None) -> OlderFlag:
+    return OlderFlag(meaning, nargs, None)
+
+
+_JSON_DESCRIBES = "config.json describes the model"
+_NO_BIAS = "no family here has a bias in the output"
+_ADAPTER = OlderFlag("merge the adapter first", "*")
+
+CONVERT_FLAGS: Mapping[str, OlderFlag] = {
+    "--model-type": OlderFlag("GPT is the only one", None, ("GPT",)),
+    "--loader": _ignored("the format of the source is recognised"),
+    "--saver": _ignored("--save-model-type decides"),
+    "--max-queue-size": _ignored("there is no queue"),
+    "--no-checking": _ignored("what does not fit is always refused", 0),
+    "--spec": _ignored("config.json describes the layers", "*"),
+    "--ckpt-cfg-path": _ignored(_JSON_DESCRIBES),
+    "--tokenizer-model": _ignored("the tokenizer is copied from beside config.json"),
+    "--vocab-file": _ignored("config.json has the size of the vocabulary"),
+    "--use-mcore-models": _ignored("always", 0),
+    "--megatron-path": _ignored("Megatron is not needed"),
+    "--load-hf-from-config": _ignored("always: weights of the original are not read", 0),
+    "--load-hf-weights": _ignored("never needed", 0),
+    "--w-pack": OlderFlag("no family here packs query, key and value in Hugging Face", "*"),
+    "--add-dense-bias": OlderFlag(f"{_NO_BIAS} projection", "*"),
+    "--add-output-layer-bias": OlderFlag(f"{_NO_BIAS} layer", "*"),
+    "--embed-layernorm": OlderFlag("no family here norms the embedding", "*"),
+    "--post-norm": OlderFlag("no family here norms after attention or MLP", "*"),
+    "--moe-grouped-gemm": OlderFlag("experts are written one by one; train without it", "*"),
+    "--moe-tp-extend-ep": OlderFlag(
+        "experts are split over tensor-parallel ranks; leave it out", "*"
+    ),
+    "--noop-layers": OlderFlag("stages of unequal depth are given by --num-layer-list", "*"),
+    "--save-to-legacy": OlderFlag("layers are written by the names of Megatron-core only", "*"),
+    "--load-from-legacy": OlderFlag("layers are read by the names of Megatron-core only", "*"),
+    "--load-checkpoint-loosely": OlderFlag("a checkpoint has to fit its config.json", "*"),
+    "--qlora-nf4": OlderFlag("quantised weights are not written; convert without it", "*"),
+    "--save-lora-to-hf": _ADAPTER,
+    "--lora-load": _ADAPTER,
+    "--lora-target-modules": _ADAPTER,
+    "--lora-r": _ADAPTER,
+    "--lora-alpha": _ADAPTER,
+    "--target-data-parallel-size": OlderFlag("optimizer states are not converted", "*"),
+}
+"""Of MindSpeed-LLM's convert_ckpt.py."""
+
+_MIX = "give the sets to data.data_path, which takes several prefixes; training shuffles them"
+_REGISTRY = "name the files with --input, and their columns with --map-keys"
+_PRETRAINING = OlderFlag("it is for pre-training, which is not preprocessed here; leave it out", 0)
+_STEPS = "rewards of single steps are not trained here; leave it out"
+_FOLDER = OlderFlag("give the Hugging Face folder as --tokenizer-name-or-path")
+_PACK = OlderFlag("training packs sequences itself, without padding; leave it out", 0)
+_NO_CACHE = "nothing is cached: rows are read from their files"
+_MODEL_PADS = _ignored("the vocabulary is padded by the model")
+
+PREPROCESS_FLAGS: Mapping[str, OlderFlag] = {
+    "--streaming": _ignored("rows are always read as a stream", 0),
+    "--cache-dir": _ignored(_NO_CACHE),
+    "--overwrite-cache": _ignored(f"{_NO_CACHE}; --overwrite replaces a data set", 0),
+    "--n-subs": _ignored("the rows are not split first: --workers tokenize them"),
+    "--seed": _ignored("nothing is drawn at random: rows keep their order"),
+    "--pad-to-multiple-of": _ignored("sequences are stored without padding"),
+    "--make-vocab-size-divisible-by": _MODEL_PADS,
+    "--pad-vocab-size-to": _MODEL_PADS,
+    "--dataset-impl": OlderFlag("data sets are memory-mapped; leave it out", None, ("mmap",)),
+    "--mix-strategy": OlderFlag(f"files are read one after the other; {_MIX}", None, ("concat",)),
+    "--interleave-probs": OlderFlag(_MIX),
+    "--datasets": OlderFlag(_REGISTRY, "*"),
+    "--dataset-dir": OlderFlag(_REGISTRY),
+    "--hf-datasets-params": OlderFlag(f"nothing is downloaded; {_REGISTRY}"),
+    "--script-data-dir": OlderFlag(f"no script is run; {_REGISTRY}"),
+    "--prompt-type-path": OlderFlag("templates come with the package; use --prompt-type"),
+    "--pack": _PACK,
+    "--neat-pack": _PACK,
+    "--json-keys": OlderFlag(
+        "the handler decides which columns are written; use --dataset-additional-keys", "*"
+    ),
+    "--split-sentences": _PRETRAINING,
+    "--keep-newlines": _PRETRAINING,
+    "--placeholder-token": OlderFlag(_STEPS),
+    "--reward-tokens": OlderFlag(_STEPS, "*"),
+    "--vocab-file": _FOLDER,
+    "--merge-file": _FOLDER,
+    "--tokenizer-model": _FOLDER,
+}
+"""Of MindSpeed-LLM's preprocess_data.py."""
+
+
+def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, OlderFlag]) -> None:
+    """Add the flags to a parser, hidden from its help."""
+    for name, flag in flags.items():
+        kind: dict[str, Any] = {"nargs": flag.nargs}
+        if flag.nargs == 0:
+            kind = {"action": "store_const", "const": True}
+        parser.add_argument(name, help=argparse.SUPPRESS, default=None, **kind)
+
+
+def ignored_flags(
+    arguments: argparse.Namespace, flags: Mapping[str, OlderFlag]
+) -> Iterator[tuple[str, str]]:
+    """Yield (flag, why it has no effect) for each given flag that is accepted."""
+    for name, flag, value in _given(arguments, flags):
+        if flag.allowed is None or value in flag.allowed:
+            yield name, flag.meaning
+
+
+def refused_flags(
+    arguments: argparse.Namespace, flags: Mapping[str, OlderFlag]
+) -> Iterator[Problem]:
+    for name, flag, value in _given(arguments, flags):
+        if flag.allowed is not None and value not in flag.allowed:
+            shown = value if isinstance(value, str) else None
+            yield Problem(name, f"is not supported: {flag.meaning}", shown)
+
+
+def _given(
+    arguments: argparse.Namespace, flags: Mapping[str, OlderFlag]
+) -> Iterator[tuple[str, OlderFlag, Any]]:
+    for name, flag in flags.items():
+        value = getattr(arguments, name[2:].replace("-", "_"))
+        if value is not None:
+            yield name, flag, value
