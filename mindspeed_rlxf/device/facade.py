@@ -112,6 +112,22 @@ def setup(
     return current_device()
 
 
+def load_library(kind: DeviceKind) -> None:
+    """Import the device's library; claims no device. Raises ValueError where it is missing."""
+    if resolve_kind(kind) is DeviceKind.NPU:
+        npu.library()  # registers torch.npu
+
+
+def select_bare(kind: DeviceKind) -> torch.device:
+    """Select the first visible device for a process that trains nothing; applies no adaptor."""
+    kind = resolve_kind(kind)
+    if kind is DeviceKind.CPU:
+        return torch.device("cpu")
+    load_library(kind)
+    getattr(torch, FACTS[kind].torch_type).set_device(0)
+    return torch.device(FACTS[kind].torch_type, 0)
+
+
 def current_device() -> torch.device:
     """The device that tensors of this process live on."""
     assert _active is not None, "device.setup has not run in this process"

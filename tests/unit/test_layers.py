@@ -38,7 +38,6 @@ HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 # ask the facade how many devices there are.
 SIDEWAYS = {
     ("mindspeed_rlxf.device.facade", "mindspeed_rlxf.config.enums"),
-    ("mindspeed_rlxf.device.bare", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.device.driver", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.device.npu_count", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.device.version_sets", "mindspeed_rlxf.config.enums"),

@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
 
-from mindspeed_rlxf.ops.doctor.collectives import Conductor, check_collectives
+from mindspeed_rlxf.ops.doctor.collectives import check_collectives
 from mindspeed_rlxf.ops.doctor.findings import Finding, Status
-from mindspeed_rlxf.ops.doctor.hunt import Hunt, Outcome, Party, pair_rounds
+from mindspeed_rlxf.ops.doctor.hunt import Outcome, Party, pair_rounds
 
 PER_HOST = 8
-GOOD_S, SLOW_S = 0.02, 0.4
 
 
 class Simulated:
     """Ranks in one process, and a clock: a group fails when it holds a rank or a pair that hangs.
 
-    dead, slow:       ranks, or hosts as `host(7)`
-    links, slow_links: pairs of ranks that do not reach each other, or slowly
-    too_many:         groups of more hosts than this fail
+    dead:     ranks
+    links:    pairs of ranks that do not reach each other
+    too_many: groups of more hosts than this fail
     """
 
     def __init__(
         self,
         dead: Sequence[int] = (),
-        slow: Sequence[int] = (),
         links: Sequence[tuple[int, int]] = (),
-        slow_links: Sequence[tuple[int, int]] = (),
         too_many: int = 10**6,
     ) -> None:
-        self.dead, self.slow = set(dead), set(slow)
-        self.links, self.slow_links = neighbours(links), neighbours(slow_links)
-        self.too_many, self.now, self.rounds = too_many, 0.0, 0
+        self.dead = set(dead)
+        self.links: dict[int, set[int]] = defaultdict(set)
+        for a, b in links:
+            self.links[a].add(b)
+        self.too_many, self.now, self.num_rounds = too_many, 0.0, 0
 
     def clock(self) -> float:
         return self.now
@@ -42,30 +42,18 @@ class Simulated:
         ranks = [rank for group in groups for rank in group]
         assert len(ranks) == len(set(ranks)), "a rank is in two groups"
         assert groups and all(groups)
-        outcomes = [self.outcome(set(group), timeout_s) for group in groups]
+        outcomes = [self.outcome(set(group)) for group in groups]
         failed = any(not outcome.passed for outcome in outcomes)
         self.now += timeout_s if failed else 2.0  # seconds; 2 to open the connections
-        self.rounds += 1
+        self.num_rounds += 1
         return outcomes
 
-    def outcome(self, group: set[int], timeout_s: float) -> Outcome:
+    def outcome(self, group: set[int]) -> Outcome:
         absent = tuple(sorted(group & self.dead))
-        cut = meet(group, self.links)
+        cut = any(self.links[rank] & group for rank in group & self.links.keys())
         if absent or cut or len({rank // PER_HOST for rank in group}) > self.too_many:
-            return Outcome(False, timeout_s, absent, "timed out")
-        late = group & self.slow or meet(group, self.slow_links)
-        return Outcome(True, SLOW_S if late else GOOD_S)
-
-
-def neighbours(pairs: Sequence[tuple[int, int]]) -> dict[int, set[int]]:
-    found: dict[int, set[int]] = {}
-    for a, b in pairs:
-        found.setdefault(a, set()).add(b)
-    return found
-
-
-def meet(group: set[int], links: dict[int, set[int]]) -> bool:
-    return any(links[rank] & group for rank in group & links.keys())
+            return Outcome(False, absent, "timed out")
+        return Outcome(True)
 
 
 def host(i: int) -> list[int]:
@@ -110,11 +98,11 @@ def test_64_hosts_of_a_power_of_two_meet_six_partners_each() -> None:
 def test_a_sound_cluster_takes_eight_rounds() -> None:
     cluster = Simulated()
     found = check(cluster)
-    assert bad(found) == [] and cluster.rounds == 1 + 6 + 1
+    assert bad(found) == [] and cluster.num_rounds == 1 + 6 + 1
     assert [f.value for f in found] == [
-        "64 of 64 hosts, median 20 ms",
-        "192 pairs of hosts tried, median 20 ms",
-        "64 of 64 hosts together, 20 ms",
+        "64 of 64 hosts",
+        "192 pairs of hosts tried",
+        "64 of 64 hosts together",
     ]
 
 
@@ -139,7 +127,7 @@ def test_hosts_that_reach_nobody_are_named_and_no_other(which: tuple[int, ...]) 
     told = bad(check(cluster))
     expected = [f"collectives.pairs: host-{i} fails with every partner" for i in which]
     assert [line.partition(" (")[0] for line in told] == expected
-    assert cluster.rounds <= 1 + 6 + 2 + 1
+    assert cluster.num_rounds <= 1 + 6 + 2 + 1
 
 
 def test_a_host_that_is_found_costs_no_further_waits() -> None:
@@ -171,32 +159,12 @@ def test_a_link_that_no_pair_tried_is_found_by_bisection(link: tuple[int, int]) 
     cluster = Simulated(links=between(*link))
     (told,) = bad(check(cluster))
     assert f"host-{link[0]} and host-{link[1]} fail together" in told
-    assert cluster.rounds <= 1 + 6 + 1 + 2 * 6 + 1
+    assert cluster.num_rounds <= 1 + 6 + 1 + 2 * 6 + 1
 
 
 def test_two_ranks_that_do_not_reach_each_other_blame_their_hosts_link() -> None:
     (told,) = bad(check(Simulated(links=[(host(8)[2], host(9)[5])])))
     assert "host-8 and host-9 fail together" in told
-
-
-@pytest.mark.parametrize("which", [(7,), (0, 33)])
-def test_slow_hosts_are_named_and_no_other(which: tuple[int, ...]) -> None:
-    slow = [pair for i in which for j in range(64) if j != i for pair in between(i, j)]
-    told = bad(check(Simulated(slow_links=slow)))
-    assert told == [f"collectives.pairs: host-{i} is slow with every partner" for i in which]
-
-
-def test_a_host_that_is_slow_inside_is_named() -> None:
-    told = bad(check(Simulated(slow=host(5))))
-    assert told[0].startswith("collectives.inside: slow inside host-5 ")
-    assert told[1] == "collectives.pairs: host-5 is slow with every partner"
-
-
-def test_a_slow_link_is_named() -> None:
-    told = bad(check(Simulated(slow_links=between(8, 9))))
-    assert told == [
-        "collectives.pairs: host-8 and host-9 are slow together, each is fine with others"
-    ]
 
 
 def test_a_fault_of_size_alone_blames_no_host() -> None:
@@ -217,7 +185,7 @@ def test_when_nobody_reaches_anybody_the_rounds_stay_bounded() -> None:
     everyone = cut_off(*range(64))
     cluster = Simulated(links=everyone)
     found = check(cluster)
-    assert cluster.rounds <= 1 + 6 + 2 and any("fail together" in line for line in bad(found))
+    assert cluster.num_rounds <= 1 + 6 + 2 and any("fail together" in line for line in bad(found))
 
 
 def test_a_deadline_that_comes_early_says_what_is_known_by_then() -> None:
@@ -228,10 +196,5 @@ def test_a_deadline_that_comes_early_says_what_is_known_by_then() -> None:
 
 def test_no_round_is_begun_without_time() -> None:
     cluster = Simulated()
-    conductor = Conductor(cluster, 1.0, cluster.clock)
-    assert conductor.round([tuple(hosts(2))], 15.0) is None and cluster.rounds == 0
-
-
-def test_a_verdict_can_be_asked_before_the_end() -> None:
-    hunt = Hunt(hosts(4))
-    assert hunt.verdict().complete is False and hunt.verdict().pair_s is None
+    (found,) = bad(check(cluster, deadline_s=1.0))
+    assert found.endswith("no time was left to begin") and cluster.num_rounds == 0
