@@ -6,13 +6,15 @@ order in which they are imported matters (`device/npu.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from packaging.version import Version
 
 from mindspeed_rlxf import packages
-from mindspeed_rlxf.device import version_sets
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,25 @@ SETS = (
         ("2.7.1", "2.9.0"), ("3.10", "3.11"),
     ),
 )  # fmt: skip
+# CANN -> releases of torch_npu made for it (its own table of releases); a release of torch_npu
+# pairs with the torch of the same number, whatever its `.post`.
+TORCH_NPU_OF_CANN: Mapping[str, tuple[str, ...]] = {
+    "8.5": ("2.6.0.post5", "2.7.1.post2", "2.8.0.post2", "2.9.0"),
+    "9.0": ("2.7.1.post4", "2.8.0.post4", "2.9.0.post2", "2.10.0"),
+    "9.1": (
+        "2.7.1.post8", "2.9.0.post6", "2.10.0.post4", "2.11.0", "2.12.0",
+        "2.7.1.post10", "2.9.0.post8", "2.10.0.post6", "2.11.0.post2", "2.12.0.post2",
+    ),
+}  # fmt: skip
+CANN_ROOTS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
+CANN_FILES = ("*/ascend_toolkit_install.info", "version.cfg", "*/version.info", "version.info")
+CANN_VERSION = re.compile(r"^\W*\w*version\w*\W*?=\W*([0-9]+\.[0-9][\w.]*)", re.I | re.M)
 CORE, MINDSPEED = "megatron.core", "mindspeed"
+TORCH_NPU = "torch_npu"
+PACKAGES = (
+    "torch", TORCH_NPU, packages.MEGATRON, "mindspeed", "ray", "transformers", "tokenizers",
+    "safetensors", "numpy", "vllm", "vllm_ascend",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,7 +88,7 @@ def found() -> Found:
         torch_npu=packages.version("torch_npu"),
         megatron_core=packages.version(packages.MEGATRON),
         mindspeed=packages.version("mindspeed"),
-        cann=version_sets.cann_version(),
+        cann=cann_version(),
         missing=tuple(name for name in (CORE, MINDSPEED) if packages.folder_of(name) is None),
     )
 
@@ -174,12 +194,24 @@ def _megatron(there: Found) -> Iterator[Problem]:
 def _cann(there: Found) -> Iterator[Problem]:
     if there.torch_npu and there.cann:
         release = ".".join(there.cann.split(".")[:2])
-        wanted = version_sets.TORCH_NPU_OF_CANN.get(release, ())
+        wanted = TORCH_NPU_OF_CANN.get(release, ())
         if Version(there.torch_npu).public not in wanted:
-            known = ", ".join(version_sets.TORCH_NPU_OF_CANN)
+            known = ", ".join(TORCH_NPU_OF_CANN)
             yield Problem(
                 f"torch_npu {there.torch_npu} with CANN {there.cann} is no pair of torch_npu's own "
                 "table",
                 f"install torch_npu {' or '.join(wanted)}" if wanted else f"use CANN {known}",
                 fatal=False,
             )
+
+
+def cann_version() -> str | None:
+    """Version of the CANN whose set_env.sh was sourced, else of that in the usual folder."""
+    named = [os.environ.get(name) for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")]
+    for root in (*filter(None, named), *CANN_ROOTS):
+        for pattern in CANN_FILES:
+            for file in sorted(Path(root).glob(pattern)):
+                text = file.read_text(encoding="utf-8", errors="replace")
+                if found := CANN_VERSION.search(text):
+                    return found[1]
+    return None

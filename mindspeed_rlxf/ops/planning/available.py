@@ -9,6 +9,7 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind, RuntimeKind
 from mindspeed_rlxf.config.rules.host import GIB, joined_address
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.ops.sizes import existing_folder
 
 
 def is_joined(config: RunConfig) -> bool:
@@ -43,5 +44,4 @@ def host_memory(config: RunConfig) -> int | None:
 
 def free_disk(folder: Path) -> int:
     """Bytes that are free where `folder` is or will be made."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    return shutil.disk_usage(there).free
+    return shutil.disk_usage(existing_folder(folder)).free

@@ -10,7 +10,7 @@ from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
-from mindspeed_rlxf.ops.planning.fit import fit
+from mindspeed_rlxf.ops.planning.fit import check_fit
 from mindspeed_rlxf.ops.planning.memory import cache_rows, has_model
 from mindspeed_rlxf.ops.planning.topology import topology
 from mindspeed_rlxf.reporting.table import pairs, table
@@ -28,7 +28,7 @@ class Plan:
 
 def plan(config: RunConfig) -> Plan:
     """The whole plan; no device is claimed and nothing is written."""
-    fitting = fit(config)
+    fitting = check_fit(config)
     sections = {
         f"Run {config.training.run_name}": pairs(_run(config)),
         "Roles": table(_roles(config)),

@@ -30,7 +30,7 @@ def check_out(host: Path, numbers: tuple[int, int, int]) -> None:
 
 
 def told(check: str) -> list[tuple[str, str, str]]:
-    found = software.look(DeviceKind.NPU)
+    found = software.check_software(DeviceKind.NPU)
     return [(f.status.value, f.value, f.remedy) for f in found if f.check == check]
 
 
@@ -85,7 +85,7 @@ def test_nodes_with_different_checkouts_are_named(host: Path) -> None:
     before, ours = cluster.versions(), report([], None)
     check_out(host, (0, 12, 2))
     after, theirs = cluster.versions(), report([], None)
-    found = [f.value for f in cluster.drift({"a": before, "b": before, "c": after})]
+    found = [f.value for f in cluster.version_findings({"a": before, "b": before, "c": after})]
     assert found == ["megatron-core 0.12.2, on 2 other hosts 0.12.1"]
     (problem,) = problems(ours, [theirs], {})
     assert "must be that of the driver (0.12.1), not 0.12.2" in problem
