@@ -201,7 +201,7 @@ def test_a_run_goes_on_without_a_host_that_was_lost(lab: Lab) -> None:
     text = log.read_text()
     for said in ("failed: ", "restart: ", "stopped: waited 5 s"):
         assert said in text, text
-    assert "goes on with resource_pool.main=[1]" in text
+    assert "continuing with resource_pool.main=[1]" in text
     lines = [json.loads(line) for line in (lab.shared / "lost" / "metrics.jsonl").open()]
     assert [line["iteration"] for line in lines] == list(range(1, 61)), "each once"
 

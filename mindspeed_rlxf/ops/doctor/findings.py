@@ -19,10 +19,6 @@ class Status(Enum):
     WARNING = "warning"
     ERROR = "error"
 
-    @property
-    def badness(self) -> int:
-        return list(Status).index(self)
-
 
 @dataclass(frozen=True)
 class Finding:

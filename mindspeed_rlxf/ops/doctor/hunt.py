@@ -140,7 +140,7 @@ class Hunt:
     def _broken(self) -> set[Party]:
         """Parties that passed with nobody, and failed with enough partners that work elsewhere."""
         working = self._working()
-        enough = min(FAILURES_WITH_WORKING, len(self._parties) - 1)
+        enough = min(FAILURES_WITH_WORKING, max(len(self._parties) - 1, 1))
         idle = [party for party in self._parties if party not in working]
         return {party for party in idle if len(self._partners(party) & working) >= enough}
 

@@ -17,7 +17,7 @@ import pytest
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.ops import supervisor
 from mindspeed_rlxf.ops.restarts import Failure, Restarts, smaller_pools
-from mindspeed_rlxf.ops.supervisor import Supervisor, ended, supervise
+from mindspeed_rlxf.ops.supervisor import Supervisor, describe_end, supervise
 from mindspeed_rlxf.run.supervised import CHILD_OF
 
 ROOT = Path(__file__).parents[3]
@@ -311,7 +311,7 @@ def test_smaller_pools_are_whole_replicas_on_the_devices_that_are_left() -> None
 
 
 def test_an_end_is_told_in_words() -> None:
-    assert [ended(-9), ended(-250), ended(3)] == [
+    assert [describe_end(-9), describe_end(-250), describe_end(3)] == [
         "killed by SIGKILL",
         "killed by signal 250",
         "ended with status 3",
