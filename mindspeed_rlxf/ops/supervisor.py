@@ -133,7 +133,7 @@ class Supervisor:
             changes = self._changes() + pools
 
     def _changes(self) -> list[str]:
-        """Keys of a restart: the same directory, its newest checkpoint, nodes in place of lost ones."""
+        """Keys of a restart: same directory, newest checkpoint, nodes in place of lost ones."""
         directory = quoted(self._facts["directory"])
         changes = ["training.new_run=false", "training.resume=auto"]
         changes.append(f"training.output_dir={directory}")
