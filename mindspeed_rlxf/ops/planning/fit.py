@@ -84,20 +84,20 @@ def check_fit(config: RunConfig) -> Fit:
 
 
 def _pool_rows(pool: PoolMemory) -> list[list[object]]:
-    """A line for each phase of each role, and one for all together."""
+    """A row for each phase of each role, and one for all together."""
     rows: list[list[object]] = [
         ["role", "phase", "weights", "gradients", "optimizer", "activations", "KV cache", "other",
          "sum"]
     ]  # fmt: skip
     for role in pool.roles:
-        rows += [_line(role.role.value, [role], role.other, phase) for phase in role.phases]
+        rows += [_row(role.role.value, [role], role.other, phase) for phase in role.phases]
     other = pool.process + sum(role.other for role in pool.roles)
     phase = pool.busiest.largest if pool.busiest else Phase("-")
-    return [*rows, _line("together", pool.roles, other, phase)]
+    return [*rows, _row("together", pool.roles, other, phase)]
 
 
-def _line(name: str, roles: Sequence[RoleMemory], other: int, phase: Phase) -> list[object]:
-    """What `roles` and `other` hold while `phase` runs."""
+def _row(name: str, roles: Sequence[RoleMemory], other: int, phase: Phase) -> list[object]:
+    """Memory of `roles` and `other` while `phase` runs."""
     kept = [sum(values) for values in zip(*(role.state for role in roles), strict=True)]
     kept = kept or [0, 0, 0]
     needs = [*kept, phase.activations, phase.kv_cache, other + phase.other]
@@ -118,7 +118,7 @@ def _device_need(config: RunConfig, pool: PoolMemory) -> Need:
 
 
 def _remedy(config: RunConfig, pool: PoolMemory) -> str:
-    """What lowers the largest part."""
+    """The change that lowers the largest part."""
     busiest = pool.busiest
     if busiest is None or sum(sum(role.state) for role in pool.roles) > busiest.largest.total:
         return " or ".join(_ways_to_spread(config, pool))
@@ -130,7 +130,7 @@ def _remedy(config: RunConfig, pool: PoolMemory) -> str:
 
 
 def _ways_to_spread(config: RunConfig, pool: PoolMemory) -> Iterator[str]:
-    """Fewer weights, gradients and optimizer slots on a rank."""
+    """Changes that leave fewer weights, gradients and optimizer slots on a rank."""
     if pool.part == GENERATES:
         yield "raise rollout.tensor_model_parallel_size"
         return
