@@ -63,7 +63,7 @@ def npu_findings() -> list[Finding]:
     found = [_cann(there.cann), *_sources()]
     for problem in (*npu_versions.source_problems(), *npu_versions.pair_problems(there)):
         status = Status.ERROR if problem.fatal else Status.WARNING
-        found.append(Finding("versions.pairs", status, problem.what, problem.remedy))
+        found.append(Finding("versions.pairs", status, problem.rule, problem.remedy))
     return found
 
 
