@@ -31,7 +31,7 @@ def _installed(distribution: str) -> str | None:
 
 
 def folder_of(module: str) -> Path | None:
-    """Folder that a package would be imported from; imports only its parents, which have no code."""
+    """Folder that a package would be imported from; only its parents are imported."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
