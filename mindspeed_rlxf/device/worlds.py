@@ -1,8 +1,8 @@
 """The torch.distributed worlds of a process: its own, and a group around it in a split pool.
 
-The processes of a split pool form one world for each part. Its ranks count from 0, and Megatron sees
-only them. One more group spans all parts, for transfers between them. torch makes groups inside a
-world only, so this one is made by the function that `init_process_group` itself calls.
+The processes of a split pool form one world for each part. Its ranks count from 0, and Megatron
+sees only them. One more group spans all parts, for transfers between them. torch makes groups
+inside a world only, so this one is made by the function that `init_process_group` itself calls.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _group_across(
 ) -> dist.ProcessGroup:
     """Make a group over several worlds. `src` and `dst` of its collectives are its own ranks."""
     make: Any = distributed_c10d._new_process_group_helper
-    # Without a list HCCL treats the group as the default one. torch looks up the rank in the part in
-    # this list, which holds it: it is below the size of the part, and so below that of the pool.
+    # Without a list HCCL treats the group as the default one. torch looks up the rank in the part
+    # in this list, which holds it: it is below the size of the part, and so below that of the pool.
     ranks = list(range(size))
     pool = dist.PrefixStore("pool", store)
     group, _ = make(size, rank, ranks, backend, pool, group_name="pool", timeout=timeout)

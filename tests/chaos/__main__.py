@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +30,8 @@ import psutil
 from mindspeed_rlxf.run.directory import RunDirectory
 from tests.chaos.moments import POLL_S, Moment, Phase, Watch
 from tests.chaos.same_run import differences
-from tests.chaos.tiny_run import ROOT, command
+from tests.chaos.tiny_run import command
+from tests.processes import start_logged, with_sources
 
 ITERATIONS = 24
 KILLS_OF_A_RUN = 13
@@ -66,11 +67,8 @@ class Attempt:
     """One start of the command, with every process that it was seen to have."""
 
     def __init__(self, arguments: list[str], log: Path) -> None:
-        with open(log, "ab") as stream:
-            self._process = psutil.Popen(
-                arguments, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                stdout=stream, stderr=stream,
-            )  # fmt: skip
+        self._child = start_logged(arguments, log, with_sources())
+        self._process = psutil.Process(self._child.pid)
         self._seen: set[psutil.Process] = {self._process}
         self._looked_at = time.monotonic()
 
@@ -87,7 +85,7 @@ class Attempt:
         if time.monotonic() - self._looked_at > LOOK_EVERY_S:
             self._looked_at = time.monotonic()
             self.processes()
-        return self._process.poll() is None
+        return self._child.poll() is None
 
     def kill_one(self, rng: random.Random) -> str:
         """Kills a process of a random kind; returns the kind."""
@@ -120,7 +118,7 @@ class Attempt:
         return names
 
     def status(self) -> int:
-        return int(self._process.wait(timeout=LIMIT_S))
+        return self._child.wait(timeout=LIMIT_S)
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -248,7 +246,7 @@ def main() -> int:
             folder = output / name.replace(", ", "-").replace(" ", "-")
             kills[name], starts = of_variant(name, folder, share, rng)
             print(f"{name}: {len(kills[name])} kills, {starts} starts, the same run", flush=True)
-    except (RuntimeError, TimeoutError, psutil.TimeoutExpired) as error:
+    except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
         print(f"failed: {error}; see {output}", file=sys.stderr)
         return 1
     finally:

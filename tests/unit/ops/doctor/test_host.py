@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.ops.doctor import disk, host, leftovers, local, network, software
-from mindspeed_rlxf.ops.doctor.findings import Finding, Status
+from mindspeed_rlxf.ops.doctor.findings import Finding
 from mindspeed_rlxf.ops.doctor.subject import Subject
 
 GIB = 1024**3
