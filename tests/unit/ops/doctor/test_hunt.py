@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -106,28 +107,48 @@ def test_a_sound_cluster_takes_eight_rounds() -> None:
     ]
 
 
-@pytest.mark.parametrize("count", [2, 3, 5, 64])
-def test_a_dead_rank_is_named_with_its_host(count: int) -> None:
-    cluster = Simulated(dead=[host(1)[3]])
-    (told,) = bad(check(cluster, count))
-    assert told.startswith("collectives.inside: all-reduce fails inside host-1: device 3 of host-1")
-    assert "ranks 11 never came" in told
-
-
 def cut_off(*which: int, count: int = 64) -> list[tuple[int, int]]:
-    """Links of hosts that work inside and reach nobody."""
+    """Links of hosts that work inside and reach no other host."""
     others = [i for i in range(count) if i not in which]
     pairs = [pair for a in which for b in others for pair in between(a, b)]
     return pairs + [p for a, b in itertools.combinations(which, 2) for p in between(a, b)]
 
 
-@pytest.mark.parametrize("which", [(0,), (63,), (0, 1), (5, 21, 40), tuple(range(0, 16, 2))])
-def test_hosts_that_reach_nobody_are_named_and_no_other(which: tuple[int, ...]) -> None:
-    cluster = Simulated(links=cut_off(*which))
-    told = bad(check(cluster))
-    expected = [f"collectives.pairs: host-{i} fails with every partner" for i in which]
-    assert [line.partition(" (")[0] for line in told] == expected
-    assert cluster.num_rounds <= 1 + 6 + 2 + 1
+DEAD = "collectives.inside: all-reduce fails inside host-1: device 3 of host-1 (ranks 11 never came"
+MANY_CUT_OFF = [(0,), (63,), (0, 1), (5, 21, 40), tuple(range(0, 16, 2))]
+BISECTED = [(3, 60), (0, 63), (30, 33)]  # differ in more than one bit: no pair tries them
+
+
+@pytest.mark.parametrize(
+    ("fault", "count", "expected", "most_rounds"),
+    [
+        *(({"dead": [host(1)[3]]}, count, [DEAD], 20) for count in (2, 3, 5, 64)),
+        *(
+            ({"links": cut_off(*which)}, 64, [f"host-{i} fails with every" for i in which], 10)
+            for which in MANY_CUT_OFF
+        ),
+        *(
+            ({"links": cut_off(2, count=count)}, count, ["host-2 fails with every partner"], 10)
+            for count in (3, 4, 7)
+        ),
+        ({"links": between(0, 1)}, 2, ["host-0 and host-1 fail together, and no good host"], 10),
+        ({"links": between(8, 9)}, 64, ["host-8 and host-9 fail together, each is fine"], 11),
+        ({"links": [(host(8)[2], host(9)[5])]}, 64, ["host-8 and host-9 fail together"], 11),
+        *(
+            ({"links": between(a, b)}, 64, [f"host-{a} and host-{b} fail together"], 21)
+            for a, b in BISECTED
+        ),
+        ({"too_many": 40}, 64, ["collectives.all: 64 hosts together fail, none of their"], 20),
+    ],
+)
+def test_faults_are_named_and_nothing_else(
+    fault: dict[str, Any], count: int, expected: list[str], most_rounds: int
+) -> None:
+    cluster = Simulated(**fault)
+    found = [line.removeprefix("collectives.pairs: ") for line in bad(check(cluster, count))]
+    assert len(found) == len(expected)
+    assert all(map(str.startswith, found, expected)), found
+    assert cluster.num_rounds <= most_rounds
 
 
 def test_a_host_that_is_found_costs_no_further_waits() -> None:
@@ -135,41 +156,6 @@ def test_a_host_that_is_found_costs_no_further_waits() -> None:
     cluster = Simulated(links=cut_off(0))
     check(cluster)
     assert cluster.now == 2 * 15 + 6 * 2
-
-
-@pytest.mark.parametrize("count", [3, 4, 7])
-def test_a_host_cut_off_among_few_is_named(count: int) -> None:
-    (told,) = bad(check(Simulated(links=cut_off(2, count=count)), count))
-    assert "host-2 fails with every partner" in told
-
-
-def test_of_two_hosts_that_do_not_reach_each_other_neither_is_blamed() -> None:
-    (told,) = bad(check(Simulated(links=between(0, 1)), 2))
-    assert "host-0 and host-1 fail together, and no good host is left" in told
-
-
-def test_a_link_that_a_round_of_pairs_tries_is_named() -> None:
-    (told,) = bad(check(Simulated(links=between(8, 9))))
-    assert "host-8 and host-9 fail together, each is fine with others" in told
-
-
-@pytest.mark.parametrize("link", [(3, 60), (0, 63), (30, 33)])
-def test_a_link_that_no_pair_tried_is_found_by_bisection(link: tuple[int, int]) -> None:
-    """3 and 60 differ in more than one bit: only everyone together holds both."""
-    cluster = Simulated(links=between(*link))
-    (told,) = bad(check(cluster))
-    assert f"host-{link[0]} and host-{link[1]} fail together" in told
-    assert cluster.num_rounds <= 1 + 6 + 1 + 2 * 6 + 1
-
-
-def test_two_ranks_that_do_not_reach_each_other_blame_their_hosts_link() -> None:
-    (told,) = bad(check(Simulated(links=[(host(8)[2], host(9)[5])])))
-    assert "host-8 and host-9 fail together" in told
-
-
-def test_a_fault_of_size_alone_blames_no_host() -> None:
-    (told,) = bad(check(Simulated(too_many=40)))
-    assert told.startswith("collectives.all: 64 hosts together fail, none of their halves does")
 
 
 def test_faults_of_several_kinds_at_once_stay_within_the_deadline() -> None:
@@ -198,3 +184,10 @@ def test_no_round_is_begun_without_time() -> None:
     cluster = Simulated()
     (found,) = bad(check(cluster, deadline_s=1.0))
     assert found.endswith("no time was left to begin") and cluster.num_rounds == 0
+
+
+def test_a_host_of_one_rank_is_named_without_a_device() -> None:
+    cluster = Simulated(dead=[0])
+    parties = [Party("host-0", (0,)), Party("host-1", (8,))]
+    (found,) = bad(check_collectives(parties, cluster, 300.0, cluster.clock))
+    assert found.startswith("collectives.inside: all-reduce fails inside host-0 (ranks 0 never")
