@@ -44,9 +44,7 @@ def apply() -> None:
 
 
 def _is_cuda(device: Any) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, str) and device.startswith("cuda")
+    return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -70,7 +70,6 @@ def _shape(count: int, free: Sequence[int]) -> list[int]:
     """`count` processes on as few nodes as possible."""
     shape = []
     for devices in free:
-        if count > 0 and devices > 0:
-            shape.append(min(count, devices))
-            count -= shape[-1]
-    return shape
+        shape.append(min(count, devices))
+        count -= shape[-1]
+    return [size for size in shape if size > 0]

@@ -56,9 +56,9 @@ def supervise() -> int | None:
         _die_with(given[0])
         return None
     words = sys.argv[1:]
-    if "WORLD_SIZE" in os.environ or any(word in NOT_TRAINING for word in words):
-        return None
-    if any(word.lstrip("+").lower() in UNSUPERVISED for word in words):
+    trains = not any(word in NOT_TRAINING for word in words)
+    is_plain = any(word.lstrip("+").lower() in UNSUPERVISED for word in words)
+    if "WORLD_SIZE" in os.environ or is_plain or not trains:
         return None
     for stream in (sys.stdout, sys.stderr):
         protect(stream)

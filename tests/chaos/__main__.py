@@ -1,4 +1,4 @@
-"""Kills any process of real runs at random moments, with one command to go on, until they are done.
+"""Kill any process of real runs at random moments and start them again, until they are done.
 
     python -m tests.chaos [--kills 100] [--seed 1] [--variant NAME ...] [--output DIR]
 
@@ -73,7 +73,7 @@ class Attempt:
         self._looked_at = time.monotonic()
 
     def processes(self) -> list[psutil.Process]:
-        """Those that are alive; ones whose parent died are remembered."""
+        """Processes that are alive, also those whose parent died."""
         for parent in list(self._seen):
             try:
                 self._seen.update(parent.children(recursive=True))
@@ -88,7 +88,7 @@ class Attempt:
         return self._child.poll() is None
 
     def kill_one(self, rng: random.Random) -> str:
-        """Kills a process of a random kind; returns the kind."""
+        """Kill a process of a random kind; returns the kind."""
         by_kind: dict[str, list[psutil.Process]] = defaultdict(list)
         for process in self.processes():
             by_kind[self._kind(process)].append(process)
@@ -108,7 +108,7 @@ class Attempt:
         return next((kind for word, kind in KINDS.items() if word in line), OTHER)
 
     def left(self) -> list[str]:
-        """What is still there a minute after the end; it is ended here."""
+        """End the processes that are left a minute after the end; returns their kinds."""
         psutil.wait_procs(self.processes(), timeout=GONE_S)
         left = self.processes()
         names = [self._kind(process) for process in left]
@@ -129,7 +129,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 class KilledRun:
-    """A run to its end, through at most so many kills."""
+    """A run to its end, through at most `kills` kills."""
 
     def __init__(self, arguments: list[str], folder: Path, rng: random.Random, kills: int) -> None:
         self._arguments, self._folder = arguments, folder
@@ -140,9 +140,11 @@ class KilledRun:
         self.starts = 0
 
     def go(self) -> None:
-        """Raises RuntimeError when a run does not go on, or leaves processes behind."""
+        """Raises RuntimeError when the run fails without a kill, hangs, or leaves processes."""
         status = None
         while status != 0:
+            if self.starts and self._last is None:
+                raise RuntimeError(f"the undisturbed run ended with {status}")
             self.starts += 1
             attempt = Attempt(self._arguments, self._folder.with_suffix(".log"))
             self._watch.started()
@@ -178,21 +180,12 @@ class KilledRun:
             self.kills.append(Kill(*self._last, self._watch.lost(), self._watch.recovery_s()))
 
 
-def undisturbed(arguments: list[str], folder: Path) -> None:
-    attempt = Attempt(arguments, folder.with_suffix(".log"))
-    try:
-        if status := attempt.status():
-            raise RuntimeError(f"the run that nothing happens to ended with {status}")
-    finally:
-        attempt.left()
-
-
 def of_variant(name: str, output: Path, kills: int, rng: random.Random) -> tuple[list[Kill], int]:
     """Kills of runs of one variant, and how many starts they took."""
     output.mkdir(parents=True, exist_ok=True)
     more = (f"training.train_iters={ITERATIONS}", "training.save_interval=2", *VARIANTS[name])
     print(name, flush=True)
-    undisturbed(command(output / "whole", *more), output / "whole")
+    KilledRun(command(output / "whole", *more), output / "whole", rng, 0).go()
     found: list[Kill] = []
     starts = 0
     for number in range(1, kills + 1):

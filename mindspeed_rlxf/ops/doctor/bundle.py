@@ -242,14 +242,12 @@ def _file_mode(config: dict[str, Any]) -> int:
 
 
 def _strings(value: Any) -> Iterator[str]:
+    """All strings inside a value of JSON."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
+    items = value.values() if isinstance(value, dict) else value
+    for item in items if isinstance(value, (dict, list)) else ():
+        yield from _strings(item)
 
 
 def _free_name(folder: Path, run: str) -> Path:
