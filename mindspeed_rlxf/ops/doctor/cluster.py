@@ -133,9 +133,15 @@ def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
     """
     check, found = "cluster.versions", []
     for d in installed.differences(by_host.items()):
-        value = f"{d.name} {d.value}, on {d.others} other hosts {d.expected}"
-        remedy = "install the same there, and start Ray there again"
-        found.append(Finding(check, Status.ERROR, value, remedy, d.hosts))
+        found.append(
+            Finding(
+                check,
+                Status.ERROR,
+                f"{d.name} {d.value}, on {d.others} other hosts {d.expected}",
+                "install the same there, and start Ray there again",
+                d.hosts,
+            )
+        )
     return found or [ok(check, f"the same on {len(by_host)} hosts")]
 
 
@@ -166,12 +172,17 @@ def clock_findings(offsets: Mapping[str, float | None]) -> list[Finding]:
     check, found = "cluster.clock", []
     for host, offset in offsets.items():
         if offset is None:
-            value = "answered once, and then no more"
-            found.append(warning(check, value, "look at its load").on(host))
+            found.append(
+                warning(check, "answered once, and then no more", "look at its load").on(host)
+            )
         elif abs(offset) > CLOCK_S:
-            value = f"{abs(offset):.1f} s {'ahead' if offset > 0 else 'behind'}"
-            remedy = "set all clocks by the same server (chrony, ntp)"
-            found.append(warning(check, value, remedy).on(host))
+            found.append(
+                warning(
+                    check,
+                    f"{abs(offset):.1f} s {'ahead' if offset > 0 else 'behind'}",
+                    "set all clocks by the same server (chrony, ntp)",
+                ).on(host)
+            )
     return merge(found) or [ok(check, f"within {CLOCK_S:g} s on {len(offsets)} hosts")]
 
 
@@ -199,9 +210,13 @@ def _collectives(
     for node in nodes:
         count, held = _free_devices(kind, node), node.count - node.free
         if held:
-            value = f"{held} of {held + count} {resource} are held by others"
-            remedy = "they are left out; wait for the run that holds them to check them too"
-            found.append(warning("collectives.devices", value, remedy).on(node.host))
+            found.append(
+                warning(
+                    "collectives.devices",
+                    f"{held} of {held + count} {resource} are held by others",
+                    "they are left out; wait for the run that holds them to check them too",
+                ).on(node.host)
+            )
         if count:
             options = device_options(resource if node.count else None, environment)
             first = len(processes)
@@ -214,8 +229,13 @@ def _collectives(
         replies = outcomes([each.start(warm_up, timeout_s=limit) for each in processes])
         late = {reply.host for reply in replies if isinstance(reply, HostError)}
         for name in sorted(late):
-            remedy = "look at load, memory and Ray's logs there"
-            found.append(error("collectives.start", "a process does not start", remedy).on(name))
+            found.append(
+                error(
+                    "collectives.start",
+                    "a process does not start",
+                    "look at load, memory and Ray's logs there",
+                ).on(name)
+            )
         ready = [host for host in hosts if host.name not in late]
         return merge(found) + check_collectives(ready, ranks, end - time.monotonic())
     finally:

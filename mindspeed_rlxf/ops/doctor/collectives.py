@@ -77,8 +77,9 @@ def check_collectives(
     conductor = Conductor(transport, deadline_s, clock)
     inside = conductor.run_round([(host,) for host in hosts], INSIDE_S)
     if inside is None:
-        remedy = "give a later --deadline"
-        return [warning("collectives.inside", "no time was left to begin", remedy)]
+        return [
+            warning("collectives.inside", "no time was left to begin", "give a later --deadline")
+        ]
     failed = {host: o for host, o in zip(hosts, inside, strict=True) if not o.passed}
     within = {host: Hunt(_ranks_of(host)) for host in failed}
     conductor.run_hunts(list(within.values()))
@@ -102,26 +103,35 @@ def _inside_finding(host: Party, outcome: Outcome, hunt: Hunt) -> Finding:
     named = [party.name for party in verdict.broken]
     named += [" with ".join(party.name for party in link) for link in verdict.links]
     culprits = f": {', '.join(named)}" if named else ""
-    value = f"all-reduce fails inside {host.name}{culprits}{_cause(outcome)}"
-    remedy = "look at the devices and the library's log there, or leave the host out"
-    return error("collectives.inside", value, remedy)
+    return error(
+        "collectives.inside",
+        f"all-reduce fails inside {host.name}{culprits}{_cause(outcome)}",
+        "look at the devices and the library's log there, or leave the host out",
+    )
 
 
 def _pair_findings(hunt: Hunt) -> Iterator[Finding]:
     """Bad hosts, then bad links, then what was tried."""
     check, verdict = "collectives.pairs", hunt.verdict()
     for party in verdict.broken:
-        value = f"{party.name} fails with every partner{_cause(hunt.last_failure(party))}"
-        remedy = "look at its network, firewall and GLOO/HCCL_SOCKET_IFNAME, or leave it out"
-        yield error(check, value, remedy)
+        yield error(
+            check,
+            f"{party.name} fails with every partner{_cause(hunt.last_failure(party))}",
+            "look at its network, firewall and GLOO/HCCL_SOCKET_IFNAME, or leave it out",
+        )
     for link in verdict.links:
-        value = f"{_names(link)} fail together, each is fine with others"
-        remedy = "look at the way between them: routes, firewall, cable, switch port"
-        yield error(check, value, remedy)
+        yield error(
+            check,
+            f"{_names(link)} fail together, each is fine with others",
+            "look at the way between them: routes, firewall, cable, switch port",
+        )
     for group in verdict.undecided:
         if len(group) == 2:
-            value = f"{_names(group)} fail together, and no good host is left to compare with"
-            yield error(check, value, "look at firewall and GLOO/HCCL_SOCKET_IFNAME of both")
+            yield error(
+                check,
+                f"{_names(group)} fail together, and no good host is left to compare with",
+                "look at firewall and GLOO/HCCL_SOCKET_IFNAME of both",
+            )
     if verdict.any_pair_passed:
         yield ok(check, f"{verdict.num_pairs} pairs of hosts tried")
 
@@ -131,14 +141,19 @@ def _all_findings(hunt: Hunt, count: int) -> Iterator[Finding]:
     check, verdict = "collectives.all", hunt.verdict()
     for group in verdict.undecided:
         if len(group) != 2:
-            value = f"{len(group)} hosts together fail, none of their halves does: {_names(group)}"
-            remedy = "look at `ulimit -n`, local ports and memory: what grows with their number"
-            yield error(check, value, remedy)
+            yield error(
+                check,
+                f"{len(group)} hosts together fail, none of their halves does: {_names(group)}",
+                "look at `ulimit -n`, local ports and memory: what grows with their number",
+            )
     if verdict.num_together:
         yield ok(check, f"{verdict.num_together} of {count} hosts together")
     if not verdict.complete:
-        value = "the deadline came before all was tried"
-        yield warning(check, value, "mend what was found, or give a later --deadline")
+        yield warning(
+            check,
+            "the deadline came before all was tried",
+            "mend what was found, or give a later --deadline",
+        )
 
 
 def _names(group: Group) -> str:

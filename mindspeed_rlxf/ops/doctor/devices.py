@@ -19,13 +19,22 @@ def check_devices(kind: DeviceKind) -> list[Finding]:
         kind = device.resolve_kind(kind)
         counted = device.seen_by_torch(kind)
     except Exception as problem:
-        remedy = "mend the installation, or set device.kind=cpu"
-        return [error("devices.torch", describe(problem), remedy)]
+        return [
+            error(
+                "devices.torch", describe(problem), "mend the installation, or set device.kind=cpu"
+            )
+        ]
     if kind is DeviceKind.CPU:
         unused = device_files()
         value = f"cpu, though there are {', '.join(unused)}" if unused else "cpu, no accelerator"
-        remedy = "install the build of torch (and its plug-in) for these devices"
-        return [judge(not unused, "devices.kind", value, remedy)]
+        return [
+            judge(
+                not unused,
+                "devices.kind",
+                value,
+                "install the build of torch (and its plug-in) for these devices",
+            )
+        ]
     assert counted is not None, "only CPU counts none"
     view = driver_view(kind)
     assert view is not None, "an accelerator has a driver"
@@ -41,24 +50,39 @@ def check_devices(kind: DeviceKind) -> list[Finding]:
 def driver_findings(view: DriverView) -> list[Finding]:
     """Count, health and memory in use, as the driver's tool reports them."""
     if view.problem:
-        remedy = "install the driver's tool, or mount it and /dev into the container"
-        return [warning("devices.driver", view.problem, remedy)]
+        return [
+            warning(
+                "devices.driver",
+                view.problem,
+                "install the driver's tool, or mount it and /dev into the container",
+            )
+        ]
     names = ", ".join(dict.fromkeys(each.name for each in view.devices)) or "no device"
     value = f"{len(view.devices)} x {names}, driver {view.version}"
     remedy = f"{view.tool} lists none: look at the driver's log"
     found = [judge(bool(view.devices), "devices.driver", value, remedy, Status.ERROR)]
     sick = [f"{each.index}: {each.health}" for each in view.devices if each.health not in GOOD]
     if sick:
-        remedy = "reset or replace the device, and leave this host out until then"
-        found.append(error("devices.health", ", ".join(sick), remedy))
+        found.append(
+            error(
+                "devices.health",
+                ", ".join(sick),
+                "reset or replace the device, and leave this host out until then",
+            )
+        )
     busy = [
         f"{each.index}: {each.used_mib} of {each.memory_mib} MiB"
         for each in view.devices
         if each.used_mib > max(BUSY_MIB, each.memory_mib // 10)
     ]
     if busy:
-        remedy = "end the processes that hold them, unless they are a run of yours"
-        found.append(warning("devices.memory", f"in use on {', '.join(busy)}", remedy))
+        found.append(
+            warning(
+                "devices.memory",
+                f"in use on {', '.join(busy)}",
+                "end the processes that hold them, unless they are a run of yours",
+            )
+        )
     return found
 
 
@@ -73,16 +97,21 @@ def count_finding(kind: DeviceKind, counted: int, view: DriverView, hidden: str 
         shown += f" ({variable}={hidden})"
         wanted = min(wanted, sum(bool(word.strip()) for word in hidden.split(",")))
     if counted == 0:
-        remedy = f"look at driver and installation, and at {variable}"
-        return error("devices.torch", shown, remedy)
+        return error("devices.torch", shown, f"look at driver and installation, and at {variable}")
     if not view.problem and counted != wanted:
-        remedy = f"driver, /dev of the container and {variable} have to name the same"
-        return error("devices.torch", f"{shown}, the driver offers {wanted}", remedy)
+        return error(
+            "devices.torch",
+            f"{shown}, the driver offers {wanted}",
+            f"driver, /dev of the container and {variable} have to name the same",
+        )
     return ok("devices.torch", shown)
 
 
 def ray_finding(resource: str, count: int, counted: int) -> Finding:
     """count: devices that this host's Ray node offers; counted: that other hosts offer"""
-    value = f"Ray offers {count} {resource}, other hosts up to {counted}"
-    remedy = f"`ray start ... --resources='{{\"{resource}\": {counted}}}'` on this host"
-    return judge(count == counted, "devices.ray", value, remedy)
+    return judge(
+        count == counted,
+        "devices.ray",
+        f"Ray offers {count} {resource}, other hosts up to {counted}",
+        f"`ray start ... --resources='{{\"{resource}\": {counted}}}'` on this host",
+    )

@@ -24,9 +24,15 @@ def output_folder(path: Path, wanted: int = LITTLE_FREE) -> list[Finding]:
     """Room and speed of the disk that the run directory is on. wanted: bytes"""
     folder = existing_folder(path.absolute())
     free = shutil.disk_usage(folder).free
-    value = f"{format_bytes(free)} free in {folder}, {format_bytes(wanted)} are wanted"
-    remedy = "free some space, or set training.output_dir to another disk"
-    return [judge(free >= wanted, "disk.free", value, remedy), *write_speed(folder)]
+    return [
+        judge(
+            free >= wanted,
+            "disk.free",
+            f"{format_bytes(free)} free in {folder}, {format_bytes(wanted)} are wanted",
+            "free some space, or set training.output_dir to another disk",
+        ),
+        *write_speed(folder),
+    ]
 
 
 def write_speed(folder: Path, count: int = SAMPLE_BYTES) -> list[Finding]:
@@ -34,8 +40,13 @@ def write_speed(folder: Path, count: int = SAMPLE_BYTES) -> list[Finding]:
     try:
         handle, name = tempfile.mkstemp(prefix=".rlxf-doctor-", dir=folder)
     except OSError as problem:
-        remedy = "set training.output_dir to a folder that can be written"
-        return [error("disk.write", f"{folder}: {problem.strerror}", remedy)]
+        return [
+            error(
+                "disk.write",
+                f"{folder}: {problem.strerror}",
+                "set training.output_dir to a folder that can be written",
+            )
+        ]
     try:
         before, started = time.time(), time.monotonic()
         with os.fdopen(handle, "wb") as file:
@@ -46,15 +57,24 @@ def write_speed(folder: Path, count: int = SAMPLE_BYTES) -> list[Finding]:
         bytes_s = count / max(time.monotonic() - started, 1e-9)
         written = os.stat(name).st_mtime
     except OSError as problem:
-        remedy = "look at quota, free space and mount options of this disk"
-        return [error("disk.write", f"{folder}: {problem.strerror}", remedy)]
+        return [
+            error(
+                "disk.write",
+                f"{folder}: {problem.strerror}",
+                "look at quota, free space and mount options of this disk",
+            )
+        ]
     finally:
         with contextlib.suppress(OSError):
             os.unlink(name)
     speed = f"{bytes_s / MIB:.0f} MiB/s with fsync in {folder}"
-    remedy = "checkpoints of large models will take long: set training.output_dir to a faster disk"
     return [
-        judge(bytes_s >= SLOW_BYTES_S, "disk.write", speed, remedy),
+        judge(
+            bytes_s >= SLOW_BYTES_S,
+            "disk.write",
+            speed,
+            "checkpoints of large models will take long: set training.output_dir to a faster disk",
+        ),
         _file_clock(folder, before, written, time.time()),
     ]
 
@@ -62,9 +82,12 @@ def write_speed(folder: Path, count: int = SAMPLE_BYTES) -> list[Finding]:
 def _file_clock(folder: Path, before: float, written: float, after: float) -> Finding:
     """The time stamp of a file server should be between our own before and after."""
     off = max(before - written, written - after, 0.0)
-    value = f"time stamps in {folder} are {off:.1f} s off this host's clock"
-    remedy = "set both clocks by the same server (chrony, ntp)"
-    return judge(off <= CLOCK_S, "disk.clock", value, remedy)
+    return judge(
+        off <= CLOCK_S,
+        "disk.clock",
+        f"time stamps in {folder} are {off:.1f} s off this host's clock",
+        "set both clocks by the same server (chrony, ntp)",
+    )
 
 
 def ray_temp_dir() -> Path:
@@ -78,9 +101,12 @@ def ray_folder() -> Finding:
         return error(check, f"{folder} cannot be written", "set RAY_TMPDIR to another")
     usage = shutil.disk_usage(folder)
     in_use = usage.used / max(usage.used + usage.free, 1)
-    value = f"{format_bytes(usage.free)} free in {folder}, {in_use:.0%} in use"
-    remedy = "Ray stops spilling objects at 95%: free some space, or set RAY_TMPDIR"
-    return judge(in_use < RAY_FULL and usage.free >= GIB, check, value, remedy)
+    return judge(
+        in_use < RAY_FULL and usage.free >= GIB,
+        check,
+        f"{format_bytes(usage.free)} free in {folder}, {in_use:.0%} in use",
+        "Ray stops spilling objects at 95%: free some space, or set RAY_TMPDIR",
+    )
 
 
 def model_cache() -> Finding:
@@ -88,8 +114,12 @@ def model_cache() -> Finding:
     path = huggingface_home()
     is_writable = os.access(existing_folder(path.absolute()), os.W_OK | os.X_OK)
     offline = " (offline)" if os.environ.get("HF_HUB_OFFLINE") else ""
-    value = f"{path} can{'' if is_writable else 'not'} be written{offline}"
-    return judge(is_writable, "disk.model_cache", value, "set HF_HOME to another")
+    return judge(
+        is_writable,
+        "disk.model_cache",
+        f"{path} can{'' if is_writable else 'not'} be written{offline}",
+        "set HF_HOME to another",
+    )
 
 
 def huggingface_home() -> Path:

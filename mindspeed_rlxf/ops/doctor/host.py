@@ -29,23 +29,30 @@ def open_files(limits: tuple[int, int] | None = None) -> Finding:
     soft, hard = map(_limit, limits or resource.getrlimit(resource.RLIMIT_NOFILE))
     remedy = f"`ulimit -n {OPEN_FILES}` before `ray start` and before the run, on every host"
     if hard < OPEN_FILES:
-        remedy += f"; the hard limit is {_text(hard)}: raise it in limits.conf, or in the container"
-    value = f"{_text(soft)}, {OPEN_FILES} are wanted"
-    return judge(soft >= OPEN_FILES, "limits.open_files", value, remedy)
+        remedy += f"; the hard limit is {_format_limit(hard)}: raise it in limits.conf, or in the container"
+    return judge(
+        soft >= OPEN_FILES,
+        "limits.open_files",
+        f"{_format_limit(soft)}, {OPEN_FILES} are wanted",
+        remedy,
+    )
 
 
 def processes() -> Finding:
     soft = _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0])
-    value = f"{_text(soft)} processes and threads, {PROCESSES} are wanted"
-    remedy = f"`ulimit -u {PROCESSES}`, or more in limits.conf"
-    return judge(soft >= PROCESSES, "limits.processes", value, remedy)
+    return judge(
+        soft >= PROCESSES,
+        "limits.processes",
+        f"{_format_limit(soft)} processes and threads, {PROCESSES} are wanted",
+        f"`ulimit -u {PROCESSES}`, or more in limits.conf",
+    )
 
 
 def _limit(number: int) -> float:
     return math.inf if number == resource.RLIM_INFINITY else number
 
 
-def _text(limit: float) -> str:
+def _format_limit(limit: float) -> str:
     return "unlimited" if limit == math.inf else f"{limit:.0f}"
 
 
@@ -53,9 +60,12 @@ def pids(folder: Path = CGROUP) -> Finding:
     """Threads count against the container's limit, and torch and Ray start many."""
     limit, used = _cgroup_number(folder / "pids.max"), _cgroup_number(folder / "pids.current")
     used = 0 if used == math.inf else used
-    value = f"{used:.0f} in use of {_text(limit)}"
-    remedy = f"start it with --pids-limit {2 * PROCESSES}"
-    return judge(limit - used >= PROCESSES, "limits.container_pids", value, remedy)
+    return judge(
+        limit - used >= PROCESSES,
+        "limits.container_pids",
+        f"{used:.0f} in use of {_format_limit(limit)}",
+        f"start it with --pids-limit {2 * PROCESSES}",
+    )
 
 
 def shared_memory(wanted: int, free: int | None = None) -> Finding:
@@ -64,8 +74,12 @@ def shared_memory(wanted: int, free: int | None = None) -> Finding:
         found = os.statvfs("/dev/shm")
         free = found.f_bavail * found.f_frsize
     sizes = f"{format_bytes(free)} free in /dev/shm, Ray's object store takes"
-    remedy = "give the container --shm-size=16g, or remount /dev/shm larger; Ray uses /tmp else"
-    return judge(free >= wanted, "memory.shared", f"{sizes} {format_bytes(wanted)}", remedy)
+    return judge(
+        free >= wanted,
+        "memory.shared",
+        f"{sizes} {format_bytes(wanted)}",
+        "give the container --shm-size=16g, or remount /dev/shm larger; Ray uses /tmp else",
+    )
 
 
 def memory(total: int | None = None, available: int | None = None) -> Finding:
@@ -77,10 +91,19 @@ def memory(total: int | None = None, available: int | None = None) -> Finding:
         available = int(min(psutil.virtual_memory().available, left))
     value = f"{format_bytes(available)} of {format_bytes(total)} available"
     if available < LEAST_BYTES:
-        remedy = "end other processes, or raise the container's limit"
-        return judge(False, "memory.host", value, remedy, Status.ERROR)
-    remedy = "Ray kills workers at 95% use: end other processes, or raise the limit"
-    return judge(available >= total // 10, "memory.host", value, remedy)
+        return judge(
+            False,
+            "memory.host",
+            value,
+            "end other processes, or raise the container's limit",
+            Status.ERROR,
+        )
+    return judge(
+        available >= total // 10,
+        "memory.host",
+        value,
+        "Ray kills workers at 95% use: end other processes, or raise the limit",
+    )
 
 
 def processors(folder: Path = CGROUP) -> Finding:
@@ -89,8 +112,12 @@ def processors(folder: Path = CGROUP) -> Finding:
     quota = _cpu_quota(folder)
     if quota < usable:
         value += f", held to {quota:g} by the container"
-    remedy = "give it two or more: workers wait for one"
-    return judge(min(quota, usable) >= 2, "limits.processors", value, remedy)
+    return judge(
+        min(quota, usable) >= 2,
+        "limits.processors",
+        value,
+        "give it two or more: workers wait for one",
+    )
 
 
 def text_encoding(encoding: str | None = None) -> Finding:
@@ -103,18 +130,25 @@ def text_encoding(encoding: str | None = None) -> Finding:
 
 def clock(now: float | None = None) -> Finding:
     now = time.time() if now is None else now
-    value = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    remedy = "set the clock (chrony, ntp): tokens and logs use it"
-    return judge(now >= RELEASED, "host.clock", value, remedy, Status.ERROR)
+    return judge(
+        now >= RELEASED,
+        "host.clock",
+        time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now)),
+        "set the clock (chrony, ntp): tokens and logs use it",
+        Status.ERROR,
+    )
 
 
 def threads() -> Finding:
     """Dozens of workers with a thread for each core starve one another."""
     found = os.environ.get("OMP_NUM_THREADS", "unset")
     is_number = found.isdigit() and int(found) >= 1
-    value = f"OMP_NUM_THREADS {found}"
-    remedy = "set a whole number or unset it"
-    return judge(is_number or found == "unset", "host.threads", value, remedy)
+    return judge(
+        is_number or found == "unset",
+        "host.threads",
+        f"OMP_NUM_THREADS {found}",
+        "set a whole number or unset it",
+    )
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
@@ -125,7 +159,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 def _cgroup_number(file: Path) -> float:
     """Infinite where there is no such file, or it says `max`."""
     try:
-        return int(file.read_text(encoding="ascii"))
+        return int(file.read_format_limit(encoding="ascii"))
     except (OSError, ValueError):
         return math.inf
 
@@ -133,7 +167,7 @@ def _cgroup_number(file: Path) -> float:
 def _cpu_quota(folder: Path) -> float:
     """Processors that the container may use; infinite without a limit."""
     try:
-        quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+        quota, period = (folder / "cpu.max").read_format_limit(encoding="ascii").split()
         return int(quota) / int(period)
     except (OSError, ValueError):
         return math.inf

@@ -33,8 +33,12 @@ def check_processes(commands: Sequence[str], is_joined: bool) -> Finding:
     remedy = "`ray stop` what is stale"
     if count == 1:
         remedy = "set RAY_ADDRESS (or runtime.address) to join it, or `ray stop` if it is stale"
-    value = f"{count} raylet(s) of yours run here" + (", RAY_ADDRESS is set" if is_joined else "")
-    return judge(count <= int(is_joined), "ray.processes", value, remedy)
+    return judge(
+        count <= int(is_joined),
+        "ray.processes",
+        f"{count} raylet(s) of yours run here" + (", RAY_ADDRESS is set" if is_joined else ""),
+        remedy,
+    )
 
 
 def check_folders(root: Path, commands: Sequence[str]) -> Finding:

@@ -54,8 +54,16 @@ def file_findings(paths: Sequence[tuple[str, str]]) -> Iterator[Finding]:
             if missing
             else f"{len(paths)} paths of the configuration"
         )
-        remedy = "correct the path, or copy or mount it on this host"
-        yield judge(not missing, "files.there", value, remedy, Status.ERROR)
+        yield judge(
+            not missing,
+            "files.there",
+            value,
+            "correct the path, or copy or mount it on this host",
+            Status.ERROR,
+        )
     if closed:
-        remedy = "give this user the right to read it"
-        yield error("files.readable", f"no right to read {', '.join(closed)}", remedy)
+        yield error(
+            "files.readable",
+            f"no right to read {', '.join(closed)}",
+            "give this user the right to read it",
+        )

@@ -59,20 +59,29 @@ def interface_findings(
         chosen = _chosen(variable, value, existing)
         check, shown = f"network.{variable.lower()}", f"{variable}={value}"
         if not chosen:
-            remedy = f"use one of {', '.join(existing)}, on this host"
-            yield error(check, f"{shown} names no interface with an address", remedy)
+            yield error(
+                check,
+                f"{shown} names no interface with an address",
+                f"use one of {', '.join(existing)}, on this host",
+            )
         elif not any(existing[name] for name in chosen):
             yield error(check, f"{shown} is down", f"bring up {', '.join(chosen)}")
         elif several_hosts and all(name.startswith("lo") for name in chosen):
-            remedy = "name the interface that the hosts share"
-            yield error(check, f"{shown} cannot reach other hosts", remedy)
+            yield error(
+                check,
+                f"{shown} cannot reach other hosts",
+                "name the interface that the hosts share",
+            )
         else:
             yield ok(check, shown)
     candidates = [name for name, up in existing.items() if up and not VIRTUAL.match(name)]
     is_clear = not several_hosts or "GLOO_SOCKET_IFNAME" in environment or len(candidates) == 1
-    value = f"up: {', '.join(candidates) or 'none but loopback'}"
-    remedy = "export GLOO_SOCKET_IFNAME (NPU: HCCL_SOCKET_IFNAME too) with the shared one"
-    yield judge(is_clear, "network.interfaces", value, remedy)
+    yield judge(
+        is_clear,
+        "network.interfaces",
+        f"up: {', '.join(candidates) or 'none but loopback'}",
+        "export GLOO_SOCKET_IFNAME (NPU: HCCL_SOCKET_IFNAME too) with the shared one",
+    )
 
 
 def _chosen(variable: str, value: str, existing: Mapping[str, bool]) -> list[str]:
@@ -94,8 +103,9 @@ def host_name(several_hosts: bool) -> Finding:
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        remedy = f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME"
-        return warning(check, f"{name} has no address", remedy)
+        return warning(
+            check, f"{name} has no address", f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME"
+        )
     remedy = "set GLOO_SOCKET_IFNAME, or correct /etc/hosts: other hosts cannot reach it there"
     is_loopback = address.startswith("127.")
     return judge(not (several_hosts and is_loopback), check, f"{name} is {address}", remedy)
@@ -111,8 +121,12 @@ def proxy_finding(environment: Mapping[str, str]) -> Finding:
     proxied = [name for name in OWN_NAMES if "*" not in words and not name.endswith(tuple(words))]
     shown = ", ".join(f"{name}={_without_password(value)}" for name, value in named.items())
     value = f"{shown}, also for {', '.join(proxied)}" if proxied else f"{shown}, not for this host"
-    remedy = f"export no_proxy={','.join(dict.fromkeys(words + proxied))}"
-    return judge(not proxied, "network.proxy", value, remedy)
+    return judge(
+        not proxied,
+        "network.proxy",
+        value,
+        f"export no_proxy={','.join(dict.fromkeys(words + proxied))}",
+    )
 
 
 def _without_password(url: str) -> str:
@@ -124,9 +138,12 @@ def port_findings(
     environment: Mapping[str, str], ephemeral: range, listening: Collection[int]
 ) -> Iterator[Finding]:
     """Port ranges of the device's library must be readable, apart from one another, and free."""
-    value = f"{_span(ephemeral)}, {len(ephemeral)} ports"
-    remedy = 'sysctl -w net.ipv4.ip_local_port_range="20000 60999"'
-    yield judge(len(ephemeral) >= EPHEMERAL_PORTS, "ports.local", value, remedy)
+    yield judge(
+        len(ephemeral) >= EPHEMERAL_PORTS,
+        "ports.local",
+        f"{_span(ephemeral)}, {len(ephemeral)} ports",
+        'sysctl -w net.ipv4.ip_local_port_range="20000 60999"',
+    )
     ranges: dict[str, range] = {}
     for variable in (*PORT_RANGES, BASE_PORT):
         text = environment.get(variable, "auto")
@@ -135,9 +152,11 @@ def port_findings(
         try:
             ranges[variable] = _port_range(variable, text)
         except ValueError:
-            remedy = "write FIRST-LAST, for example 60000-60050 (HCCL_IF_BASE_PORT: one number)"
-            value = f"{variable}={text} is no range of ports"
-            yield error(f"ports.{variable.lower()}", value, remedy)
+            yield error(
+                f"ports.{variable.lower()}",
+                f"{variable}={text} is no range of ports",
+                "write FIRST-LAST, for example 60000-60050 (HCCL_IF_BASE_PORT: one number)",
+            )
     overlaps: dict[str, str] = {}
     for one, other in combinations(ranges, 2):
         if _overlap(ranges[one], ranges[other]):
@@ -147,12 +166,16 @@ def port_findings(
         check, value = f"ports.{variable.lower()}", f"{variable} {_span(ports)}"
         used = sorted(port for port in listening if port in ports)
         if variable in overlaps:
-            remedy = "give each its own range"
-            yield error(check, f"{value} overlaps with {overlaps[variable]}", remedy)
+            yield error(
+                check, f"{value} overlaps with {overlaps[variable]}", "give each its own range"
+            )
         elif used:
             shown = ", ".join(map(str, used[:5])) + (" ..." if len(used) > 5 else "")
-            remedy = "end what listens there, or choose another range"
-            yield warning(check, f"{value}: {len(used)} in use ({shown})", remedy)
+            yield warning(
+                check,
+                f"{value}: {len(used)} in use ({shown})",
+                "end what listens there, or choose another range",
+            )
         elif _overlap(ports, ephemeral):
             reserve = f"sysctl -w net.ipv4.ip_local_reserved_ports={_span(ports)}"
             value = f"{value} lies in the local port range, others may take it"

@@ -30,9 +30,13 @@ def check_software(kind: DeviceKind) -> list[Finding]:
 
 
 def python_finding(version: tuple[int, int, int]) -> Finding:
-    value = f"{'.'.join(map(str, version))}, {sys.executable}"
-    remedy = "install Python 3.10 or newer"
-    return judge(version >= OLDEST_PYTHON, "versions.python", value, remedy, Status.ERROR)
+    return judge(
+        version >= OLDEST_PYTHON,
+        "versions.python",
+        f"{'.'.join(map(str, version))}, {sys.executable}",
+        "install Python 3.10 or newer",
+        Status.ERROR,
+    )
 
 
 def package_findings(
@@ -47,11 +51,19 @@ def package_findings(
         check, wanted = f"versions.{name}", ranges.get(name)
         if version is None:
             if name in required:
-                remedy = f"pip install '{wanted or name}' (tested sets: constraints/)"
-                found.append(error(check, "not installed", remedy))
+                found.append(
+                    error(
+                        check,
+                        "not installed",
+                        f"pip install '{wanted or name}' (tested sets: constraints/)",
+                    )
+                )
         elif wanted is not None and not wanted.specifier.contains(version, prereleases=True):
-            value = f"{version}, outside of {wanted.specifier}"
-            found.append(warning(check, value, f"pip install '{wanted}'"))
+            found.append(
+                warning(
+                    check, f"{version}, outside of {wanted.specifier}", f"pip install '{wanted}'"
+                )
+            )
         else:
             found.append(ok(check, version))
     return found
@@ -69,12 +81,19 @@ def npu_findings() -> list[Finding]:
 
 def _cann(cann: str | None) -> Finding:
     if cann is None:
-        remedy = "install CANN, and source its set_env.sh before `ray start` and the run"
-        return error("versions.cann", "no CANN found", remedy)
+        return error(
+            "versions.cann",
+            "no CANN found",
+            "install CANN, and source its set_env.sh before `ray start` and the run",
+        )
     is_sourced = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")
     value = cann if is_sourced else f"{cann}, its set_env.sh is not sourced"
-    remedy = "source its set_env.sh before `ray start` and the run"
-    return judge(bool(is_sourced), "versions.cann", value, remedy)
+    return judge(
+        bool(is_sourced),
+        "versions.cann",
+        value,
+        "source its set_env.sh before `ray start` and the run",
+    )
 
 
 def _sources() -> list[Finding]:
