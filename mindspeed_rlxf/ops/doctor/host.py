@@ -159,7 +159,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 def _cgroup_number(file: Path) -> float:
     """Infinite where there is no such file, or it says `max`."""
     try:
-        return int(file.read_format_limit(encoding="ascii"))
+        return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return math.inf
 
@@ -167,7 +167,7 @@ def _cgroup_number(file: Path) -> float:
 def _cpu_quota(folder: Path) -> float:
     """Processors that the container may use; infinite without a limit."""
     try:
-        quota, period = (folder / "cpu.max").read_format_limit(encoding="ascii").split()
+        quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
         return int(quota) / int(period)
     except (OSError, ValueError):
         return math.inf
