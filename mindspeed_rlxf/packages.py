@@ -1,8 +1,8 @@
-"""What this process would import, and in which version: asked of files, imports nothing.
+"""Find the packages that this process would import, and their versions, without importing them.
 
-A checkout on the path hides a wheel, and its version stands in no metadata. The order in which
-Megatron and a device's libraries are imported matters, so they are only looked at here. Light:
-every node of a cluster reads this before it imports torch.
+A checkout on the path hides a wheel, and its version is in no metadata. The order in which Megatron
+and a device's libraries are imported matters, so only their files are read here. This module is
+light: every node of a cluster uses it before it imports torch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ SUFFIX = "PRE_RELEASE"
 
 
 def version(distribution: str) -> str | None:
-    """Of what would be imported; None where there is none, or where it has no version."""
-    of_sources = SOURCES.get(distribution)
-    return (of_sources() if of_sources else None) or _installed(distribution)
+    """Version that would be imported; None where there is no package, or no version of it."""
+    from_sources = SOURCES.get(distribution, lambda: None)
+    return from_sources() or _installed(distribution)
 
 
 def _installed(distribution: str) -> str | None:
@@ -31,7 +31,7 @@ def _installed(distribution: str) -> str | None:
 
 
 def folder_of(module: str) -> Path | None:
-    """Where a package would be imported from; imports its parents only, which here hold no code."""
+    """Folder that a package would be imported from; only its parents are imported."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -41,7 +41,7 @@ def folder_of(module: str) -> Path | None:
 
 
 def megatron_core() -> str | None:
-    """Version of the sources on the path, not of a wheel that they hide."""
+    """Version of the sources on the path, which may hide a wheel."""
     folder = folder_of("megatron.core")
     values = _constants(folder / "package_info.py") if folder else {}
     if not values.keys() >= set(NUMBERS):
@@ -50,7 +50,7 @@ def megatron_core() -> str | None:
 
 
 def mindspeed() -> str | None:
-    """Version of a checkout on the path, which its setup.py alone tells."""
+    """Version of a checkout on the path, from its setup.py."""
     folder = folder_of("mindspeed")
     return _constants(folder.resolve().parent / "setup.py").get("__version__") if folder else None
 
@@ -59,7 +59,7 @@ SOURCES = {MEGATRON: megatron_core, "mindspeed": mindspeed}
 
 
 def _constants(file: Path) -> dict[str, str]:
-    """Of a Python file's top level, by name; none where it cannot be read."""
+    """Constants at the top level of a Python file, by name; none where it cannot be read."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):

@@ -47,9 +47,8 @@ def import_(kind: str, _work: Path) -> Numbers:
 
     from mindspeed_rlxf import device
     from mindspeed_rlxf.config.enums import DeviceKind
-    from mindspeed_rlxf.device import bare
 
-    bare.load(DeviceKind(kind))
+    device.load_library(DeviceKind(kind))
     print(f"torch {torch.__version__}, devices: {device.device_count(DeviceKind(kind))}")
     return {}
 

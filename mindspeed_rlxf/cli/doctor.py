@@ -21,11 +21,11 @@ from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.files.printable import write_raw
 from mindspeed_rlxf.ops.doctor.bundle import write_bundle
-from mindspeed_rlxf.ops.doctor.cluster import look as look_at_cluster
+from mindspeed_rlxf.ops.doctor.cluster import check_cluster
 from mindspeed_rlxf.ops.doctor.findings import Finding, error, ok
-from mindspeed_rlxf.ops.doctor.local import look
+from mindspeed_rlxf.ops.doctor.local import check_host
 from mindspeed_rlxf.ops.doctor.report import line_width, make_report, wants_colour
-from mindspeed_rlxf.ops.doctor.subject import subject_of
+from mindspeed_rlxf.ops.doctor.subject import choose_subject
 
 KINDS = [kind.value for kind in DeviceKind]
 DEADLINE_S = 300.0
@@ -48,13 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(argv)
         config, found = _config(arguments)
-        subject = subject_of(config, DeviceKind(arguments.device), arguments.cluster)
+        subject = choose_subject(config, DeviceKind(arguments.device), arguments.cluster)
         if arguments.cluster:
             address = arguments.address or (config.runtime.address if config else None)
             allowed = config is not None and config.runtime.allow_unauthenticated
-            found += look_at_cluster(subject, address, arguments.deadline, allowed)
+            found += check_cluster(subject, address, arguments.deadline, allowed)
         else:
-            found += look(subject)
+            found += check_host(subject)
         report = make_report(found)
         if arguments.bundle is not None:  # a success, whatever the report says
             file = write_bundle(Path(arguments.bundle), report, Path.cwd())

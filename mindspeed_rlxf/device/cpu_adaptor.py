@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rlxf.device import gloo_collectives, gloo_device
+from mindspeed_rlxf.device import gloo
 
 FACTORIES = (
     "tensor", "zeros", "ones", "empty", "full", "rand", "randn", "arange", "randint", "as_tensor",
@@ -39,14 +39,12 @@ def apply() -> None:
     torch.Tensor.type = _type_with_cuda_prefix(torch.Tensor.type)
     _patch_runtime()
     _patch_random_state()
-    gloo_collectives.apply()
-    gloo_device.apply()
+    gloo.wrap_collectives()
+    gloo.share_device()
 
 
 def _is_cuda(device: Any) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, str) and device.startswith("cuda")
+    return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,13 +73,13 @@ def _type_with_cuda_prefix(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Stream(torch.cpu.Stream):
-    """torch's records no event, and the token dispatcher of experts waits for one."""
+    """Stream that records events: the token dispatcher of experts waits for one."""
 
     def record_event(self, event: Any = None) -> Any:
         return torch.cpu.Event()
 
     def synchronize(self) -> None:
-        """What megatron-core 0.12 calls in place of waiting for the event."""
+        """Called by megatron-core 0.12 in place of waiting for the event."""
 
 
 def _patch_runtime() -> None:

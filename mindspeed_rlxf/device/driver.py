@@ -1,13 +1,14 @@
-"""What the driver's own tool says about the devices of this host, without claiming one."""
+"""Devices of this host as the driver's own tool reports them, without claiming one."""
 
 from __future__ import annotations
 
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from mindspeed_rlxf.config.enums import DeviceKind
 
@@ -24,7 +25,7 @@ PAIR = re.compile(r"(\d+)\s*/\s*(\d+)")
 
 @dataclass(frozen=True)
 class DriverDevice:
-    """One device, in NPU terms a chip. health: the tool's word; OK where it has none."""
+    """One device, in NPU terms a chip. health: as the tool reports it; OK where it does not."""
 
     index: int
     name: str
@@ -33,9 +34,12 @@ class DriverDevice:
     used_mib: int
 
 
+Parsed: TypeAlias = tuple[str, list[DriverDevice]]
+
+
 @dataclass(frozen=True)
 class DriverView:
-    """tool: that answered; problem: why there is no answer, empty where there is one."""
+    """Answer of the tool `tool`. problem: why there is none, else empty."""
 
     tool: str
     version: str
@@ -44,73 +48,78 @@ class DriverView:
 
 
 def driver_view(kind: DeviceKind) -> DriverView | None:
-    """None where the kind has no driver (CPU)."""
-    if kind is DeviceKind.CUDA:
-        return _ask(NVIDIA, parse_nvidia)
-    if kind is DeviceKind.NPU:
-        return _ask(ASCEND, parse_ascend)
-    return None
+    """Ask the driver's tool; None where the kind has no driver (CPU)."""
+    if kind not in TOOLS:
+        return None
+    command, parse = TOOLS[kind]
+    try:
+        version, devices = parse(_run(command))
+    except ValueError as problem:
+        return DriverView(command[0], "", (), str(problem))
+    return DriverView(command[0], version, tuple(devices))
 
 
 def device_files(folder: Path = Path("/dev")) -> list[str]:
-    """Of accelerators; what a container was given."""
+    """Files of accelerators, which a container may have without their library."""
     return sorted(file.name for file in folder.iterdir() if DEVICE_FILE.fullmatch(file.name))
 
 
-def _ask(command, parse) -> DriverView:  # type: ignore[no-untyped-def]
+def _run(command: Sequence[str]) -> str:
+    """Output of a tool. Raises ValueError with the reason where there is none."""
     tool = command[0]
     if shutil.which(tool) is None:
-        return DriverView(tool, "", (), f"{tool} is not on PATH")
+        raise ValueError(f"{tool} is not on PATH")
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TOOL_S, errors="replace"
         )
     except subprocess.TimeoutExpired:
-        return DriverView(tool, "", (), f"{tool} gave no answer within {TOOL_S:g} s")
+        raise ValueError(f"{tool} gave no answer within {TOOL_S:g} s") from None
     except OSError as error:
-        return DriverView(tool, "", (), f"{tool}: {error.strerror}")
+        raise ValueError(f"{tool}: {error.strerror}") from error
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())[:200]
-        return DriverView(tool, "", (), f"{tool} ended with {done.returncode}: {said}")
-    version, devices = parse(done.stdout)
-    return DriverView(tool, version, tuple(devices))
+        output = " ".join((done.stderr or done.stdout).split())[:200]
+        raise ValueError(f"{tool} ended with {done.returncode}: {output}")
+    return done.stdout
 
 
-def parse_nvidia(text: str) -> tuple[str, list[DriverDevice]]:
-    """Lines `0, NVIDIA H100 80GB HBM3, 81559, 4, 550.54`; driver version and devices."""
+def parse_nvidia(text: str) -> Parsed:
+    """Driver version and devices, of lines `0, NVIDIA H100 80GB HBM3, 81559, 4, 550.54`."""
     version, devices = "", []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) == 5 and cells[0].isdigit():
-            version = cells[4]
-            sizes = [int(cell) if cell.isdigit() else 0 for cell in cells[2:4]]
-            devices.append(DriverDevice(int(cells[0]), cells[1], "OK", *sizes))
+            index, name, *sizes, version = cells
+            total, used = (int(size) if size.isdigit() else 0 for size in sizes)
+            devices.append(DriverDevice(int(index), name, "OK", total, used))
     return version, devices
 
 
-def parse_ascend(text: str) -> tuple[str, list[DriverDevice]]:
-    """The table of `npu-smi info`: two rows a chip, then a table of processes.
+def parse_ascend(text: str) -> Parsed:
+    """Driver version and chips, of the table of `npu-smi info`: two rows a chip, then processes.
 
-    Chips of one card are numbered on: the device's number is the third of the second row where
-    there is one (`Phy-ID`), else that of the card.
+    Chips are numbered across cards: the number is the second of the second row where there is one
+    (`Phy-ID`), else that of the card.
     """
     found = re.search(r"Version:\s*(\S+)", text)
-    return (found[1] if found else ""), list(_chips(text.partition("Process id")[0]))
-
-
-def _chips(table: str) -> Iterator[DriverDevice]:
-    first: list[str] | None = None
+    table, devices = text.partition("Process id")[0], []
+    first: list[str] = []
     for line in table.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if len(cells) != 3 or not cells[0][:1].isdigit():
-            first = None
-        elif first is None:
+            first = []
+        elif not first:
             first = cells
         else:
             card, name = first[0].split(maxsplit=1)
-            numbers = cells[0].split()
-            index = int(numbers[1]) if len(numbers) > 1 else int(card)
-            sizes = PAIR.findall(cells[2])
-            used, total = sizes[-1] if sizes else ("0", "0")
-            yield DriverDevice(index, name.strip(), first[1], int(total), int(used))
-            first = None
+            index = cells[0].split()[1] if " " in cells[0] else card
+            used, total = (PAIR.findall(cells[2]) or [(0, 0)])[-1]
+            devices.append(DriverDevice(int(index), name, first[1], int(total), int(used)))
+            first = []
+    return (found[1] if found else ""), devices
+
+
+TOOLS: dict[DeviceKind, tuple[Sequence[str], Callable[[str], Parsed]]] = {
+    DeviceKind.CUDA: (NVIDIA, parse_nvidia),
+    DeviceKind.NPU: (ASCEND, parse_ascend),
+}

@@ -1,4 +1,4 @@
-"""Selection of the device and the few facts that differ between npu, cuda and cpu."""
+"""Select the device, and state the few facts that differ between npu, cuda and cpu."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +57,10 @@ def device_count(kind: DeviceKind) -> int | None:
 
 
 def seen_by_torch(kind: DeviceKind) -> int | None:
-    """The same as torch counts them; on NPU in a process of its own, which takes seconds."""
+    """Devices of this host as torch counts them; on NPU in a separate process, which takes seconds.
+
+    None = as many as asked for (CPU)
+    """
     kind = resolve_kind(kind)
     if kind is DeviceKind.CPU:
         return None
@@ -112,6 +116,22 @@ def setup(
     return current_device()
 
 
+def load_library(kind: DeviceKind) -> None:
+    """Import the device's library; claims no device. Raises ValueError where it is missing."""
+    if resolve_kind(kind) is DeviceKind.NPU:
+        npu.library()  # registers torch.npu
+
+
+def select_bare(kind: DeviceKind) -> torch.device:
+    """Select the first visible device for a process that trains nothing; applies no adaptor."""
+    kind = resolve_kind(kind)
+    if kind is DeviceKind.CPU:
+        return torch.device("cpu")
+    load_library(kind)
+    getattr(torch, FACTS[kind].torch_type).set_device(0)
+    return torch.device(FACTS[kind].torch_type, 0)
+
+
 def current_device() -> torch.device:
     """The device that tensors of this process live on."""
     assert _active is not None, "device.setup has not run in this process"
@@ -123,24 +143,27 @@ def current_device() -> torch.device:
 
 
 def fuses_layers() -> bool:
-    """Whether the adaptor puts the device's fused operators into Megatron's own attention, norm
-    and activation, so that models have to be built of these."""
+    """Whether models have to be built of Megatron's own attention, norm and activation.
+
+    On NPU the adaptor puts the device's fused operators into these.
+    """
     return _active is DeviceKind.NPU
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, numpy and torch; Megatron's own streams are the engine's to seed."""
+    """Seed Python, numpy and torch; the engine seeds Megatron's own streams."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def set_deterministic(wanted: bool | None) -> None:
-    """Let kernels and collectives of this process give the same bits for the same numbers.
+    """Make kernels and collectives of this process give the same bits for the same numbers.
 
-    None = on CPU alone. Called before anything is computed: the libraries read their variables
-    when they start. Variables that are set stay as they are. Sources: torch's notes on
-    reproducibility, NCCL's and HCCL's documentation of their variables, MindSpeed's own mode.
+    wanted: None = on CPU only
+    Call it before anything is computed: the libraries read their variables when they start.
+    Variables that are set stay as they are. Sources: torch's notes on reproducibility, NCCL's and
+    HCCL's documentation of their variables, MindSpeed's own mode.
     """
     if wanted is None:
         wanted = _active in (None, DeviceKind.CPU)
@@ -154,46 +177,34 @@ def set_deterministic(wanted: bool | None) -> None:
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
-    # Looks for reads of memory that was never written, slowly.
+    # Slow, and only of use to find reads of memory that was never written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def random_state() -> torch.Tensor | None:
-    """Bytes of the device's own generator; None on CPU, where it is torch's."""
-    if _active in (DeviceKind.CUDA, DeviceKind.NPU):
-        state: torch.Tensor = getattr(torch, FACTS[_active].torch_type).get_rng_state()
-        return state
-    return None
-
-
-def set_random_state(state: torch.Tensor) -> None:
-    """What `random_state` gave; nothing on CPU."""
-    if _active in (DeviceKind.CUDA, DeviceKind.NPU):
-        getattr(torch, FACTS[_active].torch_type).set_rng_state(state)
+def active_library() -> Any:
+    """torch's module of this process's device, as `torch.npu`; None on CPU."""
+    if _active in (None, DeviceKind.CPU):
+        return None
+    return getattr(torch, FACTS[_active].torch_type)
 
 
 def synchronize() -> None:
-    """Wait for the device, so that a measured time is the work's and not the launch's."""
-    if _active in (DeviceKind.CUDA, DeviceKind.NPU):
-        getattr(torch, FACTS[_active].torch_type).synchronize()
-
-
-def empty_cache() -> None:
-    if _active in (DeviceKind.CUDA, DeviceKind.NPU):
-        getattr(torch, FACTS[_active].torch_type).empty_cache()
+    """Wait for the device, so that measured times are those of the work and not of its launch."""
+    library = active_library()
+    if library is not None:
+        library.synchronize()
 
 
 def memory_total() -> int:
     """Bytes of memory of this device; on CPU those of the host."""
-    if _active in (DeviceKind.CUDA, DeviceKind.NPU):
-        return int(getattr(torch, FACTS[_active].torch_type).mem_get_info()[1])
-    return host_memory()
+    library = active_library()
+    return host_memory() if library is None else int(library.mem_get_info()[1])
 
 
 def memory_unclaimed(kind: DeviceKind) -> int | None:
-    """Bytes of the smallest device of this host, asked without claiming one; None = unknown.
+    """Bytes of the smallest device of this host; None = unknown, as on CPU.
 
-    The driver's tool answers without a context. On CPU there is none.
+    Asks the driver's tool, which claims no device.
     """
     view = driver.driver_view(resolve_kind(kind))
     sizes = [each.memory_mib for each in view.devices if each.memory_mib] if view else []
@@ -201,10 +212,10 @@ def memory_unclaimed(kind: DeviceKind) -> int | None:
 
 
 def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
-    """Variables that keep collectives on the interface with the address `ip`, where there is one.
+    """Variables that keep collectives on the interface with the address `ip`; may be empty.
 
-    Left alone gloo takes the address of the host's name, which is often a loopback one that other
-    hosts cannot reach, and HCCL its first interface. NCCL finds its way among hosts by itself.
+    By default gloo takes the address of the host's name, which is often a loopback one that other
+    hosts cannot reach, and HCCL its first interface. NCCL finds other hosts by itself.
     """
     import psutil
 
@@ -254,12 +265,3 @@ def host_memory() -> int:
             return min(total, int(file.read()))
     except (OSError, ValueError):  # no limit, or no such control group
         return total
-
-
-def memory_allocated() -> int:
-    """Bytes of device memory in use by tensors; on CPU the resident set of the process."""
-    if _active in (DeviceKind.CUDA, DeviceKind.NPU):
-        return int(getattr(torch, FACTS[_active].torch_type).memory_allocated())
-    import psutil
-
-    return int(psutil.Process(os.getpid()).memory_info().rss)

@@ -1,7 +1,7 @@
-"""Where the supported versions of megatron-core differ: the only module that asks for the version.
+"""Handle the differences between supported versions of megatron-core.
 
-Most differences need no question: the rest of the code uses what all versions from 0.12.1 on share.
-What is left is here.
+This is the only module that reads the version. The rest of the code uses what all versions from
+0.12.1 on share.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Mend = tuple[Any, str, Callable[[Function], Function]]  # (module, its function,
 
 
 def before_0_13() -> bool:
-    """Of the megatron-core that is imported."""
+    """Whether the imported megatron-core is older than 0.13."""
     return Version(megatron.core.__version__) < Version("0.13")
 
 
 def chunk_argument(chunk: int | None) -> dict[str, int | None]:
-    """Keyword of what Megatron builds for a chunk of a virtual pipeline; none in 0.12."""
+    """Keyword with which Megatron builds a chunk of a virtual pipeline; none in 0.12."""
     return {} if before_0_13() else {"vp_stage": chunk}
 
 
 @contextlib.contextmanager
 def current_chunk(chunk: int | None) -> Iterator[None]:
-    """A chunk is built and described inside this: 0.12 has a global in place of the keyword."""
+    """Build and describe a chunk inside this: 0.12 has a global in place of the keyword."""
     if chunk is None or not before_0_13():
         yield
         return
@@ -50,21 +50,21 @@ def current_chunk(chunk: int | None) -> Iterator[None]:
 
 @functools.cache
 def mend() -> None:
-    """Mend the defects of the imported version, once per process and before a model is built."""
+    """Fix the defects of the imported version, once per process and before a model is built."""
     for module, name, wrap in mends():
         setattr(module, name, wrap(getattr(module, name)))
     if Version(megatron.core.__version__) >= Version("0.15"):
-        # What writes puts its result here, in this very process. Megatron's own queue is one
-        # between processes, with a server process for each rank.
+        # Writers put their results here, in this process. Megatron's own queue is one between
+        # processes, with a server process for each rank.
         filesystem_async._results_queue = queue.Queue()
     filesystem_async.mp = InProcess()
     if not hasattr(moe_utils, "te_general_gemm"):
-        # Megatron 0.16 looks at the name without Transformer Engine too, and then does without it.
+        # Megatron 0.16 reads the name even without Transformer Engine, and accepts None.
         moe_utils.te_general_gemm = None
 
 
 def mends() -> tuple[Mend, ...]:
-    """What the imported version needs."""
+    """Fixes that the imported version needs."""
     if not before_0_13():
         return ()
     return (
@@ -74,10 +74,10 @@ def mends() -> tuple[Mend, ...]:
 
 
 class InProcess:
-    """In place of `multiprocessing` where Megatron writes the files of a checkpoint.
+    """Replaces `multiprocessing` where Megatron writes the files of a checkpoint.
 
-    It forks a process for each file, out of one with a device, collectives and Ray's threads, and
-    waits for ever when that one is killed; a fork also outlives a rank that is killed.
+    Megatron forks a process for each file from one with a device, collectives and Ray's threads. It
+    waits for ever when the fork is killed, and the fork outlives a killed rank.
     """
 
     Queue = JoinableQueue = SimpleQueue = queue.Queue
@@ -86,7 +86,7 @@ class InProcess:
         return self
 
     class Process:
-        """Runs where it is started; what fails is put in the queue of results by the target."""
+        """Runs its target in `start`. The target reports its own failures in the results."""
 
         def __init__(
             self, target: Function, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -97,15 +97,17 @@ class InProcess:
             self._run()
 
         def join(self) -> None:
-            """It has ended."""
+            """Return at once: `start` has run the target."""
 
     def Manager(self) -> InProcess:
         return self
 
 
 def quantize_if_any(quantize: Function) -> Function:
-    """The distributed optimizer casts its fp8 parameters; without Transformer Engine that call
-    raises even where there are none."""
+    """Skip the cast of fp8 parameters where there are none.
+
+    Without Transformer Engine the cast of the distributed optimizer raises even then.
+    """
 
     @functools.wraps(quantize)
     def wrapper(model_params: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +117,7 @@ def quantize_if_any(quantize: Function) -> Function:
 
 
 def write_in_torch_format(write: Function) -> Function:
-    """torch's writer of checkpoint items, whose format newer versions of torch want to be told."""
+    """Pass the file format to torch's writer of checkpoint items, which newer versions require."""
     if "serialization_format" not in inspect.signature(write).parameters:
         return write
     from torch.distributed.checkpoint.filesystem import SerializationFormat

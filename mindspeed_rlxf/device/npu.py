@@ -1,14 +1,14 @@
-"""The Ascend NPU of one worker process, from nothing to a patched Megatron.
+"""Set up the Ascend NPU of one worker process, from CANN's environment to a patched Megatron.
 
-The order is the point of this module, and `start` is that order on one screen:
+The order matters, and `start` shows it:
 
     environment of CANN -> torch_npu -> this process's device -> MindSpeed's adaptor (once)
     -> repatch (once) -> Megatron, which the roles import later
 
 One set of patches serves all roles of a process. MindSpeed keeps its arguments in one namespace,
-whose values become the defaults of every `TransformerConfig` that is built afterwards, and taking
-patches back replaces functions under models that are already there. So `ARGUMENTS` holds what is
-the same for every role; what differs (layouts, sizes) each role states in its own config.
+whose values become the defaults of every `TransformerConfig` that is built afterwards. Removing
+patches would replace functions of models that exist already. So `ARGUMENTS` holds the values that
+all roles share; each role sets the others (layouts, sizes) in its own config.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ DETERMINISTIC_IN_AIV: Mapping[str, str] = {"LCCL_DETERMINISTIC": "1"}
 
 
 def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
-    """Make this process ready for its NPU; nothing of Megatron may be imported before.
+    """Set up the NPU of this process. No module of Megatron may be imported before.
 
-    index:      among the devices that the process sees, where nobody assigned one (torchrun)
-    assigned:   number that Ray gave, as the host counts devices
+    index:      among the devices that the process sees, where none is assigned (torchrun)
+    assigned:   number that Ray assigned, as the host counts devices
     deadline_s: longest time that ranks may wait for each other
     Raises ValueError with a remedy where something of the installation is missing.
     """
@@ -107,11 +107,11 @@ def library() -> Any:
 
 
 def set_timeouts(environment: Any, deadline_s: float) -> None:
-    """Let HCCL wait longer than we do, so that our message, which names the ranks, comes first.
+    """Let HCCL wait longer than the run does, whose own message names the missing ranks.
 
-    HCCL_EVENT_TIMEOUT must be greater than HCCL_EXEC_TIMEOUT, so both are set. What the user set
-    stays, with a warning where it is too short for the run; an HCCL_EVENT_TIMEOUT of the user's
-    limits the other.
+    HCCL_EVENT_TIMEOUT must be greater than HCCL_EXEC_TIMEOUT, so both are set. Variables of the
+    user stay, with a warning where they are too short for the run. An HCCL_EVENT_TIMEOUT of the
+    user limits the other.
     """
     deadline = math.ceil(deadline_s)
     wanted = {
@@ -131,14 +131,14 @@ def set_timeouts(environment: Any, deadline_s: float) -> None:
         if seconds and seconds < wanted[name]:
             logger.warning(
                 "%s=%s is less than the %s s that this run waits: HCCL gives up first, without "
-                "saying for whom it waited", name, value, wanted[name],
+                "naming the missing ranks", name, value, wanted[name],
             )  # fmt: skip
     if problem := timeout_problem(environment):
         logger.warning("%s=%s %s; %s", problem.key, problem.value, problem.rule, problem.remedy)
 
 
 class Contradiction(NamedTuple):
-    """A variable that another one contradicts, in the parts of a `config.errors.Problem`."""
+    """Two variables that contradict each other, in the parts of a `config.errors.Problem`."""
 
     key: str
     rule: str
@@ -149,7 +149,7 @@ class Contradiction(NamedTuple):
 def timeout_problem(environment: Mapping[str, str]) -> Contradiction | None:
     """The contradiction between the two timeouts of HCCL; None where there is none.
 
-    An absent one contradicts nothing, because `set_timeouts` fits it to the other.
+    An absent one contradicts nothing: `set_timeouts` chooses it to match the other.
     """
     execute, event = _seconds(environment, EXECUTE), _seconds(environment, EVENT)
     if execute is None or not event or event > execute > 0:
@@ -179,7 +179,7 @@ def _event_after(execute: float | None) -> int:
 
 
 def deterministic_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What makes the libraries repeat their sums; with HCCL on the vector cores, LCCL's too."""
+    """Variables that make sums repeatable, with that of LCCL where HCCL uses the vector cores."""
     on_vector_cores = environment.get("HCCL_OP_EXPANSION_MODE", "").upper() == "AIV"
     return {**DETERMINISTIC, **(DETERMINISTIC_IN_AIV if on_vector_cores else {})}
 
@@ -193,17 +193,17 @@ def communicator_mib(environment: Mapping[str, str]) -> int:
 def _patch_megatron() -> None:
     """Import MindSpeed's adaptor and give it its arguments."""
     all_reduce = dist.all_reduce
-    with _arguments([]), _kept_logging():
+    with _without_arguments(), _own_logging():
         adaptor = importlib.import_module("mindspeed.megatron_adaptor")
         adaptor.repatch(dict(ARGUMENTS))
     dist.all_reduce = _all_sums_in_place(dist.all_reduce, all_reduce)
 
 
 @contextmanager
-def _arguments(arguments: list[str]) -> Iterator[None]:
-    """The adaptor parses sys.argv when it is imported, which in a Ray worker is Ray's."""
+def _without_arguments() -> Iterator[None]:
+    """Hide sys.argv, which the adaptor parses when it is imported; in a Ray worker it is Ray's."""
     before = sys.argv
-    sys.argv = [before[0] if before else "mindspeed_rlxf", *arguments]
+    sys.argv = [before[0] if before else "mindspeed_rlxf"]
     try:
         yield
     finally:
@@ -211,8 +211,8 @@ def _arguments(arguments: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_logging() -> Iterator[None]:
-    """The adaptor gives the root logger a handler and a level of its own."""
+def _own_logging() -> Iterator[None]:
+    """Restore the handlers and the level that the adaptor gives the root logger."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
@@ -223,9 +223,10 @@ def _kept_logging() -> Iterator[None]:
 
 
 def _all_sums_in_place(patched: Callable[..., Any], plain: Callable[..., Any]) -> Any:
-    """MindSpeed reduces a copy of an fp64 tensor and drops it, because HCCL has no fp64.
+    """Wrap an all-reduce so that fp64 tensors are reduced in place.
 
-    gloo has, and our sums on the host rely on it; on the device the copy's values come back.
+    MindSpeed reduces a copy of an fp64 tensor and drops it, because HCCL has no fp64. gloo has it,
+    and our sums on the host need it. On the device the values of the copy are copied back.
     """
 
     @wraps(plain)

@@ -1,7 +1,7 @@
-"""How many NPUs a process of this host may use, told without importing torch_npu in this process.
+"""Count the NPUs that a process of this host may use, without importing torch_npu here.
 
 Only workers import it (`device/npu.py`): it registers a device with torch for good, takes seconds,
-and claims memory at the first careless call, which in the driver nobody would give back.
+and may claim device memory that the driver would hold until the end.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ ASK = f"import torch, torch_npu; print({ANSWER!r} + str(torch_npu.npu.device_cou
 
 
 def offered() -> int:
-    """By the driver's tool, less what ASCEND_RT_VISIBLE_DEVICES hides.
+    """NPUs that the driver's tool lists, without those that ASCEND_RT_VISIBLE_DEVICES hides.
 
-    Where the tool is missing, fails or lists none, torch_npu is asked in a process of its own.
-    Raises ValueError where CANN or torch_npu is missing, or neither of the two gives an answer.
+    Where the tool is missing, fails or lists none, torch_npu counts in a separate process.
+    Raises ValueError where CANN or torch_npu is missing, or neither of the two answers.
     """
     check_installed()
     view = driver.driver_view(DeviceKind.NPU)
     assert view is not None, "an NPU has a driver"
     if view.problem or not view.devices:
         problem = view.problem or f"{view.tool} lists no device"
-        logger.info("%s: torch_npu counts the devices in a process of its own", problem)
+        logger.info("%s: torch_npu counts the devices in a separate process", problem)
         return seen_by_torch(problem)
     listed = visible.listed(npu.VISIBLE)
     return min(len(listed), len(view.devices)) if listed else len(view.devices)
@@ -46,10 +46,10 @@ def check_installed() -> None:
         raise ValueError(npu.NOT_INSTALLED.format("it is not on the path"))
 
 
-def seen_by_torch(why: str = "") -> int:
-    """What torch_npu counts, in a process that ends with its answer and whatever it claimed.
+def seen_by_torch(reason: str = "") -> int:
+    """NPUs that torch_npu counts, in a separate process that ends with its answer.
 
-    why: the driver's tool was no help, for the message
+    reason: why the driver's tool did not answer, for the message
     Raises ValueError with the last line that the process wrote.
     """
     check_installed()
@@ -59,18 +59,19 @@ def seen_by_torch(why: str = "") -> int:
             capture_output=True, text=True, timeout=IMPORT_S, errors="replace",
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise ValueError(_uncounted(why, f"no answer within {IMPORT_S:g} s")) from None
+        raise ValueError(_uncounted(reason, f"no answer within {IMPORT_S:g} s")) from None
     answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
     if done.returncode == 0 and answers:
         return int(answers[-1].removeprefix(ANSWER))
-    said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
-    raise ValueError(_uncounted(why, f"ended with {done.returncode}, saying {said[-1][:300]}"))
+    output = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
+    last = output[-1][:300]
+    raise ValueError(_uncounted(reason, f"ended with {done.returncode}, printing {last}"))
 
 
-def _uncounted(why: str, what: str) -> str:
-    tool = f"{why}, and " if why else ""
+def _uncounted(reason: str, result: str) -> str:
+    tool = f"{reason}, and " if reason else ""
     return (
-        f"the NPUs of this host must be counted, which failed: {tool}torch_npu in a process of its "
-        f"own: {what}; put npu-smi on PATH, mount it and /dev/davinci* into the container, or mend "
-        "what torch_npu says"
+        f"the NPUs of this host must be counted, which failed: {tool}torch_npu in a separate "
+        f"process: {result}; put npu-smi on PATH, mount it and /dev/davinci* into the container, "
+        "or correct what torch_npu reports"
     )

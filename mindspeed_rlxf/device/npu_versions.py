@@ -1,4 +1,4 @@
-"""Which Megatron-LM, MindSpeed and torch go together on NPU, and what this process would import.
+"""Versions of Megatron-LM, MindSpeed, torch and CANN that go together on NPU.
 
 Nothing of Megatron or MindSpeed is imported here: their versions are read from files, because the
 order in which they are imported matters (`device/npu.py`).
@@ -6,13 +6,15 @@ order in which they are imported matters (`device/npu.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from packaging.version import Version
 
 from mindspeed_rlxf import packages
-from mindspeed_rlxf.device import version_sets
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,33 @@ SETS = (
         ("2.7.1", "2.9.0"), ("3.10", "3.11"),
     ),
 )  # fmt: skip
+# CANN -> releases of torch_npu made for it (its own table of releases); a release of torch_npu
+# pairs with the torch of the same number, whatever its `.post`.
+TORCH_NPU_OF_CANN: Mapping[str, tuple[str, ...]] = {
+    "8.5": ("2.6.0.post5", "2.7.1.post2", "2.8.0.post2", "2.9.0"),
+    "9.0": ("2.7.1.post4", "2.8.0.post4", "2.9.0.post2", "2.10.0"),
+    "9.1": (
+        "2.7.1.post8", "2.9.0.post6", "2.10.0.post4", "2.11.0", "2.12.0",
+        "2.7.1.post10", "2.9.0.post8", "2.10.0.post6", "2.11.0.post2", "2.12.0.post2",
+    ),
+}  # fmt: skip
+CANN_ROOTS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
+CANN_FILES = ("*/ascend_toolkit_install.info", "version.cfg", "*/version.info", "version.info")
+CANN_VERSION = re.compile(r"^\W*\w*version\w*\W*?=\W*([0-9]+\.[0-9][\w.]*)", re.I | re.M)
+TAGS = " or ".join(each.megatron_tag for each in SETS)
 CORE, MINDSPEED = "megatron.core", "mindspeed"
+TORCH_NPU = "torch_npu"
+PACKAGES = (
+    "torch", TORCH_NPU, packages.MEGATRON, "mindspeed", "ray", "transformers", "tokenizers",
+    "safetensors", "numpy", "vllm", "vllm_ascend",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Found:
-    """What this process would import; None = not found, or without a version.
+    """Versions that this process would import; None = not found, or without a version.
 
-    missing: modules of Megatron and MindSpeed that are not on the path, of which no pair is judged
+    missing: modules of Megatron and MindSpeed that are not on the path; their pairs are not judged
     """
 
     torch: str | None
@@ -68,21 +89,21 @@ def found() -> Found:
         torch_npu=packages.version("torch_npu"),
         megatron_core=packages.version(packages.MEGATRON),
         mindspeed=packages.version("mindspeed"),
-        cann=version_sets.cann_version(),
+        cann=cann_version(),
         missing=tuple(name for name in (CORE, MINDSPEED) if packages.folder_of(name) is None),
     )
 
 
 @dataclass(frozen=True)
 class Problem:
-    """what: the rule and what is there instead; fatal: it cannot work, else nobody has tried it."""
+    """A version that does not fit. fatal: it cannot work; else it was never tried"""
 
-    what: str
+    rule: str
     remedy: str
     fatal: bool = True
 
     def __str__(self) -> str:
-        return f"{self.what}; {self.remedy}"
+        return f"{self.rule}; {self.remedy}"
 
 
 def check() -> list[str]:
@@ -95,14 +116,13 @@ def check() -> list[str]:
 
 
 def source_problems() -> Iterator[Problem]:
-    """Where MindSpeed is missing, would miss a part of Megatron-LM, or find two of them."""
+    """MindSpeed that is missing, and Megatron-LM that is incomplete or of two checkouts."""
     core, training = (packages.folder_of(f"megatron.{part}") for part in ("core", "training"))
-    tags = " or ".join(each.megatron_tag for each in SETS)
     if training is None:
         yield Problem(
             "MindSpeed needs the package megatron.training, which the megatron-core wheel lacks"
             f" (megatron.core: {core or 'not found'})",
-            f"put a checkout of Megatron-LM, tag {tags}, on PYTHONPATH of every node before "
+            f"put a checkout of Megatron-LM, tag {TAGS}, on PYTHONPATH of every node before "
             "`ray start`",
         )
     elif core is None or core.parent != training.parent:
@@ -126,16 +146,17 @@ def set_for(megatron_core: str) -> VersionSet | None:
     return next((s for s in SETS if Version(s.megatron_core).release[:2] == wanted), None)
 
 
-def pair_problems(there: Found) -> Iterator[Problem]:
+def pair_problems(versions: Found) -> Iterator[Problem]:
     """Versions that do not go together, and pairs that are not known to."""
-    yield from _torch(there)
-    yield from _megatron(there)
-    yield from _cann(there)
+    yield from _torch_problems(versions)
+    if CORE not in versions.missing:  # else that is its own problem
+        yield from _megatron_problems(versions)
+    yield from _cann_problems(versions)
 
 
-def _torch(there: Found) -> Iterator[Problem]:
-    if there.torch and there.torch_npu:
-        torch, npu = Version(there.torch), Version(there.torch_npu)
+def _torch_problems(versions: Found) -> Iterator[Problem]:
+    if versions.torch and versions.torch_npu:
+        torch, npu = Version(versions.torch), Version(versions.torch_npu)
         if torch.release != npu.release:
             yield Problem(
                 f"torch_npu {npu} must have the number of torch, which is {torch}",
@@ -143,43 +164,45 @@ def _torch(there: Found) -> Iterator[Problem]:
             )
 
 
-def _megatron(there: Found) -> Iterator[Problem]:
-    chosen = set_for(there.megatron_core) if there.megatron_core else None
-    if CORE in there.missing:  # its own problem
-        return
+def _megatron_problems(versions: Found) -> Iterator[Problem]:
+    core, mindspeed, torch = versions.megatron_core, versions.mindspeed, versions.torch
+    chosen = set_for(core) if core else None
+    use_tag = f"use Megatron-LM {TAGS}"
     if chosen is None:
-        tags = " or ".join(each.megatron_tag for each in SETS)
-        what = f"Megatron-LM {there.megatron_core} is in no set of constraints/"
-        yield Problem(what, f"use Megatron-LM {tags}", fatal=False)
-    elif there.torch and Version(there.torch).base_version not in chosen.torch:
-        what = f"torch {there.torch} is not that of {chosen.name}"
-        yield Problem(what, f"use torch {' or '.join(chosen.torch)}", fatal=False)
-    if MINDSPEED in there.missing:
+        yield Problem(f"Megatron-LM {core} is in no set of constraints/", use_tag, fatal=False)
+    elif torch and Version(torch).base_version not in chosen.torch:
+        rule = f"torch {torch} is not that of {chosen.name}"
+        yield Problem(rule, f"use torch {' or '.join(chosen.torch)}", fatal=False)
+    if MINDSPEED in versions.missing:
         return
-    if there.mindspeed is None:
-        what = "MindSpeed is on the path without setup.py or metadata: its version is not known"
-        yield Problem(what, "pip install -e its checkout", fatal=False)
-    elif there.megatron_core:
-        core, mindspeed = Version(there.megatron_core), Version(there.mindspeed)
-        if core.release[:2] != mindspeed.release[:2]:
-            tags = " or ".join(s.megatron_tag for s in SETS)
-            yield Problem(
-                f"MindSpeed {mindspeed} must pair with Megatron-LM {core}",
-                f"check out MindSpeed {chosen.mindspeed_branch}"
-                if chosen
-                else f"use Megatron-LM {tags}",
-            )
+    if mindspeed is None:
+        rule = "MindSpeed is on the path without setup.py or metadata: its version is not known"
+        yield Problem(rule, "pip install -e its checkout", fatal=False)
+    elif core and Version(core).release[:2] != Version(mindspeed).release[:2]:
+        remedy = f"check out MindSpeed {chosen.mindspeed_branch}" if chosen else use_tag
+        yield Problem(f"MindSpeed {mindspeed} must pair with Megatron-LM {core}", remedy)
 
 
-def _cann(there: Found) -> Iterator[Problem]:
-    if there.torch_npu and there.cann:
-        release = ".".join(there.cann.split(".")[:2])
-        wanted = version_sets.TORCH_NPU_OF_CANN.get(release, ())
-        if Version(there.torch_npu).public not in wanted:
-            known = ", ".join(version_sets.TORCH_NPU_OF_CANN)
+def _cann_problems(versions: Found) -> Iterator[Problem]:
+    torch_npu, cann = versions.torch_npu, versions.cann
+    if torch_npu and cann:
+        wanted = TORCH_NPU_OF_CANN.get(".".join(cann.split(".")[:2]), ())
+        if Version(torch_npu).public not in wanted:
+            known = ", ".join(TORCH_NPU_OF_CANN)
             yield Problem(
-                f"torch_npu {there.torch_npu} with CANN {there.cann} is no pair of torch_npu's own "
-                "table",
+                f"torch_npu {torch_npu} with CANN {cann} is no pair of torch_npu's own table",
                 f"install torch_npu {' or '.join(wanted)}" if wanted else f"use CANN {known}",
                 fatal=False,
             )
+
+
+def cann_version() -> str | None:
+    """Version of the CANN whose set_env.sh was sourced, else of that in the usual folder."""
+    named = [os.environ.get(name) for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")]
+    for root in (*filter(None, named), *CANN_ROOTS):
+        for pattern in CANN_FILES:
+            for file in sorted(Path(root).glob(pattern)):
+                text = file.read_text(encoding="utf-8", errors="replace")
+                if found := CANN_VERSION.search(text):
+                    return found[1]
+    return None

@@ -23,7 +23,7 @@ LEFT_AT, NEXT_AT = 8, 16  # places in the bytes of torch's host generator: int32
 
 
 def to_text(state: Tensor) -> str:
-    """state: bytes of a generator, uint8."""
+    """State of a generator, [bytes] uint8, as hexadecimal digits."""
     return bytes(state.cpu().numpy().tobytes()).hex()
 
 
@@ -38,13 +38,13 @@ def from_text(text: str) -> Tensor:
 
 
 def process_state() -> dict[str, Any]:
-    """Streams of torch (host and device), numpy and Python, as JSON takes them."""
+    """Streams of torch (host and device), numpy and Python, in types that JSON has."""
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, normal = random.getstate()
-    device_state = facade.random_state()
+    library = facade.active_library()
     return {
         "torch": to_text(torch.get_rng_state()),
-        "device": None if device_state is None else to_text(device_state),
+        "device": None if library is None else to_text(library.get_rng_state()),
         "numpy": [keys.tolist(), position, has_gauss, gauss],  # type: ignore[union-attr]
         "python": [version, list(words), normal],
     }
@@ -72,16 +72,17 @@ class ProcessStreams:
     @property
     def is_of_this_device(self) -> bool:
         """Whether a device of the same kind wrote it: the states of others differ in size."""
-        here = facade.random_state()
-        if here is None or self.device is None:
-            return here is self.device
-        return here.numel() == self.device.numel()
+        library = facade.active_library()
+        if library is None or self.device is None:
+            return library is self.device
+        return bool(library.get_rng_state().numel() == self.device.numel())
 
     def load(self) -> None:
         """Go on with these streams. Errors: ValueError where the device refuses its own."""
+        library = facade.active_library()
         if self.device is not None:
             try:
-                facade.set_random_state(self.device)
+                library.set_rng_state(self.device)
             except RuntimeError as error:
                 raise ValueError(f"the device refuses the state of its stream: {error}") from None
         torch.set_rng_state(self.torch)

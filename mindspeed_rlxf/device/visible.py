@@ -1,4 +1,4 @@
-"""From the number that a device has on its host to the one that it has within this process."""
+"""Translate the number of a device on its host to its number within this process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def index_within(assigned: str, variable: str | None, seen: int) -> int:
 
 
 def checked(index: int, variable: str | None, seen: int) -> int:
-    """No wrapping: two processes on one device get no communicator."""
+    """The index, if the process sees such a device. Two processes cannot share one."""
     if index < seen:
         return index
     value = os.environ.get(variable, "not set") if variable else "not set"

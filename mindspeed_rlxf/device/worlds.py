@@ -1,7 +1,7 @@
 """The torch.distributed worlds of a process: its own, and a group around it in a split pool.
 
-The processes of a split pool form one world for each part: its ranks count from 0 and Megatron sees
-nothing else. One more group spans all parts, for what passes between them. torch makes groups
+The processes of a split pool form one world for each part. Its ranks count from 0, and Megatron
+sees only them. One more group spans all parts, for transfers between them. torch makes groups
 inside a world only, so this one is made by the function that `init_process_group` itself calls.
 """
 
@@ -24,9 +24,9 @@ _timeout = timedelta(minutes=30)  # torch's own, until a world is joined
 def open_store(
     ip: str, world_size: int | None = None, timeout: timedelta = timedelta(minutes=5)
 ) -> tuple[dist.TCPStore, int]:
-    """A rendezvous store on a free port of `ip`, and that port; waits for nobody.
+    """Open a rendezvous store on a free port of `ip`; returns it and the port, without waiting.
 
-    The port is taken before the store is made: nobody else can get it in between.
+    The port is bound before the store is made, so that no other process can get it in between.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
     listener.bind((ip, 0))
@@ -64,9 +64,10 @@ def part_rank(rank: int, parts: Sequence[int]) -> tuple[int, int]:
 def join(
     backend: str, store: dist.Store, rank: int, parts: Sequence[int], timeout: timedelta
 ) -> None:
-    """Join the world of this rank's part of the pool, and where it has several the pool's group.
+    """Join the world of this rank's part of the pool, and the group of the pool where it is split.
 
-    parts: sizes; one = the pool is a world. Returns when every rank of the pool has called it.
+    parts: their sizes; one = the pool is a world
+    Returns when every rank of the pool has called it.
     """
     global _whole_pool, _timeout
     _timeout = timeout
@@ -85,10 +86,10 @@ def join(
 def _group_across(
     backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """A group of ranks of several worlds; its own ranks count for `src` and `dst` too."""
+    """Make a group over several worlds. `src` and `dst` of its collectives are its own ranks."""
     make: Any = distributed_c10d._new_process_group_helper
-    # Without a list HCCL takes the group for the default one. torch looks for the rank in the part
-    # (which is below its size, and so below the pool's) in this list, and finds it.
+    # Without a list HCCL treats the group as the default one. torch looks up the rank in the part
+    # in this list, which holds it: it is below the size of the part, and so below that of the pool.
     ranks = list(range(size))
     pool = dist.PrefixStore("pool", store)
     group, _ = make(size, rank, ranks, backend, pool, group_name="pool", timeout=timeout)
@@ -98,13 +99,15 @@ def _group_across(
 
 
 def timeout_minutes() -> int:
-    """Of a collective in this process's world, rounded up: for groups that are made inside it."""
+    """Timeout of collectives in this process's world, rounded up, for groups made inside it."""
     return math.ceil(_timeout.total_seconds() / 60)
 
 
 def set_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
-    """That of this process's world, in whole minutes, for groups that may have been made without:
-    Megatron forgets one for the gradients of experts, and torch's own is half an hour."""
+    """Set the timeout of this process's world, in whole minutes, for groups made without one.
+
+    Megatron passes none for the gradients of experts, and torch's default is half an hour.
+    """
     timeout = timedelta(minutes=timeout_minutes())
     for group in groups:
         distributed_c10d._set_pg_timeout(timeout, group)

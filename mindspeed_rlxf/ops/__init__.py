@@ -1,1 +1,1 @@
-"""What runs beside or before a run: the supervisor, the plan of a dry run, the doctor."""
+"""Operations beside or before a run: the supervisor, the plan of a dry run, the doctor."""

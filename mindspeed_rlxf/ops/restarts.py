@@ -1,4 +1,4 @@
-"""Whether a failed run is started again, and with which processes. Imports nothing heavy."""
+"""Decide whether a failed run starts again, and with which processes. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Failure:
-    """iteration: under way, None = unknown; cause: role, phase and cause; saved: newest checkpoint,
-    empty = none"""
+    """A failure of the training.
+
+    iteration: in which it happened, None = unknown
+    cause:     role, phase and cause
+    saved:     iteration of the newest checkpoint, empty = none
+    """
 
     iteration: int | None
     cause: str
@@ -25,7 +29,7 @@ class Restarts:
         self._last: Failure | None = None
 
     def after(self, failure: Failure, allowed: int) -> tuple[bool, str]:
-        """Start again? And why, or why not. allowed: `training.max_restarts`"""
+        """Whether to start again, and the reason. allowed: `training.max_restarts`"""
         last, self._last = self._last, failure
         if last is not None and _is_newer(failure.saved, last.saved):
             self.used = 0
@@ -42,7 +46,7 @@ class Restarts:
 
 
 def _is_newer(saved: str, before: str) -> bool:
-    """Whether there is a checkpoint of a later iteration now."""
+    """Whether the newest checkpoint is of a later iteration than `before`."""
     return saved.isdigit() and int(saved) > (int(before) if before.isdigit() else 0)
 
 
@@ -63,10 +67,9 @@ def smaller_pools(
 
 
 def _shape(count: int, free: Sequence[int]) -> list[int]:
-    """So many processes on as few nodes as can be."""
+    """`count` processes on as few nodes as possible."""
     shape = []
     for devices in free:
-        if count > 0 and devices > 0:
-            shape.append(min(count, devices))
-            count -= shape[-1]
-    return shape
+        shape.append(min(count, devices))
+        count -= shape[-1]
+    return [size for size in shape if size > 0]

@@ -1,9 +1,9 @@
-"""Starts the training as a process of its own, and again after a failure.
+"""Start the training as a process of its own, and start it again after a failure.
 
-The process that the user started stays small: it imports nothing but the standard library, hands
-on signals, and decides by what the training process wrote down (`report_facts`, failure.json, the
-pointer of the newest checkpoint). The training process dies with it. A restart is the same command
-again, which resumes.
+The process that the user started stays small. It imports nothing but the standard library, forwards
+signals, and decides by the files of the training process (`report_facts`, failure.json, the pointer
+of the newest checkpoint). The training process ends with it. A restart is the same command again,
+which resumes.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ UNSUPERVISED = ("dry_run=true", "runtime=local", "runtime.kind=local", "training
 
 
 def supervise() -> int | None:
-    """Runs this process's own command in a child until it ends for good; returns its exit code.
+    """Run this process's own command in a child, with restarts; returns the exit code.
 
-    None where this process has to do the work itself: it is that child, a rank of torchrun, a
-    debugger's (runtime=local), or it trains nothing.
+    Returns None where this process has to do the work itself: it is that child, a rank of torchrun,
+    runs under a debugger (runtime=local), or trains nothing.
     """
     if given := supervision():
         _die_with(given[0])
         return None
     words = sys.argv[1:]
-    if "WORLD_SIZE" in os.environ or any(word in NOT_TRAINING for word in words):
-        return None
-    if any(word.lstrip("+").lower() in UNSUPERVISED for word in words):
+    trains = not any(word in NOT_TRAINING for word in words)
+    is_plain = any(word.lstrip("+").lower() in UNSUPERVISED for word in words)
+    if "WORLD_SIZE" in os.environ or is_plain or not trains:
         return None
     for stream in (sys.stdout, sys.stderr):
         protect(stream)
@@ -66,7 +66,7 @@ def supervise() -> int | None:
 
 
 def _die_with(parent: int) -> None:
-    """The kernel kills this process when the supervisor ends, whatever ends it (Linux)."""
+    """Let the kernel kill this process when the supervisor ends for any reason (Linux)."""
     # Until training watches signals: an end without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with contextlib.suppress(OSError, AttributeError):
@@ -76,6 +76,8 @@ def _die_with(parent: int) -> None:
 
 
 class Supervisor:
+    """Runs the attempts of one command, until it is done, is stopped, or may not restart."""
+
     def __init__(self, command: Sequence[str]) -> None:
         """command: of the training process; restarts add key=value to its end"""
         self._command, self._started = list(command), time.time()
@@ -83,76 +85,74 @@ class Supervisor:
         self._stop: int | None = None  # the first signal that asked for an end
         self._kill_at = float("inf")
         self._facts: dict[str, Any] = {}
-        self._file: Path | None = None  # that the training process writes them to
+        self._file = Path()  # facts that the training process reports
 
     def run(self) -> int:
-        """Until it ends for good."""
+        """The exit code of the whole command."""
         before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
             with tempfile.TemporaryDirectory(prefix="rlxf-run-") as folder:
-                return self._attempts(Path(folder) / "facts.json")
+                self._file = Path(folder) / "facts.json"
+                return self._run_attempts()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _attempts(self, file: Path) -> int:
-        self._file, restarts = file, Restarts()
+    def _run_attempts(self) -> int:
+        restarts = Restarts()
         changes, pools = list[str](), list[str]()  # pools: of a smaller size
         while True:
-            write_facts(file, {})
+            write_facts(self._file, {})
             began = time.time()
-            code = self._attempt(changes, file)
-            told = read_facts(file)
-            self._facts |= told
+            code = self._run_attempt(changes)
+            reported = read_facts(self._file)
+            self._facts |= reported
             if self._stop is not None and code not in (EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE):
                 return EXIT_STOPPED
-            if "free" in told and restarts.used:
-                pools = self._smaller(told["free"])
+            if "free" in reported and restarts.used:
+                pools = self._shrink(reported["free"])
                 if not pools:
                     return EXIT_STOPPED
                 changes = self._changes() + pools
                 continue
             if code in (EXIT_DONE, EXIT_STOPPED):
                 return code
-            if code == EXIT_MISTAKE:  # of a restart: the failure before it is what counts
+            if code == EXIT_MISTAKE:  # in a restart, the failure before it decides
                 return EXIT_FAILED if restarts.used else code
             failure = self._failure(code, began)
             if failure is None or self._stop is not None:
                 return EXIT_FAILED
-            allowed, why = restarts.after(failure, int(self._facts.get("max_restarts", 0)))
+            allowed, reason = restarts.after(failure, int(self._facts.get("max_restarts", 0)))
+            if reason:
+                _say(f"{'restart' if allowed else 'no restart'}: {reason}")
             if not allowed:
-                if why:
-                    print(f"no restart: {why}", file=sys.stderr, flush=True)
                 return EXIT_FAILED
-            print(f"restart: {why}", file=sys.stderr, flush=True)
             time.sleep(PAUSE_S)
             if self._stop is not None:
                 return EXIT_STOPPED
             changes = self._changes() + pools
 
     def _changes(self) -> list[str]:
-        """Of the command when it is given again: the same directory, whatever characters are in
-        its name, gone on from whatever was asked for; nodes in place of lost ones."""
+        """Keys of a restart: same directory, newest checkpoint, nodes in place of lost ones."""
+        directory = quoted(self._facts["directory"])
         changes = ["training.new_run=false", "training.resume=auto"]
-        changes.append(f"training.output_dir={quoted(self._facts['directory'])}")
+        changes.append(f"training.output_dir={directory}")
         if self._facts.get("joined"):
             wait_s = self._facts["node_wait_s"]
             changes += [f"++resource_pool.wait_s={wait_s}", "++resource_pool.bad_nodes=leave_out"]
         return changes
 
-    def _attempt(self, changes: Sequence[str], file: Path) -> int:
-        """One training process; negative = the signal that killed it."""
-        environment = {
-            **os.environ,
-            CHILD_OF: f"{os.getpid()}:{self._started}:{file}",
-        }
-        return self._ended(subprocess.Popen([*self._command, *changes], env=environment))
+    def _run_attempt(self, changes: Sequence[str]) -> int:
+        """The exit code of one training process; negative = the signal that killed it."""
+        mark = f"{os.getpid()}:{self._started}:{self._file}"
+        environment = {**os.environ, CHILD_OF: mark}
+        return self._wait(subprocess.Popen([*self._command, *changes], env=environment))
 
-    def _ended(self, child: subprocess.Popen[bytes], limit_s: float = float("inf")) -> int:
-        """The status of a process that is stopped with this one; killed at the limit."""
+    def _wait(self, child: subprocess.Popen[bytes], limit_s: float = float("inf")) -> int:
+        """The exit code of a process that gets this one's signals; killed at the limit."""
         self._child, started = child, time.monotonic()
-        if self._stop is not None:  # came in between
-            self._hand_on(child, self._stop)
+        if self._stop is not None:  # a signal came before the child
+            self._forward(child, self._stop)
         while True:
             try:
                 return child.wait(timeout=1.0)
@@ -161,48 +161,51 @@ class Supervisor:
                     child.kill()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Hand it on; a terminal, and some schedulers, have signalled the child too: it knows."""
+        """Forward it. A terminal and some schedulers signal the child too, which expects that."""
         if self._stop is None:
             self._stop = number
         if self._child is not None and self._child.poll() is None:
-            self._hand_on(self._child, number)
+            self._forward(self._child, number)
 
-    def _hand_on(self, child: subprocess.Popen[bytes], number: int) -> None:
-        facts = read_facts(self._file) if self._file else {}
-        grace_s = float(facts.get("stop_grace_s", 60.0))
+    def _forward(self, child: subprocess.Popen[bytes], number: int) -> None:
+        grace_s = float(read_facts(self._file).get("stop_grace_s", 60.0))
         self._kill_at = min(self._kill_at, time.monotonic() + grace_s + SHUTDOWN_S)
         child.send_signal(number)
 
     def _failure(self, code: int, began: float) -> Failure | None:
-        """What this attempt wrote down, or in its place what is known of it."""
-        if "directory" not in self._facts:  # the run was not begun
+        """The failure that this attempt recorded, else one made of its exit code.
+
+        Returns None where the run had not begun.
+        """
+        if "directory" not in self._facts:
             if code != EXIT_FAILED:
-                print(f"failed: driver: {ended(code)}", file=sys.stderr, flush=True)
+                _say(f"failed: driver: {describe_end(code)}")
             return None
         directory = Path(self._facts["directory"])
-        pointer = directory / POINTER
-        saved = _word(pointer)
+        saved = ""
+        with contextlib.suppress(OSError):
+            saved = read_pointer(directory / POINTER)
         file = directory / "failure.json"
         found = read_facts(file) if file.exists() and file.stat().st_mtime >= began - 1.0 else {}
         if not found:
             found = {
-                "message": f"driver: {ended(code)}",
+                "message": f"driver: {describe_end(code)}",
                 "error": "ProcessDied",
                 "role": "driver",
                 "phase": "driver",
-                "cause": ended(code),
-                "iteration": under_way(directory / "metrics.jsonl"),
+                "cause": describe_end(code),
+                "iteration": current_iteration(directory / "metrics.jsonl"),
             }
-            print(f"failed: {found['message']}", file=sys.stderr, flush=True)
+            _say(f"failed: {found['message']}")
             try:
                 write_facts(file, found)
             except OSError as error:
-                print(f"warning: {file} cannot be written: {error}", file=sys.stderr, flush=True)
+                _say(f"warning: {file} cannot be written: {error}")
         cause = " ".join(str(found.get(key, "")) for key in ("role", "phase", "cause"))
         return Failure(found.get("iteration"), cause, saved)
 
-    def _smaller(self, free: Sequence[int]) -> list[str]:
-        """Changes to fewer processes, where that is wanted and a smaller size is legal; else none.
+    def _shrink(self, free: Sequence[int]) -> list[str]:
+        """Changes to fewer processes; none where that is not wanted or no smaller size is legal.
 
         free: devices of each node
         """
@@ -212,46 +215,37 @@ class Supervisor:
             if self._stop is not None:
                 return []
             wanted = [f"resource_pool.{name}={shape}" for name, shape in pools.items()]
-            print(f"fewer devices: is {' '.join(wanted)} legal?", file=sys.stderr, flush=True)
+            _say(f"trying a smaller layout: {' '.join(wanted)}")
             if self._is_legal(self._changes() + wanted):
-                print(f"goes on with {' '.join(wanted)}", file=sys.stderr, flush=True)
+                _say(f"continuing with {' '.join(wanted)}")
                 return wanted
-        print("no smaller data-parallel size is legal", file=sys.stderr, flush=True)
+        _say("no smaller data-parallel size is legal")
         return []
 
     def _is_legal(self, changes: Sequence[str]) -> bool:
         command, nowhere = [*self._command, *changes, "dry_run=true"], subprocess.DEVNULL
         child = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
-        return self._ended(child, LEGAL_S) == EXIT_DONE
+        return self._wait(child, LEGAL_S) == EXIT_DONE
 
 
-def under_way(metrics: Path) -> int:
-    """The iteration after the last that metrics.jsonl has."""
-    try:
-        with open_plain(metrics) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_LINES_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return 1
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off when it was killed
-            return int(parse_json(line)["iteration"]) + 1
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def current_iteration(metrics: Path) -> int:
+    """The iteration after the last one in metrics.jsonl."""
+    with contextlib.suppress(OSError), open_plain(metrics) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_LINES_BYTES))
+        for line in reversed(file.read().splitlines()):
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a kill
+                return int(parse_json(line)["iteration"]) + 1
     return 1
 
 
-def _word(pointer: Path) -> str:
-    """What it holds; empty where it is missing or cannot be read."""
-    try:
-        return read_pointer(pointer)
-    except OSError:
-        return ""
-
-
-def ended(code: int) -> str:
-    """How a process ended, in words."""
+def describe_end(code: int) -> str:
+    """How a process ended, in words. code: negative = a signal"""
     if code >= 0:
         return f"ended with status {code}"
-    try:
+    with contextlib.suppress(ValueError):
         return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
+    return f"killed by signal {-code}"

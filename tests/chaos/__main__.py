@@ -1,4 +1,4 @@
-"""Kills any process of real runs at random moments, with one command to go on, until they are done.
+"""Kill any process of real runs at random moments and start them again, until they are done.
 
     python -m tests.chaos [--kills 100] [--seed 1] [--variant NAME ...] [--output DIR]
 
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +30,8 @@ import psutil
 from mindspeed_rlxf.run.directory import RunDirectory
 from tests.chaos.moments import POLL_S, Moment, Phase, Watch
 from tests.chaos.same_run import differences
-from tests.chaos.tiny_run import ROOT, command
+from tests.chaos.tiny_run import command
+from tests.processes import start_logged, with_sources
 
 ITERATIONS = 24
 KILLS_OF_A_RUN = 13
@@ -66,16 +67,13 @@ class Attempt:
     """One start of the command, with every process that it was seen to have."""
 
     def __init__(self, arguments: list[str], log: Path) -> None:
-        with open(log, "ab") as stream:
-            self._process = psutil.Popen(
-                arguments, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                stdout=stream, stderr=stream,
-            )  # fmt: skip
+        self._child = start_logged(arguments, log, with_sources())
+        self._process = psutil.Process(self._child.pid)
         self._seen: set[psutil.Process] = {self._process}
         self._looked_at = time.monotonic()
 
     def processes(self) -> list[psutil.Process]:
-        """Those that are alive; ones whose parent died are remembered."""
+        """Processes that are alive, also those whose parent died."""
         for parent in list(self._seen):
             try:
                 self._seen.update(parent.children(recursive=True))
@@ -87,10 +85,10 @@ class Attempt:
         if time.monotonic() - self._looked_at > LOOK_EVERY_S:
             self._looked_at = time.monotonic()
             self.processes()
-        return self._process.poll() is None
+        return self._child.poll() is None
 
     def kill_one(self, rng: random.Random) -> str:
-        """Kills a process of a random kind; returns the kind."""
+        """Kill a process of a random kind; returns the kind."""
         by_kind: dict[str, list[psutil.Process]] = defaultdict(list)
         for process in self.processes():
             by_kind[self._kind(process)].append(process)
@@ -110,7 +108,7 @@ class Attempt:
         return next((kind for word, kind in KINDS.items() if word in line), OTHER)
 
     def left(self) -> list[str]:
-        """What is still there a minute after the end; it is ended here."""
+        """End the processes that are left a minute after the end; returns their kinds."""
         psutil.wait_procs(self.processes(), timeout=GONE_S)
         left = self.processes()
         names = [self._kind(process) for process in left]
@@ -120,7 +118,7 @@ class Attempt:
         return names
 
     def status(self) -> int:
-        return int(self._process.wait(timeout=LIMIT_S))
+        return self._child.wait(timeout=LIMIT_S)
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -131,7 +129,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 class KilledRun:
-    """A run to its end, through at most so many kills."""
+    """A run to its end, through at most `kills` kills."""
 
     def __init__(self, arguments: list[str], folder: Path, rng: random.Random, kills: int) -> None:
         self._arguments, self._folder = arguments, folder
@@ -142,9 +140,11 @@ class KilledRun:
         self.starts = 0
 
     def go(self) -> None:
-        """Raises RuntimeError when a run does not go on, or leaves processes behind."""
+        """Raises RuntimeError when the run fails without a kill, hangs, or leaves processes."""
         status = None
         while status != 0:
+            if self.starts and self._last is None:
+                raise RuntimeError(f"the undisturbed run ended with {status}")
             self.starts += 1
             attempt = Attempt(self._arguments, self._folder.with_suffix(".log"))
             self._watch.started()
@@ -180,21 +180,12 @@ class KilledRun:
             self.kills.append(Kill(*self._last, self._watch.lost(), self._watch.recovery_s()))
 
 
-def undisturbed(arguments: list[str], folder: Path) -> None:
-    attempt = Attempt(arguments, folder.with_suffix(".log"))
-    try:
-        if status := attempt.status():
-            raise RuntimeError(f"the run that nothing happens to ended with {status}")
-    finally:
-        attempt.left()
-
-
 def of_variant(name: str, output: Path, kills: int, rng: random.Random) -> tuple[list[Kill], int]:
     """Kills of runs of one variant, and how many starts they took."""
     output.mkdir(parents=True, exist_ok=True)
     more = (f"training.train_iters={ITERATIONS}", "training.save_interval=2", *VARIANTS[name])
     print(name, flush=True)
-    undisturbed(command(output / "whole", *more), output / "whole")
+    KilledRun(command(output / "whole", *more), output / "whole", rng, 0).go()
     found: list[Kill] = []
     starts = 0
     for number in range(1, kills + 1):
@@ -248,7 +239,7 @@ def main() -> int:
             folder = output / name.replace(", ", "-").replace(" ", "-")
             kills[name], starts = of_variant(name, folder, share, rng)
             print(f"{name}: {len(kills[name])} kills, {starts} starts, the same run", flush=True)
-    except (RuntimeError, TimeoutError, psutil.TimeoutExpired) as error:
+    except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
         print(f"failed: {error}; see {output}", file=sys.stderr)
         return 1
     finally:

@@ -27,7 +27,7 @@ from mindspeed_rlxf.data.tokenizer import eos_token_ids, load_tokenizer
 from mindspeed_rlxf.files.plain import open_plain, read_pointer
 from mindspeed_rlxf.ops.doctor.bundle import private_texts, write_bundle
 from mindspeed_rlxf.ops.doctor.report import make_report
-from mindspeed_rlxf.ops.supervisor import under_way
+from mindspeed_rlxf.ops.supervisor import current_iteration
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.store import Checkpoint, RunStore
 from mindspeed_rlxf.weights.convert import read_architecture
@@ -163,7 +163,7 @@ def test_a_fifo_in_a_run_that_is_only_looked_at_counts_as_nothing(
 ) -> None:
     os.mkfifo(tmp_path / name)
     assert RunStore(tmp_path).exported() is None
-    assert under_way(tmp_path / "metrics.jsonl") == 1
+    assert current_iteration(tmp_path / "metrics.jsonl") == 1
 
 
 def test_a_plain_file_and_a_link_to_one_are_read(tmp_path: Path) -> None:

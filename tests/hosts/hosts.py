@@ -13,12 +13,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.processes import ROOT, start_logged
+
 TOOLS = ("ip", "unshare", "nsenter", "mount")
 NETWORK = "10.77.0"
 TOKEN = "00112233" * 8  # of Ray, on all hosts
@@ -65,7 +65,7 @@ class Host:
     own: Path  # what `data` shows here, as the others see it
     data: Path
     init: subprocess.Popen[str]
-    children: list[subprocess.Popen[str]] = field(default_factory=list)
+    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def pid(self) -> int:
@@ -75,14 +75,14 @@ class Host:
 
     def start(
         self, command: Sequence[str], output: Path, **variables: str
-    ) -> subprocess.Popen[str]:
-        """Run a command on this host, its output in a file."""
+    ) -> subprocess.Popen[bytes]:
+        """Start a command on this host, with its output in a file."""
         inside = ["nsenter", "-t", str(self.pid), "--net", "--mount", "--uts", "--pid"]
-        inside += ["env", "-C", str(REPOSITORY)]
+        inside += ["env", "-C", str(ROOT)]
         environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "GLOO_"))},
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": str(ROOT),
             "RAY_TMPDIR": str(self.data / "r"),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "token",
@@ -90,26 +90,17 @@ class Host:
             "OMP_NUM_THREADS": "1",
             **variables,
         }
-        with open(output, "a", encoding="utf-8") as stream:
-            process = subprocess.Popen(
-                [*inside, *command],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        self.children.append(process)
-        return process
+        self.children.append(start_logged([*inside, *command], output, environment))
+        return self.children[-1]
 
-    def run(self, command: Sequence[str], output: Path, timeout_s: float = 240.0) -> str:
-        """Run a command to its end; its output. Fails unless it ends well."""
-        try:
-            code: int | None = self.start(command, output).wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None  # still at it
-        text = output.read_text(encoding="utf-8")
-        assert code == 0, f"{' '.join(command)} on {self.name} ended with {code}:\n{text}"
+    def run(
+        self, command: Sequence[str], output: Path, timeout_s: float = 240.0, code: int = 0
+    ) -> str:
+        """Run a command to its end; returns its output. Fails for another exit code."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.start(command, output).wait(timeout=timeout_s)
+        text, found = output.read_text(encoding="utf-8"), self.children[-1].returncode
+        assert found == code, f"{' '.join(command)} on {self.name} ended with {found}:\n{text}"
         return text
 
     def start_ray(
@@ -215,12 +206,3 @@ def _plug(switch_pid: int, host: Host, number: int) -> None:
 def _ip(pid: int, *commands: str) -> None:
     for command in commands:
         subprocess.run(["nsenter", "-t", str(pid), "--net", "ip", *command.split()], check=True)
-
-
-def wait_for(text: str, file: Path, process: subprocess.Popen[str], timeout_s: float) -> None:
-    """Until the output of the process says `text`."""
-    deadline = time.monotonic() + timeout_s
-    while text not in file.read_text(encoding="utf-8"):
-        assert process.poll() is None, f"ended early:\n{file.read_text(encoding='utf-8')}"
-        assert time.monotonic() < deadline, f"no {text!r} in:\n{file.read_text(encoding='utf-8')}"
-        time.sleep(0.2)

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.hosts import Host, make_hosts, wait_for, why_not
+from tests.chaos.same_run import lines_of
+from tests.hosts.hosts import Host, make_hosts, why_not
+from tests.processes import only_line, read_lines, read_metrics, wait_for
 
 START = Path(__file__).resolve().parents[1] / "golden" / "start"
 RUN_S = 400.0
@@ -29,8 +31,12 @@ class Lab:
     def log(self, name: str) -> Path:
         return self.shared / f"{name}.log"
 
+    def run(self, name: str, code: int = 0, **changes: str) -> str:
+        """Output of a run on the head that ends with this exit code."""
+        return self.head.run(self.train(name, **changes), self.log(name), RUN_S, code)
+
     def train(self, name: str, **changes: str) -> list[str]:
-        """The command; both pools span both hosts. Models stand in the folder of each host."""
+        """The command; both pools span both hosts. Each host has the models in its own folder."""
         model = self.head.data / "model"
         settings = {
             "training.output_dir": self.shared / name,
@@ -78,14 +84,6 @@ def lab() -> Iterator[Lab]:
         yield found
 
 
-def without_times(line: dict[str, float]) -> dict[str, float]:
-    return {k: v for k, v in line.items() if not k.startswith(("timing/", "throughput/"))}
-
-
-def metrics(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").open()]
-
-
 def test_a_run_waits_for_a_host_and_trains_on_both(lab: Lab) -> None:
     log = lab.log("late")
     run = lab.head.start(lab.train("late"), log, GLOO_LOG_LEVEL="INFO")
@@ -97,7 +95,7 @@ def test_a_run_waits_for_a_host_and_trains_on_both(lab: Lab) -> None:
     assert "node1 (10.77.0.1): 2 of 2 free" in text
     for pool in ("main", "judge"):
         assert f"pool {pool}: rank 0 on node1 (10.77.0.1), rank 1 on node2 (10.77.0.2)" in text
-    found = metrics(lab.shared / "late")
+    found = read_metrics(lab.shared / "late")
     assert len(found) == 2 and all(line["actor/grad_norm"] > 0 for line in found)
     for part in ("actor_hf", "actor_megatron", "critic_hf", "critic_megatron"):
         assert any((lab.shared / "late" / "final" / part).iterdir())
@@ -106,61 +104,48 @@ def test_a_run_waits_for_a_host_and_trains_on_both(lab: Lab) -> None:
 
 def test_a_host_without_the_files_is_named_before_devices_are_claimed(lab: Lab) -> None:
     (lab.worker.own / "model" / "model.safetensors").rename(lab.worker.own / "kept")
-    log = lab.log("missing")
     try:
-        code = lab.head.start(lab.train("missing"), log).wait(timeout=RUN_S)
+        text = lab.run("missing", 2)
     finally:
         (lab.worker.own / "kept").rename(lab.worker.own / "model" / "model.safetensors")
-    text = log.read_text()
-    assert code == 2, text
     assert "must be the same on every node; on node2: model.safetensors (missing there" in text
     assert "pool main:" not in text and "waiting for devices" not in text
     assert not (lab.shared / "missing" / "config.yaml").exists()  # the next run may take it
 
 
 def test_a_run_directory_of_each_host_is_refused_unless_it_is_wanted(lab: Lab) -> None:
-    log = lab.log("unwanted")
-    changes = {"training.output_dir": str(lab.head.data / "unwanted")}
-    code = lab.head.start(lab.train("unwanted", **changes), log).wait(timeout=RUN_S)
-    text = log.read_text()
-    assert code == 2, text
+    text = lab.run("unwanted", 2, **{"training.output_dir": str(lab.head.data / "unwanted")})
     assert "must be on storage that all hosts share, node2 do not see it; use such a" in text
 
 
 def test_hosts_with_run_directories_of_their_own_go_on_as_the_same_run(lab: Lab) -> None:
     """Stopped after the first of three iterations; pools span both hosts."""
-    folder, log, parts = lab.head.data / "apart", lab.log("apart"), "checkpoints/iter_0000001"
+    folder, parts = lab.head.data / "apart", "checkpoints/iter_0000001"
     changes = {
         "training.output_dir": str(folder),
         "training.no_shared_storage": "true",
         "training.train_iters": "3",
         "actor_rollout.use_distributed_optimizer": "true",  # else one replica has all there is
     }
-    stopped = lab.train("apart", **changes, **{"training.max_wall_time": "1"})
-    assert lab.head.start(stopped, log).wait(timeout=RUN_S) == 75, log.read_text()
-    assert "note: node2 keep their parts of checkpoints on their own disks" in log.read_text()
+    text = lab.run("apart", 75, **changes, **{"training.max_wall_time": "1"})
+    assert "note: node2 keep their parts of checkpoints on their own disks" in text
     ours, theirs = (
         {path.name for path in (host.own / "apart" / parts / "actor").glob("state_*.safetensors")}
         for host in (lab.head, lab.worker)
     )
     assert ours and theirs and not ours & theirs
-    code = lab.head.start(lab.train("apart", **changes), log).wait(timeout=RUN_S)
-    text = log.read_text()
-    assert code == 0, text
+    text = lab.run("apart", **changes)
     assert f"resumed from {folder}/{parts}" in text and "damaged" not in text
     assert "training.output_dir is not shared with node2: logs of their ranks" in text
     assert (lab.head.own / "apart" / "logs" / "main" / "rank_00000.log").exists()
     assert (lab.worker.own / "apart" / "logs" / "main" / "rank_00001.log").exists()
     assert not (lab.worker.own / "apart" / "metrics.jsonl").exists()
 
-    whole, log = lab.shared / "whole", lab.log("whole")
+    whole = lab.shared / "whole"
     changes |= {"training.output_dir": str(whole), "training.no_shared_storage": "false"}
-    code = lab.head.start(lab.train("whole", **changes), log).wait(timeout=RUN_S)
-    assert code == 0, log.read_text()
-    found, wanted = metrics(lab.head.own / "apart"), metrics(whole)
-    assert len(found) == len(wanted) == 3
-    for one, other in zip(found, wanted, strict=True):
-        assert without_times(one) == without_times(other)
+    lab.run("whole", **changes)
+    found, wanted = (lines_of(run / "metrics.jsonl") for run in (lab.head.own / "apart", whole))
+    assert found == wanted and len(found) == 3
 
 
 def test_a_worker_of_another_host_dies_and_its_log_is_here(lab: Lab) -> None:
@@ -175,7 +160,7 @@ def test_a_worker_of_another_host_dies_and_its_log_is_here(lab: Lab) -> None:
     wait_for("iteration: 2 /", log, run, RUN_S)
     lab.worker.run(["pkill", "-KILL", "-f", "RayWorker"], lab.log("pkill"))
     assert run.wait(timeout=120) == 1, log.read_text()
-    (line,) = [line for line in log.read_text().splitlines() if line.startswith("failed: ")]
+    line = only_line("failed: ", log.read_text())
     assert "rank 1" in line and "on node2" in line and "the process died" in line
     found = json.loads((lab.head.own / "killed" / "failure.json").read_text())
     assert (found["host"], found["rank"]) == ("node2", 1)
@@ -201,8 +186,8 @@ def test_a_run_goes_on_without_a_host_that_was_lost(lab: Lab) -> None:
     text = log.read_text()
     for said in ("failed: ", "restart: ", "stopped: waited 5 s"):
         assert said in text, text
-    assert "goes on with resource_pool.main=[1]" in text
-    lines = [json.loads(line) for line in (lab.shared / "lost" / "metrics.jsonl").open()]
+    assert "continuing with resource_pool.main=[1]" in text
+    lines = read_lines(lab.shared / "lost" / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == list(range(1, 61)), "each once"
 
 
@@ -211,12 +196,8 @@ def test_devices_of_two_models_are_not_mixed_in_one_pool(lab: Lab) -> None:
         host.stop_ray(lab.log("ray"))
     lab.head.start_ray(lab.log("ray"), devices=1, model="910B")
     lab.worker.start_ray(lab.log("ray"), devices=1, head=lab.head, model="910C")
-    log = lab.log("models")
     changes = {"placement.critic": "main", "resource_pool": "{main: [1, 1], wait_s: 5}"}
-    code = lab.head.start(lab.train("models", **changes), log).wait(timeout=RUN_S)
-    text = log.read_text()
-    assert code == 2, text
-    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    line = only_line("error: ", lab.run("models", 2, **changes))
     assert "resource_pool.main=[1, 1] must be on devices of one model" in line
     assert "910B" in line and "910C" in line
 
@@ -230,8 +211,7 @@ def test_two_runs_beside_each_other_under_a_head_without_devices(lab: Lab) -> No
     first, second = lab.log("first"), lab.log("second")
     one = lab.head.start(lab.train("first", **changes, **{"training.train_iters": "9000"}), first)
     wait_for("iteration: 1 /", first, one, RUN_S)
-    other = lab.head.start(lab.train("second", **changes), second)
-    assert other.wait(timeout=RUN_S) == 0, second.read_text()
+    lab.run("second", **changes)
     assert one.poll() is None, first.read_text()
     folder = f"output_dir={lab.shared / 'first'}"
     lab.head.run(["pkill", "-TERM", "--oldest", "-f", folder], lab.log("pkill"))

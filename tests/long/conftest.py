@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import time
 from dataclasses import dataclass
@@ -13,20 +12,19 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.chaos.tiny_run import ROOT, command
+from tests.chaos.tiny_run import command
+from tests.processes import only_line, start_logged, wait_for, with_sources
 
 START_S, END_S = 240.0, 150.0
-
-
 # With a supervisor, which the faults are to reach.
 SETTINGS = ("training.train_iters=1000", "runtime.timeout_s=120", "training.max_restarts=1")
 
 
 @dataclass
 class Run:
-    """A command that was started, with what it was started with."""
+    """A command that was started, with its folder and its output."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     folder: Path
     log: Path
 
@@ -41,18 +39,31 @@ class Run:
         found: dict[str, Any] = json.loads((self.folder / "failure.json").read_text())
         return found
 
-    def end(self) -> tuple[int, str, float]:
-        """Status, output, seconds; fails when anything is left."""
-        tree, started = self.tree, time.monotonic()
-        code = self.process.wait(timeout=END_S)
-        _, alive = psutil.wait_procs(tree, timeout=20)
-        assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
-        return code, self.log.read_text(encoding="utf-8"), time.monotonic() - started
+    def end(self, code: int) -> str:
+        """Wait for the end; returns the output. Fails for another code, or processes that stay."""
+        tree = self.tree
+        found = self.process.wait(timeout=END_S)
+        assert_ended(tree, 20)
+        text = self.log.read_text(encoding="utf-8")
+        assert found == code, text
+        return text
+
+    def end_with_failure(self, within_s: float = END_S) -> str:
+        """The one line of the failure of a run that fails."""
+        started = time.monotonic()
+        text = self.end(1)
+        assert time.monotonic() - started < within_s, text
+        return only_line("failed: ", text)
+
+
+def assert_ended(processes: list[psutil.Process], timeout_s: float) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Any:
-    """Starts the run; it comes back when the output says `until`: two workers are at work then.
+    """Start the run; returns when the output has `until`: two workers compute then.
 
     folder: of the run; variables: of its environment
     """
@@ -62,22 +73,10 @@ def start(tmp_path: Path) -> Any:
         *more: str, until: str = "iteration: 2 /", folder: Path | None = None, **variables: str
     ) -> Run:
         folder, log = folder or tmp_path / "run", tmp_path / f"log{len(started)}"
-        with open(log, "w") as stream:
-            process = subprocess.Popen(
-                command(folder, *SETTINGS, *more),
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
-                stdout=stream,
-                stderr=stream,
-                text=True,
-            )  # fmt: skip
-        run = Run(process, folder, log)
-        started.append(run)
-        deadline = time.monotonic() + START_S
-        while until not in log.read_text(encoding="utf-8"):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        return run
+        process = start_logged(command(folder, *SETTINGS, *more), log, with_sources(**variables))
+        started.append(Run(process, folder, log))
+        wait_for(until, log, process, START_S)
+        return started[-1]
 
     yield begin
     for run in started:

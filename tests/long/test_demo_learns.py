@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import ROOT, read_metrics
+
 ACCURACY = "val/arithmetic/accuracy"
 ALONE = ["runtime=local", "resource_pool.main=1"]
 
@@ -36,8 +36,7 @@ def metrics_of(
     command = [sys.executable, str(ROOT / script), "--config-name", config, "device.kind=cpu"]
     command += [f"training.output_dir={name}", *overrides]
     subprocess.run(command, cwd=folder, check=True, timeout=900)
-    text = (folder / name / "metrics.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line)["metrics"] for line in text.splitlines()]
+    return read_metrics(folder / name)
 
 
 def accuracies(lines: list[dict]) -> list[float]:

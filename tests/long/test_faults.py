@@ -1,21 +1,21 @@
-"""Whole runs that something happens to: one message, failure.json, nothing left, the right status.
+"""A fault of a whole run gives one message, failure.json, the right status, and leaves no process.
 
-Without restarts, so that each fault is seen for itself; `tests/unit/ops/test_supervisor.py` has
-those.
+The runs do not restart; `tests/unit/ops/test_supervisor.py` tests restarts.
 """
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.long.conftest import Run
+from tests.long.conftest import Run, assert_ended
+from tests.processes import read_lines
+
+pytestmark = pytest.mark.long
 
 
 def kill_worker(run: Run) -> None:
@@ -30,7 +30,6 @@ def kill_raylet(run: Run) -> None:
     run.named("raylet/raylet")[0].kill()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -44,11 +43,8 @@ def test_a_fault_of_a_worker_is_one_message(
 ) -> None:
     run = start("training.max_restarts=0")
     fault(run)
-    code, text, seconds = run.end()
-    assert code == 1 and seconds < 60, text
-    (line,) = [line for line in text.splitlines() if line.startswith("failed: ")]
-    assert message in line and "Traceback" not in text
-    found = json.loads((run.folder / "failure.json").read_text(encoding="utf-8"))
+    line, found = run.end_with_failure(within_s=60), run.failure()
+    assert message in line and "Traceback" not in run.log.read_text()
     assert found["message"] in line and found["iteration"] >= 3
     assert found["host"] and found["rank"] in (0, 1) and found["role"] != "driver"
     if fault is stop_worker:
@@ -57,7 +53,6 @@ def test_a_fault_of_a_worker_is_one_message(
         assert any("(most recent call first)" in log.read_text() for log in logs)
 
 
-@pytest.mark.long
 def test_a_driver_killed_while_its_cluster_starts_is_started_again(start: Any) -> None:
     run = start("training.train_iters=2", until="run directory:")
     (driver,) = [p for p in run.tree if p.ppid() == run.process.pid]
@@ -66,26 +61,21 @@ def test_a_driver_killed_while_its_cluster_starts_is_started_again(start: Any) -
         assert driver.is_running() and time.monotonic() < deadline
         time.sleep(0.01)
     driver.kill()
-    code, text, _ = run.end()
-    assert code == 0 and "restart: " in text, text
-    lines = (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["iteration"] for line in lines] == [1, 2]
+    assert "restart: " in run.end(0)
+    lines = read_lines(run.folder / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == [1, 2]
 
 
-@pytest.mark.long
 def test_a_killed_supervisor_takes_everything_with_it(start: Any) -> None:
     run = start()
     tree = run.tree
     run.process.kill()
     run.process.wait()
-    _, alive = psutil.wait_procs(tree, timeout=30)
-    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+    assert_ended(tree, 30)
 
 
-@pytest.mark.long
 def test_a_signal_stops_the_run_after_its_iteration(start: Any) -> None:
     run = start()
     run.process.send_signal(signal.SIGTERM)
-    code, text, _ = run.end()
-    assert code == 75, text
+    text = run.end(75)
     assert "SIGTERM: stops after this iteration" in text and "nothing is lost" in text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.chaos.tiny_run import ROOT
 from tests.long.conftest import Run
+from tests.processes import ROOT
 
 pytestmark = pytest.mark.long
 NO_RESTART = "training.max_restarts=0"
@@ -47,13 +46,11 @@ def with_rule(folder: Path, act: str) -> dict[str, str]:
 
 def test_an_exception_of_a_reward_function_is_its_message(start: Any, tmp_path: Path) -> None:
     run = start(NO_RESTART, **with_rule(tmp_path / "path", RAISE))
-    code, text, _ = run.end()
-    assert code == 1, text
-    (line,) = [line for line in text.splitlines() if line.startswith("failed: ")]
+    line = run.end_with_failure()
     assert "reward rank " in line and "ZeroDivisionError: of this reward" in line
     assert (run.failure()["role"], run.failure()["iteration"]) == ("reward", 6)
-    log = (run.folder / "logs" / "main" / "rank_00000.log").read_text()
-    assert "Traceback" in log and "Traceback" not in text
+    assert "Traceback" not in run.log.read_text()
+    assert "Traceback" in (run.folder / "logs" / "main" / "rank_00000.log").read_text()
 
 
 def test_a_worker_that_takes_too_much_memory_is_named_with_the_cause(
@@ -65,9 +62,7 @@ def test_a_worker_that_takes_too_much_memory_is_named_with_the_cause(
     assert share < 0.8, "this test needs 4 GiB of memory"
     limits = {"RAY_memory_usage_threshold": f"{share:.3f}", "RAY_memory_monitor_refresh_ms": "100"}
     run = start(NO_RESTART, **with_rule(tmp_path / "path", TAKE), **limits)
-    code, text, _ = run.end()
-    assert code == 1, text
-    (line,) = [line for line in text.splitlines() if line.startswith("failed: ")]
+    line = run.end_with_failure()
     assert "killed by Ray because its host ran out of memory" in line
     assert run.failure()["iteration"] == 6
 
@@ -93,9 +88,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_when_there_is_room(
     with pytest.raises(OSError), ballast.open("wb") as file:
         while True:
             file.write(bytes(1 << 16))
-    code, text, _ = run.end()
-    assert code == 1, text
-    (line,) = [line for line in text.splitlines() if line.startswith("failed: ")]
+    line = run.end_with_failure()
     assert "No space left on device" in line
     pointer = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
     saved = int(pointer.read_text())
@@ -103,8 +96,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_when_there_is_room(
     ballast.unlink()
     again = start(NO_RESTART, save, folder=folder, until=f"checkpoint of iteration {saved + 2}:")
     again.process.send_signal(signal.SIGTERM)
-    code, text, _ = again.end()
-    assert code == 75, text
+    text = again.end(75)
     assert f"checkpoints/iter_{saved:07d}" in text and "damaged" not in text
 
 
@@ -118,10 +110,7 @@ def test_a_role_that_stops_is_named_within_its_deadline(start: Any, role: str) -
     run = start(NO_RESTART, "~resource_pool.main", *placement, *pools)
     log = run.folder / "logs" / role / "rank_00000.log"
     process_with(run, log).send_signal(signal.SIGSTOP)
-    stopped = time.monotonic()
-    code, text, _ = run.end()
-    assert code == 1 and time.monotonic() - stopped < 90, text
-    (line,) = [line for line in text.splitlines() if line.startswith("failed: ")]
+    line = run.end_with_failure(within_s=90)
     assert role in line and "did not arrive within 30 s" in line and "is stopped" in line
     # Actor and rollout share their processes: the one whose turn it was is named.
     named = (role, "rollout") if role == "actor_rollout" else (role,)
@@ -134,10 +123,7 @@ def test_a_rank_that_only_generates_and_stops_is_named(start: Any) -> None:
     pools = ["placement.actor_rollout=actor", "+resource_pool.actor=2", "resource_pool.main=1"]
     run = start(NO_RESTART, *split, *pools)
     process_with(run, run.folder / "logs" / "actor" / "rank_00001.log").send_signal(signal.SIGSTOP)
-    stopped = time.monotonic()
-    code, text, _ = run.end()
-    assert code == 1 and time.monotonic() - stopped < 90, text
-    (line,) = [line for line in text.splitlines() if line.startswith("failed: ")]
+    line = run.end_with_failure(within_s=90)
     assert "did not arrive within 30 s" in line and "is stopped" in line
     # The transfer of weights is one call over both parts, under the name of the one that sends.
     calls = [("rollout", "generate"), ("rollout", "update_weights")]
@@ -148,9 +134,5 @@ def test_a_rank_that_only_generates_and_stops_is_named(start: Any) -> None:
 
 def process_with(run: Run, log: Path) -> psutil.Process:
     """The worker whose output goes to that file."""
-    (found,) = [p for p in run.named("RayWorker") if writes(p, log)]
+    (found,) = [p for p in run.named("RayWorker") if os.path.samefile(f"/proc/{p.pid}/fd/1", log)]
     return found
-
-
-def writes(process: psutil.Process, log: Path) -> bool:
-    return os.path.samefile(f"/proc/{process.pid}/fd/1", log)

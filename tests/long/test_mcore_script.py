@@ -7,7 +7,6 @@ and lengths are ours. Those of two nodes start a configuration with one device o
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +20,9 @@ import yaml
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
-from tests.chaos.tiny_run import ROOT, settings
+from tests.chaos.tiny_run import settings
 from tests.distributed.llamas import make_llama
+from tests.processes import ROOT, start_logged, with_sources
 from tests.unit.data.byte_tokenizer import write_tokenizer
 
 pytestmark = pytest.mark.long
@@ -47,19 +47,9 @@ MEGATRON = ("llama3", "qwen3")  # the weights are converted first, and loaded so
 
 def start(script: Path, log: Path, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
     """In the folder of the log."""
-    environment = {
-        **os.environ,
-        "DEVICE": "cpu",
-        "MASTER_PORT": PORT,
-        "PYTHON": sys.executable,
-        "PYTHONPATH": str(ROOT),
-        **variables,
-    }
-    command = ["bash", str(script), *arguments]
-    with open(log, "ab") as stream:
-        return subprocess.Popen(
-            command, cwd=log.parent, env=environment, stdout=stream, stderr=stream
-        )
+    own = {"DEVICE": "cpu", "MASTER_PORT": PORT, "PYTHON": sys.executable}
+    environment = with_sources(**own, **variables)
+    return start_logged(["bash", str(script), *arguments], log, environment, log.parent)
 
 
 def finish(script: Path, log: Path, timeout_s: float, *arguments: str, **variables: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -19,10 +18,10 @@ from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, prepro
 from tests.distributed.llamas import make_llama
 from tests.distributed.test_ppo_run import VOCAB, write_tokenizer
 from tests.older_yaml import EVERY, models, write_one
+from tests.processes import ROOT, read_metrics, with_sources
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4}
 PROMPTS = [f"say {n} in words" for n in range(64)]
 OF_ARCHITECTURE = ArchitectureConfig.model_fields.keys()
@@ -102,14 +101,13 @@ def test_their_configuration_trains(tmp_path: Path, name: str, megatron: bool) -
     write_one(tmp_path / "theirs", name, tree, small)
     command = [sys.executable, str(ROOT / "ray_gpt.py"), "--config-dir", str(tmp_path / "theirs")]
     command += ["--config-name", name, "device.kind=cpu", "training.output_dir=out"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = with_sources()
     environment.pop("RAY_ADDRESS", None)
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, timeout=900, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    lines = (tmp_path / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    metrics = [json.loads(line)["metrics"] for line in lines]
+    metrics = read_metrics(tmp_path / "out")
     assert len(metrics) == 3
     for iteration in metrics:
         assert all(math.isfinite(value) for value in iteration.values())

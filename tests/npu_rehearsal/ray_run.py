@@ -15,16 +15,16 @@ import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.tiny_run import START, settings
 from tests.npu_rehearsal import run
 from tests.npu_rehearsal.ray_cases import CASES, REWARD
+from tests.processes import read_lines, start_logged, wait_for
 from tests.unit.device.npu_recorder import smi_table
 
 ITERATIONS = 5
@@ -75,11 +75,7 @@ def train(scratch: Path, name: str, kind: str) -> Path:
 def give(command: list[str], environment: dict[str, str], log: Path, watched: Any = None) -> int:
     """The exit status of a command. With `watched` it is told to stop when that has a line."""
     deadline = time.monotonic() + TIMEOUT_S
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            command, cwd=run.REPOSITORY, env=environment, stdin=subprocess.DEVNULL,
-            stdout=file, stderr=file,
-        )  # fmt: skip
+    process = start_logged(command, log, environment)
     try:
         if watched is not None:
             while not (watched.exists() and watched.read_text().count("\n")):
@@ -117,14 +113,9 @@ def cluster(scratch: Path, environment: dict[str, str], devices: int) -> Iterato
         f"--num-cpus={devices}", "--include-dashboard=false", "--object-store-memory=100000000",
         f"--temp-dir={scratch / 'r'}", "--disable-usage-stats",
     ]  # fmt: skip
-    with log.open("wb") as file:
-        ray = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+    ray = start_logged(command, log, environment)
     try:
-        deadline = time.monotonic() + START_S
-        while "Ray runtime started" not in log.read_text():
-            if ray.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"ray start failed:\n{log.read_text()[-3000:]}")
-            time.sleep(0.2)
+        wait_for("Ray runtime started", log, ray, START_S)
         yield f"127.0.0.1:{port}"
     finally:
         ray.terminate()
@@ -137,21 +128,8 @@ def cluster(scratch: Path, environment: dict[str, str], devices: int) -> Iterato
 
 def differences(ours: Path, theirs: Path) -> list[tuple[str, float]]:
     """Largest relative difference of each metric and weight; samples have to be the same."""
-    found = []
-    lines = [
-        [json.loads(line) for line in (out / "metrics.jsonl").open()] for out in (ours, theirs)
-    ]
-    assert len(lines[0]) == len(lines[1]) == ITERATIONS
-    for one, other in zip(*lines, strict=True):
-        for name, value in one["metrics"].items():
-            if not name.startswith(run.SKIPPED) and "memory" not in name:
-                what = f"iteration {one['iteration']} {name}"
-                found.append((what, run.distance([value], [other["metrics"][name]])))
-    for role in ("actor", "critic"):
-        tensors = [run.load(out / "final" / f"{role}_hf") for out in (ours, theirs)]
-        for name, tensor in tensors[0].items():
-            pair = [t.flatten().tolist() for t in (tensor, tensors[1][name])]
-            found.append((f"{role} {name}", run.distance(*pair)))
+    found = run.result_differences(ours, theirs)
+    assert len(read_lines(ours / "metrics.jsonl")) == ITERATIONS
     samples = [texts(out) for out in (ours, theirs)]
     if samples[0] != samples[1]:
         found.append(("samples differ", float("inf")))
@@ -159,7 +137,7 @@ def differences(ours: Path, theirs: Path) -> list[tuple[str, float]]:
 
 
 def texts(out: Path) -> list[Any]:
-    lines = [json.loads(line) for line in (out / "samples.jsonl").open()]
+    lines = read_lines(out / "samples.jsonl")
     return [(line["iteration"], line["prompt"], line["response"]) for line in lines]
 
 
@@ -222,21 +200,9 @@ def bring_up(scratch: Path) -> bool:
     return code == 0 and not lacking
 
 
-def main(names: list[str]) -> int:
-    if run.missing():
-        print(f"error: {', '.join(run.missing())} must name a folder; see the head of {__file__}")
-        return 2
-    failed = []
-    for name in names or (*CASES, BRING_UP):
-        # Ray's sockets below it may have 107 characters in their path.
-        with tempfile.TemporaryDirectory(prefix="rlxf", dir="/var/tmp") as scratch:
-            try:
-                if not rehearse(name, Path(scratch)):
-                    failed.append(name)
-            except (RuntimeError, subprocess.SubprocessError) as error:
-                print(error, flush=True)
-                failed.append(name)
-    return 1 if failed else 0
+def main(names: Sequence[str]) -> int:
+    # Ray's sockets below it may have 107 characters in their path.
+    return run.rehearse_all(names or (*CASES, BRING_UP), rehearse, "/var/tmp")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run cases on the CPU path and on the rehearsed NPU path, and say where they first differ.
+"""Run cases on the CPU path and on the rehearsed NPU path, and report where they differ.
 
     RLXF_MINDSPEED=... RLXF_MEGATRON_LM=... python -m tests.npu_rehearsal.run [case ...]
 
@@ -14,14 +14,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tests.npu_rehearsal.cases import CASES, OPERATORS, REQUIRED
 from tests.npu_standin import FOLDER as STANDIN
+from tests.processes import ROOT, read_lines, start_logged
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 VARIABLES = ("RLXF_MINDSPEED", "RLXF_MEGATRON_LM")
 TIMEOUT_S = 900
 TOLERANCE = 1e-5
@@ -35,7 +36,7 @@ def missing() -> list[str]:
 
 def environment(kind: str, scratch: Path) -> dict[str, str]:
     """Of a process: the sources it imports, and on NPU a CANN that holds nothing."""
-    path = [REPOSITORY]
+    path = [ROOT]
     if checkout := os.environ.get("RLXF_MEGATRON_LM"):  # else the installed one, for the CPU path
         path.append(only("megatron", checkout, scratch))
     found = dict(os.environ)
@@ -87,10 +88,7 @@ def run_case(kind: str, folder: Path, out: Path, name: str, scratch: Path) -> No
     try:
         for rank, log in enumerate(logs):
             own = {**world, "RANK": str(rank), "LOCAL_RANK": "0"}
-            with log.open("wb") as file:
-                processes.append(
-                    subprocess.Popen(command, cwd=REPOSITORY, env=own, stdout=file, stderr=file)
-                )
+            processes.append(start_logged(command, log, own))
         codes = [process.wait(TIMEOUT_S) for process in processes]
     finally:
         for process in processes:
@@ -109,12 +107,18 @@ def differences(ours: Path, theirs: Path, ranks: int) -> list[tuple[str, float]]
         assert [len(r) for r in pair[0]] == [len(r) for r in pair[1]], "passes read other numbers"
         for number, (one, other) in enumerate(zip(*pair, strict=True)):
             found.append((f"forward pass {number} of rank {rank}", distance(one, other)))
-    lines = [(out / "metrics.jsonl").read_text().splitlines() for out in (ours, theirs)]
-    for one, other in zip(*([json.loads(line) for line in of] for of in lines), strict=True):
+    return found + result_differences(ours, theirs)
+
+
+def result_differences(ours: Path, theirs: Path) -> list[tuple[str, float]]:
+    """Largest relative difference of each metric and of each tensor of the final weights."""
+    found = []
+    lines = [read_lines(out / "metrics.jsonl") for out in (ours, theirs)]
+    for one, other in zip(*lines, strict=True):
         for name, value in one["metrics"].items():
             if not name.startswith(SKIPPED):
-                what = f"iteration {one['iteration']} {name}"
-                found.append((what, distance([value], [other["metrics"][name]])))
+                subject = f"iteration {one['iteration']} {name}"
+                found.append((subject, distance([value], [other["metrics"][name]])))
     for role in ("actor", "critic"):
         tensors = [load(out / "final" / f"{role}_hf") for out in (ours, theirs)]
         for name, tensor in tensors[0].items():
@@ -161,15 +165,14 @@ def make_models(folder: Path, architecture: str, scratch: Path) -> None:
         "llamas.make_llama(folder / 'reward', a, scored=True, seed=2)\n"
     )
     command = [sys.executable, "-c", code, str(folder), architecture]
-    subprocess.run(command, cwd=REPOSITORY, env=environment("cpu", scratch), check=True)
+    subprocess.run(command, cwd=ROOT, env=environment("cpu", scratch), check=True)
 
 
 def rehearse(name: str, scratch: Path) -> bool:
     """Both paths of one case; True where they agree, and every rank took those of MindSpeed."""
     architecture = CASES[name].architecture
     folder = scratch / architecture
-    if not (folder / "reward").exists():
-        make_models(folder, architecture, scratch)
+    make_models(folder, architecture, scratch)
     outs = [scratch / f"{kind} {name}" for kind in ("cpu", "npu")]
     with ThreadPoolExecutor() as both:
         runs = [
@@ -190,22 +193,25 @@ def rehearse(name: str, scratch: Path) -> bool:
     return not over and not uncalled
 
 
-def main(names: list[str]) -> int:
+def rehearse_all(
+    names: Sequence[str], rehearse_one: Callable[[str, Path], bool], parent: str | None = None
+) -> int:
+    """Exit status after rehearsing every case. parent: of the scratch folders"""
     if missing():
-        print(f"error: {', '.join(missing())} must name a folder; see the head of {__file__}")
+        print(f"error: {', '.join(missing())} must name a folder; see docs/npu.md")
         return 2
     failed = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for name in names or REQUIRED:
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="rlxf", dir=parent) as scratch:
             try:
-                if not rehearse(name, Path(scratch)):
-                    failed.append(name)
-            except RuntimeError as error:
+                agrees = rehearse_one(name, Path(scratch))
+            except (RuntimeError, subprocess.SubprocessError) as error:
                 print(error)
-                failed.append(name)
-            sys.stdout.flush()
+                agrees = False
+        failed += [] if agrees else [name]
+        sys.stdout.flush()
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(rehearse_all(sys.argv[1:] or REQUIRED, rehearse))

@@ -1,7 +1,4 @@
-"""What packages that are merely imported hand out: names that can be called.
-
-For torchair (graph mode) and triton-ascend (kernels) alone: neither is run in a rehearsal.
-"""
+"""Names of packages that are imported and never run: torchair (graph mode) and triton-ascend."""
 
 from __future__ import annotations
 

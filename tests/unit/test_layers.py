@@ -38,10 +38,8 @@ HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 # ask the facade how many devices there are.
 SIDEWAYS = {
     ("mindspeed_rlxf.device.facade", "mindspeed_rlxf.config.enums"),
-    ("mindspeed_rlxf.device.bare", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.device.driver", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.device.npu_count", "mindspeed_rlxf.config.enums"),
-    ("mindspeed_rlxf.device.version_sets", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.config.rules.host", "mindspeed_rlxf.device"),
 }
 DEVICE_WORDS = re.compile(r"torch\.cuda|torch\.npu|torch_npu|nccl|hccl")

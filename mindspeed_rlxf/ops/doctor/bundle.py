@@ -1,14 +1,13 @@
-"""What helps to find out why a run failed, in one file that can be handed on.
+"""Pack what helps to diagnose a failed run into one file that can be handed on.
 
 An allow-list: configuration, failure, metrics, ends of logs, stacks and the report. Weights,
-samples, data and everything else in the folder stay where they are.
+samples, data and everything else in the folder are left out.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import re
 import stat
@@ -35,7 +34,7 @@ TAIL_BYTES, STACK_BYTES = 64 * 1024, 256 * 1024
 MOST_LOGS, METRIC_LINES = 64, 500
 MOST_FILES, MOST_CONFIGS = 20_000, 50
 STACK_SEARCH_BYTES = 8 * 2**20  # of the end of a log
-SAMPLE_BYTES, MOST_TEXTS = 32 * 2**20, 20_000  # of samples, read to know what must not go out
+SAMPLE_BYTES, MOST_TEXTS = 32 * 2**20, 20_000  # of samples, whose texts are removed
 FILE_MODE = re.compile("0?6[046][046]")
 CONFIG_FILE = re.compile(r"config(\.\d+)?\.yaml")
 LOG_FILE = re.compile(r"(driver|rank_\d+|faulthandler[\w.\-]*|stacks?[\w.\-]*)\.(log|txt)")
@@ -47,7 +46,7 @@ Look through it before you hand it on.
 
 
 def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
-    """Packs the run in `folder`; returns the file. Raises UserError where there is no run."""
+    """Pack the run in `folder`; returns the file. Raises UserError where there is no run."""
     run = RunDirectory(folder.absolute())
     if not (run.config.is_file() or run.failure.is_file() or run.logs.is_dir()):
         raise UserError(
@@ -62,7 +61,7 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
     target = _free_name(target_dir, run.path.name)
     try:
         with (
-            open_file(target, "xb", _mode(run)) as file,
+            open_file(target, "xb", _file_mode(_config(run))) as file,
             tarfile.open(fileobj=file, mode="w:gz") as archive,
         ):
             for name, text in _members(run, report, redactor):
@@ -72,7 +71,7 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
             target.unlink(missing_ok=True)
         raise UserError(
             Problem(
-                f"{target}",
+                str(target),
                 f"cannot be written: {error.strerror}",
                 remedy="run the command in another folder",
             )
@@ -81,10 +80,11 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
 
 
 def _members(run: RunDirectory, report: Report, redactor: Redactor) -> Iterator[tuple[str, str]]:
-    """Names and cleaned texts."""
+    """Names and cleaned texts of the files of a bundle."""
+    variables = {k: v for k, v in sorted(os.environ.items()) if is_open_variable(k)}
     yield "README.txt", NOTE
     yield "doctor.json", redactor.clean(json.dumps(report.as_json(), indent=2))
-    yield "environment.json", redactor.clean(json.dumps(_environment(os.environ), indent=2))
+    yield "environment.json", redactor.clean(json.dumps(variables, indent=2))
     yield "files.txt", redactor.clean(printable(_listing(run.path)))
     for file in sorted(islice(run.path.glob("config*.yaml"), MOST_FILES))[-MOST_CONFIGS:]:
         if CONFIG_FILE.fullmatch(file.name):
@@ -102,47 +102,41 @@ def _members(run: RunDirectory, report: Report, redactor: Redactor) -> Iterator[
 
 
 def _failure(text: str) -> str:
-    """As lines, so that the rules for lines see the traceback as it was printed."""
-    try:
-        found = parse_json(text)
-    except ValueError:
-        return text
-    if not isinstance(found, dict):
-        return text
-    return "".join(f"{key}: {value}\n" for key, value in found.items())
+    """The failure as lines, so that the rules for lines see the traceback as it was printed."""
+    found = _json_object(text)
+    return "".join(f"{key}: {value}\n" for key, value in found.items()) or text
 
 
 def _metrics(text: str) -> str:
-    """Numbers only, one object per iteration."""
+    """The numbers of each iteration, one object per line."""
     lines = []
     for line in text.splitlines()[-METRIC_LINES:]:
-        try:
-            found = parse_json(line)
-        except ValueError:  # the first line of a tail, or one that is being written
-            continue
-        if isinstance(found, dict):
-            kept = {"iteration": found.get("iteration"), "time_s": found.get("time_s")}
+        if found := _json_object(line):
             metrics = found.get("metrics")
-            named = metrics.items() if isinstance(metrics, dict) else ()
-            numbers = {str(name): value for name, value in named if _is_number(value)}
-            kept = {name: value for name, value in kept.items() if _is_number(value)}
-            lines.append(json.dumps({**kept, "metrics": numbers}))
+            kept = _numbers({key: found.get(key) for key in ("iteration", "time_s")})
+            kept["metrics"] = _numbers(metrics if isinstance(metrics, dict) else {})
+            lines.append(json.dumps(kept))
     return "\n".join(lines) + "\n"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and (isinstance(value, int) or not math.isnan(value))
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are numbers, without NaN."""
+    return {k: v for k, v in values.items() if isinstance(v, (int, float)) and v == v}
 
 
-def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in sorted(environment.items()) if is_open_variable(k)}
+def _json_object(text: str) -> dict[str, Any]:
+    """Empty for anything else, as the first line of a tail or a line that is being written."""
+    try:
+        found = parse_json(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _logs(run: RunDirectory) -> list[Path]:
-    """The driver's, then those of the rank that failed, then the last that were written to."""
-    there = () if run.logs.is_symlink() else islice(run.logs.rglob("*"), MOST_FILES)
-    files = [file for file in there if LOG_FILE.fullmatch(file.name)]
-    files = [file for file in files if _is_plain(file)]
+    """Logs of the driver, of the failed rank, and then the others, the newest first."""
+    found = () if run.logs.is_symlink() else islice(run.logs.rglob("*"), MOST_FILES)
+    files = [file for file in found if LOG_FILE.fullmatch(file.name) and _is_regular(file)]
     rank = re.search(r'"rank":\s*(\d+)', _tail(run.failure, STACK_BYTES))
     failed = f"rank_{int(rank[1]):05d}.log" if rank else ""
 
@@ -152,15 +146,15 @@ def _logs(run: RunDirectory) -> list[Path]:
     return sorted(files, key=key)[:MOST_LOGS]
 
 
-def _is_plain(file: Path) -> bool:
-    """No link: what it leads to was not chosen by the run."""
+def _is_regular(file: Path) -> bool:
+    """False for a link: the run did not choose its target."""
     return stat.S_ISREG(file.lstat().st_mode)
 
 
 def _tail(file: Path, size: int) -> str:
-    """The last whole lines; empty where there is no plain file."""
+    """The last whole lines, `size` bytes at most; empty where there is no regular file."""
     try:
-        if not _is_plain(file):
+        if not _is_regular(file):
             return ""
         with open_file(file, "rb") as stream:
             end = stream.seek(0, os.SEEK_END)
@@ -172,7 +166,7 @@ def _tail(file: Path, size: int) -> str:
 
 
 def _stacks(file: Path) -> Iterator[str]:
-    """What faulthandler wrote, wherever it stands in the log."""
+    """Lines that faulthandler wrote anywhere in the log."""
     inside = False
     for line in _tail(file, STACK_SEARCH_BYTES).splitlines(keepends=True):
         inside = bool(STACK_START.match(line)) or (inside and bool(STACK_LINE.match(line)))
@@ -181,7 +175,7 @@ def _stacks(file: Path) -> Iterator[str]:
 
 
 def _listing(folder: Path) -> str:
-    """Sizes and times of what is there; of folders of weights only their names."""
+    """Sizes, times and names of the files in `folder`, one per line."""
     lines: list[str] = []
     for parent, folders, names in os.walk(folder):
         folders.sort()
@@ -196,68 +190,64 @@ def _listing(folder: Path) -> str:
 
 
 def private_texts(run: RunDirectory) -> set[str]:
-    """Prompts, responses and answers: the last ones written down, the first ones of the data."""
-    texts = _data_texts(run)
+    """Prompts, responses and answers: the latest samples, and the first rows of the data."""
+    texts = _data_texts(_config(run))
     for file in (run.samples, run.val_samples):
         for line in reversed(_tail(file, SAMPLE_BYTES).splitlines()):
-            try:
-                texts |= set(_strings(parse_json(line)))
-            except ValueError:
-                continue
+            texts.update(_strings(_json_object(line)))
             if len(texts) >= 2 * MOST_TEXTS:
                 return texts
     return texts
 
 
-def _data_texts(run: RunDirectory) -> set[str]:
-    """Of the files that the configuration names, where they can be read from here."""
+def _data_texts(config: dict[str, Any]) -> set[str]:
+    """Texts of the data files of the configuration that can be read from here."""
     texts: set[str] = set()
     size = 0
-    for file in _data_files(run):
-        try:
-            for _, row in islice(scan_rows(file), MOST_TEXTS):
-                found = set(_strings(row)) if isinstance(row, dict) else set()
-                texts |= found
-                size += sum(map(len, found))
-                if size > SAMPLE_BYTES:
-                    return texts
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-        ):  # gone, or no file of rows
-            continue
-        if len(texts) >= MOST_TEXTS:
-            break
+    for key in ("train_files", "val_files"):
+        files = _section(config, "data").get(key)
+        for file in files if isinstance(files, list) else ():
+            try:
+                for _, row in islice(scan_rows(str(file)), MOST_TEXTS):
+                    found = set(_strings(row)) if isinstance(row, dict) else set()
+                    texts |= found
+                    size += sum(map(len, found))
+                    if size > SAMPLE_BYTES:
+                        return texts
+            except (OSError, ValueError, KeyError):  # removed, or no file of rows
+                continue
+            if len(texts) >= MOST_TEXTS:
+                return texts
     return texts
 
 
-def _mode(run: RunDirectory) -> int:
-    """Of the bundle: as the run's own files have it."""
+def _config(run: RunDirectory) -> dict[str, Any]:
+    """The run's configuration; empty where it cannot be read."""
     try:
-        found = str(yaml.safe_load(_tail(run.config, STACK_BYTES))["training"]["file_mode"])
-    except (yaml.YAMLError, KeyError, TypeError, ValueError):
-        return PRIVATE
+        found = parse_yaml(_tail(run.config, STACK_BYTES))
+    except (yaml.YAMLError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _file_mode(config: dict[str, Any]) -> int:
+    """Mode of the bundle: that of the run's own files."""
+    found = str(_section(config, "training").get("file_mode"))
     return int(found, 8) if FILE_MODE.fullmatch(found) else PRIVATE
 
 
-def _data_files(run: RunDirectory) -> list[str]:
-    try:
-        data = parse_yaml(_tail(run.config, STACK_BYTES))["data"]
-        return [str(file) for key in ("train_files", "val_files") for file in data.get(key) or ()]
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError):
-        return []
-
-
 def _strings(value: Any) -> Iterator[str]:
+    """All strings inside a value of JSON."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
+    items = value.values() if isinstance(value, dict) else value
+    for item in items if isinstance(value, (dict, list)) else ():
+        yield from _strings(item)
 
 
 def _free_name(folder: Path, run: str) -> Path:

@@ -1,11 +1,11 @@
-"""Every host of a Ray cluster: the checks of each, what differs between them, collectives."""
+"""Check every host of a Ray cluster, compare the hosts, and try collectives among them."""
 
 from __future__ import annotations
 
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -19,11 +19,19 @@ from mindspeed_rlxf.cluster.ray.cluster import open_cluster
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.withheld import open_variables
-from mindspeed_rlxf.device import version_sets
+from mindspeed_rlxf.device import npu_versions
 from mindspeed_rlxf.ops.doctor import local
 from mindspeed_rlxf.ops.doctor.collectives import check_collectives
 from mindspeed_rlxf.ops.doctor.devices import ray_finding
-from mindspeed_rlxf.ops.doctor.findings import Finding, Status, error, merged, ok, warning
+from mindspeed_rlxf.ops.doctor.findings import (
+    Finding,
+    Status,
+    describe,
+    error,
+    merge,
+    ok,
+    warning,
+)
 from mindspeed_rlxf.ops.doctor.hunt import Party
 from mindspeed_rlxf.ops.doctor.subject import Subject
 
@@ -35,22 +43,22 @@ MOST_RANKS_ON_CPU = 8
 Facts = tuple[list[Finding], dict[str, str]]
 
 
-def facts(subject: Subject) -> Facts:
-    """Of the host it runs on: findings, and versions by name."""
-    return local.look(subject), versions()
+def survey_host(subject: Subject) -> Facts:
+    """Findings and versions of the host that this runs on."""
+    return local.check_host(subject), versions()
 
 
 def versions() -> dict[str, str]:
-    """What has to be the same everywhere."""
-    cann = version_sets.cann_version() or installed.NONE
-    found = installed.versions(version_sets.PACKAGES)
+    """Versions that have to be the same on every host, by name."""
+    cann = npu_versions.cann_version() or installed.NONE
+    found = installed.versions(npu_versions.PACKAGES)
     return {**found, "python": platform.python_version(), "cann": cann}
 
 
-def look(
+def check_cluster(
     subject: Subject, address: str | None, deadline_s: float, allow_unauthenticated: bool = False
 ) -> list[Finding]:
-    """Joins the cluster, looks and leaves. Raises UserError when there is none to join."""
+    """Join the cluster, check it and leave. Raises UserError when there is none to join."""
     end = time.monotonic() + deadline_s
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
         raise UserError(
@@ -64,14 +72,14 @@ def look(
     try:
         cluster = open_cluster(address, {}, allow_unauthenticated)
     except RuntimeError as problem:  # versions of Ray or Python that differ, among others
-        return [_broken("cluster.join", problem)]
+        return [_failed("cluster.join", problem)]
     try:
-        return _look(subject, end)
+        return _check_joined(subject, end)
     finally:
         cluster.close()
 
 
-def _look(subject: Subject, end: float) -> list[Finding]:
+def _check_joined(subject: Subject, end: float) -> list[Finding]:
     from mindspeed_rlxf.cluster.ray.agent import RayAgents, live_nodes  # after Ray's environment
 
     nodes = live_nodes(_resource(subject))
@@ -79,63 +87,62 @@ def _look(subject: Subject, end: float) -> list[Finding]:
     agents = RayAgents(environment)
     try:
         limit = min(SURVEY_S, (end - time.monotonic()) / 3)
-        by_node = {node.id: agents.on(node.id, node.host) for node in nodes}
-        calls = [agent.start(facts, subject, timeout_s=limit) for agent in by_node.values()]
-        found, answered, by_host = _sort(nodes, outcomes(calls))
-        found += drift(by_host)
-        there = [by_node[node.id] for node in answered]
-        found += clock_findings(clock_offsets(there, min(CLOCK_REPLY_S, end - time.monotonic())))
-        found += _resource_findings(subject, answered)
+        by_node = {node: agents.on(node.id, node.host) for node in nodes}
+        calls = [a.start(survey_host, subject, timeout_s=limit) for a in by_node.values()]
+        replies = dict(zip(nodes, outcomes(calls), strict=True))
+        silent = {node: r for node, r in replies.items() if isinstance(r, HostError)}
+        answered = {node: r for node, r in replies.items() if node not in silent}
+        found = [ok("cluster.hosts", f"{len(answered)} of {len(nodes)} hosts answered")]
+        found += merge(_host_findings(silent, answered))
+        found += version_findings({node.host: there for node, (_, there) in answered.items()})
+        clock_limit = min(CLOCK_REPLY_S, end - time.monotonic())
+        found += clock_findings(clock_offsets([by_node[node] for node in answered], clock_limit))
+        found += _device_findings(subject, list(answered))
     finally:
         agents.end()
     try:
-        return found + _collectives(subject, answered, environment, end)
-    except Exception as problem:  # a cluster may fall apart under it; what is known stays
-        return [*found, _broken("collectives", problem)]
+        return found + _collectives(subject, list(answered), environment, end)
+    except Exception as problem:  # a cluster may fall apart meanwhile; keep what is known
+        return [*found, _failed("collectives", problem)]
 
 
 def _resource(subject: Subject) -> str:
-    return subject.resource or device.ray_resource(device.resolve_kind(subject.kind))
+    return subject.resource or device.ray_resource(subject.kind)
 
 
-def _broken(check: str, problem: Exception) -> Finding:
-    said = " ".join(str(problem).split())[:300]
-    remedy = "look at the cluster with `ray status` and at Ray's logs"
-    return error(check, f"{type(problem).__name__}: {said}", remedy)
+def _failed(check: str, problem: Exception) -> Finding:
+    return error(
+        check, describe(problem), "look at the cluster with `ray status` and at Ray's logs"
+    )
 
 
-def _sort(
-    nodes: Sequence[Node], replies: Sequence[Facts | HostError]
-) -> tuple[list[Finding], list[Node], dict[str, dict[str, str]]]:
-    """Findings of all hosts, the nodes that answered, and the versions by host."""
-    found: list[Finding] = []
-    answered, by_host = [], {}
-    for node, reply in zip(nodes, replies, strict=True):
-        if isinstance(reply, HostError):
-            remedy = "install the same mindspeed_rlxf there, start Ray there again, or leave it out"
-            found.append(error("cluster.host", reply.cause, remedy).on(node.host))
-            continue
-        findings, by_host[node.host] = reply
-        found += [finding.on(node.host) for finding in findings]
-        answered.append(node)
-    count = f"{len(answered)} of {len(nodes)} hosts answered"
-    return [ok("cluster.hosts", count), *merged(found)], answered, by_host
+def _host_findings(
+    silent: Mapping[Node, HostError], answered: Mapping[Node, Facts]
+) -> Iterator[Finding]:
+    remedy = "install the same mindspeed_rlxf there, start Ray there again, or leave it out"
+    for node, lost in silent.items():
+        yield error("cluster.host", lost.cause, remedy).on(node.host)
+    for node, (findings, _) in answered.items():
+        yield from (finding.on(node.host) for finding in findings)
 
 
-def drift(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """Hosts whose versions are not those of most hosts."""
-    remedy = "install the same there, and start Ray there again"
-    findings = [
-        Finding(
-            "cluster.versions",
-            Status.ERROR,
-            f"{d.name} {d.value}, on {d.others} other hosts {d.expected}",
-            remedy,
-            d.hosts,
+def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
+    """Hosts whose versions differ from those of most hosts.
+
+    by_host: versions by name, of each host
+    """
+    check, found = "cluster.versions", []
+    for d in installed.differences(by_host.items()):
+        found.append(
+            Finding(
+                check,
+                Status.ERROR,
+                f"{d.name} {d.value}, on {d.others} other hosts {d.expected}",
+                "install the same there, and start Ray there again",
+                d.hosts,
+            )
         )
-        for d in installed.differences(by_host.items())
-    ]
-    return findings or [ok("cluster.versions", f"the same on {len(by_host)} hosts")]
+    return found or [ok(check, f"the same on {len(by_host)} hosts")]
 
 
 def clock_offsets(agents: Sequence[HostAgent], timeout_s: float) -> dict[str, float | None]:
@@ -162,34 +169,35 @@ def _offset(agent: HostAgent, timeout_s: float) -> float | None:
 
 def clock_findings(offsets: Mapping[str, float | None]) -> list[Finding]:
     """offsets: seconds ahead of the host of the command; None = no reply."""
-    found = []
+    check, found = "cluster.clock", []
     for host, offset in offsets.items():
         if offset is None:
-            remedy = "look at its load"
-            value = "answered once, and then no more"
-            found.append(warning("cluster.clock", value, remedy).on(host))
+            found.append(
+                warning(check, "answered once, and then no more", "look at its load").on(host)
+            )
         elif abs(offset) > CLOCK_S:
-            value = f"{abs(offset):.1f} s {'ahead' if offset > 0 else 'behind'}"
-            remedy = "set all clocks by the same server (chrony, ntp)"
-            found.append(warning("cluster.clock", value, remedy).on(host))
-    return merged(found) or [ok("cluster.clock", f"within {CLOCK_S:g} s on {len(offsets)} hosts")]
+            found.append(
+                warning(
+                    check,
+                    f"{abs(offset):.1f} s {'ahead' if offset > 0 else 'behind'}",
+                    "set all clocks by the same server (chrony, ntp)",
+                ).on(host)
+            )
+    return merge(found) or [ok(check, f"within {CLOCK_S:g} s on {len(offsets)} hosts")]
 
 
-def _resource_findings(subject: Subject, nodes: Sequence[Node]) -> list[Finding]:
-    """Devices that Ray offers on each host; the hosts with most devices say how many."""
-    kind = device.resolve_kind(subject.kind)
-    if kind is DeviceKind.CPU:
+def _device_findings(subject: Subject, nodes: Sequence[Node]) -> list[Finding]:
+    """Compare the devices that Ray offers on each host with those of the largest host."""
+    if device.resolve_kind(subject.kind) is DeviceKind.CPU:
         return []
-    most = max((node.count for node in nodes), default=0)
-    return merged(
-        [ray_finding(_resource(subject), node.count, most).on(node.host) for node in nodes]
-    )
+    most, resource = max((node.count for node in nodes), default=0), _resource(subject)
+    return merge([ray_finding(resource, node.count, most).on(node.host) for node in nodes])
 
 
 def _collectives(
     subject: Subject, nodes: Sequence[Node], environment: Mapping[str, str], end: float
 ) -> list[Finding]:
-    """Processes on the free devices of all hosts, and the hunt among them."""
+    """Start processes on the free devices of all hosts, and hunt for faults among them."""
     from mindspeed_rlxf.cluster.ray.agent import RayAgent, device_options
     from mindspeed_rlxf.ops.doctor.all_reduce import warm_up
     from mindspeed_rlxf.ops.doctor.ranks import RayRanks
@@ -200,11 +208,15 @@ def _collectives(
     processes: list[RayAgent] = []
     ips: list[str] = []
     for node in nodes:
-        count, held = _free_devices(kind, node)
+        count, held = _free_devices(kind, node), node.count - node.free
         if held:
-            value = f"{held} of {held + count} {resource} are held by others"
-            remedy = "they are left out; wait for the run that holds them to check them too"
-            found.append(warning("collectives.devices", value, remedy).on(node.host))
+            found.append(
+                warning(
+                    "collectives.devices",
+                    f"{held} of {held + count} {resource} are held by others",
+                    "they are left out; wait for the run that holds them to check them too",
+                ).on(node.host)
+            )
         if count:
             options = device_options(resource if node.count else None, environment)
             first = len(processes)
@@ -217,18 +229,21 @@ def _collectives(
         replies = outcomes([each.start(warm_up, timeout_s=limit) for each in processes])
         late = {reply.host for reply in replies if isinstance(reply, HostError)}
         for name in sorted(late):
-            remedy = "look at load, memory and Ray's logs there"
-            found.append(error("collectives.start", "a process does not start", remedy).on(name))
+            found.append(
+                error(
+                    "collectives.start",
+                    "a process does not start",
+                    "look at load, memory and Ray's logs there",
+                ).on(name)
+            )
         ready = [host for host in hosts if host.name not in late]
-        return merged(found) + check_collectives(ready, ranks, end - time.monotonic())
+        return merge(found) + check_collectives(ready, ranks, end - time.monotonic())
     finally:
         ranks.end()
 
 
-def _free_devices(kind: DeviceKind, node: Node) -> tuple[int, int]:
-    """Devices of a node that are free, and that others hold. On CPU one where none is declared."""
-    if kind is DeviceKind.CPU:
-        if not node.count:
-            return 1, 0
-        return min(node.free, MOST_RANKS_ON_CPU), node.count - node.free
-    return node.free, node.count - node.free
+def _free_devices(kind: DeviceKind, node: Node) -> int:
+    """Devices of a node to try. On CPU a few at most, and one where none is declared."""
+    if kind is not DeviceKind.CPU:
+        return node.free
+    return min(node.free, MOST_RANKS_ON_CPU) if node.count else 1

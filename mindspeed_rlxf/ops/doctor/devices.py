@@ -1,4 +1,4 @@
-"""Accelerators of this host as the driver, torch, Ray and the variables see them."""
+"""Check that driver, torch, Ray and variables agree on the accelerators of this host."""
 
 from __future__ import annotations
 
@@ -7,27 +7,34 @@ import os
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.device.driver import DriverView, device_files, driver_view
-from mindspeed_rlxf.ops.doctor.findings import Finding, error, ok, warning
+from mindspeed_rlxf.ops.doctor.findings import Finding, Status, describe, error, judge, ok, warning
 
 GOOD = ("OK", "")
 BUSY_MIB = 4096  # of a device that nobody uses the driver itself holds up to 3 GiB
 
 
-def look(kind: DeviceKind) -> list[Finding]:
-    """Raises nothing of its own: what torch cannot say is a finding."""
+def check_devices(kind: DeviceKind) -> list[Finding]:
+    """A failing torch is a finding too."""
     try:
         kind = device.resolve_kind(kind)
         counted = device.seen_by_torch(kind)
     except Exception as problem:
-        said = " ".join(str(problem).split())
-        return [error("devices.torch", said, "mend the installation, or set device.kind=cpu")]
+        return [
+            error(
+                "devices.torch", describe(problem), "mend the installation, or set device.kind=cpu"
+            )
+        ]
     if kind is DeviceKind.CPU:
         unused = device_files()
-        if unused:
-            value = f"cpu, though there are {', '.join(unused)}"
-            remedy = "install the build of torch (and its plug-in) for these devices"
-            return [warning("devices.kind", value, remedy)]
-        return [ok("devices.kind", "cpu: no accelerator here")]
+        value = f"cpu, though there are {', '.join(unused)}" if unused else "cpu, no accelerator"
+        return [
+            judge(
+                not unused,
+                "devices.kind",
+                value,
+                "install the build of torch (and its plug-in) for these devices",
+            )
+        ]
     assert counted is not None, "only CPU counts none"
     view = driver_view(kind)
     assert view is not None, "an accelerator has a driver"
@@ -41,50 +48,70 @@ def look(kind: DeviceKind) -> list[Finding]:
 
 
 def driver_findings(view: DriverView) -> list[Finding]:
-    """What the driver's tool says: health and who uses the memory."""
+    """Count, health and memory in use, as the driver's tool reports them."""
     if view.problem:
-        remedy = "install the driver's tool, or mount it and /dev into the container"
-        return [warning("devices.driver", view.problem, remedy)]
+        return [
+            warning(
+                "devices.driver",
+                view.problem,
+                "install the driver's tool, or mount it and /dev into the container",
+            )
+        ]
     names = ", ".join(dict.fromkeys(each.name for each in view.devices)) or "no device"
-    found = [ok("devices.driver", f"{len(view.devices)} x {names}, driver {view.version}")]
-    if not view.devices:
-        found = [error("devices.driver", f"{view.tool} lists none", "look at the driver's log")]
+    value = f"{len(view.devices)} x {names}, driver {view.version}"
+    remedy = f"{view.tool} lists none: look at the driver's log"
+    found = [judge(bool(view.devices), "devices.driver", value, remedy, Status.ERROR)]
     sick = [f"{each.index}: {each.health}" for each in view.devices if each.health not in GOOD]
     if sick:
-        remedy = "reset or replace the device, and leave this host out until then"
-        found.append(error("devices.health", ", ".join(sick), remedy))
+        found.append(
+            error(
+                "devices.health",
+                ", ".join(sick),
+                "reset or replace the device, and leave this host out until then",
+            )
+        )
     busy = [
         f"{each.index}: {each.used_mib} of {each.memory_mib} MiB"
         for each in view.devices
         if each.used_mib > max(BUSY_MIB, each.memory_mib // 10)
     ]
     if busy:
-        remedy = "end the processes that hold them, unless they are a run of yours"
-        found.append(warning("devices.memory", f"in use on {', '.join(busy)}", remedy))
+        found.append(
+            warning(
+                "devices.memory",
+                f"in use on {', '.join(busy)}",
+                "end the processes that hold them, unless they are a run of yours",
+            )
+        )
     return found
 
 
 def count_finding(kind: DeviceKind, counted: int, view: DriverView, hidden: str | None) -> Finding:
-    """torch sees what the driver has, less what a variable hides."""
+    """torch must see the driver's devices, less those that a variable hides.
+
+    hidden: value of that variable; None = not set
+    """
     variable = device.visible_devices_variable(kind)
-    wanted = len(view.devices)
+    wanted, shown = len(view.devices), f"torch sees {counted}"
     if hidden is not None:
-        chosen = [word for word in hidden.split(",") if word.strip()]
-        wanted = min(wanted, len(chosen)) if not view.problem else len(chosen)
-    shown = f"torch sees {counted}" + (f" ({variable}={hidden})" if hidden is not None else "")
+        shown += f" ({variable}={hidden})"
+        wanted = min(wanted, sum(bool(word.strip()) for word in hidden.split(",")))
     if counted == 0:
-        remedy = f"look at driver and installation, and at {variable}"
-        return error("devices.torch", shown, remedy)
+        return error("devices.torch", shown, f"look at driver and installation, and at {variable}")
     if not view.problem and counted != wanted:
-        remedy = f"driver, /dev of the container and {variable} have to name the same"
-        return error("devices.torch", f"{shown}, the driver offers {wanted}", remedy)
+        return error(
+            "devices.torch",
+            f"{shown}, the driver offers {wanted}",
+            f"driver, /dev of the container and {variable} have to name the same",
+        )
     return ok("devices.torch", shown)
 
 
-def ray_finding(resource: str, count: int, counted: int | None) -> Finding:
-    """count: devices that this host's Ray node offers; counted: that torch sees."""
-    value = f"Ray offers {count} {resource}"
-    if counted is None or count == counted:
-        return ok("devices.ray", value)
-    remedy = f"`ray start ... --resources='{{\"{resource}\": {counted}}}'` on this host"
-    return warning("devices.ray", f"{value}, torch sees {counted}", remedy)
+def ray_finding(resource: str, count: int, counted: int) -> Finding:
+    """count: devices that this host's Ray node offers; counted: that other hosts offer"""
+    return judge(
+        count == counted,
+        "devices.ray",
+        f"Ray offers {count} {resource}, other hosts up to {counted}",
+        f"`ray start ... --resources='{{\"{resource}\": {counted}}}'` on this host",
+    )

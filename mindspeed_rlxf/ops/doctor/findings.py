@@ -1,12 +1,15 @@
-"""What a check says, and running checks so that none can hold up or break another."""
+"""Findings of checks, and running checks so that none can hold up or break another."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from queue import Empty, Queue
+
+MAX_MESSAGE = 300  # characters
 
 
 class Status(Enum):
@@ -16,16 +19,12 @@ class Status(Enum):
     WARNING = "warning"
     ERROR = "error"
 
-    @property
-    def badness(self) -> int:
-        return list(Status).index(self)
-
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
-    check:  stable name, `area.what`
+    check:  stable name, `area.subject`
     value:  what was found
     remedy: what to do about it; empty where it is ok
     hosts:  where it was found; empty = the host of the command
@@ -53,60 +52,68 @@ def error(check: str, value: str, remedy: str) -> Finding:
     return Finding(check, Status.ERROR, value, remedy)
 
 
+def judge(fine: bool, check: str, value: str, remedy: str, bad: Status = Status.WARNING) -> Finding:
+    """A finding of status `ok` where `fine`, else of status `bad` and with its remedy."""
+    return ok(check, value) if fine else Finding(check, bad, value, remedy)
+
+
 @dataclass(frozen=True)
 class Probe:
     """A check, or several that share what they read.
 
-    look:       returns findings; whatever it raises is a finding too
+    look:       returns findings; whatever it raises becomes a finding
     deadline_s: after this it is given up; its thread stays behind and does not hold up the exit
     """
 
     name: str
-    look: Callable[[], Sequence[Finding]]
+    look: Callable[[], Finding | Iterable[Finding]]
     deadline_s: float = 10.0
 
 
 def run_probes(probes: Sequence[Probe]) -> list[Finding]:
     """Findings of all probes in their order. All run at once, each with its own deadline."""
-    answers: list[list[Finding] | None] = [None] * len(probes)
     started = time.monotonic()
-    threads = []
-    for index, probe in enumerate(probes):
-        thread = threading.Thread(target=_answer, args=(probe, answers, index), daemon=True)
-        thread.start()
-        threads.append(thread)
+    queues: list[Queue[list[Finding]]] = [Queue() for _ in probes]
+    for probe, queue in zip(probes, queues, strict=True):
+        threading.Thread(target=_run_probe, args=(probe, queue), daemon=True).start()
     found: list[Finding] = []
-    for index, (probe, thread) in enumerate(zip(probes, threads, strict=True)):
-        thread.join(max(started + probe.deadline_s - time.monotonic(), 0))
-        answer = answers[index]
-        found += [_too_late(probe)] if answer is None else answer
+    for probe, queue in zip(probes, queues, strict=True):
+        try:
+            found += queue.get(timeout=max(started + probe.deadline_s - time.monotonic(), 0))
+        except Empty:
+            found.append(
+                warning(
+                    probe.name,
+                    f"no answer within {probe.deadline_s:g} s",
+                    "what it asks hangs or is very slow: look at this by hand",
+                )
+            )
     return found
 
 
-def _answer(probe: Probe, answers: list[list[Finding] | None], index: int) -> None:
+def _run_probe(probe: Probe, queue: Queue[list[Finding]]) -> None:
     try:
-        answers[index] = list(probe.look())
+        found = probe.look()
+        queue.put([found] if isinstance(found, Finding) else list(found))
     except Exception as problem:
-        said = " ".join(str(problem).split())
-        answers[index] = [
-            warning(
-                probe.name,
-                f"the check itself failed ({type(problem).__name__}: {said})",
-                "look at this by hand",
-            )
-        ]
+        queue.put(
+            [
+                warning(
+                    probe.name,
+                    f"the check itself failed ({describe(problem)})",
+                    "look at this by hand",
+                )
+            ]
+        )
 
 
-def _too_late(probe: Probe) -> Finding:
-    return warning(
-        probe.name,
-        f"no answer within {probe.deadline_s:g} s",
-        "what it asks hangs or is very slow: look at this by hand",
-    )
+def describe(problem: Exception) -> str:
+    """Type and message of an exception on one line."""
+    return f"{type(problem).__name__}: {' '.join(str(problem).split())[:MAX_MESSAGE]}"
 
 
-def merged(findings: Sequence[Finding]) -> list[Finding]:
-    """Equal findings of several hosts as one that names them all, in the order of the first."""
+def merge(findings: Iterable[Finding]) -> list[Finding]:
+    """Join equal findings of several hosts to one that names them all; keeps the order."""
     together: dict[Finding, list[str]] = {}
     for finding in findings:
         hosts = together.setdefault(replace(finding, hosts=()), [])

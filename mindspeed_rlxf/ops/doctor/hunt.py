@@ -1,71 +1,72 @@
-"""Which of many parties breaks collectives: few rounds of disjoint groups, planned without I/O.
+"""Find the parties that break collectives: few rounds of disjoint groups, planned without I/O.
 
-A round is a list of groups that are tried at the same time; no party is in two of them.
-1. Pairs: in round k, party i meets party i XOR 2^k, so that log2(n) rounds cross every level of a
-   tree of switches.
-2. Doubts: a party that passed with nobody meets others that are known to be good; a pair that
-   failed though both its parties passed elsewhere is tried again.
-3. All that is left together. When that fails, halves are tried at once; when both halves pass, the
+A round is a list of groups that are tried at the same time. No party is in two of them.
+1. Pairs: in round k, party i meets party i XOR 2^k. log2(n) rounds cross every level of a tree of
+   switches.
+2. Doubts: a party that passed with nobody meets others that are known to work. A pair that failed
+   though both its parties passed elsewhere is tried again.
+3. All that is left together. When that fails, both halves are tried at once. When both pass, the
    fault lies between them, and quarters are crossed: 2 log2(n) rounds lead to the pair.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeAlias
 
-SLOW_FACTOR = 3.0  # times the median of all pairs
-SLOW_EXTRA_S = 0.05  # and at least this much more than it
-FEWEST_TO_COMPARE = 3  # pairs, for a median that says something
 CONFIRM_ROUNDS = 2
-FAILURES_WITH_GOOD = 2  # partners that are good elsewhere, until a party is condemned
-WHOLE_HUNTS = 3  # faults that only show with everyone together, looked for one after the other
+FAILURES_WITH_WORKING = 2  # partners that work elsewhere, until a party counts as broken
+MAX_FAULTS_TOGETHER = 3  # faults that only show with all parties together, searched in turn
 
 
 @dataclass(frozen=True)
 class Party:
-    """One that takes part: a host with all its ranks, or a single rank."""
+    """A member of the search: a host with all its ranks, or a single rank."""
 
     name: str
     ranks: tuple[int, ...]
 
 
-Group = tuple[Party, ...]
-Rounds = Generator[list[Group], "Sequence[Outcome]", None]
+Group: TypeAlias = tuple[Party, ...]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a group. absent: ranks that never came; said: the first error."""
+    """Result of one group. absent: ranks that never joined; cause: the first error."""
 
     passed: bool
-    seconds: float = 0.0
     absent: tuple[int, ...] = ()
-    said: str = ""
+    cause: str = ""
 
 
-@dataclass
+Rounds: TypeAlias = Generator[list[Group], Sequence[Outcome], None]
+"""Yields the groups of a round and is sent their outcomes."""
+
+
+@dataclass(frozen=True)
 class Verdict:
-    """broken: fail with everyone; slow: slow with everyone; links: pairs that fail, or are slow,
-    though both parties are good elsewhere; undecided: groups that fail, no smaller part is known.
+    """Parties and groups that fail.
+
+    broken:       parties that fail with everyone
+    links:        pairs that fail although both parties work with others
+    undecided:    groups that fail and of which no smaller part is known to fail
+    num_together: parties that passed together
+    complete:     False = the deadline came first
     """
 
-    broken: list[Party] = field(default_factory=list)
-    slow: list[Party] = field(default_factory=list)
-    links: list[Group] = field(default_factory=list)
-    slow_links: list[Group] = field(default_factory=list)
-    undecided: list[Group] = field(default_factory=list)
-    pair_s: float | None = None  # median of the pairs that passed
-    all_s: float | None = None  # everyone together
-    num_pairs: int = 0
-    num_together: int = 0  # parties that passed together
-    complete: bool = False  # False: the deadline came first
+    broken: list[Party]
+    links: list[Group]
+    undecided: list[Group]
+    num_pairs: int
+    any_pair_passed: bool
+    num_together: int
+    complete: bool
 
 
 def pair_rounds(parties: Sequence[Party]) -> list[list[Group]]:
-    """Disjoint pairs: log2(n) rounds, rounded up; who has no partner in a round takes another."""
+    """Disjoint pairs in log2(n) rounds, rounded up. Parties left over in a round form pairs."""
     count = len(parties)
     rounds: list[list[Group]] = []
     for bit in range(max(count - 1, 0).bit_length()):
@@ -82,153 +83,104 @@ def pair_rounds(parties: Sequence[Party]) -> list[list[Group]]:
 
 
 class Hunt:
-    """`rounds` yields groups and is sent their outcomes; `verdict` can be asked at any time."""
+    """Search among `parties`. `rounds` drives it; `verdict` may be asked at any time."""
 
     def __init__(self, parties: Sequence[Party]) -> None:
         self._parties = list(parties)
-        self._pairs: list[tuple[Group, Outcome]] = []
-        self._tries: dict[Party, list[tuple[Party, Outcome]]] = {p: [] for p in parties}
-        self._slow_limit = float("inf")  # seconds
-        self._links: list[Group] = []  # found by trying everyone together
-        self._whole: list[Group] = []
-        self._all_s: float | None = None
+        self._tries: list[tuple[Group, Outcome]] = []  # of pairs
+        self._links: list[Group] = []  # found by trying all together
+        self._undecided: list[Group] = []  # likewise
         self._num_together, self._complete = 0, False
 
     def rounds(self) -> Rounds:
         for pairs in pair_rounds(self._parties):
-            condemned = self._condemned(failing=True)
-            yield from self._try([p for p in pairs if not condemned & set(p)])
+            broken = self._broken()
+            yield from self._try([pair for pair in pairs if broken.isdisjoint(pair)])
         for _ in range(CONFIRM_ROUNDS):
-            doubts = self._doubts()
-            if doubts:
-                yield from self._try(doubts)
-        yield from self._together()
+            yield from self._try(self._doubtful_pairs())
+        yield from self._try_together()
         self._complete = True
 
     def verdict(self) -> Verdict:
-        broken = self._condemned(failing=True)
-        slow = self._condemned(failing=False) - broken
+        broken, working = self._broken(), self._working()
+        latest = dict(self._tries)
         links: list[Group] = []
-        slow_links: list[Group] = []
         undecided: list[Group] = []
-        for pair in dict.fromkeys(pair for pair, _ in self._pairs):
-            if (broken | slow) & set(pair) or self._is_good(self._last(pair)):
-                continue
-            lonely = not all(self._good_partners(party) for party in pair)
-            if lonely and not self._last(pair).passed:
-                undecided.append(pair)
-            elif not lonely:
-                (slow_links if self._last(pair).passed else links).append(pair)
-        passed = [outcome.seconds for _, outcome in self._pairs if outcome.passed]
+        for pair, outcome in latest.items():
+            if not outcome.passed and broken.isdisjoint(pair):
+                (links if working.issuperset(pair) else undecided).append(pair)
         return Verdict(
-            broken=[p for p in self._parties if p in broken],
-            slow=[p for p in self._parties if p in slow],
-            links=list(dict.fromkeys([*links, *self._links])),
-            slow_links=slow_links,
-            undecided=[*undecided, *self._whole],
-            pair_s=statistics.median(passed) if passed else None,
-            all_s=self._all_s,
-            num_pairs=len({pair for pair, _ in self._pairs}),
+            broken=[party for party in self._parties if party in broken],
+            links=list(dict.fromkeys(links + self._links)),
+            undecided=undecided + self._undecided,
+            num_pairs=len(latest),
+            any_pair_passed=bool(working),
             num_together=self._num_together,
             complete=self._complete,
         )
 
-    def evidence(self, party: Party) -> Outcome | None:
-        """The last failure of a party, for the message."""
-        failed = [o for pair, o in self._pairs if party in pair and not o.passed]
-        return failed[-1] if failed else None
+    def last_failure(self, party: Party) -> Outcome:
+        """The latest failure of a broken party."""
+        failed = [outcome for pair, outcome in self._tries if party in pair and not outcome.passed]
+        return failed[-1]
 
-    # -- what is known -------------------------------------------------------------------------
+    def _try(self, pairs: list[Group]) -> Rounds:
+        if pairs:
+            outcomes = yield pairs
+            self._tries += zip(pairs, outcomes, strict=True)
 
-    def _try(self, groups: list[Group]) -> Rounds:
-        if not groups:
-            return
-        outcomes = yield groups
-        for pair, outcome in zip(groups, outcomes, strict=True):
-            self._pairs.append((pair, outcome))
-            self._tries[pair[0]].append((pair[1], outcome))
-            self._tries[pair[1]].append((pair[0], outcome))
-        self._slow_limit = self._limit()
+    def _working(self) -> set[Party]:
+        """Parties that passed with at least one partner."""
+        return {party for pair, outcome in self._tries if outcome.passed for party in pair}
 
-    def _limit(self) -> float:
-        """By the fastest try of each pair: a host that is busy for a moment is not slow."""
-        fastest: dict[Group, float] = {}
-        for pair, outcome in self._pairs:
-            if outcome.passed:
-                fastest[pair] = min(outcome.seconds, fastest.get(pair, outcome.seconds))
-        if len(fastest) < FEWEST_TO_COMPARE:
-            return float("inf")
-        median = statistics.median(fastest.values())
-        return max(SLOW_FACTOR * median, median + SLOW_EXTRA_S)
+    def _partners(self, party: Party) -> set[Party]:
+        """All parties that `party` was tried with."""
+        return {other for pair, _ in self._tries if party in pair for other in pair} - {party}
 
-    def _is_good(self, outcome: Outcome) -> bool:
-        return outcome.passed and outcome.seconds <= self._slow_limit
+    def _broken(self) -> set[Party]:
+        """Parties that passed with nobody, and failed with enough partners that work elsewhere."""
+        working = self._working()
+        enough = min(FAILURES_WITH_WORKING, max(len(self._parties) - 1, 1))
+        idle = [party for party in self._parties if party not in working]
+        return {party for party in idle if len(self._partners(party) & working) >= enough}
 
-    def _last(self, pair: Group) -> Outcome:
-        return next(o for found, o in reversed(self._pairs) if found == pair)
-
-    def _good_partners(self, party: Party) -> set[Party]:
-        return {partner for partner, outcome in self._tries[party] if self._is_good(outcome)}
-
-    def _condemned(self, failing: bool) -> set[Party]:
-        """Those that were good with nobody, and bad with enough that are good elsewhere.
-
-        failing: bad means failed; else slow counts too
-        """
-        good = {party for party in self._parties if self._good_partners(party)}
-        enough = min(FAILURES_WITH_GOOD, len(self._parties) - 1)
-        found = set()
+    def _doubtful_pairs(self) -> list[Group]:
+        """Pairs that decide: doubtful parties with new working partners, and failed pairs again."""
+        broken, working = self._broken(), self._working()
+        free = [party for party in self._parties if party in working]
+        pairs: list[Group] = []
         for party in self._parties:
-            bad = {
-                partner
-                for partner, outcome in self._tries[party]
-                if not (outcome.passed if failing else self._is_good(outcome))
-            }
-            works = any(o.passed for _, o in self._tries[party]) if failing else party in good
-            if not works and len(bad & good) >= enough:
-                found.add(party)
-        return found
-
-    def _doubts(self) -> list[Group]:
-        """Pairs that decide: doubtful parties with good ones they did not meet, pairs again."""
-        condemned = self._condemned(failing=True) | self._condemned(failing=False)
-        good = [party for party in self._parties if self._good_partners(party)]
-        taken: set[Party] = set()
-        groups: list[Group] = []
-        for party in self._parties:
-            if party in condemned or party in good:
+            if party in broken or party in working:
                 continue
-            met = {partner for partner, _ in self._tries[party]}
-            helper = next((g for g in good if g not in taken | met), None)
+            met = self._partners(party)
+            helper = next((each for each in free if each not in met), None)
             if helper is not None:
-                taken |= {party, helper}
-                groups.append((party, helper))
-        counted = Counter(pair for pair, _ in self._pairs)
-        for pair, count in counted.items():
-            free = not (taken | condemned) & set(pair) and set(pair) <= set(good)
-            if free and count <= CONFIRM_ROUNDS and not self._is_good(self._last(pair)):
-                taken |= set(pair)
-                groups.append(pair)
-        return groups
+                free.remove(helper)
+                pairs.append((party, helper))
+        num_tries = Counter(pair for pair, _ in self._tries)
+        for pair, outcome in dict(self._tries).items():
+            again = not outcome.passed and num_tries[pair] <= CONFIRM_ROUNDS
+            if again and set(free).issuperset(pair):
+                free = [party for party in free if party not in pair]
+                pairs.append(pair)
+        return pairs
 
-    # -- everyone together ---------------------------------------------------------------------
-
-    def _together(self) -> Rounds:
-        """Without what is known to fail; each fault found on the way is left out, then again."""
+    def _try_together(self) -> Rounds:
+        """All without known failures. A fault that is found is left out, and the rest tried."""
         verdict = self.verdict()
         out = set(verdict.broken) | {pair[0] for pair in verdict.links}
         out |= {party for group in verdict.undecided for party in group}
-        for _ in range(WHOLE_HUNTS):
+        for _ in range(MAX_FAULTS_TOGETHER):
             rest: Group = tuple(party for party in self._parties if party not in out)
             if len(rest) < 2:
                 return
             (outcome,) = yield [rest]
             if outcome.passed:
-                self._all_s, self._num_together = outcome.seconds, len(rest)
+                self._num_together = len(rest)
                 return
             found = yield from _isolate(rest)
             if len(found) != 2:
-                self._whole.append(found)
+                self._undecided.append(found)
                 return
             self._links.append(found)
             out.add(found[0])
@@ -247,12 +199,12 @@ def _isolate(group: Group) -> Generator[list[Group], Sequence[Outcome], Group]:
         outcomes = yield parts
         failing = [p for p, outcome in zip(parts, outcomes, strict=True) if not outcome.passed]
         if not failing:
-            return (yield from _between(left, right))
+            return (yield from _isolate_between(left, right))
         group = failing[0]
     return group
 
 
-def _between(left: Group, right: Group) -> Generator[list[Group], Sequence[Outcome], Group]:
+def _isolate_between(left: Group, right: Group) -> Generator[list[Group], Sequence[Outcome], Group]:
     """As `_isolate`, where each side passes by itself and both together fail."""
     while len(left) + len(right) > 2:
         (a, b), (c, d) = _halves(left), _halves(right)
@@ -264,6 +216,6 @@ def _between(left: Group, right: Group) -> Generator[list[Group], Sequence[Outco
             outcomes = yield [one + other for one, other in tried]
             failing = [s for s, o in zip(tried, outcomes, strict=True) if not o.passed]
         if not failing:
-            return left + right
+            break
         left, right = failing[0]
     return left + right

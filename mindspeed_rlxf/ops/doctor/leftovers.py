@@ -1,83 +1,74 @@
-"""What earlier runs of this user left behind: Ray processes, and folders of dead clusters."""
+"""Ray processes and folders of dead clusters that earlier runs of this user left behind."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from mindspeed_rlxf.ops.doctor.findings import Finding, ok, warning
-from mindspeed_rlxf.ops.doctor.host import size
+from mindspeed_rlxf.ops.doctor.disk import ray_temp_dir
+from mindspeed_rlxf.ops.doctor.findings import Finding, judge
+from mindspeed_rlxf.ops.sizes import GIB, format_bytes
 
 RAYLET, OWN_PREFIX = "raylet", "rlxf-ray-"
-MANY_BYTES = 1024**3
+MANY_BYTES = GIB
 
 
-def look() -> list[Finding]:
-    root = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
-    lines = list(_commands_of_mine())
-    return [processes(lines, bool(os.environ.get("RAY_ADDRESS"))), folders(root, lines)]
+def check_leftovers() -> list[Finding]:
+    lines = list(_own_commands())
+    is_joined = bool(os.environ.get("RAY_ADDRESS"))
+    return [check_processes(lines, is_joined), check_folders(ray_temp_dir(), lines)]
 
 
-def processes(commands: Iterable[str], address_is_set: bool) -> Finding:
-    """commands: command lines of this user's processes. Our own clusters end by themselves."""
-    raylets = [line for line in commands if _program(line) == RAYLET and OWN_PREFIX not in line]
-    if not raylets:
-        return ok("ray.processes", "no cluster of yours runs here")
-    value = f"{len(raylets)} raylet{'s' if len(raylets) > 1 else ''} of yours run here"
-    if address_is_set and len(raylets) == 1:
-        return ok("ray.processes", f"{value}, RAY_ADDRESS is set")
-    remedy = (
-        "`ray stop` what is stale"
-        if len(raylets) > 1
-        else "set RAY_ADDRESS (or runtime.address) to join it, or `ray stop` if it is stale"
+def check_processes(commands: Sequence[str], is_joined: bool) -> Finding:
+    """commands: command lines of this user; is_joined: RAY_ADDRESS is set
+
+    A cluster of our own ends by itself.
+    """
+    programs = [line.partition(" ")[0] for line in commands if OWN_PREFIX not in line]
+    count = sum(Path(program).name == RAYLET for program in programs)
+    remedy = "`ray stop` what is stale"
+    if count == 1:
+        remedy = "set RAY_ADDRESS (or runtime.address) to join it, or `ray stop` if it is stale"
+    return judge(
+        count <= int(is_joined),
+        "ray.processes",
+        f"{count} raylet(s) of yours run here" + (", RAY_ADDRESS is set" if is_joined else ""),
+        remedy,
     )
-    return warning("ray.processes", value, remedy)
 
 
-def folders(root: Path, commands: Iterable[str]) -> Finding:
-    """Of clusters that no process names any more: logs and spilled objects fill the disk."""
+def check_folders(root: Path, commands: Sequence[str]) -> Finding:
+    """Sessions in `root` that no process names: their logs and spilled objects fill the disk."""
     named = "\n".join(commands)
     sessions = [*root.glob(f"{OWN_PREFIX}*"), *root.glob("ray/session_2*")]
-    dead = [folder for folder in sessions if _is_mine(folder) and str(folder) not in named]
-    if not dead:
-        return ok("ray.folders", f"no dead session in {root}")
-    count = sum(_bytes(folder) for folder in dead)
-    value = f"{len(dead)} dead sessions in {root}, {size(count)}"
-    if count < MANY_BYTES:
-        return ok("ray.folders", value)
+    dead = [folder for folder in sessions if _is_own(folder) and str(folder) not in named]
+    count = sum(map(_bytes, dead))
+    value = f"{len(dead)} dead sessions in {root}, {format_bytes(count)}"
     shown = " ".join(map(str, dead[:3])) + (" ..." if len(dead) > 3 else "")
-    return warning("ray.folders", value, f"rm -r {shown}")
+    return judge(count < MANY_BYTES, "ray.folders", value, f"rm -r {shown}")
 
 
-def _commands_of_mine() -> Iterable[str]:
-    mine = os.getuid()
+def _own_commands() -> Iterator[str]:
     for process in psutil.process_iter(["uids", "cmdline"]):
         uids, words = process.info["uids"], process.info["cmdline"]
-        if uids and uids.real == mine and words:
+        if uids and uids.real == os.getuid() and words:
             yield " ".join(words)
 
 
-def _program(line: str) -> str:
-    return line.partition(" ")[0].rpartition("/")[2]
-
-
-def _is_mine(folder: Path) -> bool:
-    try:
+def _is_own(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
         return folder.lstat().st_uid == os.getuid() and not folder.is_symlink()
-    except OSError:
-        return False
+    return False
 
 
 def _bytes(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            try:
+            with contextlib.suppress(OSError):  # removed meanwhile
                 total += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:  # gone meanwhile
-                continue
     return total

@@ -4,59 +4,66 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from mindspeed_rlxf.cluster.ray.cluster import object_store_bytes
 from mindspeed_rlxf.ops.doctor import devices, disk, host, leftovers, network, software
-from mindspeed_rlxf.ops.doctor.findings import Finding, Probe, error, ok, run_probes
+from mindspeed_rlxf.ops.doctor.findings import Finding, Probe, Status, error, judge, run_probes
 from mindspeed_rlxf.ops.doctor.subject import Subject
 
 VERSIONS_S, DEVICES_S, DISK_S, FILES_S = 20.0, 65.0, 30.0, 20.0
 
 
 def probes(subject: Subject) -> list[Probe]:
-    kind, hosts = subject.kind, subject.several_hosts
-    folder = Path(subject.output_dir)
+    kind, several = subject.kind, subject.several_hosts
     return [
-        Probe("versions", partial(software.look, kind), VERSIONS_S),
-        Probe("devices", partial(devices.look, kind), DEVICES_S),
-        *(Probe(f"host.{look.__name__}", partial(_one, look)) for look in host.LOOKS),
-        Probe("memory.shared", partial(_one, partial(host.shared_memory, object_store_bytes()))),
-        Probe("disk.output", partial(disk.output_folder, folder), DISK_S),
-        Probe("disk.ray_folder", partial(_one, disk.ray_folder)),
-        Probe("disk.model_cache", partial(_one, disk.model_cache)),
-        Probe("network", partial(network.look, hosts)),
-        Probe("network.host_name", partial(_one, partial(network.host_name, hosts))),
-        Probe("ray.leftovers", leftovers.look, FILES_S),
-        *([Probe("files", partial(files, subject.paths), FILES_S)] if subject.paths else []),
+        Probe("versions", partial(software.check_software, kind), VERSIONS_S),
+        Probe("devices", partial(devices.check_devices, kind), DEVICES_S),
+        *(Probe(f"host.{check.__name__}", check) for check in host.CHECKS),
+        Probe("memory.shared", partial(host.shared_memory, object_store_bytes())),
+        Probe("disk.output", partial(disk.output_folder, Path(subject.output_dir)), DISK_S),
+        Probe("disk.ray_folder", disk.ray_folder),
+        Probe("disk.model_cache", disk.model_cache),
+        Probe("network", partial(network.check_network, several)),
+        Probe("network.host_name", partial(network.host_name, several)),
+        Probe("ray.leftovers", leftovers.check_leftovers, FILES_S),
+        Probe("files", partial(file_findings, subject.paths), FILES_S),
     ]
 
 
-def look(subject: Subject) -> list[Finding]:
+def check_host(subject: Subject) -> list[Finding]:
     """Findings of this host, within the longest of the deadlines."""
     return run_probes(probes(subject))
 
 
-def files(paths: Sequence[tuple[str, str]]) -> list[Finding]:
-    """Whether every file that the run reads is here and may be read."""
-    found = []
-    missing = [f"{key}={path}" for key, path in paths if not glob.glob(path)]
-    if missing:
-        remedy = "correct the path, or copy or mount it on this host"
-        found.append(error("files.there", f"missing: {', '.join(missing)}", remedy))
+def file_findings(paths: Sequence[tuple[str, str]]) -> Iterator[Finding]:
+    """Whether every file that the run reads exists and may be read.
+
+    paths: (key of the configuration, file or pattern)
+    """
+    files = {(key, path): glob.glob(path) for key, path in paths}
+    missing = [f"{key}={path}" for (key, path), found in files.items() if not found]
     closed = [
-        f"{key}={file}"
-        for key, path in paths
-        for file in glob.glob(path)
-        if not os.access(file, os.R_OK)
+        f"{k}={f}" for (k, _), found in files.items() for f in found if not os.access(f, os.R_OK)
     ]
+    if paths:
+        value = (
+            f"missing: {', '.join(missing)}"
+            if missing
+            else f"{len(paths)} paths of the configuration"
+        )
+        yield judge(
+            not missing,
+            "files.there",
+            value,
+            "correct the path, or copy or mount it on this host",
+            Status.ERROR,
+        )
     if closed:
-        remedy = "give this user the right to read it"
-        found.append(error("files.readable", f"no right to read {', '.join(closed)}", remedy))
-    return found or [ok("files.there", f"{len(paths)} paths of the configuration")]
-
-
-def _one(look: Callable[[], Finding]) -> list[Finding]:
-    return [look()]
+        yield error(
+            "files.readable",
+            f"no right to read {', '.join(closed)}",
+            "give this user the right to read it",
+        )

@@ -27,56 +27,50 @@ class RayRanks:
         self._dead: set[int] = set()  # did not start again
 
     def run(self, groups: Sequence[tuple[int, ...]], timeout_s: float) -> list[Outcome]:
-        """A process that does not come back is replaced: what it waits for may never come."""
-        if any(self._dead & set(group) for group in groups):
-            return self._without_the_dead(groups, timeout_s)
-        started = time.monotonic()
-        leaders = [group[0] for group in groups]
-        opening = [
-            self.processes[n].start(open_store, self._ips[n], timeout_s=timeout_s / 3)
-            for n in leaders
+        """Outcomes of the groups. A process that does not come back is replaced."""
+        alive = [group for group in groups if self._dead.isdisjoint(group)]
+        found = dict(zip(alive, self._run_alive(alive, timeout_s), strict=True))
+        return [
+            found.get(group)
+            or Outcome(
+                False, tuple(sorted(self._dead & set(group))), "the process does not start again"
+            )
+            for group in groups
         ]
-        ports = outcomes(opening)
+
+    def _run_alive(self, groups: Sequence[tuple[int, ...]], timeout_s: float) -> list[Outcome]:
+        started = time.monotonic()
+        opening = [
+            self.processes[leader].start(open_store, self._ips[leader], timeout_s=timeout_s / 3)
+            for leader, *_ in groups
+        ]
+        ports = dict(zip(groups, outcomes(opening), strict=True))
         left = max(timeout_s - (time.monotonic() - started), MARGIN_S)
-        calls, ours = [], []
-        for group, port in zip(groups, ports, strict=True):
+        limit = max(left - MARGIN_S, 1.0)
+        calls = {}
+        for group, port in ports.items():
             if isinstance(port, HostError):
                 continue
             for rank, number in enumerate(group):
-                limit = max(left - MARGIN_S, 1.0)
                 task = Task(self._kind, self._ips[group[0]], port, rank, len(group), limit)
-                calls.append(self.processes[number].start(all_reduce, task, timeout_s=left))
-                ours.append(number)
-        replies = dict(zip(ours, outcomes(calls), strict=True))
-        found = [
-            Outcome(False, 0.0, (group[0],), port.cause)
-            if isinstance(port, HostError)
-            else _together(group, replies)
-            for group, port in zip(groups, ports, strict=True)
-        ]
-        lost = [n for n, reply in replies.items() if isinstance(reply, HostError)]
-        lost += [n for n, port in zip(leaders, ports, strict=True) if isinstance(port, HostError)]
+                calls[number] = self.processes[number].start(all_reduce, task, timeout_s=left)
+        replies = dict(zip(calls, outcomes(list(calls.values())), strict=True))
+        replies |= {group[0]: port for group, port in ports.items() if isinstance(port, HostError)}
+        lost = [number for number, reply in replies.items() if isinstance(reply, HostError)]
         self._replace(lost)
-        return found
+        return [
+            Outcome(False, (group[0],), port.cause)
+            if isinstance(port, HostError)
+            else _merge(group, replies)
+            for group, port in ports.items()
+        ]
 
     def end(self) -> None:
         for process in self.processes:
             process.end()
 
-    def _without_the_dead(
-        self, groups: Sequence[tuple[int, ...]], timeout_s: float
-    ) -> list[Outcome]:
-        alive = [group for group in groups if not self._dead & set(group)]
-        found = iter(self.run(alive, timeout_s) if alive else [])
-        return [
-            Outcome(False, 0.0, tuple(sorted(dead)), "the process does not start again")
-            if (dead := self._dead & set(group))
-            else next(found)
-            for group in groups
-        ]
-
     def _replace(self, numbers: Sequence[int]) -> None:
-        """Returns when the new ones are there: the next round is not about their start."""
+        """Replace processes and wait until the new ones have started, or are known as dead."""
         processes = [self.processes[number] for number in numbers]
         for process in processes:
             process.end()
@@ -85,16 +79,18 @@ class RayRanks:
         self._dead |= {n for n, reply in replies if isinstance(reply, HostError)}
 
 
-def _together(group: tuple[int, ...], replies: dict[int, Any]) -> Outcome:
-    """The slowest rank counts; of failures, first the processes that did not come back."""
+def _merge(group: tuple[int, ...], replies: dict[int, Any]) -> Outcome:
+    """The outcome of a group; processes that did not come back are named first.
+
+    replies: Outcome or HostError of each process, by its number
+    """
     own = {number: replies[number] for number in group}
     lost = {n: reply for n, reply in own.items() if isinstance(reply, HostError)}
-    told = [reply for reply in own.values() if isinstance(reply, Outcome)]
-    failed = [outcome for outcome in told if not outcome.passed]
+    failed = [o for o in own.values() if isinstance(o, Outcome) and not o.passed]
     if not lost and not failed:
-        return Outcome(True, max(outcome.seconds for outcome in told))
+        return Outcome(True)
+    dead = {n: reply for n, reply in lost.items() if not reply.is_late}
     absent = {group[rank] for outcome in failed for rank in outcome.absent}
-    dead = [n for n, reply in lost.items() if not reply.is_late]
-    said = lost[dead[0]].cause if dead else next((o.said for o in failed), "")
-    said = said or next((reply.cause for reply in lost.values()), "")
-    return Outcome(False, 0.0, tuple(sorted(absent | set(dead))), said)
+    ranked: list[Any] = [*dead.values(), *failed, *lost.values()]
+    causes = [each.cause for each in ranked]
+    return Outcome(False, tuple(sorted(absent | set(dead))), next(filter(None, causes), ""))

@@ -1,7 +1,6 @@
-"""Takes secrets, prompts and responses out of text, as far as text can tell them.
+"""Remove secrets, prompts and responses from text, as far as rules can recognize them.
 
-What a rule removes is marked, so that a reader sees that something stood there. Rules err on the
-side of removing.
+Each removal is marked in the text. In doubt, rules remove.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from mindspeed_rlxf.config.secret_words import FORMS, SCHEME, URL_USER, is_secret_name
 
 GONE = "[removed]"
-# No pattern here takes more than linear time: each starts where no other start could reach the
-# same characters (a lookbehind), and no two repetitions next to each other share a character.
+# Every pattern takes linear time: each starts where no other start could reach the same characters
+# (a lookbehind), and no two repetitions next to each other share a character.
 # `name=value`, `name: value`, `"name": "value"`, and the same with quotes that were escaped
 ASSIGNMENT = re.compile(
     r"(?<![\w.\-])(?P<name>[\w.\-]+)(?P<between>\\{0,8}[\"']?[ \t]{0,64}[=:][ \t]{0,64})"
@@ -38,15 +37,25 @@ URL_QUERY = re.compile(r"(://[^\s?#\"']{0,512})[?#][^\s\"')]+")
 NUMBERS = re.compile(  # token ids
     r"[\[(][ ]?(?:-?\d{1,20}[ ]?,[ \n]{0,2}){7,}(?:-?\d{1,20}|\.\.\.)?[ ]?,?[ ]?[\])]"
 )
-QUOTED = re.compile(  # an escaped sign outside is passed over, so that no start lies in a text
+MARKS = (  # in this order: pattern, and what stands in its place afterwards
+    *((form, GONE) for form in FORMS),
+    (HEADER, rf"\g<name>\g<between>{GONE}"),
+    (SCHEME, rf"\1 {GONE}"),
+    (URL_USER, f"{GONE}@"),
+    (URL_QUERY, rf"\1?{GONE}"),
+    (USER_FLAG, rf"\g<flag>\g<between>{GONE}"),
+    (FLAG, rf"\g<flag>\g<between>{GONE}"),
+    (NETRC, rf"\g<name> {GONE}"),
+    (NUMBERS, "[numbers removed]"),
+)
+QUOTED = re.compile(  # an escaped sign outside is skipped, so that no match starts inside a text
     r"\\.|\"(?P<double>[^\"\n\\]*(?:\\.[^\"\n\\]*)*)\"|'(?P<single>[^'\n\\]*(?:\\.[^'\n\\]*)*)'"
 )
-MAX_LINE = 16_384  # characters of a line that is looked through; the rest of a longer one goes
-LONGEST_NAME = 256
+MAX_LINE = 16_384  # characters; the rest of a longer line is removed
 LONGEST_WORD = 1024
 LONG_QUOTE = 40  # characters; longer ones with spaces are sentences, not names
 TRACE_FILE = re.compile(r'^\s*File "')
-# Variables whose values help and are no secret.
+# Variables whose values help a diagnosis and are no secret.
 OPEN_VARIABLES = (
     "HCCL_", "ASCEND_", "NCCL_", "GLOO_", "TP_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_", "RAY_",
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "LC_", "LANG", "TASK_QUEUE_",
@@ -61,7 +70,7 @@ def is_open_variable(name: str) -> bool:
 
 
 class Redactor:
-    """Knows the secrets of this environment and texts of the run; `clean` removes them."""
+    """Removes the secrets of an environment and the private texts of a run."""
 
     def __init__(self, environment: Mapping[str, str], texts: Collection[str] = ()) -> None:
         """texts: prompts, responses and answers."""
@@ -72,31 +81,23 @@ class Redactor:
     def clean(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, GONE)
-        there = {text[i : i + SHORTEST] for i in range(len(text))}
+        parts = {text[i : i + SHORTEST] for i in range(len(text))}
         for private in self._texts:
-            if private[:SHORTEST] in there and private[-SHORTEST:] in there:
+            if private[:SHORTEST] in parts and private[-SHORTEST:] in parts:
                 text = text.replace(private, GONE)
         text = "".join(map(_cut, text.splitlines(keepends=True)))
-        for pattern in FORMS:
-            text = pattern.sub(GONE, text)
-        text = HEADER.sub(rf"\g<name>\g<between>{GONE}", text)
-        text = SCHEME.sub(rf"\1 {GONE}", text)
-        text = URL_USER.sub(f"{GONE}@", text)
-        text = URL_QUERY.sub(rf"\1?{GONE}", text)
-        text = USER_FLAG.sub(rf"\g<flag>\g<between>{GONE}", text)
-        text = FLAG.sub(rf"\g<flag>\g<between>{GONE}", text)
-        text = NETRC.sub(rf"\g<name> {GONE}", text)
-        text = NUMBERS.sub("[numbers removed]", text)
-        return "".join(self._line(line) for line in text.splitlines(keepends=True))
+        for pattern, mark in MARKS:
+            text = pattern.sub(mark, text)
+        return "".join(map(_clean_line, text.splitlines(keepends=True)))
 
-    @staticmethod
-    def _line(line: str) -> str:
-        line = _without_values(line)
-        return line if TRACE_FILE.match(line) else QUOTED.sub(_quoted, line)
+
+def _clean_line(line: str) -> str:
+    line = _without_values(line)
+    return line if TRACE_FILE.match(line) else QUOTED.sub(_quoted, line)
 
 
 def _cut(line: str) -> str:
-    """A line that no log has is cut between two words; the rest is not looked through."""
+    """Cut a line that is too long for a log between two words."""
     if len(line) <= MAX_LINE:
         return line
     end = max(line.rfind(" ", MAX_LINE - LONGEST_WORD, MAX_LINE), MAX_LINE - LONGEST_WORD)
@@ -104,7 +105,7 @@ def _cut(line: str) -> str:
 
 
 def _without_values(line: str) -> str:
-    """The line without the values whose names say that they are secret."""
+    """The line without the values of names that are secret."""
     parts, start, place = [], 0, 0
     while found := ASSIGNMENT.search(line, place):
         place = found.end()
@@ -125,7 +126,7 @@ def _quoted(found: re.Match[str]) -> str:
 
 
 def _spellings(texts: Iterable[str]) -> set[str]:
-    """Each text as it stands, line by line, and as Python and JSON would write it."""
+    """Each text and each of its lines, also as Python and JSON would write them."""
     found = set()
     for text in texts:
         for part in (text, *text.splitlines()):

@@ -1,4 +1,4 @@
-"""The findings for people and for programs."""
+"""Report of the findings, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ class Report:
     @property
     def exit_code(self) -> int:
         """1 when there is an error; warnings alone are 0."""
-        bad = any(finding.status is Status.ERROR for finding in self.findings)
-        return EXIT_ERRORS if bad else EXIT_FINE
+        return EXIT_ERRORS if self.counts["error"] else EXIT_FINE
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -65,25 +64,22 @@ class Report:
 
     def as_text(self, width: int = 100, colour: bool = False) -> str:
         """One line per finding, worst first, the remedy under what needs one."""
-        ranked = sorted(self.findings, key=lambda finding: -finding.status.badness)
+        ranked = sorted(self.findings, key=lambda f: list(Status).index(f.status), reverse=True)
         checks = max((len(finding.check) for finding in ranked), default=0)
         lines = [_lines(finding, checks, width, colour) for finding in ranked]
         counts = self.counts
-        total = ", ".join(
-            f"{counts[status.value]} {_plural(status, counts[status.value])}"
-            for status in reversed(Status)
-        )
+        total = f"{_count(counts, 'error')}, {_count(counts, 'warning')}, {counts['ok']} ok"
         return "\n".join([*lines, "", f"{self.host}: {total}  ({self.build})"])
 
 
 def make_report(findings: Sequence[Finding]) -> Report:
-    """Of now, this host and this installation."""
+    """Report the findings with the time, this host and this installation."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return Report(socket.gethostname(), build(), now, tuple(findings))
 
 
-def _plural(status: Status, count: int) -> str:
-    return status.value if status is Status.OK or count == 1 else f"{status.value}s"
+def _count(counts: Mapping[str, int], word: str) -> str:
+    return f"{counts[word]} {word}{'' if counts[word] == 1 else 's'}"
 
 
 def _lines(finding: Finding, checks: int, width: int, colour: bool) -> str:
@@ -92,33 +88,33 @@ def _lines(finding: Finding, checks: int, width: int, colour: bool) -> str:
         word = f"\033[{COLOURS[finding.status]}m{word}\033[0m"
     margin = 7 + 2 + checks + 2
     room = max(width - margin, 30)
-    value = printable(finding.value + _where(finding.hosts))
-    first, *rest = _wrapped(value, room) or [""]
-    lines = [f"{word}  {printable(finding.check):<{checks}}  {first}"]
-    lines += [" " * margin + line for line in rest]
-    if finding.remedy:
-        wrapped = _wrapped(printable(finding.remedy), room - 3)
-        lines += [" " * margin + ("-> " if i == 0 else "   ") + x for i, x in enumerate(wrapped)]
-    return "\n".join(lines)
+    value = printable(finding.value + _hosts(finding.hosts))
+    lines = (_wrap(value, room) or [""]) + _wrap(printable(finding.remedy), room, "-> ")
+    head = f"{word}  {printable(finding.check):<{checks}}  "
+    return "\n".join([head + lines[0], *(" " * margin + line for line in lines[1:])])
 
 
-def _wrapped(text: str, width: int) -> list[str]:
-    """Paths and commands stay whole, so that they can be copied."""
-    return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+def _wrap(text: str, width: int, arrow: str = "") -> list[str]:
+    """Lines of a text. Paths and commands stay whole, so that they can be copied."""
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=arrow,
+        subsequent_indent=" " * len(arrow),
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
-def _where(hosts: Sequence[str]) -> str:
-    if not hosts:
-        return ""
-    shown = ", ".join(hosts[:SHOWN_HOSTS])
-    more = len(hosts) - SHOWN_HOSTS
-    return f"  [{shown}, and {more} more]" if more > 0 else f"  [{shown}]"
+def _hosts(hosts: Sequence[str]) -> str:
+    more = [f"and {len(hosts) - SHOWN_HOSTS} more"] if len(hosts) > SHOWN_HOSTS else []
+    return f"  [{', '.join([*hosts[:SHOWN_HOSTS], *more])}]" if hosts else ""
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """On a terminal, unless NO_COLOR or a dumb terminal says otherwise."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return stream.isatty() and not plain
+    """Whether `stream` is a terminal with colours, and NO_COLOR is not set."""
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return stream.isatty() and not is_plain
 
 
 def line_width(stream: TextIO) -> int:

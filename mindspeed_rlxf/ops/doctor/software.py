@@ -1,8 +1,9 @@
-"""Versions of what is installed, and whether they go together."""
+"""Versions of installed packages, and whether they go together."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, requires
 
@@ -10,19 +11,32 @@ from packaging.requirements import Requirement
 
 from mindspeed_rlxf import device, packages
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import npu_versions, version_sets
-from mindspeed_rlxf.ops.doctor.findings import Finding, error, ok, warning
-from mindspeed_rlxf.ops.doctor.host import python_finding
+from mindspeed_rlxf.device import npu_versions
+from mindspeed_rlxf.ops.doctor.findings import Finding, Status, error, judge, ok, warning
 
 DISTRIBUTION = "mindspeed-rlxf"
+OLDEST_PYTHON = (3, 10, 0)
+REQUIRED = ("torch", "ray", "transformers", "safetensors", "numpy")
 
 
-def look(kind: DeviceKind) -> list[Finding]:
-    """Python, every package that matters, CANN, and the pairs among them."""
+def check_software(kind: DeviceKind) -> list[Finding]:
+    """Check Python, every package that matters, CANN, and the pairs among them."""
     kind = device.resolve_kind(kind)
-    versions = version_sets.installed()
-    found = [python_finding(), *package_findings(versions, version_sets.REQUIRED[kind])]
-    return found + (npu_findings() if kind is DeviceKind.NPU else [])
+    is_npu = kind is DeviceKind.NPU
+    required = (*REQUIRED, npu_versions.TORCH_NPU if is_npu else packages.MEGATRON)
+    versions = {name: packages.version(name) for name in npu_versions.PACKAGES}
+    found = [python_finding(sys.version_info[:3]), *package_findings(versions, required)]
+    return found + (npu_findings() if is_npu else [])
+
+
+def python_finding(version: tuple[int, int, int]) -> Finding:
+    return judge(
+        version >= OLDEST_PYTHON,
+        "versions.python",
+        f"{'.'.join(map(str, version))}, {sys.executable}",
+        "install Python 3.10 or newer",
+        Status.ERROR,
+    )
 
 
 def package_findings(
@@ -37,38 +51,53 @@ def package_findings(
         check, wanted = f"versions.{name}", ranges.get(name)
         if version is None:
             if name in required:
-                remedy = f"pip install '{wanted or name}' (tested sets: constraints/)"
-                found.append(error(check, "not installed", remedy))
+                found.append(
+                    error(
+                        check,
+                        "not installed",
+                        f"pip install '{wanted or name}' (tested sets: constraints/)",
+                    )
+                )
         elif wanted is not None and not wanted.specifier.contains(version, prereleases=True):
-            value = f"{version}, outside of {wanted.specifier}"
-            found.append(warning(check, value, f"pip install '{wanted}'"))
+            found.append(
+                warning(
+                    check, f"{version}, outside of {wanted.specifier}", f"pip install '{wanted}'"
+                )
+            )
         else:
             found.append(ok(check, version))
     return found
 
 
 def npu_findings() -> list[Finding]:
-    """What a worker would refuse, or warn of, when it starts: by the same rules."""
+    """Check versions by the rules that a worker follows when it starts."""
     there = npu_versions.found()
     found = [_cann(there.cann), *_sources()]
     for problem in (*npu_versions.source_problems(), *npu_versions.pair_problems(there)):
-        say = error if problem.fatal else warning
-        found.append(say("versions.pairs", problem.what, problem.remedy))
+        status = Status.ERROR if problem.fatal else Status.WARNING
+        found.append(Finding("versions.pairs", status, problem.rule, problem.remedy))
     return found
 
 
 def _cann(cann: str | None) -> Finding:
     if cann is None:
-        remedy = "install CANN, and source its set_env.sh before `ray start` and the run"
-        return error("versions.cann", "no CANN found", remedy)
-    if not (os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")):
-        remedy = "source its set_env.sh before `ray start` and the run"
-        return warning("versions.cann", f"{cann}, its set_env.sh is not sourced", remedy)
-    return ok("versions.cann", cann)
+        return error(
+            "versions.cann",
+            "no CANN found",
+            "install CANN, and source its set_env.sh before `ray start` and the run",
+        )
+    is_sourced = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")
+    value = cann if is_sourced else f"{cann}, its set_env.sh is not sourced"
+    return judge(
+        bool(is_sourced),
+        "versions.cann",
+        value,
+        "source its set_env.sh before `ray start` and the run",
+    )
 
 
 def _sources() -> list[Finding]:
-    """Where checkouts are imported from: what a version alone does not tell."""
+    """Folders that checkouts are imported from, which versions do not show."""
     modules = ("megatron.core", "megatron.training", "mindspeed")
     folders = {module: packages.folder_of(module) for module in modules}
     there = [f"{module} from {folder}" for module, folder in folders.items() if folder]
@@ -76,7 +105,7 @@ def _sources() -> list[Finding]:
 
 
 def _requirements() -> dict[str, Requirement]:
-    """Of this package, by name; empty where it is on the path without being installed."""
+    """Requirements of this package, by name; none where it is on the path but not installed."""
     try:
         lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError:

@@ -1,14 +1,14 @@
-"""What is examined: a configuration's devices, files and room, or a run in general."""
+"""The subject of the checks: a configuration's devices, files and room, or a run in general."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.ops.doctor.disk import huggingface_home
 from mindspeed_rlxf.run.directory import RunDirectory
 
 OUTPUTS = "outputs"
@@ -16,7 +16,7 @@ OUTPUTS = "outputs"
 
 @dataclass(frozen=True)
 class Subject:
-    """Travels to every host.
+    """The device, folder and files to check. It is sent to every host.
 
     output_dir:    of the run; absolute
     paths:         (key of the configuration, file or folder that the run reads), `*` for a rest
@@ -31,36 +31,34 @@ class Subject:
     resource: str | None = None
 
 
-def subject_of(config: RunConfig | None, kind: DeviceKind, several_hosts: bool) -> Subject:
-    """kind: overrides that of the configuration unless it is `auto`."""
+def choose_subject(config: RunConfig | None, kind: DeviceKind, several_hosts: bool) -> Subject:
+    """Take devices and files from the configuration, where there is one.
+
+    kind: overrides that of the configuration unless it is `auto`
+    """
     if config is None:
         return Subject(kind, str(Path(OUTPUTS).absolute()), (), several_hosts)
     return Subject(
         kind if kind is not DeviceKind.AUTO else config.device.kind,
         str(RunDirectory.choose(config).path),
-        tuple((key, str(Path(path).absolute())) for key, path in _paths(config)),
+        tuple((key, str(Path(path).absolute())) for key, path in _paths(config) if path),
         several_hosts,
         config.device.resource_name,
     )
 
 
 def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
-    yield "training.tokenizer_name_or_path", _tokenizer(config.training.tokenizer_name_or_path)
-    for role in config.roles:
-        folder = config.role(role).load
-        if folder is not None:
-            yield f"{role.value}.load", folder
-    data = config.data
-    for key, names in (("train_files", data.train_files), ("val_files", data.val_files)):
-        yield from ((f"data.{key}", name) for name in names)
-    for key, prefixes in (("data_path", data.data_path), ("val_data_path", data.val_data_path)):
-        yield from ((f"data.{key}", f"{prefix}_packed_*") for prefix in prefixes)
-    if config.actor_rollout.fixed_responses is not None:
-        yield "actor_rollout.fixed_responses", config.actor_rollout.fixed_responses
+    training, data = config.training, config.data
+    yield "training.tokenizer_name_or_path", _tokenizer(training.tokenizer_name_or_path)
+    yield from ((f"{role.value}.load", config.role(role).load or "") for role in config.roles)
+    for key in ("train_files", "val_files"):
+        yield from ((f"data.{key}", name) for name in getattr(data, key))
+    for key in ("data_path", "val_data_path"):
+        yield from ((f"data.{key}", f"{prefix}_packed_*") for prefix in getattr(data, key))
+    yield "actor_rollout.fixed_responses", config.actor_rollout.fixed_responses or ""
 
 
 def _tokenizer(name: str) -> str:
-    """The folder, or where the cache of Hugging Face has the model of this name."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cached = home / "hub" / f"models--{name.replace('/', '--')}"
+    """The folder, or the model of this name in the cache of Hugging Face where there is one."""
+    cached = huggingface_home() / "hub" / f"models--{name.replace('/', '--')}"
     return name if Path(name).exists() or not cached.exists() else str(cached)

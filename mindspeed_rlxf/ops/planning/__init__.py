@@ -1,1 +1,1 @@
-"""What a run needs and where it runs, worked out before a device is claimed."""
+"""Plan the memory and the places of a run before a device is claimed."""

@@ -1,4 +1,4 @@
-"""Needs against what there is: the sections of the plan, and a problem for each that is too big."""
+"""Compare needs with what is available: sections of the plan, and a problem for each excess."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import gcd
 
 from mindspeed_rlxf.config.errors import Problem
-from mindspeed_rlxf.config.rules.host import GIB
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.host import disk_needed, host_memory_needed
@@ -19,42 +18,46 @@ from mindspeed_rlxf.ops.planning.memory import (
     optimizer_of,
     pool_memories,
 )
+from mindspeed_rlxf.ops.sizes import format_bytes
 from mindspeed_rlxf.reporting.table import pairs, table
 from mindspeed_rlxf.run.directory import RunDirectory
-
-MIB = 1024**2
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes wanted and there; None = unknown, for the reason `unknown`. The others are parts of
-    the problem."""
+    """Bytes wanted and available, with the parts of the problem where they are too few.
+
+    key, remedy: of the problem
+    subject:     what needs the bytes, with a space behind it; may be empty
+    available:   None = unknown, for the reason `unknown`
+    """
 
     key: str
-    what: str
+    subject: str
     wanted: int
-    there: int | None
+    available: int | None
     remedy: str
-    unknown: str
+    unknown: str = ""
 
     @property
     def problem(self) -> Problem | None:
-        if self.there is None or self.wanted <= self.there:
+        if self.available is None or self.wanted <= self.available:
             return None
-        return Problem(
-            self.key,
-            f"{self.what}needs {size(self.wanted)}, has {size(self.there)}",
-            remedy=self.remedy,
-            colon=bool(self.what),
-        )
+        rule = f"{self.subject}{self._sizes}"
+        return Problem(self.key, rule, remedy=self.remedy, colon=bool(self.subject))
 
     @property
     def verdict(self) -> str:
-        if self.there is None:
-            return f"needs {size(self.wanted)}; {self.unknown}"
-        if self.wanted <= self.there:
-            return f"fits: needs {size(self.wanted)}, has {size(self.there)}"
-        return f"does not fit: needs {size(self.wanted)}, has {size(self.there)}; {self.remedy}"
+        if self.available is None:
+            return f"{self._sizes}; {self.unknown}"
+        if self.problem is None:
+            return f"fits: {self._sizes}"
+        return f"does not fit: {self._sizes}; {self.remedy}"
+
+    @property
+    def _sizes(self) -> str:
+        needs = f"needs {format_bytes(self.wanted)}"
+        return needs if self.available is None else f"{needs}, has {format_bytes(self.available)}"
 
 
 @dataclass(frozen=True)
@@ -65,48 +68,40 @@ class Fit:
     problems: list[Problem]
 
 
-def fit(config: RunConfig) -> Fit:
-    """Memory of devices and hosts, and disk."""
-    pools = [need for pool in config.resource_pool for need in pool_memories(config, pool)]
-    sections, needs = {}, []
+def check_fit(config: RunConfig) -> Fit:
+    """Compare needs with the memory of devices and hosts, and with free disk."""
+    pools = [memory for pool in config.resource_pool for memory in pool_memories(config, pool)]
+    sections: dict[str, tuple[str, Need]] = {}
     for pool in pools:
-        need = _device_need(config, pool)
         part = f", {pool.part}" if pool.part else ""
         title = f"Memory per device, pool {pool.pool}{part} (rank {pool.rank}, which needs most)"
-        sections[title] = f"{table(_pool_rows(pool))}\n  {need.verdict}"
-        needs.append(need)
-    for title, (rows, need) in _elsewhere(config, pools).items():
-        sections[title] = f"{pairs(rows)}\n  {need.verdict}"
-        needs.append(need)
-    return Fit(sections, [need.problem for need in needs if need.problem])
-
-
-def size(count: int) -> str:
-    """Bytes for people: GiB, MiB when small."""
-    if count >= GIB:
-        return f"{count / GIB:.1f} GiB"
-    return f"{count / MIB:.1f} MiB" if count else "0"
+        sections[title] = table(_pool_rows(pool)), _device_need(config, pool)
+    host = "Host memory" + (", largest host" if available.is_joined(config) else "")
+    sections[host] = _host_section(config, pools)
+    sections["Disk"] = _disk_section(config)
+    texts = {title: f"{body}\n  {need.verdict}" for title, (body, need) in sections.items()}
+    return Fit(texts, [need.problem for _, need in sections.values() if need.problem])
 
 
 def _pool_rows(pool: PoolMemory) -> list[list[object]]:
-    """A line for each phase of each role, and one for all together."""
+    """A row for each phase of each role, and one for all together."""
     rows: list[list[object]] = [
         ["role", "phase", "weights", "gradients", "optimizer", "activations", "KV cache", "other",
          "sum"]
     ]  # fmt: skip
     for role in pool.roles:
-        rows += [_line(role.role.value, [role], role.other, phase) for phase in role.phases]
+        rows += [_row(role.role.value, [role], role.other, phase) for phase in role.phases]
     other = pool.process + sum(role.other for role in pool.roles)
     phase = pool.busiest.largest if pool.busiest else Phase("-")
-    return [*rows, _line("together", pool.roles, other, phase)]
+    return [*rows, _row("together", pool.roles, other, phase)]
 
 
-def _line(name: str, roles: Sequence[RoleMemory], other: int, phase: Phase) -> list[object]:
-    """What `roles` and `other` hold while `phase` runs."""
+def _row(name: str, roles: Sequence[RoleMemory], other: int, phase: Phase) -> list[object]:
+    """Memory of `roles` and `other` while `phase` runs."""
     kept = [sum(values) for values in zip(*(role.state for role in roles), strict=True)]
     kept = kept or [0, 0, 0]
     needs = [*kept, phase.activations, phase.kv_cache, other + phase.other]
-    return [name, phase.name, *map(size, [*needs, sum(needs)])]
+    return [name, phase.name, *map(format_bytes, [*needs, sum(needs)])]
 
 
 def _device_need(config: RunConfig, pool: PoolMemory) -> Need:
@@ -123,7 +118,7 @@ def _device_need(config: RunConfig, pool: PoolMemory) -> Need:
 
 
 def _remedy(config: RunConfig, pool: PoolMemory) -> str:
-    """What lowers the largest part."""
+    """The change that lowers the largest part."""
     busiest = pool.busiest
     if busiest is None or sum(sum(role.state) for role in pool.roles) > busiest.largest.total:
         return " or ".join(_ways_to_spread(config, pool))
@@ -135,7 +130,7 @@ def _remedy(config: RunConfig, pool: PoolMemory) -> str:
 
 
 def _ways_to_spread(config: RunConfig, pool: PoolMemory) -> Iterator[str]:
-    """Fewer weights, gradients and optimizer slots on a rank."""
+    """Changes that leave fewer weights, gradients and optimizer slots on a rank."""
     if pool.part == GENERATES:
         yield "raise rollout.tensor_model_parallel_size"
         return
@@ -156,47 +151,32 @@ def _ways_to_spread(config: RunConfig, pool: PoolMemory) -> Iterator[str]:
         yield "place roles on pools of their own"
 
 
-def _elsewhere(
-    config: RunConfig, pools: list[PoolMemory]
-) -> dict[str, tuple[list[tuple[str, object]], Need]]:
-    """Title -> lines and need of what is not on a device."""
-    host, disk = host_memory_needed(config, pools), disk_needed(config)
-    folder = RunDirectory.choose(config).path
-    memory_rows: list[tuple[str, object]] = [
-        (f"processes ({host.num_processes})", size(host.processes)),
-        ("driver", size(host.driver)),
-        ("rows of an iteration, and of the one before", size(host.rows)),
-        ("final weights while they are written", size(host.export)),
-    ]
-    if host.devices:
-        memory_rows.append(("what the roles hold", size(host.devices)))
-    disk_rows: list[tuple[str, object]] = [
-        (f"final weights of {role.value}", size(count)) for role, count in disk.exports.items()
-    ]
-    count = disk.num_checkpoints
-    disk_rows.append((f"checkpoints ({count}, one being written)", size(count * disk.checkpoint)))
-    title = "Host memory" + (", largest host" if available.is_joined(config) else "")
-    return {
-        title: (
-            memory_rows,
-            Need(
-                "resource_pool",
-                "the host ",
-                host.total,
-                available.host_memory(config),
-                "use fewer processes, smaller micro-batches, or more hosts",
-                "memory of the hosts of a cluster is unknown here",
-            ),
-        ),
-        "Disk": (
-            disk_rows,
-            Need(
-                f"training.output_dir={str(folder)!r}",
-                "",
-                disk.total,
-                available.free_disk(folder),
-                "free some space, or set training.output_dir to another disk",
-                "",
-            ),
-        ),
+def _host_section(config: RunConfig, pools: list[PoolMemory]) -> tuple[str, Need]:
+    host = host_memory_needed(config, pools)
+    rows = {
+        f"processes ({host.num_processes})": host.processes,
+        "driver": host.driver,
+        "rows of an iteration, and of the one before": host.rows,
+        "final weights while they are written": host.export,
     }
+    if host.devices:
+        rows["what the roles hold"] = host.devices
+    remedy = "use fewer processes, smaller micro-batches, or more hosts"
+    unknown = "memory of the hosts of a cluster is unknown here"
+    there = available.host_memory(config)
+    need = Need("resource_pool", "the host ", host.total, there, remedy, unknown)
+    return _rows(rows), need
+
+
+def _disk_section(config: RunConfig) -> tuple[str, Need]:
+    disk, folder = disk_needed(config), RunDirectory.choose(config).path
+    rows = {f"final weights of {role.value}": count for role, count in disk.exports.items()}
+    checkpoints = f"checkpoints ({disk.num_checkpoints}, one being written)"
+    rows[checkpoints] = disk.num_checkpoints * disk.checkpoint
+    key = f"training.output_dir={str(folder)!r}"
+    remedy = "free some space, or set training.output_dir to another disk"
+    return _rows(rows), Need(key, "", disk.total, available.free_disk(folder), remedy)
+
+
+def _rows(sizes: dict[str, int]) -> str:
+    return pairs([(name, format_bytes(count)) for name, count in sizes.items()])

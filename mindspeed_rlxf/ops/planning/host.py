@@ -28,14 +28,14 @@ class HostMemory:
 
     num_processes: int
     processes: int
-    devices: int  # what roles hold, on CPU
+    devices: int  # memory of the roles, on CPU
     rows: int
     driver: int
     export: int
 
     @property
     def total(self) -> int:
-        """Final weights are written after the last iteration, when its rows are no more needed."""
+        """Rows are freed before the final weights are written, so the larger of them counts."""
         return self.processes + self.driver + self.devices + max(self.rows, self.export)
 
 
@@ -56,7 +56,7 @@ class Disk:
 
 
 def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory:
-    """pools: of the run, for what lies in the host's memory on CPU."""
+    """Memory of the largest host. pools: their memory is the host's on CPU"""
     actor, samples = config.actor_rollout, config.samples_per_iteration
     sizes = {need.pool: _on_a_host(config, config.resource_pool[need.pool]) for need in pools}
     shared = config.runtime.kind is RuntimeKind.LOCAL or is_joined(config)
@@ -74,7 +74,7 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
 
 
 def _generated(config: RunConfig) -> int:
-    """Responses of an iteration at most, those that are not learnt from among them."""
+    """Largest number of responses of an iteration, with those that are not trained on."""
     algorithm, samples = config.algorithm, config.samples_per_iteration
     batches = algorithm.max_num_gen_batches if algorithm.filter_groups else 1
     greedy = algorithm.estimator.reads_greedy
@@ -82,15 +82,14 @@ def _generated(config: RunConfig) -> int:
 
 
 def disk_needed(config: RunConfig) -> Disk:
-    return Disk(
-        {role: _export_bytes(config, role) for role in _trained(config)},
-        sum(_checkpoint_bytes(config, role) for role in _trained(config)),
-        config.training.keep_last + 1,
-    )
+    itemsizes = {role: memory.itemsize(config.role(role)) for role in _trained(config)}
+    checkpoints = [memory.checkpoint_bytes(_numbers(config, r), i) for r, i in itemsizes.items()]
+    exports = {role: _export_bytes(config, role) for role in itemsizes}
+    return Disk(exports, sum(checkpoints), config.training.keep_last + 1)
 
 
 def _on_a_host(config: RunConfig, processes: Sequence[int]) -> int:
-    """Of the processes of each node: on a cluster that is joined those of the largest."""
+    """Processes on one host: all of them, or on a joined cluster those of the largest node."""
     return max(processes) if is_joined(config) else sum(processes)
 
 
@@ -99,8 +98,10 @@ def _numbers(config: RunConfig, role: Role) -> int:
 
 
 def _written_on_a_host(config: RunConfig, role: Role) -> int:
-    """Weights that the ranks which write them hold on the same host: the first rank of a stage,
-    and with experts on several ranks the first of each of these."""
+    """Bytes of the weights that ranks of one host write, on the host with most such ranks.
+
+    The first rank of each stage writes, and with experts on several ranks the first of each.
+    """
     section, layout = config.role(role), config.layout(role)
     ep = section.expert_model_parallel_size
     numbers = _numbers(config, role) // (layout.pp * ep)
@@ -116,10 +117,6 @@ def _written_on_a_host(config: RunConfig, role: Role) -> int:
     return share * max(hosts.values())
 
 
-def _checkpoint_bytes(config: RunConfig, role: Role) -> int:
-    return memory.checkpoint_bytes(_numbers(config, role), memory.itemsize(config.role(role)))
-
-
 def _export_bytes(config: RunConfig, role: Role) -> int:
     itemsize = memory.itemsize(config.role(role))
     stored = stored_itemsize(config.role(role).load, itemsize)
@@ -127,8 +124,10 @@ def _export_bytes(config: RunConfig, role: Role) -> int:
 
 
 def stored_itemsize(folder: str | None, otherwise: int) -> int:
-    """Bytes of one number in a Hugging Face folder; `otherwise` where it cannot be read, which is
-    the preflight's to report."""
+    """Bytes of one number in a Hugging Face folder.
+
+    otherwise: returned where the folder cannot be read, which the preflight reports
+    """
     try:
         return HfFolder(str(folder)).dtype("model.norm.weight").itemsize
     except (KeyError, ValueError):

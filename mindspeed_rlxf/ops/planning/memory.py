@@ -1,7 +1,7 @@
-"""Memory of a pool's devices: what each role keeps, and what its phases need for a while.
+"""Memory of a pool's devices: lasting memory of each role, and memory of its phases.
 
-Roles of a pool share a process. What they keep adds up; their phases follow one another, so that
-only the largest one counts.
+Roles of a pool share a process. Their lasting memory adds up. Their phases follow one another, so
+that only the largest one counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ POOL_GROUP = 1  # the communicator of a split pool, for weights
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes that one step of a role needs beside what it keeps."""
+    """Bytes that one step of a role needs beside its lasting memory."""
 
     name: str
     activations: int = 0
@@ -65,7 +65,7 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Bytes of one rank of a pool; `process` is what it takes without any role."""
+    """Bytes of one rank of a pool; `process` are those without any role."""
 
     pool: str
     rank: int
@@ -128,12 +128,15 @@ def _generating(config: RunConfig, pool: str) -> PoolMemory:
 
 
 def _buckets(name: str, weights: int) -> Phase:
-    """Weights on their way from one part of a pool to the other."""
+    """Send or receive weights between the parts of a pool."""
     return Phase(name, other=min(BUCKET_BYTES, weights))
 
 
 def generate_phase(config: RunConfig, received: int) -> Phase:
-    """The rollout: no pipeline, all experts; `received` numbers are there for its time only."""
+    """Generation on a replica without a pipeline and with all experts.
+
+    received: numbers of weights that are held during generation only
+    """
     actor, tp, rows = config.actor_rollout, config.rollout_tp, cache_rows(config)
     a, item = actor.architecture, memory.itemsize(actor)
     prefill = memory.prefill_tokens(rows, actor.max_prompt_length)
@@ -150,7 +153,7 @@ def generate_phase(config: RunConfig, received: int) -> Phase:
 
 
 def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
-    """The rank that needs most of those that learn or compute; the first one of these."""
+    """The first rank with the largest need, without ranks that only generate."""
     roles = [role for role in config.roles_of(pool) if has_model(config, role)]
     process = device.process_bytes(config.device.kind)
     ranks: dict[tuple[int, ...], int] = {}
@@ -214,7 +217,10 @@ def _phases(stage: _Stage, optimizer: OptimizerConfig | None) -> Iterator[Phase]
     config, role = stage.config, stage.role
     yield stage.forward()
     if optimizer:
-        yield stage.update(_mini_batch(config, role) // stage.layout.dp)
+        mini_batch = config.actor_rollout.ppo_mini_batch_size
+        if role is Role.CRITIC:
+            mini_batch = config.value_model.critic_mini_batch_size
+        yield stage.update(mini_batch // stage.layout.dp)
         distributed = optimizer.use_distributed_optimizer
         roots = [
             memory.optimizer_step_bytes(sum(sizes), replicas if distributed else 1)
@@ -224,17 +230,12 @@ def _phases(stage: _Stage, optimizer: OptimizerConfig | None) -> Iterator[Phase]
     if role is Role.ACTOR_ROLLOUT and config.parts:
         yield _buckets("send weights", memory.weight_bytes(sum(stage.sizes), stage.itemsize))
     elif role is Role.ACTOR_ROLLOUT:
-        yield generate_phase(config, stage.received())
-
-
-def _mini_batch(config: RunConfig, role: Role) -> int:
-    if role is Role.CRITIC:
-        return config.value_model.critic_mini_batch_size
-    return config.actor_rollout.ppo_mini_batch_size
+        # Weights of other stages and experts, which a rank that generates too receives.
+        yield generate_phase(config, received_numbers(*stage.shard))
 
 
 class _Stage:
-    """One role on one pipeline stage, with the sizes that its phases are worked out from."""
+    """One role on one pipeline stage, with the sizes that its phases depend on."""
 
     def __init__(self, config: RunConfig, role: Role, pp_rank: int) -> None:
         self.config, self.role, self.pp_rank = config, role, pp_rank
@@ -245,14 +246,17 @@ class _Stage:
         self.sequence_parallel = self.section.sequence_parallel and self.layout.tp > 1
         self.ep = self.section.expert_model_parallel_size
         place = (pp_rank, self.layout.pp, self.section.model_chunks, self.ep)
-        shared, experts = split_sizes(self.architecture, self.head, self.layout.tp, *place)
+        self.shard = (self.architecture, self.head, self.layout.tp, *place)
+        shared, experts = split_sizes(*self.shard)
         self.sizes = shared + experts
         # Parameters that Megatron keeps in one buffer, and the replicas that sum its gradients.
         self.buffers = [(self.sizes, self.layout.dp)]
         if self.ep > 1:
             self.buffers = [(shared, self.layout.dp), (experts, self.layout.dp // self.ep)]
         actor = config.actor_rollout
-        self.prompt, self.response = actor.max_prompt_length, actor.max_new_tokens
+        self.response = actor.max_new_tokens
+        self.length = actor.max_prompt_length + self.response
+        self.samples = config.samples_per_iteration // self.layout.dp  # on this rank
 
     def communication(self, trains: bool) -> int:
         layout = self.layout
@@ -264,17 +268,17 @@ class _Stage:
         held = groups * device.communicator_bytes(self.config.device.kind)
         if self.sequence_parallel:
             hidden = self.architecture.hidden_size
-            held += memory.gather_buffer_bytes(self._tokens(self._samples), hidden, self.itemsize)
+            held += memory.gather_buffer_bytes(self._tokens(self.samples), hidden, self.itemsize)
         return held
 
     def forward(self) -> Phase:
         """A pass without gradients: one layer at a time."""
-        tokens = self._tokens(self._samples)
-        held = self._layer(tokens) + self._head(self._samples)
+        tokens = self._tokens(self.samples)
+        held = self._layer(tokens) + self._head(self.samples)
         return Phase("forward", held, other=self._sent(tokens))
 
     def update(self, samples: int) -> Phase:
-        """Forward and backward of one micro-batch, with those that the pipeline has under way.
+        """Forward and backward of one micro-batch, with those that are in the pipeline.
 
         samples: of an optimizer step on this rank
         """
@@ -285,28 +289,14 @@ class _Stage:
         if layout.pp > 1:
             own = tokens // layout.tp if self.sequence_parallel else tokens
             held += memory.stage_transfer_bytes(own, self.architecture.hidden_size, self.itemsize)
-        micro_batches = memory.micro_batches(self.section, samples, self._length)
+        micro_batches = memory.micro_batches(self.section, samples, self.length)
         count = memory.in_flight(self.pp_rank, layout.pp, micro_batches, chunks)
         gradient = memory.weight_gradient_bytes(self.sizes, self.itemsize)
         other = gradient + self._sent(tokens)
         return Phase("update", count * held + self._head(samples), other=other)
 
-    def received(self) -> int:
-        """Numbers of other stages and experts that a rank which generates too is sent."""
-        place = (self.pp_rank, self.layout.pp, self.section.model_chunks, self.ep)
-        return received_numbers(self.architecture, self.head, self.layout.tp, *place)
-
-    @property
-    def _length(self) -> int:
-        return self.prompt + self.response
-
-    @property
-    def _samples(self) -> int:
-        """Of an iteration on this rank."""
-        return self.config.samples_per_iteration // self.layout.dp
-
     def _tokens(self, samples: int) -> int:
-        return memory.micro_batch_tokens(self.section, samples, self._length)
+        return memory.micro_batch_tokens(self.section, samples, self.length)
 
     def _layer(self, tokens: int) -> int:
         return memory.layer_activation_bytes(
@@ -314,13 +304,13 @@ class _Stage:
         )
 
     def _sent(self, tokens: int) -> int:
-        """Hidden states on their way between the experts of a layer."""
+        """Hidden states that are exchanged between the experts of a layer."""
         return memory.dispatch_bytes(
             self.architecture, tokens, self.layout.tp, self.sequence_parallel, self.itemsize
         )
 
     def _head(self, samples: int) -> int:
-        """What the last stage reads from the hidden states of the largest micro-batch."""
+        """Hidden states and outputs of the last stage, for the largest micro-batch."""
         if self.pp_rank < self.layout.pp - 1:
             return 0
         a, hidden = self.architecture, self.architecture.hidden_size

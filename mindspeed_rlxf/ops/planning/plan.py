@@ -1,4 +1,4 @@
-"""What `dry_run=true` prints: what will run where, in which sizes, and where the output goes."""
+"""The plan that `dry_run=true` prints: places and sizes of all roles, batches, output, memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
-from mindspeed_rlxf.ops.planning.fit import fit
+from mindspeed_rlxf.ops.planning.fit import check_fit
 from mindspeed_rlxf.ops.planning.memory import cache_rows, has_model
 from mindspeed_rlxf.ops.planning.topology import topology
 from mindspeed_rlxf.reporting.table import pairs, table
@@ -27,8 +27,8 @@ class Plan:
 
 
 def plan(config: RunConfig) -> Plan:
-    """The whole plan; no device is claimed and nothing is written."""
-    fitting = fit(config)
+    """Plan the run without claiming a device or writing a file."""
+    fitting = check_fit(config)
     sections = {
         f"Run {config.training.run_name}": pairs(_run(config)),
         "Roles": table(_roles(config)),
@@ -47,27 +47,21 @@ def _run(config: RunConfig) -> list[tuple[str, object]]:
     training, runtime, data = config.training, config.runtime, config.data
     chosen = choose_cluster(runtime.address)
     cluster = f"cluster at {chosen.address}" if chosen.address else "own cluster on this host"
+    is_ray = runtime.kind is RuntimeKind.RAY
+    saved = {role: config.save_folder(role) for role in config.roles if role in SAVED_AS}
+    rules = ", ".join(f"{weight:g} x {rule.value}" for rule, weight in config.verifiers)
     return [
         ("iterations", training.train_iters),
         ("output", training.output_dir),
-        *((f"weights of {role.value}", folder) for role, folder in _save_folders(config)),
+        *((f"weights of {role.value}", folder) for role, folder in saved.items() if folder),
         ("checkpoints of the run", _checkpoints(config)),
         ("tokenizer", training.tokenizer_name_or_path),
         ("training prompts", ", ".join(data.train_files or data.data_path)),
         ("validation prompts", ", ".join(data.val_files or data.val_data_path) or "none"),
-        (
-            "runtime",
-            f"ray, {cluster} ({chosen.source})" if runtime.kind is RuntimeKind.RAY else "local",
-        ),
+        ("runtime", f"ray, {cluster} ({chosen.source})" if is_ray else "local"),
         ("device", config.device.kind.value),
-        ("reward", _reward(config)),
+        ("reward", f"verifier: {rules}" if rules else config.reward.kind.value),
     ]
-
-
-def _save_folders(config: RunConfig) -> list[tuple[Role, object]]:
-    """Of the trained roles whose weights do not go to the output folder."""
-    folders = {role: config.save_folder(role) for role in config.roles if role in SAVED_AS}
-    return [(role, folder) for role, folder in folders.items() if folder is not None]
 
 
 def _checkpoints(config: RunConfig) -> str:
@@ -80,13 +74,8 @@ def _checkpoints(config: RunConfig) -> str:
     return ", ".join([*found, "at the end", kept])
 
 
-def _reward(config: RunConfig) -> str:
-    rules = ", ".join(f"{weight:g} x {rule.value}" for rule, weight in config.verifiers)
-    return f"verifier: {rules}" if rules else config.reward.kind.value
-
-
 def _environment(config: RunConfig) -> str:
-    """Variables that every worker gets; on an own cluster it has the driver's others too."""
+    """Variables that every worker gets; on an own cluster it inherits the driver's others too."""
     found = variables(config.pool_settings.env)
     if not found:
         return pairs([("no variables", "add some with resource_pool.env")])
@@ -114,7 +103,7 @@ def _roles(config: RunConfig) -> list[list[object]]:
 
 
 def _rollout(config: RunConfig, precision: str) -> list[object]:
-    """The line of ranks that only generate."""
+    """The row of ranks that only generate."""
     layout, pool = config.rollout_layout, config.pool_of(Role.ACTOR_ROLLOUT)
     sizes = [layout.world_size, layout.tp, layout.pp, layout.dp, 1]
     model = config.actor_rollout.model
@@ -136,7 +125,7 @@ def _batch(config: RunConfig) -> list[tuple[str, object]]:
 
 
 def _at_once(config: RunConfig) -> str:
-    """On replicas of the rollout, which has no pipeline."""
+    """Rows and rounds of a replica of the rollout, which has no pipeline."""
     per_replica = -(-config.samples_per_iteration // config.rollout_layout.dp)
     rows = cache_rows(config)
     return f"{rows} (rounds: {-(-per_replica // rows)})"
@@ -152,7 +141,7 @@ def _forwards(config: RunConfig) -> list[list[object]]:
 
 
 def _micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, str]:
-    """Size and number of those that a rank makes of `samples`."""
+    """Size and number of the micro-batches that a rank makes of `samples`."""
     section, actor = config.role(role), config.actor_rollout
     count = memory.micro_batches(section, samples, actor.max_prompt_length + actor.max_new_tokens)
     limit = section.max_tokens_per_micro_batch

@@ -2,8 +2,4 @@
 
 from imported import Imported
 
-
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return Imported(f"torchair.{name}")
+__getattr__ = Imported("torchair").__getattr__

@@ -22,7 +22,7 @@ def subjects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Subject]:
         seen.append(subject)
         return [ok("a.b", "1")]
 
-    monkeypatch.setattr(doctor, "look", look)
+    monkeypatch.setattr(doctor, "check_host", look)
     monkeypatch.chdir(tmp_path)
     return seen
 
@@ -32,7 +32,7 @@ def test_a_sound_host_is_0_and_an_error_is_1(
 ) -> None:
     assert cli.main(["doctor"]) == 0
     assert "ok       a.b  1" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "look", lambda subject: [error("a.b", "2", "mend it")])
+    monkeypatch.setattr(doctor, "check_host", lambda subject: [error("a.b", "2", "mend it")])
     assert cli.main(["doctor"]) == 1
 
 

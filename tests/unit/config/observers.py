@@ -343,7 +343,7 @@ def started(config: RunConfig) -> Any:
     with patch.object(local, "LocalWorld") as world:
         local.LocalRuntime.from_config(config, None)
     kind = DeviceKind.AUTO
-    return world.call_args.args, subject.subject_of(config, kind, False).resource
+    return world.call_args.args, subject.choose_subject(config, kind, False).resource
 
 
 def joined(config: RunConfig) -> Any:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rlxf import packages
-from mindspeed_rlxf.device import npu, version_sets
+from mindspeed_rlxf.device import npu, npu_versions
 
 ADAPTOR = """
 import sys
@@ -171,7 +171,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int = 8) -> 
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     monkeypatch.setattr(packages, "_installed", VERSIONS.get)
-    monkeypatch.setattr(version_sets, "cann_version", lambda: "8.5.0")
+    monkeypatch.setattr(npu_versions, "cann_version", lambda: "8.5.0")
     monkeypatch.setattr(dist, "all_reduce", dist.all_reduce)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     return recorder

@@ -29,7 +29,7 @@ def used() -> tuple[set[str], set[str]]:
             if (
                 owner.endswith("library().npu")
                 or (file.stem == "npu" and owner == "npu")
-                or owner.startswith("getattr(torch, FACTS[")
+                or owner in ("library", "getattr(torch, FACTS[kind].torch_type)")
             ):
                 npu.add(node.attr)
             elif owner == "adaptor":

@@ -46,9 +46,8 @@ print(json.dumps({
     "type": torch.ones(1).type(),
     "cast": torch.ones(1).type(torch.bfloat16).dtype is torch.bfloat16,
     "random": first == second,
-    "memory": device.memory_allocated(),
     "event": torch.cuda.Stream().record_event().synchronize(),
-    "idle": [device.synchronize(), device.empty_cache()],
+    "idle": device.synchronize(),
 }))
 """
 
@@ -84,9 +83,4 @@ def test_setup_again_only_sets_threads_and_another_kind_is_refused(
 
 
 def test_a_stream_records_an_event_that_can_be_waited_for(seen: dict[str, object]) -> None:
-    assert seen["event"] is None  # what synchronize gives back; there is nothing to wait for
-
-
-def test_memory_is_the_resident_set(seen: dict[str, object]) -> None:
-    memory = seen["memory"]
-    assert isinstance(memory, int) and 50e6 < memory < 5e9 and seen["idle"] == [None, None]
+    assert seen["event"] is None and seen["idle"] is None  # there is nothing to wait for

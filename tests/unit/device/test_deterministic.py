@@ -1,4 +1,4 @@
-"""What makes a device repeat itself, and when it is asked to."""
+"""Deterministic mode sets torch and the variables of the device's libraries."""
 
 from __future__ import annotations
 
@@ -35,44 +35,31 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted", "variables"),
+    ("kind", "wanted", "given", "variables"),
     [
-        (DeviceKind.CPU, None, {}),
-        (DeviceKind.NPU, True, NPU),
-        (DeviceKind.CUDA, True, CUDA),
-        (DeviceKind.CPU, False, None),
-        (DeviceKind.NPU, None, None),
-        (DeviceKind.CUDA, False, None),
+        (DeviceKind.CPU, None, {}, {}),
+        (DeviceKind.NPU, True, {}, NPU),
+        (DeviceKind.NPU, True, {MODE: "AIV"}, {**NPU, **LCCL}),  # HCCL on the vector cores
+        (DeviceKind.NPU, True, {MODE: "HOST"}, NPU),
+        (DeviceKind.NPU, True, {MODE: "AI_CPU"}, NPU),
+        (DeviceKind.CUDA, True, {}, CUDA),
+        (DeviceKind.CUDA, True, {"NCCL_ALGO": "Tree"}, {**CUDA, "NCCL_ALGO": "Tree"}),
+        (DeviceKind.CPU, False, {}, None),
+        (DeviceKind.NPU, None, {}, None),
+        (DeviceKind.CUDA, False, {}, None),
     ],
 )
-def test_torch_and_the_libraries_of_the_device_are_told(
+def test_torch_and_the_libraries_of_the_device_repeat_their_sums(
     monkeypatch: pytest.MonkeyPatch,
     kind: DeviceKind,
     wanted: bool | None,
+    given: dict[str, str],
     variables: dict[str, str] | None,
 ) -> None:
+    """variables: None = nothing is set"""
     monkeypatch.setattr(facade, "_active", kind)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     device.set_deterministic(wanted)
     assert torch.are_deterministic_algorithms_enabled() == (variables is not None)
-    assert set_now() == (variables or {})
-
-
-def set_now() -> dict[str, str]:
-    return {name: os.environ[name] for name in NAMES if name in os.environ}
-
-
-@pytest.mark.parametrize(("mode", "more"), [("AIV", LCCL), ("HOST", {}), ("AI_CPU", {})])
-def test_hccl_on_the_vector_cores_repeats_itself_too(
-    monkeypatch: pytest.MonkeyPatch, mode: str, more: dict[str, str]
-) -> None:
-    monkeypatch.setattr(facade, "_active", DeviceKind.NPU)
-    monkeypatch.setenv(MODE, mode)
-    device.set_deterministic(True)
-    assert set_now() == {**NPU, **more}
-
-
-def test_a_variable_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facade, "_active", DeviceKind.CUDA)
-    monkeypatch.setenv("NCCL_ALGO", "Tree")
-    device.set_deterministic(True)
-    assert os.environ["NCCL_ALGO"] == "Tree"
+    assert {name: os.environ[name] for name in NAMES if name in os.environ} == (variables or {})

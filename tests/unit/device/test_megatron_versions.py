@@ -1,4 +1,4 @@
-"""What each version of megatron-core is given, whichever of them is installed."""
+"""Each version of megatron-core gets what it needs, whichever of them is installed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ from mindspeed_rlxf.device.megatron_versions import (
     chunk_argument,
     current_chunk,
     mend,
-    mends,
     quantize_if_any,
     write_in_torch_format,
 )
 
-OLDER = pytest.mark.parametrize("version", ["0.12.1", "0.12.3", "0.12.0rc3"], indirect=True)
-NEWER = pytest.mark.parametrize(
-    "version", ["0.13.0", "0.13.1", "0.14.0", "0.15.3", "0.16.1"], indirect=True
-)
+OLDER = ("0.12.1", "0.12.3", "0.12.0rc3")
+NEWER = ("0.13.0", "0.13.1", "0.14.0", "0.15.3", "0.16.1")
 
 
 @pytest.fixture
@@ -35,23 +32,12 @@ def version(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     return request.param
 
 
-@OLDER
-def test_0_12_is_mended_in_two_places(version: str) -> None:
-    assert [(module.__name__, name) for module, name, _ in mends()] == [
-        ("megatron.core.optimizer.distrib_optimizer", "quantize_param_shard"),
-        ("megatron.core.dist_checkpointing.strategies.filesystem_async", "_write_item"),
-    ]
-
-
-@NEWER
-def test_later_versions_are_left_alone(version: str) -> None:
-    assert mends() == ()
-
-
 @pytest.mark.parametrize(
-    ("version", "mended"), [("0.12.1", True), ("0.16.1", False)], indirect=["version"]
+    ("version", "mended"),
+    [*((older, True) for older in OLDER), *((newer, False) for newer in NEWER)],
+    indirect=["version"],
 )
-def test_the_version_that_is_imported_decides(
+def test_0_12_is_mended_in_two_places_and_later_versions_in_none(
     monkeypatch: pytest.MonkeyPatch, version: str, mended: bool
 ) -> None:
     def plain(model_params: Any, serialization_format: Any = None) -> None: ...
@@ -89,30 +75,29 @@ def test_a_process_is_mended_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == ["mends"]
 
 
-@OLDER
-def test_0_12_reads_the_chunk_from_a_global(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", 0)
-    assert chunk_argument(1) == {}
-    with current_chunk(1):
-        assert parallel_state.get_virtual_pipeline_model_parallel_rank() == 1
-    assert parallel_state.get_virtual_pipeline_model_parallel_rank() == 0
-
-
-@NEWER
-def test_later_versions_are_given_the_chunk(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", 0)
-    assert chunk_argument(1) == {"vp_stage": 1} and chunk_argument(None) == {"vp_stage": None}
-    with current_chunk(1):
-        assert parallel_state.get_virtual_pipeline_model_parallel_rank() == 0
-
-
-@OLDER
-def test_a_model_of_one_chunk_leaves_the_global_alone(
-    monkeypatch: pytest.MonkeyPatch, version: str
+@pytest.mark.parametrize(
+    ("version", "chunk", "argument", "inside"),
+    [
+        *((older, 1, {}, 1) for older in OLDER),
+        *((older, None, {}, 0) for older in OLDER),
+        *((newer, 1, {"vp_stage": 1}, 0) for newer in NEWER),
+        *((newer, None, {"vp_stage": None}, 0) for newer in NEWER),
+    ],
+    indirect=["version"],
+)
+def test_0_12_reads_the_chunk_from_a_global_and_later_versions_from_a_keyword(
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    chunk: int | None,
+    argument: dict[str, int | None],
+    inside: int,
 ) -> None:
+    """inside: value of the global, which is 0 outside"""
     monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", 0)
-    with current_chunk(None):
-        assert parallel_state.get_virtual_pipeline_model_parallel_rank() == 0
+    assert chunk_argument(chunk) == argument
+    with current_chunk(chunk):
+        assert parallel_state.get_virtual_pipeline_model_parallel_rank() == inside
+    assert parallel_state.get_virtual_pipeline_model_parallel_rank() == 0
 
 
 def test_fp8_quantization_is_left_out_where_nothing_is_fp8() -> None:
@@ -124,20 +109,17 @@ def test_fp8_quantization_is_left_out_where_nothing_is_fp8() -> None:
     assert calls == [(["p"], ["main"], [0], "group")]
 
 
-def test_a_writer_that_asks_for_a_format_gets_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_writer_that_takes_a_format_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
     formats = SimpleNamespace(TORCH_SAVE="torch_save")  # older torch has none
     monkeypatch.setattr(filesystem, "SerializationFormat", formats, raising=False)
 
     def write(stream: str, item: str, serialization_format: Any) -> tuple[str, str, Any]:
         return stream, item, serialization_format
 
+    def write_of_older_torch(stream: str, item: str) -> None: ...
+
     assert write_in_torch_format(write)("stream", "item") == ("stream", "item", "torch_save")
-
-
-def test_a_writer_of_older_torch_stays_as_it_is() -> None:
-    def write(stream: str, item: str) -> None: ...
-
-    assert write_in_torch_format(write) is write
+    assert write_in_torch_format(write_of_older_torch) is write_of_older_torch
 
 
 def test_files_of_a_checkpoint_are_written_in_the_process_itself() -> None:

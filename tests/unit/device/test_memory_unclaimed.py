@@ -1,71 +1,40 @@
-"""Memory of a device as the driver's tool tells it."""
+"""Memory of a device as the driver's tool reports it."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
+from tests.unit.device.npu_recorder import smi_table
 
+CPU, CUDA, NPU = DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.NPU
 MIB = 1024**2
-# As `npu-smi info` prints it: two rows a chip, device memory last.
-ASCEND = """
-| npu-smi 24.1.0                   Version: 24.1.0                                             |
-| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
-| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
-+===========================+===============+====================================================+
-| 0     910B3               | OK            | 93.1        37                0    / 0             |
-| 0                         | 0000:C1:00.0  | 0           0    / 0          3402 / 65536         |
-+===========================+===============+====================================================+
-| 1     910B3               | OK            | 90.5        36                0    / 0             |
-| 0                         | 0000:01:00.0  | 0           0    / 0          3390 / 32768         |
-+===========================+===============+====================================================+
-| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
-"""
+GPUS = "0, H100, 81559, 4, 550.54\n1, A100, 40960, 4, 550.54\n"
+CHIPS = smi_table(2).replace("65536", "32768", 1)
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, text: str) -> list[str]:
-    """The tool is there and says this; the list is of the tools that were asked."""
-    asked: list[str] = []
-
-    def run(command: Any, **_kwargs: Any) -> Any:
-        asked.append(command[0])
-        return subprocess.CompletedProcess([], 0, stdout=text, stderr="")
-
-    monkeypatch.setattr(shutil, "which", lambda tool: f"/usr/bin/{tool}")
-    monkeypatch.setattr(subprocess, "run", run)
-    return asked
-
-
-def test_smallest_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer(monkeypatch, "0, H100, 81559, 4, 550.54\n1, A100, 40960, 4, 550.54\n")
-    assert device.memory_unclaimed(DeviceKind.CUDA) == 40960 * MIB
-
-
-def test_smallest_npu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = answer(monkeypatch, ASCEND)
-    assert device.memory_unclaimed(DeviceKind.NPU) == 32768 * MIB
-    assert asked == ["npu-smi"]
-
-
-@pytest.mark.parametrize("kind", [DeviceKind.CUDA, DeviceKind.NPU])
-def test_an_answer_without_numbers_is_unknown(
-    monkeypatch: pytest.MonkeyPatch, kind: DeviceKind
+@pytest.mark.parametrize(
+    ("kind", "output", "size"),
+    [
+        (CUDA, GPUS, 40960 * MIB),
+        (NPU, CHIPS, 32768 * MIB),
+        (CUDA, "[N/A]\n", None),
+        (NPU, "[N/A]\n", None),
+        (CUDA, None, None),
+        (NPU, None, None),
+        (CPU, CHIPS, None),
+    ],
+)
+def test_the_smallest_device_counts_where_the_tool_answers(
+    monkeypatch: pytest.MonkeyPatch, kind: DeviceKind, output: str | None, size: int | None
 ) -> None:
-    answer(monkeypatch, "[N/A]\n")
-    assert device.memory_unclaimed(kind) is None
-
-
-@pytest.mark.parametrize("kind", [DeviceKind.CUDA, DeviceKind.NPU])
-def test_no_tool_is_unknown(monkeypatch: pytest.MonkeyPatch, kind: DeviceKind) -> None:
-    monkeypatch.setattr(shutil, "which", lambda tool: None)
-    assert device.memory_unclaimed(kind) is None
-
-
-def test_a_cpu_has_no_tool_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = answer(monkeypatch, ASCEND)
-    assert device.memory_unclaimed(DeviceKind.CPU) is None and asked == []
+    """output: None = there is no tool"""
+    done = SimpleNamespace(returncode=0, stdout=output, stderr="")
+    monkeypatch.setattr(shutil, "which", lambda tool: tool if output else None)
+    monkeypatch.setattr(subprocess, "run", lambda *command, **options: done)
+    assert device.memory_unclaimed(kind) == size

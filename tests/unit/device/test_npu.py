@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import Problem
-from mindspeed_rlxf.device import facade, npu, npu_versions, visible
+from mindspeed_rlxf.device import facade, npu, visible
 from tests.unit.device import npu_recorder
 from tests.unit.device.npu_recorder import OutOfOrder, Recorder
 
@@ -74,11 +74,6 @@ def test_megatron_imported_too_early_is_refused(
     with pytest.raises(AssertionError, match=r"megatron\.core was imported before"):
         device.setup(NPU)
     assert machine.calls == []
-
-
-def test_versions_are_read_without_importing_megatron(machine: Recorder) -> None:
-    assert npu_versions.found().megatron_core == "0.12.1"
-    assert not [name for name in sys.modules if name.startswith("megatron.")]
 
 
 def test_the_log_stays_ours(machine: Recorder) -> None:

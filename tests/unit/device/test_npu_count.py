@@ -98,7 +98,7 @@ def test_the_process_that_is_asked_prints_what_torch_npu_counts(
 def test_the_doctor_compares_what_torch_sees_with_the_drivers_tool(host: Host) -> None:
     host.smi(4)
     host.program("python", f"echo '{npu_count.ANSWER}3'")
-    found = [f for f in devices.look(NPU) if f.check == "devices.torch"]
+    found = [f for f in devices.check_devices(NPU) if f.check == "devices.torch"]
     assert [(f.status.value, f.value) for f in found] == [
         ("error", "torch sees 3, the driver offers 4")
     ]

@@ -1,4 +1,4 @@
-"""Which parts of an NPU installation go together, and what is said where they do not."""
+"""Versions of an NPU installation that go together pass; others are refused or warned about."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mindspeed_rlxf.device.npu_versions import SETS, Found
 from tests.unit.device import npu_recorder
 
 GOOD = Found("2.7.1+cpu", "2.7.1.post2", "0.12.1", "0.12.1", "8.5.0")
+NEWER = Found("2.9.0", "2.9.0.post2", "0.16.0", "0.16.0", "9.0.0")
 CONSTRAINTS = Path(__file__).parents[3] / "constraints"
 
 
@@ -19,10 +20,9 @@ def problems(there: Found, fatal: bool) -> list[str]:
     return [str(each) for each in npu_versions.pair_problems(there) if each.fatal is fatal]
 
 
-def test_a_set_as_published_gives_no_warning() -> None:
-    assert list(npu_versions.pair_problems(GOOD)) == []
-    newer = Found("2.9.0", "2.9.0.post2", "0.16.0", "0.16.0", "9.0.0")
-    assert list(npu_versions.pair_problems(newer)) == []
+@pytest.mark.parametrize("there", [GOOD, NEWER])
+def test_a_set_as_published_gives_no_warning(there: Found) -> None:
+    assert list(npu_versions.pair_problems(there)) == []
 
 
 @pytest.mark.parametrize(
@@ -77,30 +77,21 @@ def test_every_set_has_its_constraints_with_its_megatron(each: npu_versions.Vers
     assert npu_versions.set_for(each.megatron_core) is each
 
 
-def test_the_wheel_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        (["wheel", "MindSpeed"], r"megatron\.training.*core_v0\.12\.1.*`ray start`"),
+        (["wheel", "Megatron-LM", "MindSpeed"], "must come from one Megatron-LM checkout"),
+        (["Megatron-LM"], r"needs MindSpeed.*26\.1\.0_core_r0\.12\.1"),
+    ],
+)
+def test_incomplete_installations_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folders: list[str], message: str
+) -> None:
+    """wheel: megatron.core without megatron.training"""
     npu_recorder.install(monkeypatch, tmp_path)
     npu_versions.check()
     npu_recorder.checkout(tmp_path / "wheel", ["core"], (0, 16, 1))
-    npu_recorder.look_in(monkeypatch, [tmp_path / "wheel", tmp_path / "MindSpeed"])
-    with pytest.raises(ValueError, match=r"megatron\.training.*core_v0\.12\.1.*`ray start`"):
-        npu_versions.check()
-
-
-def test_halves_of_two_megatrons_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    npu_recorder.install(monkeypatch, tmp_path)
-    npu_recorder.checkout(tmp_path / "wheel", ["core"], (0, 16, 1))
-    folders = [tmp_path / name for name in ("wheel", "Megatron-LM", "MindSpeed")]
-    npu_recorder.look_in(monkeypatch, folders)
-    with pytest.raises(ValueError, match="must come from one Megatron-LM checkout"):
-        npu_versions.check()
-
-
-def test_a_missing_mindspeed_is_named_with_its_branch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    npu_recorder.install(monkeypatch, tmp_path)
-    npu_recorder.look_in(monkeypatch, [tmp_path / "Megatron-LM"])
-    with pytest.raises(ValueError, match=r"needs MindSpeed.*26\.1\.0_core_r0\.12\.1"):
+    npu_recorder.look_in(monkeypatch, [tmp_path / name for name in folders])
+    with pytest.raises(ValueError, match=message):
         npu_versions.check()

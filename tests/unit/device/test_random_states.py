@@ -10,9 +10,7 @@ import torch
 
 from mindspeed_rlxf.device.random_states import (
     ProcessStreams,
-    from_text,
     process_state,
-    to_text,
 )
 
 
@@ -26,7 +24,7 @@ def draw() -> list[float]:
     ]
 
 
-def test_streams_go_on_where_they_were_saved() -> None:
+def test_streams_continue_from_the_saved_state() -> None:
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
@@ -36,9 +34,3 @@ def test_streams_go_on_where_they_were_saved() -> None:
     draw()
     ProcessStreams.from_json(state).load()
     assert [draw(), draw()] == expected
-
-
-def test_bytes_of_a_generator_are_text() -> None:
-    state = torch.tensor([0, 255, 16], dtype=torch.uint8)
-    assert to_text(state) == "00ff10"
-    assert from_text("00ff10").tolist() == [0, 255, 16]

@@ -1,4 +1,4 @@
-"""The supervisor starts a stand-in for the training command, which does what a plan says."""
+"""The supervisor starts a stand-in for the training command, which follows a plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.ops import supervisor
 from mindspeed_rlxf.ops.restarts import Failure, Restarts, smaller_pools
-from mindspeed_rlxf.ops.supervisor import Supervisor, ended, supervise
+from mindspeed_rlxf.ops.supervisor import Supervisor, describe_end, supervise
 from mindspeed_rlxf.run.supervised import CHILD_OF
 
 ROOT = Path(__file__).parents[3]
@@ -84,30 +84,50 @@ def failed(iteration: int, cause: str, **more: Any) -> dict[str, Any]:
     return {"exit": 1, "facts": FACTS, "failure": failure, **more}
 
 
-@pytest.mark.parametrize("code", [0, 2, 75])
-def test_an_end_that_is_no_failure_is_passed_on(tmp_path: Path, code: int) -> None:
-    assert make(tmp_path, {"exit": code, "facts": FACTS}).run() == code
-    assert attempts(tmp_path) == [[]]
+SHRINKS = {"allow_shrink": True, "pools": {"main": {"processes": [8], "step": 4}}}
+JOINED = {"joined": True, "node_wait_s": 7.0}
+WAITS = ["++resource_pool.wait_s=7.0", "++resource_pool.bad_nodes=leave_out"]
+REFUSED = {"exit": 2, "facts": {**FACTS, "free": [5]}}  # with the devices that are free
 
 
-def test_a_failure_is_followed_by_the_same_command_in_the_same_directory(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("plan", "code", "num_attempts", "line"),
+    [
+        ([{"exit": 0, "facts": FACTS}], 0, 1, ""),
+        ([{"exit": 2, "facts": FACTS}], 2, 1, ""),
+        ([{"exit": 75, "facts": FACTS}], 75, 1, ""),
+        ([{"kill": signal.SIGSEGV}], 1, 1, "failed: driver: killed by SIGSEGV\n"),
+        (
+            [failed(4, "x", saved="3"), {"exit": 0}],
+            0,
+            2,
+            "restart: 1 of 3 (training.max_restarts), from the checkpoint of iteration 3\n",
+        ),
+        (
+            [failed(4, "x"), failed(4, "x"), {"exit": 0}],
+            1,
+            2,
+            "no restart: it failed twice in iteration 4 with the same cause\n",
+        ),
+        ([failed(4, "x"), {"exit": 2}], 1, 2, ""),
+        ([failed(4, "x"), REFUSED], 75, 2, ""),  # without leave to shrink
+        ([failed(4, "x"), {"exit": 75, "facts": {**JOINED, **REFUSED["facts"]}}], 75, 2, ""),
+    ],
+)
+def test_an_end_is_final_or_followed_by_the_same_command(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    plan: list[dict[str, Any]],
+    code: int,
+    num_attempts: int,
+    line: str,
 ) -> None:
-    assert make(tmp_path, failed(4, "x", saved="3"), {"exit": 0}).run() == 0
-    assert attempts(tmp_path) == [[], again(tmp_path)]
-    assert "restart: 1 of 3 (training.max_restarts), from the checkpoint of iteration 3" in (
-        capfd.readouterr().err
-    )
-
-
-def test_the_same_failure_twice_ends_the_run(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert make(tmp_path, failed(4, "x"), failed(4, "x"), {"exit": 0}).run() == 1
-    assert len(attempts(tmp_path)) == 2
-    assert (
-        "no restart: it failed twice in iteration 4 with the same cause" in capfd.readouterr().err
-    )
+    """line: the last one on stderr"""
+    assert make(tmp_path, *plan).run() == code
+    assert attempts(tmp_path) == [[], again(tmp_path)][:num_attempts]
+    assert capfd.readouterr().err.endswith(line)
+    if num_attempts == 2:  # the failure stays as it was
+        assert json.loads((tmp_path / "failure.json").read_text())["cause"] == "x"
 
 
 def test_a_training_process_that_is_killed_is_reported_and_replaced(
@@ -121,66 +141,39 @@ def test_a_training_process_that_is_killed_is_reported_and_replaced(
     assert (found["role"], found["iteration"], found["cause"]) == ("driver", 5, "killed by SIGKILL")
 
 
-def test_a_failure_before_the_run_has_a_directory_is_final(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert make(tmp_path, {"kill": signal.SIGSEGV}).run() == 1
-    assert capfd.readouterr().err == "failed: driver: killed by SIGSEGV\n"
-
-
-def test_a_restart_that_is_refused_leaves_the_failure_as_it_was(tmp_path: Path) -> None:
-    assert make(tmp_path, failed(4, "x"), {"exit": 2}).run() == 1
-    assert json.loads((tmp_path / "failure.json").read_text())["cause"] == "x"
-
-
 def test_lost_nodes_are_waited_for_and_then_the_run_shrinks_where_that_is_allowed(
     tmp_path: Path,
 ) -> None:
-    facts = {
-        **FACTS, "joined": True, "node_wait_s": 7.0, "allow_shrink": True,
-        "pools": {"main": {"processes": [4, 4], "step": 2}},
-    }  # fmt: skip
+    pools = {"main": {"processes": [4, 4], "step": 2}}
+    facts = {**FACTS, **JOINED, "allow_shrink": True, "pools": pools}
     lost = failed(4, "died", facts=facts)
     lacking = {"exit": 75, "facts": {**facts, "free": [4, 3]}}
     assert make(tmp_path, lost, lacking, {"exit": 0}).run() == 0
-    waits = ["++resource_pool.wait_s=7.0", "++resource_pool.bad_nodes=leave_out"]
     six, four = "resource_pool.main=[4, 2]", "resource_pool.main=[4]"
     assert attempts(tmp_path) == [
         [],
-        again(tmp_path) + waits,
-        [*again(tmp_path), *waits, six, "dry_run=true"],
-        [*again(tmp_path), *waits, four, "dry_run=true"],
-        [*again(tmp_path), *waits, four],
+        again(tmp_path) + WAITS,
+        [*again(tmp_path), *WAITS, six, "dry_run=true"],
+        [*again(tmp_path), *WAITS, four, "dry_run=true"],
+        [*again(tmp_path), *WAITS, four],
     ]
 
 
 def test_a_host_that_lost_a_device_goes_on_with_fewer_too(tmp_path: Path) -> None:
-    """A cluster of our own has nobody to wait for: its start is refused, with what is free."""
-    facts = {**FACTS, "allow_shrink": True, "pools": {"main": {"processes": [8], "step": 2}}}
-    lost, refused = failed(4, "died", facts=facts), {"exit": 2, "facts": {**facts, "free": [5]}}
-    assert make(tmp_path, lost, refused, {"exit": 0}).run() == 0
+    """A cluster of our own has no other node to wait for: its start is refused."""
+    lost = failed(4, "died", facts={**FACTS, **SHRINKS})
+    assert make(tmp_path, lost, REFUSED, {"exit": 0}).run() == 0
     assert attempts(tmp_path)[-1] == [*again(tmp_path), "resource_pool.main=[4]"]
-
-
-def test_a_host_that_lost_a_device_ends_with_75_without_leave_to_shrink(tmp_path: Path) -> None:
-    refused = {"exit": 2, "facts": {**FACTS, "free": [5]}}
-    assert make(tmp_path, failed(4, "died"), refused).run() == 75
 
 
 def test_a_later_failure_keeps_the_smaller_size_and_waits_by_what_is_known_then(
     tmp_path: Path,
 ) -> None:
-    facts = {**FACTS, "allow_shrink": True, "pools": {"main": {"processes": [8], "step": 4}}}
-    joined = {"joined": True, "node_wait_s": 7.0}
-    plan = [
-        failed(4, "died", facts=facts),
-        {"exit": 75, "facts": {**facts, **joined, "free": [5]}},
-        failed(6, "died", facts={**facts, **joined}),
-        {"exit": 0},
-    ]
-    assert make(tmp_path, *plan).run() == 0
-    waits = ["++resource_pool.wait_s=7.0", "++resource_pool.bad_nodes=leave_out"]
-    assert attempts(tmp_path)[-1] == [*again(tmp_path), *waits, "resource_pool.main=[4]"]
+    facts = {**FACTS, **SHRINKS}
+    first, second = failed(4, "died", facts=facts), failed(6, "died", facts={**facts, **JOINED})
+    lacking = {"exit": 75, "facts": {**facts, **JOINED, "free": [5]}}
+    assert make(tmp_path, first, lacking, second, {"exit": 0}).run() == 0
+    assert attempts(tmp_path)[-1] == [*again(tmp_path), *WAITS, "resource_pool.main=[4]"]
 
 
 @pytest.mark.parametrize(
@@ -194,14 +187,8 @@ def test_a_restart_finds_a_directory_whatever_its_name_is(tmp_path: Path, name: 
     assert tree["training"]["output_dir"] == str(folder)
 
 
-def test_without_leave_to_shrink_lost_nodes_end_with_75(tmp_path: Path) -> None:
-    facts = {**FACTS, "joined": True, "node_wait_s": 7.0, "pools": {}, "allow_shrink": False}
-    plan = failed(4, "died", facts=facts), {"exit": 75, "facts": {**facts, "free": [1]}}
-    assert make(tmp_path, *plan).run() == 75
-
-
 @pytest.mark.parametrize(("code", "expected"), [(75, 75), (-1, 75), (1, 1), (0, 0)])
-def test_a_signal_is_handed_on_and_nothing_is_restarted(
+def test_a_signal_is_forwarded_and_nothing_is_restarted(
     tmp_path: Path, code: int, expected: int
 ) -> None:
     run = make(tmp_path, {"facts": FACTS, "wait": True, "exit": code})
@@ -226,7 +213,7 @@ def signalled(run: Supervisor, folder: Path) -> int:
 
 def test_a_signal_ends_the_search_for_a_smaller_size(tmp_path: Path) -> None:
     pools = {"main": {"processes": [4, 4], "step": 2}}
-    facts = {**FACTS, "joined": True, "node_wait_s": 7.0, "allow_shrink": True, "pools": pools}
+    facts = {**FACTS, **JOINED, "allow_shrink": True, "pools": pools}
     (tmp_path / "slow").touch()
     lost = failed(4, "died", facts=facts)
     run = make(tmp_path, lost, {"exit": 75, "facts": {**facts, "free": [4, 3]}})
@@ -310,8 +297,8 @@ def test_smaller_pools_are_whole_replicas_on_the_devices_that_are_left() -> None
     assert list(smaller_pools(pools, [4])) == []
 
 
-def test_an_end_is_told_in_words() -> None:
-    assert [ended(-9), ended(-250), ended(3)] == [
+def test_the_end_of_a_process_is_described_in_words() -> None:
+    assert [describe_end(-9), describe_end(-250), describe_end(3)] == [
         "killed by SIGKILL",
         "killed by signal 250",
         "ended with status 3",

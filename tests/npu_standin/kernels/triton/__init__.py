@@ -32,7 +32,4 @@ def next_power_of_2(n):
     return 1 << (n - 1).bit_length()
 
 
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return Imported(f"triton.{name}")
+__getattr__ = Imported("triton").__getattr__

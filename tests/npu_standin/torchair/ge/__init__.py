@@ -2,8 +2,4 @@
 
 from imported import Imported
 
-
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return Imported(f"torchair.ge.{name}")
+__getattr__ = Imported("torchair.ge").__getattr__

@@ -12,7 +12,7 @@ from mindspeed_rlxf.cluster.host_agent import Function, HostCall
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.ops.doctor.all_reduce import Task, all_reduce, open_store
 from mindspeed_rlxf.ops.doctor.hunt import Outcome
-from mindspeed_rlxf.ops.doctor.ranks import RayRanks, _together
+from mindspeed_rlxf.ops.doctor.ranks import RayRanks, _merge
 from tests.unit.cluster.agents import InProcess
 
 LOOPBACK = "127.0.0.1"
@@ -31,7 +31,7 @@ class StandIn(InProcess):
     def answer(self, function: Function) -> Outcome | int:
         if self.way != "works":
             raise TimeoutError("no reply within 5 s")
-        return Outcome(True, 0.1) if function is all_reduce else 1
+        return Outcome(True) if function is all_reduce else 1
 
     def end(self) -> None:
         self.num_replaced += 1
@@ -64,23 +64,22 @@ def task(port: int, world_size: int, timeout_s: float) -> Task:
 
 def test_a_rank_alone_sums_by_itself_and_leaves_no_group() -> None:
     outcome = all_reduce(task(open_store(LOOPBACK), 1, 30.0))
-    assert outcome.passed and 0 < outcome.seconds < 30
+    assert outcome == Outcome(True)
     assert not dist.is_initialized()
 
 
-def test_who_never_comes_is_told_at_the_deadline() -> None:
+def test_a_rank_that_never_comes_is_reported_at_the_deadline() -> None:
     started = time.monotonic()
     outcome = all_reduce(task(open_store(LOOPBACK), 2, 1.0))
-    assert not outcome.passed and outcome.absent == (1,) and outcome.said
+    assert not outcome.passed and outcome.absent == (1,) and outcome.cause
     assert time.monotonic() - started < 20
     assert not dist.is_initialized()
 
 
-def test_the_slowest_rank_counts_and_dead_processes_are_named_before_those_that_wait() -> None:
-    good, slow = Outcome(True, 0.1), Outcome(True, 0.3)
-    assert _together((4, 5), {4: good, 5: slow}) == Outcome(True, 0.3)
-    waited = Outcome(False, 0.0, (1,), "timed out")  # rank 1 of the group is process 5
+def test_dead_processes_are_named_before_those_that_wait_for_them() -> None:
+    assert _merge((4, 5), {4: Outcome(True), 5: Outcome(True)}) == Outcome(True)
+    waited = Outcome(False, (1,), "timed out")  # rank 1 of the group is process 5
     dead = HostError("h", "all_reduce", "the process died")
-    assert _together((4, 5), {4: waited, 5: dead}) == Outcome(False, 0.0, (5,), "the process died")
+    assert _merge((4, 5), {4: waited, 5: dead}) == Outcome(False, (5,), "the process died")
     late = HostError("h", "all_reduce", "no reply within 5 s", is_late=True)
-    assert _together((4, 5), {4: waited, 5: late}) == Outcome(False, 0.0, (5,), "timed out")
+    assert _merge((4, 5), {4: waited, 5: late}) == Outcome(False, (5,), "timed out")

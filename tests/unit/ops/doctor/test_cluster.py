@@ -13,10 +13,10 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.ops.doctor import cluster
 from mindspeed_rlxf.ops.doctor.cluster import (
+    check_cluster,
     clock_findings,
     clock_offsets,
-    drift,
-    look,
+    version_findings,
     versions,
 )
 from mindspeed_rlxf.ops.doctor.subject import Subject
@@ -28,7 +28,7 @@ def test_hosts_with_another_version_are_named() -> None:
     by_host = {f"h{i}": usual for i in range(5)}
     by_host["h2"] = {**usual, "torch": "2.6.0"}
     by_host["h4"] = {**usual, "mindspeed_rlxf": "0.1.0, sources b"}
-    found = [(f.status.value, f.value, f.hosts) for f in drift(by_host)]
+    found = [(f.status.value, f.value, f.hosts) for f in version_findings(by_host)]
     assert found == [
         (
             "error",
@@ -38,7 +38,7 @@ def test_hosts_with_another_version_are_named() -> None:
         ("error", "torch 2.6.0, on 4 other hosts 2.7.1", ("h2",)),
     ]
     built_alone = {**usual, "torch": "2.7.1+cpu"}  # a head without devices, as a run allows
-    assert [f.status.value for f in drift({"h0": usual, "h1": built_alone})] == ["ok"]
+    assert [f.status.value for f in version_findings({"h0": usual, "h1": built_alone})] == ["ok"]
 
 
 def test_clocks_that_are_off_and_hosts_that_fall_silent_are_named() -> None:
@@ -130,7 +130,7 @@ def examined(monkeypatch: pytest.MonkeyPatch, left_s: float, **states: str) -> l
     monkeypatch.setattr(ray_agent, "RayAgents", lambda environment: agents)
     monkeypatch.setattr(cluster, "_collectives", lambda subject, answered, *rest: [])
     started = time.monotonic()
-    found = cluster._look(Subject(DeviceKind.CPU, "/x"), started + left_s)
+    found = cluster._check_joined(Subject(DeviceKind.CPU, "/x"), started + left_s)
     assert agents.ended and time.monotonic() - started < left_s + 1
     gone = {host.host for host in hosts if host.state in ("broken", "silent")}
     assert {host.host: host.asked for host in hosts} == {h: 1 if h in gone else 2 for h in states}
@@ -164,7 +164,7 @@ def test_versions_name_this_package_and_python() -> None:
 def test_without_a_cluster_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(UserError, match="--cluster needs a Ray cluster and none is named"):
-        look(Subject(DeviceKind.CPU, "/x"), None, 60.0)
+        check_cluster(Subject(DeviceKind.CPU, "/x"), None, 60.0)
 
 
 def test_a_cluster_of_another_version_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,5 +172,5 @@ def test_a_cluster_of_another_version_is_a_finding(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("Version mismatch:\n the cluster runs Ray 2.9")
 
     monkeypatch.setattr("mindspeed_rlxf.ops.doctor.cluster.open_cluster", refuse)
-    (found,) = look(Subject(DeviceKind.CPU, "/x"), "127.0.0.1:6379", 60.0)
+    (found,) = check_cluster(Subject(DeviceKind.CPU, "/x"), "127.0.0.1:6379", 60.0)
     assert found.status.value == "error" and "Version mismatch: the cluster" in found.value

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import version_sets
+from mindspeed_rlxf.device import npu_versions
 from mindspeed_rlxf.device.driver import DriverDevice, DriverView, parse_ascend, parse_nvidia
 from mindspeed_rlxf.ops.doctor import devices, software
 
@@ -105,13 +105,16 @@ def test_needed_packages_and_ranges_are_told() -> None:
     assert "ray<3,>=2.40" in found[1].remedy
 
 
-def test_the_version_of_cann_is_read_from_what_set_env_names(tmp_path: Path) -> None:
+def test_the_version_of_cann_is_read_from_what_set_env_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "aarch64-linux"
     folder.mkdir()
     file = folder / "ascend_toolkit_install.info"
     file.write_text("package_name=Ascend-cann-toolkit\nversion=8.5.0\n", encoding="ascii")
-    assert version_sets.cann_version({"ASCEND_TOOLKIT_HOME": str(tmp_path)}) == "8.5.0"
+    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(tmp_path))
+    assert npu_versions.cann_version() == "8.5.0"
     file.unlink()
     text = "# version: 1.0\nruntime_running_version=[8.1.RC1]\n"
     (tmp_path / "version.cfg").write_text(text, encoding="ascii")
-    assert version_sets.cann_version({"ASCEND_HOME_PATH": str(tmp_path)}) == "8.1.RC1"
+    assert npu_versions.cann_version() == "8.1.RC1"

@@ -12,7 +12,7 @@ from mindspeed_rlxf.ops.doctor.findings import (
     Probe,
     Status,
     error,
-    merged,
+    merge,
     ok,
     run_probes,
     warning,
@@ -46,7 +46,7 @@ def test_a_check_that_hangs_is_given_up_at_its_deadline() -> None:
 
 def test_equal_findings_of_hosts_become_one() -> None:
     both = ok("a", "1")
-    found = merged([both.on("h1"), error("b", "x", "y").on("h1"), both.on("h2"), both.on("h1")])
+    found = merge([both.on("h1"), error("b", "x", "y").on("h1"), both.on("h2"), both.on("h1")])
     assert [(f.check, f.hosts) for f in found] == [("a", ("h1", "h2")), ("b", ("h1",))]
 
 

@@ -29,24 +29,24 @@ def check_out(host: Path, numbers: tuple[int, int, int]) -> None:
     file.write_text("".join(lines))
 
 
-def told(check: str) -> list[tuple[str, str, str]]:
-    found = software.look(DeviceKind.NPU)
+def findings_of(check: str) -> list[tuple[str, str, str]]:
+    found = software.check_software(DeviceKind.NPU)
     return [(f.status.value, f.value, f.remedy) for f in found if f.check == check]
 
 
 def test_the_versions_of_checkouts_are_told_and_where_they_are(host: Path) -> None:
-    assert told("versions.megatron-core") == [("ok", "0.12.1", "")]
-    assert told("versions.mindspeed") == [("ok", "0.12.1", "")]
-    ((status, value, _),) = told("versions.sources")
+    assert findings_of("versions.megatron-core") == [("ok", "0.12.1", "")]
+    assert findings_of("versions.mindspeed") == [("ok", "0.12.1", "")]
+    ((status, value, _),) = findings_of("versions.sources")
     assert status == "ok" and f"megatron.core from {host}/Megatron-LM/megatron/core" in value
-    assert told("versions.pairs") == []
+    assert findings_of("versions.pairs") == []
     assert not [name for name in sys.modules if name.startswith(("megatron.", "mindspeed."))]
 
 
 def test_mindspeed_and_another_megatron_are_an_error_with_its_remedy(host: Path) -> None:
     check_out(host, (0, 16, 1))
     what = "MindSpeed 0.12.1 must pair with Megatron-LM 0.16.1"
-    assert told("versions.pairs") == [("error", what, "check out MindSpeed core_r0.16.0")]
+    assert findings_of("versions.pairs") == [("error", what, "check out MindSpeed core_r0.16.0")]
     with pytest.raises(ValueError, match=what):
         npu_versions.check()  # as a worker does
 
@@ -55,12 +55,12 @@ def test_a_torch_of_no_set_is_a_warning(host: Path, monkeypatch: pytest.MonkeyPa
     others = {"torch": "2.9.0", "torch_npu": "2.9.0", "mindspeed": "0.12.1"}
     monkeypatch.setattr(packages, "_installed", others.get)
     what = "torch 2.9.0 is not that of npu-core0.12.1"
-    assert ("warning", what, "use torch 2.7.1") in told("versions.pairs")
+    assert ("warning", what, "use torch 2.7.1") in findings_of("versions.pairs")
 
 
 def test_a_missing_checkout_is_an_error(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     npu_recorder.look_in(monkeypatch, [host / "Megatron-LM"])
-    ((_, value, remedy),) = [each for each in told("versions.pairs") if each[0] == "error"]
+    ((_, value, remedy),) = [each for each in findings_of("versions.pairs") if each[0] == "error"]
     assert "needs MindSpeed" in value and "26.1.0_core_r0.12.1" in remedy
 
 
@@ -71,13 +71,13 @@ def test_a_missing_checkout_is_an_error(host: Path, monkeypatch: pytest.MonkeyPa
         ("MindSpeed", "(megatron.core: not found)"),
     ],
 )
-def test_of_a_package_that_is_missing_only_that_is_told(
+def test_of_a_package_that_is_missing_only_that_is_findings_of(
     host: Path, monkeypatch: pytest.MonkeyPatch, there: str, what: str
 ) -> None:
     installed = {"torch": "2.7.1+cpu", "torch_npu": "2.7.1.post2"}
     monkeypatch.setattr(packages, "_installed", installed.get)
     npu_recorder.look_in(monkeypatch, [host / there])
-    ((status, value, _),) = told("versions.pairs")
+    ((status, value, _),) = findings_of("versions.pairs")
     assert status == "error" and what in value
 
 
@@ -85,7 +85,7 @@ def test_nodes_with_different_checkouts_are_named(host: Path) -> None:
     before, ours = cluster.versions(), report([], None)
     check_out(host, (0, 12, 2))
     after, theirs = cluster.versions(), report([], None)
-    found = [f.value for f in cluster.drift({"a": before, "b": before, "c": after})]
+    found = [f.value for f in cluster.version_findings({"a": before, "b": before, "c": after})]
     assert found == ["megatron-core 0.12.2, on 2 other hosts 0.12.1"]
     (problem,) = problems(ours, [theirs], {})
     assert "must be that of the driver (0.12.1), not 0.12.2" in problem

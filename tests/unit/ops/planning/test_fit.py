@@ -12,7 +12,8 @@ import pytest
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning import available
-from mindspeed_rlxf.ops.planning.fit import fit, size
+from mindspeed_rlxf.ops.planning.fit import check_fit
+from mindspeed_rlxf.ops.sizes import format_bytes
 
 JOINED = {"device.kind": "cuda", "runtime.address": "head:6379"}
 Usage = namedtuple("Usage", "total used free")
@@ -31,12 +32,12 @@ def config(make_tree: Callable[..., Any], tmp_path: Path) -> Callable[..., RunCo
 
 
 def section(config: RunConfig, title: str) -> str:
-    return next(body for name, body in fit(config).sections.items() if name.startswith(title))
+    return next(body for name, body in check_fit(config).sections.items() if name.startswith(title))
 
 
 def test_unknown_memory_is_no_problem(config: Callable[..., RunConfig]) -> None:
     run = config(JOINED)
-    assert fit(run).problems == []
+    assert check_fit(run).problems == []
     assert "memory of a device is unknown: set device.memory_gib" in section(
         run, "Memory per device, pool main"
     )
@@ -44,14 +45,14 @@ def test_unknown_memory_is_no_problem(config: Callable[..., RunConfig]) -> None:
 
 def test_known_memory_that_is_enough(config: Callable[..., RunConfig]) -> None:
     run = config({**JOINED, "device.memory_gib": 64})
-    assert fit(run).problems == []
+    assert check_fit(run).problems == []
     assert "fits: needs" in section(run, "Memory per device, pool main")
 
 
 def test_too_little_memory_is_a_problem_with_a_remedy(config: Callable[..., RunConfig]) -> None:
     # a process takes 512 MiB without any tensor
     run = config({**JOINED, "device.memory_gib": 0.25})
-    (problem,) = map(str, fit(run).problems)
+    (problem,) = map(str, check_fit(run).problems)
     assert problem.startswith("resource_pool.main: a device needs ")
     assert "has 256.0 MiB; " in problem
     assert "does not fit: needs" in section(run, "Memory per device, pool main")
@@ -60,7 +61,7 @@ def test_too_little_memory_is_a_problem_with_a_remedy(config: Callable[..., RunC
 def test_remedy_for_a_large_model_spreads_it(config: Callable[..., RunConfig]) -> None:
     large = {"model.small.vocab_size": 10**6, "actor_rollout.use_distributed_optimizer": True}
     run = config({**JOINED, **large, "device.memory_gib": 0.5})
-    (problem,) = map(str, fit(run).problems)
+    (problem,) = map(str, check_fit(run).problems)
     assert problem.endswith(
         "; set critic.use_distributed_optimizer=true or raise tensor_model_parallel_size or "
         "raise pipeline_model_parallel_size or place roles on pools of their own"
@@ -70,11 +71,11 @@ def test_remedy_for_a_large_model_spreads_it(config: Callable[..., RunConfig]) -
 def test_remedy_for_experts_names_what_spreads_them(config: Callable[..., RunConfig]) -> None:
     experts = {"model.small.num_experts": 8, "model.small.moe_ffn_hidden_size": 10**5}
     run = config({**JOINED, **experts, "device.memory_gib": 0.5})
-    (problem,) = map(str, fit(run).problems)
+    (problem,) = map(str, check_fit(run).problems)
     assert "raise actor_rollout.expert_model_parallel_size or " in problem
     most = {"training.expert_model_parallel_size": 8}
     (problem,) = map(
-        str, fit(config({**JOINED, **experts, **most, "device.memory_gib": 0.5})).problems
+        str, check_fit(config({**JOINED, **experts, **most, "device.memory_gib": 0.5})).problems
     )
     assert "expert_model_parallel_size" not in problem
 
@@ -109,7 +110,7 @@ LONG = {
 def test_remedy_lowers_the_largest_part(
     config: Callable[..., RunConfig], changes: dict[str, Any], remedy: str
 ) -> None:
-    (problem,) = map(str, fit(config({**LONG, **changes})).problems)
+    (problem,) = map(str, check_fit(config({**LONG, **changes})).problems)
     assert problem.endswith("; " + remedy)
 
 
@@ -133,9 +134,9 @@ def test_disk_that_is_full_is_a_problem(
 ) -> None:
     run = config({})
     monkeypatch.setattr(available.shutil, "disk_usage", lambda path: Usage(10, 10, 0))
-    (problem,) = map(str, fit(run).problems)
+    (problem,) = map(str, check_fit(run).problems)
     assert problem.startswith("training.output_dir=") and "has 0; free some space" in problem
 
 
 def test_sizes_for_people() -> None:
-    assert [size(n) for n in (0, 3 * 2**19, 5 * 2**29)] == ["0", "1.5 MiB", "2.5 GiB"]
+    assert [format_bytes(n) for n in (0, 3 * 2**19, 5 * 2**29)] == ["0", "1.5 MiB", "2.5 GiB"]

@@ -2,8 +2,4 @@
 
 from imported import Imported
 
-
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return Imported(f"triton.runtime.{name}")
+__getattr__ = Imported("triton.runtime").__getattr__

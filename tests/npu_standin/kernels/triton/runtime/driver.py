@@ -9,8 +9,4 @@ active = SimpleNamespace(
     utils=Imported("triton.runtime.driver.active.utils"),
 )
 
-
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return Imported(f"triton.runtime.driver.{name}")
+__getattr__ = Imported("triton.runtime.driver").__getattr__

@@ -2,8 +2,4 @@
 
 from imported import Imported
 
-
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return Imported(f"triton.language.extra.{name}")
+__getattr__ = Imported("triton.language.extra").__getattr__

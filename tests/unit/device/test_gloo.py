@@ -1,21 +1,24 @@
-"""Parts of different sizes through gloo, between two processes."""
+"""gloo takes parts of different sizes, and its groups share one device."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-PROBE = """
+import pytest
+
+COLLECTIVES = """
 import sys
 import torch
 import torch.distributed as dist
-from mindspeed_rlxf.device import gloo_collectives
+from mindspeed_rlxf.device import gloo
 
 rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[2], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-gloo_collectives.apply()
+gloo.wrap_collectives()
 
 def gathered(sizes):
     parts = [torch.full((size, 2), -1.0) for size in sizes]
@@ -49,7 +52,9 @@ dist.destroy_process_group()
 def test_parts_of_any_size_are_gathered_scattered_and_exchanged(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     ranks = [
-        subprocess.Popen([sys.executable, "-c", PROBE, str(rank), store], stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", COLLECTIVES, str(rank), store], stderr=subprocess.PIPE
+        )
         for rank in range(2)
     ]
     try:
@@ -59,3 +64,35 @@ def test_parts_of_any_size_are_gathered_scattered_and_exchanged(tmp_path: Path) 
     finally:
         for process in ranks:
             process.kill()
+
+
+GROUPS = """
+import os, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from mindspeed_rlxf.device import gloo
+
+for _ in range(2):  # as in a process that is set up again
+    gloo.share_device()
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+before = len(os.listdir("/proc/self/task"))
+groups = [dist.new_group([0], timeout=timedelta(seconds=77)) for _ in range(5)]
+made = len(os.listdir("/proc/self/task")) - before
+assert made == 2 * 5, made  # two that work for each group, and none for its sockets
+options = groups[-1]._get_backend(torch.device("cpu")).options
+assert options._timeout == timedelta(seconds=77)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("interface", ["", "lo"])
+def test_groups_share_one_thread_for_sockets_and_keep_their_own_timeout(
+    tmp_path: Path, interface: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GROUPS, str(tmp_path / "store")],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": interface},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -1,13 +1,19 @@
-"""What the token dispatcher of Megatron's experts asks of collectives and gloo does not take.
+"""Adapt gloo to Megatron: parts of different sizes, and one device for all groups of a process.
 
-NCCL and HCCL gather and scatter parts of different sizes; gloo wants equal ones. Calls that gloo
-can do go to gloo unchanged.
+NCCL and HCCL gather and scatter parts of different sizes, as the token dispatcher of experts needs;
+gloo wants equal ones. Calls that gloo can do go to gloo unchanged.
+
+torch gives each group a gloo device of its own, whose thread looks after its sockets and wakes a
+hundred times a second. Megatron makes a hundred groups for a role, so that even waiting ranks keep
+a host busy.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,16 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def apply() -> None:
-    """Wrap the three collectives; `torch.distributed` is where Megatron looks them up."""
+def wrap_collectives() -> None:
+    """Wrap three collectives in `torch.distributed`, where Megatron looks them up."""
     dist.all_to_all_single = _with_listed_sizes(dist.all_to_all_single)
     dist.all_gather = _uneven_all_gather(dist.all_gather)
     dist.reduce_scatter = _uneven_reduce_scatter(dist.reduce_scatter)
 
 
 def _with_listed_sizes(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """The dispatcher copies split sizes from the device into an array; those that are on the CPU
-    already it leaves a tensor, which no backend takes."""
+    """Take split sizes as tensors too.
+
+    The dispatcher makes lists of sizes that are on the device, and leaves those on the CPU tensors.
+    """
 
     @functools.wraps(exchange)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -71,3 +79,29 @@ def _uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return wrapper
+
+
+def share_device() -> None:
+    """Let the groups that are made from now on share the process's gloo devices."""
+    gloo: Any = dist.ProcessGroupGloo
+    make = gloo.__init__
+    if getattr(make, "shares_devices", False):
+        return
+
+    def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = gloo._Options()
+        options._timeout, options._devices = timeout, _devices()
+        options._threads = 2 * len(options._devices)  # as torch does
+        make(self, store, rank, size, options)
+
+    init.shares_devices = True  # type: ignore[attr-defined]
+    gloo.__init__ = init
+
+
+@functools.cache
+def _devices() -> list[Any]:
+    """The devices that torch would choose."""
+    gloo: Any = dist.ProcessGroupGloo
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    made = [gloo.create_device(interface=name) for name in names]
+    return made or [gloo.create_default_device()]
