@@ -43,7 +43,7 @@ from mindspeed_rlxf.engine.readouts import (
     read_values,
 )
 from mindspeed_rlxf.engine.sharded_files import save_sharded
-from mindspeed_rlxf.engine.train_state import StateSaver, load_state
+from mindspeed_rlxf.engine.train_state import StateSaver, TrainState, load_state
 from mindspeed_rlxf.models.experts import weigh_balance_loss
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
@@ -114,7 +114,16 @@ class MegatronEngine:
                 self._guarded = GuardedOptimizer(self.optimizer)
                 self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters)
                 connect(self.config, self.models, self.optimizer)
-        self._saver = StateSaver(self)
+                self.state = TrainState(
+                    self.weights,
+                    self.groups,
+                    self.optimizer,
+                    self.scheduler,
+                    self.skipped,
+                    role.model_chunks,
+                    self.describe,
+                )
+                self._saver = StateSaver(self.state)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -309,7 +318,7 @@ class MegatronEngine:
 
     def load_state(self, folder: Path) -> bool:
         """Take it over; False where another layout wrote it (see `train_state.load_state`)."""
-        return load_state(self, folder)
+        return load_state(self.state, folder)
 
     def _run(self, micro_batches: Sequence[MicroBatch], then, forward_only: bool):  # type: ignore[no-untyped-def]
         def forward_step(batches, model):  # type: ignore[no-untyped-def]

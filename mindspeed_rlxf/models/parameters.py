@@ -56,6 +56,18 @@ class StageParameter:
     split: Split
     expert: int | None = None
 
+    @property
+    def is_tied_output_layer(self) -> bool:
+        """Whether this is the output layer of a later stage that is the embedding of the first."""
+        return self.name.endswith(OUTPUT_LAYER.name) and self.sources == EMBEDDING.sources
+
+    def is_first_copy(self, tp_rank: int, ep_rank: int = 0) -> bool:
+        """Whether no other tensor- or expert-parallel rank before this one, and no earlier stage,
+        holds the same numbers."""
+        replicated = self.split is Split.REPLICATED and tp_rank > 0
+        shared = self.expert is None and ep_rank > 0
+        return not (replicated or shared or self.is_tied_output_layer)
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -300,6 +312,24 @@ def shard_slices(
     if parameter.split is Split.GATE_UP:
         return [Slice(source, 0, *_part(a.mlp_hidden_size, tp_rank, tp)) for source in sources]
     return _qkv_slices(sources, a, tp_rank, tp)
+
+
+def shard_shape(
+    parameter: StageParameter,
+    architecture: ArchitectureConfig,
+    tp: int,
+    vocab_rows: int | None = None,
+) -> tuple[int, ...]:
+    """Shape of the shard of `parameter` on every tensor-parallel rank, padding included.
+
+    vocab_rows: as of `shard_slices`
+    """
+    parts = shard_slices(parameter, architecture, 0, tp, vocab_rows)
+    shape = list(hf_shape(parameter.sources[0], architecture))
+    shape[parts[0].dim] = sum(part.size for part in parts)
+    if parameter.split is Split.VOCAB and vocab_rows is not None:
+        shape[0] = vocab_rows
+    return tuple(shape)
 
 
 def _part(size: int, rank: int, parts: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.formats import Format, find_weights
 from mindspeed_rlxf.weights.hf_folder import HfFolder
 from mindspeed_rlxf.weights.legacy import read_legacy
-from mindspeed_rlxf.weights.reader import MegatronWeights
+from mindspeed_rlxf.weights.reader import WeightReader
 from mindspeed_rlxf.weights.role_state import RunState
 from mindspeed_rlxf.weights.torch_dist import open_torch_dist, read_torch_dist
 
@@ -51,9 +51,7 @@ def described_by(weights: str | Path, tokenizer: str | Path) -> Path:
     )
 
 
-def open_weights(
-    folder: str | Path, architecture: ArchitectureConfig
-) -> HfFolder | MegatronWeights | RunState:
+def open_weights(folder: str | Path, architecture: ArchitectureConfig) -> WeightReader:
     """A reader of the folder's weights, of whatever format.
 
     Errors: ValueError when something is missing or damaged, or, for a Megatron folder, when it

@@ -1,7 +1,8 @@
-"""Reading a Hugging Face folder slice by slice, and telling beforehand what is wrong with it."""
+"""Hugging Face folders: read box by box, checked without reading tensors, and their indexes."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import IO
@@ -10,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mindspeed_rlxf.files.safe import open_inside
-from mindspeed_rlxf.models.parameters import Slice
+from mindspeed_rlxf.files.safe import open_inside, replace_file
+from mindspeed_rlxf.weights.boxes import Box
 from mindspeed_rlxf.weights.formats import INDEX, SINGLE
 from mindspeed_rlxf.weights.inside import inside
 from mindspeed_rlxf.weights.reader import WeightReader
@@ -42,15 +43,12 @@ class HfFolder:
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        index = (slice(0, 0),)
-        return self._slice(name)[index].dtype
+        return self._slice(name)[(slice(0, 0),)].dtype
 
-    def read(self, part: Slice) -> Tensor:
-        """Just the bytes of one slice."""
-        view = self._slice(part.source)
-        span = slice(part.start, part.stop)
-        tensor = view[span] if part.dim == 0 else view[:, span]
-        self.bytes_read += tensor.numel() * tensor.element_size()
+    def read(self, name: str, box: Box) -> Tensor:
+        """Read just the bytes of a box."""
+        tensor = self._slice(name)[box.slices]
+        self.bytes_read += tensor.nbytes
         return tensor
 
     def _slice(self, name: str):  # type: ignore[no-untyped-def]
@@ -119,3 +117,17 @@ def shape_problems(folder: WeightReader, expected: dict[str, tuple[int, ...]]) -
         elif folder.shape(name) != shape:
             problems.append(f"{name} is {list(folder.shape(name))}, the model needs {list(shape)}")
     return problems
+
+
+def hf_file_name(number: int, count: int) -> str:
+    """The name of a file of weights, by its number from 0 and how many there are."""
+    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(folder: Path, files: dict[str, dict[str, int]]) -> None:
+    """Write the index of several files; one needs none. files: name -> bytes of its tensors"""
+    if len(files) > 1:
+        weight_map = {name: file for file, sizes in files.items() for name in sizes}
+        total = sum(sum(sizes.values()) for sizes in files.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        replace_file(folder / INDEX, json.dumps(index, indent=2))

@@ -47,10 +47,7 @@ class ShardedRunState:
         return self._of(slot).dtype(name)
 
     def read_box(self, slot: str, name: str, box: Box) -> Tensor:
-        """[height, width]"""
-        stored = self._of(slot)
-        ranges = [(box.top, box.bottom), (box.left, box.right)][: len(stored.shape(name))]
-        return stored.read_ranges(name, ranges).view(box.height, box.width)
+        return self._of(slot).read(name, box)
 
     def close(self) -> None:
         self._slots.clear()

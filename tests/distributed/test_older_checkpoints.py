@@ -1,4 +1,4 @@
-"""Checkpoints that megatron-core wrote, for versions of this package before `weights.role_state`, go on."""
+"""Checkpoints that megatron-core wrote for versions of this package before `weights.role_state`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Older(SavedRole):
             folder.mkdir(exist_ok=True)
             torch.distributed.barrier()
             save_sharded(state, folder)
-            numbers = train_state._numbers(engine)
+            numbers = train_state.saved_numbers(engine.state)
         (folder / train_state.STATE).write_text(json.dumps(numbers))
         return RoleOutput()
 

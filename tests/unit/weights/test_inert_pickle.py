@@ -26,6 +26,7 @@ from megatron.core.transformer.enums import AttnBackend
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from mindspeed_rlxf.weights.boxes import whole
 from mindspeed_rlxf.weights.inert_pickle import read_pickle
 from mindspeed_rlxf.weights.pickle_names import Inert
 from mindspeed_rlxf.weights.torch_dist import open_torch_dist
@@ -82,7 +83,7 @@ def test_what_megatron_puts_in_its_files_is_read(tmp_path: Path) -> None:
     torch.save(stock_state(), file)
     got = read_torch_file(file)
     assert got["args"].field("params_dtype") is torch.bfloat16
-    assert torch.equal(got["model"]["weight"].read((0, 2), (0, 2)), torch.ones(2, 2).bfloat16())
+    assert torch.equal(got["model"]["weight"].read(whole((2, 2))), torch.ones(2, 2).bfloat16())
     parameter, attributed = got["optimizer"]["main"][0]
     assert type(parameter) is type(attributed) is StoredTensor and attributed.shape == (3,)
     assert got["names"][0] == b"bytes" and got["names"][4] == (2,)

@@ -18,10 +18,8 @@ from torch.testing import assert_close
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import (
     Head,
-    Split,
     hf_shapes,
-    padded_vocab_size,
-    shard_slices,
+    shard_shape,
     stage_parameters,
 )
 from mindspeed_rlxf.weights import stage as weights
@@ -79,14 +77,10 @@ def source(tmp_path: Path) -> Path:
 
 def stage(a: ArchitectureConfig, head: Head, tp: Group, pp: Group) -> StageWeights:
     """The parameters of one rank, with nan for what loading leaves out."""
-    shapes, named = hf_shapes(a, head), []
-    for parameter in stage_parameters(a, head, pp.rank(), pp.size()):
-        parts = shard_slices(parameter, a, tp.rank(), tp.size())
-        shape = list(shapes[parameter.sources[0]])
-        shape[parts[0].dim] = sum(part.size for part in parts)
-        if parameter.split is Split.VOCAB:
-            shape[0] = padded_vocab_size(a, tp.size()) // tp.size()
-        named.append((parameter.name, Parameter(torch.full(shape, torch.nan))))
+    named = [
+        (parameter.name, Parameter(torch.full(shard_shape(parameter, a, tp.size()), torch.nan)))
+        for parameter in stage_parameters(a, head, pp.rank(), pp.size())
+    ]
     module: Any = SimpleNamespace(named_parameters=lambda: named)
     return StageWeights(module, a, head, tp, pp, Group(0, 1))  # type: ignore[arg-type]
 
