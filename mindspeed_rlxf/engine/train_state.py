@@ -220,15 +220,15 @@ def _fill(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, flat: ra
 
     Errors: ValueError when the folder has not all of it, or in another dtype.
     """
-    filled = 0
+    filled, stored = 0, reader.slot(slot)
     for held in shard.held_boxes(slot, tensor, flat):
-        if not reader.has(slot, held.name) or reader.dtype_of(slot, held.name) != tensor.dtype:
+        if held.name not in stored or stored.dtype(held.name) != tensor.dtype:
             raise ValueError(
                 f"{reader.folder} must have {slot} of {held.name} in {tensor.dtype}, as this run "
                 "has it; set the role's bf16 as it was in the run that wrote the checkpoint"
             )
         for rows in held.box.split(BUFFER_BYTES // tensor.itemsize):
-            held.tensor[rows.within(held.box).slices] = reader.read_box(slot, held.name, rows)
+            held.tensor[rows.within(held.box).slices] = stored.read(held.name, rows)
         filled += held.box.numel
     tensor[filled:].zero_()
 

@@ -1,7 +1,7 @@
 """Boxes of tensors: what a rank holds, what a file stores, what is read.
 
-A `Box` says which numbers of a tensor are meant, a `StoredBox` how to read those of a file, and a
-`BoxedTensor` is the tensor that stored boxes make up.
+A `Box` says which numbers of a tensor are meant, a `StoredBox` how to read those of a file, a
+`BoxedTensor` is the tensor that stored boxes make up, and `BoxedWeights` are such tensors by name.
 """
 
 from __future__ import annotations
@@ -185,6 +185,8 @@ class BoxedTensor:
         filled = 0
         for stored in self.boxes:
             shared = wanted.overlap(stored.box)
+            if shared == wanted:
+                return stored.read(shared).view(box.shape)
             if shared is not None:
                 result[shared.within(wanted).slices] = stored.read(shared)
                 filled += shared.numel
@@ -194,3 +196,25 @@ class BoxedTensor:
                 "there; copy the whole folder again"
             )
         return result.view(box.shape)
+
+
+class BoxedWeights:
+    """Tensors by their Hugging Face names, as a `WeightReader`."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, BoxedTensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def shape(self, name: str) -> Shape:
+        return self.tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
+    def read(self, name: str, box: Box) -> Tensor:
+        return self.tensors[name].read(box)

@@ -17,7 +17,7 @@ from mindspeed_rlxf.weights.formats import Format, find_weights
 from mindspeed_rlxf.weights.hf_folder import HfFolder
 from mindspeed_rlxf.weights.legacy import read_legacy
 from mindspeed_rlxf.weights.reader import WeightReader
-from mindspeed_rlxf.weights.role_state import RunState
+from mindspeed_rlxf.weights.role_state import WEIGHT, RunState
 from mindspeed_rlxf.weights.torch_dist import open_torch_dist, read_torch_dist
 
 CONFIG = "config.json"
@@ -59,7 +59,7 @@ def open_weights(folder: str | Path, architecture: ArchitectureConfig) -> Weight
     """
     kind, place = find_weights(Path(folder))
     if kind is Format.RUN_STATE:
-        return RunState(place)
+        return RunState(place).slot(WEIGHT)
     if kind is Format.LEGACY:
         return read_legacy(place, architecture)
     if kind is Format.TORCH_DIST:

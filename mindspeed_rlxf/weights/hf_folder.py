@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import IO
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mindspeed_rlxf.files.safe import open_inside, replace_file
-from mindspeed_rlxf.weights.boxes import Box
+from mindspeed_rlxf.weights.boxes import Box, BoxedTensor, BoxedWeights, whole
 from mindspeed_rlxf.weights.formats import INDEX, SINGLE
 from mindspeed_rlxf.weights.inside import inside
 from mindspeed_rlxf.weights.reader import WeightReader
 from mindspeed_rlxf.weights.regular import MAX_JSON, parse_json
+from mindspeed_rlxf.weights.safetensors_file import SafetensorsFile
 
 
 class HfFolder:
-    """The tensors of a folder, opened lazily; counts the bytes that were read.
+    """The tensors of a folder, whose files are opened when they are needed.
 
     Errors: ValueError when the folder, its index or one of its files is missing or damaged, or
     the index names a file elsewhere.
@@ -28,9 +26,7 @@ class HfFolder:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.bytes_read = 0
-        self._streams: list[IO[bytes]] = []  # what the library has mapped is reached through them
-        self._open: dict[Path, safe_open] = {}
+        self._opened: dict[Path, BoxedWeights] = {}
         self._files = self._file_of_each_tensor()
 
     def __contains__(self, name: str) -> bool:
@@ -40,38 +36,34 @@ class HfFolder:
         return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        return self._tensor(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._slice(name)[(slice(0, 0),)].dtype
+        return self._tensor(name).dtype
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Read just the bytes of a box."""
-        tensor = self._slice(name)[box.slices]
-        self.bytes_read += tensor.nbytes
-        return tensor
+        return self._tensor(name).read(box)
 
-    def _slice(self, name: str):  # type: ignore[no-untyped-def]
+    def _tensor(self, name: str) -> BoxedTensor:
         path = self._files[name]
-        try:
-            return self._opened(path).get_slice(name)
-        except SafetensorError as error:
-            raise ValueError(
-                f"{path} lacks {name}, which {INDEX} has there ({error}); copy it again"
-            ) from None
+        found = self._open(path).tensors.get(name)
+        if found is None:
+            raise ValueError(f"{path} lacks {name}, which {INDEX} has there; copy it again")
+        return found
 
-    def _opened(self, path: Path) -> safe_open:
-        """The library opens by name; the name of what is open already is of the checked file."""
-        if path in self._open:
-            return self._open[path]
-        try:
+    def _open(self, path: Path) -> BoxedWeights:
+        if path not in self._opened:
             stream = open_inside(self.folder, path.relative_to(self.folder).as_posix())
-            checked = f"/proc/self/fd/{stream.fileno()}"
-            self._open[path] = safe_open(checked if os.path.exists(checked) else path, "pt")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is damaged or truncated ({error}); copy it again") from None
-        self._streams.append(stream)
-        return self._open[path]
+            weights, file = BoxedWeights(), SafetensorsFile(path, lambda _: stream)
+            try:
+                for name, dtype, shape, first_byte in file.tensors():
+                    stored = file.stored_box(first_byte, dtype, whole(shape))
+                    weights.tensors[name] = BoxedTensor(name, dtype, shape, [stored])
+            except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+                rule = f"{path} is damaged or truncated ({error})"
+                raise ValueError(f"{rule}; copy it again") from None
+            self._opened[path] = weights
+        return self._opened[path]
 
     def _file_of_each_tensor(self) -> dict[str, Path]:
         if not self.folder.is_dir():
@@ -90,7 +82,7 @@ class HfFolder:
                 f"{self.folder} holds neither {SINGLE} nor {INDEX}; only safetensors are read, "
                 "because pickled weights can run code: save the model with safe_serialization"
             )
-        return dict.fromkeys(self._opened(single).keys(), single)
+        return dict.fromkeys(self._open(single).names(), single)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -20,7 +20,15 @@ from mindspeed_rlxf.models.parameters import (
     hf_shape,
     shard_shape,
 )
-from mindspeed_rlxf.weights.boxes import Box, BoxedTensor, ShardBox, StoredBox, shard_boxes, whole
+from mindspeed_rlxf.weights.boxes import (
+    Box,
+    BoxedTensor,
+    BoxedWeights,
+    ShardBox,
+    StoredBox,
+    shard_boxes,
+    whole,
+)
 
 MAX_PROBLEMS = 8  # of one folder: the first few tell which model it is
 RM_HEAD_BIAS = "rm_head.bias"
@@ -30,9 +38,7 @@ IGNORED = re.compile(r"_extra_state|rotary_pos_emb\.inv_freq$|rotary_emb\.inv_fr
 
 
 class WeightReader(Protocol):
-    """The tensors of a folder by their Hugging Face names; counts the bytes that were read."""
-
-    bytes_read: int
+    """The tensors of a folder by their Hugging Face names."""
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -61,14 +67,13 @@ class Stored(Protocol):
 AnyStored = TypeVar("AnyStored", bound=Stored)
 
 
-class MegatronWeights:
-    """A Megatron checkpoint as a `WeightReader`."""
+class MegatronWeights(BoxedWeights):
+    """The weights of a Megatron checkpoint."""
 
     def __init__(self, folder: Path, architecture: ArchitectureConfig) -> None:
+        super().__init__()
         self.folder, self.architecture = folder, architecture
-        self.bytes_read = 0
         self.dropped_bias: float | None = None  # of a reward head: Hugging Face has none
-        self._tensors: dict[str, BoxedTensor] = {}
 
     def add_shard(
         self,
@@ -102,36 +107,19 @@ class MegatronWeights:
         return []
 
     def _add(self, part: ShardBox, stored: Stored) -> None:
-        if part.source not in self._tensors:
+        if part.source not in self.tensors:
             name, shape = (
                 f"{part.source} in {self.folder}",
                 hf_shape(part.source, self.architecture),
             )
-            self._tensors[part.source] = BoxedTensor(name, stored.dtype, shape, [])
+            self.tensors[part.source] = BoxedTensor(name, stored.dtype, shape, [])
         read = StoredBox(part.box, lambda box: stored.read(part.to_shard(box)))
-        self._tensors[part.source].boxes.append(read)
+        self.tensors[part.source].boxes.append(read)
 
     def note_bias(self, stored: Stored | None) -> None:
         """Keep the bias of a reward head, for a message."""
         if stored is not None and stored.shape == (1,):
             self.dropped_bias = float(stored.read(whole((1,))))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
-
-    def read(self, name: str, box: Box) -> Tensor:
-        result = self._tensors[name].read(box)
-        self.bytes_read += result.nbytes
-        return result
 
 
 def spellings(name: str) -> list[str]:

@@ -7,12 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
-from mindspeed_rlxf.weights.boxes import Box
 from mindspeed_rlxf.weights.formats import METADATA
 from mindspeed_rlxf.weights.hf_folder import shape_problems
 from mindspeed_rlxf.weights.reader import MegatronWeights, refuse
@@ -21,7 +17,7 @@ from mindspeed_rlxf.weights.torch_dist import open_torch_dist, read_torch_dist
 
 
 class ShardedRunState:
-    """The folder as a `StateReader`; counts the bytes it was asked for."""
+    """The folder as a `StateReader`."""
 
     def __init__(self, folder: Path, architecture: ArchitectureConfig) -> None:
         """Errors: ValueError when a file holds more than data."""
@@ -29,25 +25,12 @@ class ShardedRunState:
         self._metadata = open_torch_dist(folder)
         self._slots: dict[str, MegatronWeights] = {}
 
-    def _of(self, slot: str) -> MegatronWeights:
+    def slot(self, name: str) -> MegatronWeights:
         """Errors: ValueError when the folder has no such slot, or holds another model."""
-        if slot not in self._slots:
-            prefix = "" if slot == WEIGHT else f"optimizer.state.{slot}."
-            self._slots[slot] = read_torch_dist(self._metadata, self._architecture, prefix)
-        return self._slots[slot]
-
-    @property
-    def bytes_read(self) -> int:
-        return sum(slot.bytes_read for slot in self._slots.values())
-
-    def has(self, slot: str, name: str) -> bool:
-        return name in self._of(slot)
-
-    def dtype_of(self, slot: str, name: str) -> torch.dtype:
-        return self._of(slot).dtype(name)
-
-    def read_box(self, slot: str, name: str, box: Box) -> Tensor:
-        return self._of(slot).read(name, box)
+        if name not in self._slots:
+            prefix = "" if name == WEIGHT else f"optimizer.state.{name}."
+            self._slots[name] = read_torch_dist(self._metadata, self._architecture, prefix)
+        return self._slots[name]
 
     def close(self) -> None:
         self._slots.clear()
@@ -61,6 +44,7 @@ def open_state(folder: Path, architecture: ArchitectureConfig, head: Head) -> St
     if (folder / METADATA).exists():
         return ShardedRunState(folder, architecture)
     state, expected = RunState(folder), hf_shapes(architecture, head)
-    extra = [f"{name} is not in the model" for name in state.names() if name not in expected]
-    refuse(folder, shape_problems(state, expected) + extra)
+    weights = state.slot(WEIGHT)
+    extra = [f"{name} is not in the model" for name in weights.names() if name not in expected]
+    refuse(folder, shape_problems(weights, expected) + extra)
     return state

@@ -47,16 +47,6 @@ def test_boxes_of_single_and_sharded_folders_are_read(tmp_path: Path, write) -> 
     assert "b.weight" in folder and "c.weight" not in folder
 
 
-def test_only_the_bytes_of_the_boxes_are_counted(tmp_path: Path) -> None:
-    write_single(tmp_path)
-    folder = HfFolder(tmp_path)
-    shape_problems(folder, {"a.weight": (4, 3)})
-    assert folder.bytes_read == 0
-    folder.read("a.weight", Box((1, 0), (2, 3)))  # 2 rows of 3, 4 bytes each
-    folder.read("b.weight", Box((0,), (5,)))  # 5 of 2 bytes
-    assert folder.bytes_read == 24 + 10
-
-
 def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere is not a folder; give the folder of a model"):
         HfFolder(tmp_path / "nowhere")

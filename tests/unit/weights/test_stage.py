@@ -25,6 +25,7 @@ from mindspeed_rlxf.models.parameters import (
 from mindspeed_rlxf.weights import stage as weights
 from mindspeed_rlxf.weights.hf_folder import HfFolder
 from mindspeed_rlxf.weights.stage import StageWeights
+from tests.unit.weights.folders_of import CountingFolder
 
 LM, SCORE = Head.LANGUAGE_MODEL, Head.SCORE
 
@@ -162,7 +163,7 @@ def test_a_rank_reads_its_share_of_the_bytes(monkeypatch: pytest.MonkeyPatch, so
     ((first, second),) = ranks_of(monkeypatch, architecture(), LM, 2, 1)
     read_by = []
     for rank in (first, second):
-        folder = HfFolder(source)
+        folder = CountingFolder(source)
         rank.load(folder)
         read_by.append(folder.bytes_read)
     tensors = read(source)
