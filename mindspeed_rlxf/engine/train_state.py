@@ -39,9 +39,9 @@ from mindspeed_rlxf.weights.role_state import (
     WEIGHT,
     StateReader,
     file_of,
+    open_state,
     write_boxes,
 )
-from mindspeed_rlxf.weights.sharded_state import open_state
 from mindspeed_rlxf.weights.stage import StageWeights
 from mindspeed_rlxf.weights.state_files import (
     HOST,
@@ -260,7 +260,7 @@ def _random_file(rank: int) -> str:
 
 def _random_state(groups: ParallelGroups) -> dict[str, Any]:
     """Random streams of the process, and Megatron's for this role."""
-    streams = groups.random_state()
+    streams = groups.random_states
     return {
         "process": random_states.process_state(),
         "megatron": {name: random_states.to_text(state) for name, state in streams.items()},
@@ -269,8 +269,8 @@ def _random_state(groups: ParallelGroups) -> dict[str, Any]:
 
 def _load_random_state(groups: ParallelGroups, state: dict[str, Any]) -> None:
     random_states.load_process_state(state["process"])
-    streams = {name: random_states.from_text(text) for name, text in state["megatron"].items()}
-    groups.load_random_state(streams)
+    streams = state["megatron"].items()
+    groups.random_states = {name: random_states.from_text(text) for name, text in streams}
 
 
 def _all(items: list[T]) -> list[T]:

@@ -210,11 +210,14 @@ class BoxedWeights:
     def names(self) -> list[str]:
         return list(self.tensors)
 
+    def tensor(self, name: str) -> BoxedTensor:
+        return self.tensors[name]
+
     def shape(self, name: str) -> Shape:
-        return self.tensors[name].shape
+        return self.tensor(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return self.tensors[name].dtype
+        return self.tensor(name).dtype
 
     def read(self, name: str, box: Box) -> Tensor:
-        return self.tensors[name].read(box)
+        return self.tensor(name).read(box)

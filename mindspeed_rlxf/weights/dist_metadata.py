@@ -19,8 +19,7 @@ from mindspeed_rlxf.weights.boxes import Box, BoxedTensor, Shape, StoredBox
 from mindspeed_rlxf.weights.formats import COMMON, METADATA
 from mindspeed_rlxf.weights.inert_pickle import read_pickle
 from mindspeed_rlxf.weights.inside import inside
-from mindspeed_rlxf.weights.pickle_names import Inert, integers
-from mindspeed_rlxf.weights.pickle_values import Refused, shown
+from mindspeed_rlxf.weights.pickle_names import Inert, Refused, integers, shown
 from mindspeed_rlxf.weights.refusals import refusal, unreadable
 from mindspeed_rlxf.weights.regular import open_regular
 from mindspeed_rlxf.weights.torch_file import (

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from mindspeed_rlxf.files.safe import open_inside, replace_file
-from mindspeed_rlxf.weights.boxes import Box, BoxedTensor, BoxedWeights, whole
+from mindspeed_rlxf.files.plain import parse_json
+from mindspeed_rlxf.files.safe import open_inside, read_inside, replace_file
+from mindspeed_rlxf.weights.boxes import BoxedTensor, BoxedWeights, whole
 from mindspeed_rlxf.weights.formats import INDEX, SINGLE
 from mindspeed_rlxf.weights.inside import inside
 from mindspeed_rlxf.weights.reader import WeightReader
-from mindspeed_rlxf.weights.regular import MAX_JSON, parse_json
-from mindspeed_rlxf.weights.safetensors_file import SafetensorsFile
+from mindspeed_rlxf.weights.regular import MAX_JSON
+from mindspeed_rlxf.weights.safetensors_file import HEADER_ERRORS, SafetensorsFile
 
 
-class HfFolder:
+class HfFolder(BoxedWeights):
     """The tensors of a folder, whose files are opened when they are needed.
 
     Errors: ValueError when the folder, its index or one of its files is missing or damaged, or
@@ -25,8 +23,9 @@ class HfFolder:
     """
 
     def __init__(self, folder: str | Path) -> None:
+        super().__init__()
         self.folder = Path(folder)
-        self._opened: dict[Path, BoxedWeights] = {}
+        self._opened: dict[Path, dict[str, BoxedTensor]] = {}
         self._files = self._file_of_each_tensor()
 
     def __contains__(self, name: str) -> bool:
@@ -35,42 +34,39 @@ class HfFolder:
     def names(self) -> list[str]:
         return list(self._files)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensor(name).shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensor(name).dtype
-
-    def read(self, name: str, box: Box) -> Tensor:
-        return self._tensor(name).read(box)
-
-    def _tensor(self, name: str) -> BoxedTensor:
+    def tensor(self, name: str) -> BoxedTensor:
         path = self._files[name]
-        found = self._open(path).tensors.get(name)
+        found = self._open(path).get(name)
         if found is None:
             raise ValueError(f"{path} lacks {name}, which {INDEX} has there; copy it again")
         return found
 
-    def _open(self, path: Path) -> BoxedWeights:
-        if path not in self._opened:
+    def _open(self, path: Path) -> dict[str, BoxedTensor]:
+        """The tensors of a file."""
+        if path in self._opened:
+            return self._opened[path]
+        try:
             stream = open_inside(self.folder, path.relative_to(self.folder).as_posix())
-            weights, file = BoxedWeights(), SafetensorsFile(path, lambda _: stream)
-            try:
-                for name, dtype, shape, first_byte in file.tensors():
-                    stored = file.stored_box(first_byte, dtype, whole(shape))
-                    weights.tensors[name] = BoxedTensor(name, dtype, shape, [stored])
-            except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-                rule = f"{path} is damaged or truncated ({error})"
-                raise ValueError(f"{rule}; copy it again") from None
-            self._opened[path] = weights
-        return self._opened[path]
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error.strerror}); copy it again") from None
+        file = SafetensorsFile(path, lambda _: stream)
+        tensors: dict[str, BoxedTensor] = {}
+        try:
+            for name, dtype, shape, first_byte in file.tensors():
+                stored = file.stored_box(first_byte, dtype, whole(shape))
+                tensors[name] = BoxedTensor(name, dtype, shape, [stored])
+        except HEADER_ERRORS as error:
+            rule = f"{path} is damaged or truncated ({error})"
+            raise ValueError(f"{rule}; copy it again") from None
+        self._opened[path] = tensors
+        return tensors
 
     def _file_of_each_tensor(self) -> dict[str, Path]:
         if not self.folder.is_dir():
             raise ValueError(f"{self.folder} is not a folder; give the folder of a model")
         index = self.folder / INDEX
         if index.exists():
-            weight_map = _weight_map(index)
+            weight_map = _weight_map(self.folder)
             paths = {f: inside(self.folder, f, INDEX) for f in sorted(set(weight_map.values()))}
             missing = [file for file, path in paths.items() if not path.exists()]
             if missing:
@@ -82,21 +78,20 @@ class HfFolder:
                 f"{self.folder} holds neither {SINGLE} nor {INDEX}; only safetensors are read, "
                 "because pickled weights can run code: save the model with safe_serialization"
             )
-        return dict.fromkeys(self._open(single).names(), single)
+        return dict.fromkeys(self._open(single), single)
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Name of each tensor -> name of its file."""
+    index = folder / INDEX
     try:
-        with open_inside(index.parent, index.name) as stream:
-            text = stream.read(MAX_JSON + 1)
-    except OSError as error:
-        raise ValueError(f"{index} cannot be read ({error.strerror}); copy it again") from None
-    if len(text) > MAX_JSON:
-        raise ValueError(f"{index} has more than {MAX_JSON} bytes; copy it again")
+        text = read_inside(folder, INDEX, MAX_JSON)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{index} cannot be read ({error}); copy it again") from None
     try:
-        found = parse_json(text, index)["weight_map"]
+        found = parse_json(text)["weight_map"]
         return {str(name): str(file) for name, file in dict(found).items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index} has no readable weight_map ({error!r}); copy it again") from None
 
 

@@ -29,19 +29,17 @@ from mindspeed_rlxf.weights.pickle_names import (
     TENSORS,
     Inert,
     Named,
-    Storage,
-    is_attributes,
-    is_fields,
-)
-from mindspeed_rlxf.weights.pickle_operations import SCALARS, Operation
-from mindspeed_rlxf.weights.pickle_values import (
     Refused,
+    Storage,
     attributes_of,
     check_key,
+    is_attributes,
+    is_fields,
     kind_of,
     named_value,
     shown,
 )
+from mindspeed_rlxf.weights.pickle_operations import SCALARS, Operation
 
 MAX_STEPS = 16_000_000  # of one pickle: a sharded folder of 400,000 chunks has these
 MAX_CONTAINERS = 6_000_000  # at a time: 200 bytes each, with what is known of it
@@ -169,39 +167,20 @@ class InertUnpickler:
         self.marks.append(self.stack)
         self.stack = []
 
-    def _tuple_of(self, items: list[Any]) -> None:
+    def _last(self, count: int) -> list[Any]:
+        """Take so many values off the stack."""
+        items = self.stack[-count:]
+        if len(items) < count:
+            raise IndexError
+        del self.stack[-count:]
+        return items
+
+    def _push_tuple(self, items: list[Any]) -> None:
         self._push_new(tuple(items), -self._hold(items))
 
-    def _one(self) -> None:
-        items = (self.stack.pop(),)
-        self._push_new(items, -self._hold(items))
-
-    def _two(self) -> None:
-        second = self.stack.pop()
-        items = (self.stack.pop(), second)
-        self._push_new(items, -self._hold(items))
-
-    def _three(self) -> None:
-        third, second = self.stack.pop(), self.stack.pop()
-        items = (self.stack.pop(), second, third)
-        self._push_new(items, -self._hold(items))
-
-    def _append(self) -> None:
-        value = self.stack.pop()
-        self._change(self.stack[-1], list, (value,))
-        self.stack[-1].append(value)
-
-    def _appends(self) -> None:
-        items = self._since_mark()
+    def _extend(self, items: list[Any]) -> None:
         self._change(self.stack[-1], list, items)
         self.stack[-1].extend(items)
-
-    def _set_item(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set([key, value])
-
-    def _set_items(self) -> None:
-        self._set(self._since_mark())
 
     def _set(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -289,14 +268,6 @@ class InertUnpickler:
         raise ValueError(f"the operation {self.data[self.at - 1]:#04x}, which no checkpoint has")
 
 
-def _new_list(machine: InertUnpickler) -> None:
-    machine._push_new([], 1)
-
-
-def _new_dict(machine: InertUnpickler) -> None:
-    machine._push_new({}, 1)
-
-
 STOP = ord(".")
 
 
@@ -306,19 +277,19 @@ def _table() -> list[Operation]:
     known: dict[str, Operation] = {
         **SCALARS,
         "(": machine._mark,
-        "]": _new_list,
-        "}": _new_dict,
-        "\x8f": _new_list,  # a set, of which nothing is hashed
-        "t": lambda m: m._tuple_of(m._since_mark()),
-        "\x91": lambda m: m._tuple_of(m._since_mark()),  # a frozenset
-        "\x85": machine._one,
-        "\x86": machine._two,
-        "\x87": machine._three,
-        "a": machine._append,
-        "e": machine._appends,
-        "\x90": machine._appends,
-        "s": machine._set_item,
-        "u": machine._set_items,
+        "]": lambda m: m._push_new([], 1),
+        "}": lambda m: m._push_new({}, 1),
+        "\x8f": lambda m: m._push_new([], 1),  # a set, of which nothing is hashed
+        "t": lambda m: m._push_tuple(m._since_mark()),
+        "\x91": lambda m: m._push_tuple(m._since_mark()),  # a frozenset
+        "\x85": lambda m: m._push_tuple(m._last(1)),
+        "\x86": lambda m: m._push_tuple(m._last(2)),
+        "\x87": lambda m: m._push_tuple(m._last(3)),
+        "a": lambda m: m._extend(m._last(1)),
+        "e": lambda m: m._extend(m._since_mark()),
+        "\x90": lambda m: m._extend(m._since_mark()),
+        "s": lambda m: m._set(m._last(2)),
+        "u": lambda m: m._set(m._since_mark()),
         "c": machine._global,
         "\x93": machine._stack_global,
         "R": machine._make,

@@ -76,8 +76,7 @@ class MegatronLayout:
         layers = self.stages[pp_rank][chunk]
         place = (chunk * self.pp + pp_rank, self.chunks * self.pp, ep_rank, self.ep)
         for parameter in stage_parameters(architecture, head, *place, layers):
-            is_head = parameter.sources == SCORE_HEAD.sources
-            yield StageParameter(*vars(RM_HEAD).values()) if is_head else parameter
+            yield RM_HEAD if parameter == SCORE_HEAD else parameter
 
     def parameters_of_any_head(
         self, architecture: ArchitectureConfig, pp_rank: int, chunk: int, ep_rank: int

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import NoneType
 from typing import Any
+
+import torch
 
 Test = Callable[[tuple[Any, ...]], bool]
 """Of the arguments that an object is made of: are they what checkpoints have there?"""
@@ -20,6 +23,10 @@ STORAGE_TYPE = re.compile(
     r"torch(\.storage)?\.(Double|Float|Half|BFloat16|Long|Int|Short|Char|Byte|Bool|Untyped)Storage"
 )
 ORDERED_DICT, SIZE = "collections.OrderedDict", "torch.Size"
+
+
+class Refused(ValueError):
+    """A pickle that wants more than data, or more of it than is read."""
 
 
 class Named:
@@ -52,22 +59,17 @@ class Storage:
     """The data of a tensor, which lie outside the pickle."""
 
 
-def _none(arguments: tuple[Any, ...]) -> bool:
-    return not arguments
-
-
 def _never(_arguments: tuple[Any, ...]) -> bool:
     """A class that is only ever named, as the argument of a function."""
     return False
 
 
-def _are(types: tuple[type, ...]) -> Test:
+def _of(*types: type) -> Test:
     """Just as many arguments, of these types."""
     return lambda arguments: tuple(map(type, arguments)) == types
 
 
-def _of(*types: type) -> Test:
-    return _are(types)
+_none = _of()
 
 
 def _one_of(*types: type) -> Test:
@@ -191,14 +193,6 @@ def _is_bytes_io_state(state: Any) -> bool:
     )
 
 
-def _is_properties_state(state: Any) -> bool:
-    return is_fields(state) or type(state) is tuple
-
-
-def _is_byte_array(a: tuple[Any, ...]) -> bool:
-    return not a or _of(bytes)(a) or _is_latin(a)
-
-
 _ENUM = _one_of(int, str)
 _DCP = "torch.distributed.checkpoint"
 _MEGATRON_ENUMS = {
@@ -245,7 +239,7 @@ ALLOWED: dict[str, Test] = {
             "bytes": _none,  # none at all, as old protocols write them
             "set": _of(list),
             "frozenset": _of(list),
-            "bytearray": _is_byte_array,
+            "bytearray": lambda a: not a or _of(bytes)(a) or _is_latin(a),
             "complex": _of(float, float),
             "slice": lambda a: len(a) == 3 and all(type(i) in (int, type(None)) for i in a),
             "range": _of(int, int, int),
@@ -297,6 +291,59 @@ STATES: dict[str, Callable[[Any], bool]] = {
     "numpy.dtype": _is_dtype_state,
     **{f"numpy.{c}.multiarray._reconstruct": _is_array_state for c in ("core", "_core")},
     **dict.fromkeys(BYTES_IO, _is_bytes_io_state),
-    f"{_DCP}.metadata.TensorProperties": _is_properties_state,
+    f"{_DCP}.metadata.TensorProperties": lambda state: is_fields(state) or type(state) is tuple,
 }
 """States that are no plain attributes."""
+
+MAX_KEY_PARTS = 8
+MAX_KEY_NUMBER = 1 << 48
+SHOWN = 120  # characters of a stranger's text in a message
+
+_KEYS = frozenset((str, bool, bytes, NoneType, torch.dtype, Named, Inert))
+
+
+def shown(text: object) -> str:
+    """A stranger's text as a message may have it: short, without control characters."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(text)[:SHOWN])
+
+
+def kind_of(value: Any) -> str:
+    """Of a value whose content may be large or without end."""
+    if type(value) is Inert:
+        return f"what {value.named} returns"
+    return shown(value) if type(value) in (str, int) else f"a {type(value).__name__}"
+
+
+def named_value(module: str, name: str) -> Any:
+    """A name on the list, or the dtype of that name."""
+    text = f"{module}.{name}"
+    known = _NAMES.get(text)
+    if known is None:
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        if text not in ALLOWED and not STORAGE_TYPE.fullmatch(text):
+            raise Refused(shown(text))
+        known = _NAMES.setdefault(text, Named(text))
+    return known
+
+
+_NAMES: dict[str, Named] = {}  # as many as the list has
+
+
+def attributes_of(state: Any) -> dict[str, Any]:
+    """By name: of the object, and of its slots where a pair of both is given."""
+    if type(state) is dict:
+        return state
+    pair = state if type(state) is tuple else (state, None)
+    first, second = (part or {} for part in pair)
+    if first.keys() & second.keys():
+        raise Refused("an object with two attributes of one name")
+    return {**first, **second}
+
+
+def check_key(key: Any) -> None:
+    """Keys are hashed and compared: only values for which that is quickly done."""
+    for part in key if type(key) is tuple and len(key) <= MAX_KEY_PARTS else (key,):
+        small = type(part) is int and abs(part) < MAX_KEY_NUMBER
+        if not small and type(part) not in _KEYS and type(part) is not str:
+            raise Refused(f"a key that is {kind_of(part)}")

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from mindspeed_rlxf.weights.layout import RANK_FILE
-from mindspeed_rlxf.weights.pickle_values import Refused
+from mindspeed_rlxf.weights.pickle_names import Refused
 
 FREELY = f"weights_only={False}"  # run by a user who trusts a file, for it runs what the file wants
 MODEL_ALONE = (

@@ -6,6 +6,8 @@ A box is one of a Hugging Face tensor, or of what the optimizer holds of that te
 Its name says slot, tensor and where the box begins, the header says dtype, shape and bytes: so the
 files are their own index, and a rank of any layout reads the byte ranges that it needs. The padding
 of a vocabulary has no Hugging Face name and is not stored: it is zero.
+
+Older versions of this package had megatron-core write sharded checkpoints, which are read here too.
 """
 
 from __future__ import annotations
@@ -15,12 +17,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.weights.boxes import Box, BoxedTensor, BoxedWeights, HeldBox
-from mindspeed_rlxf.weights.formats import STATE_FILES
+from mindspeed_rlxf.weights.formats import METADATA, STATE_FILES
+from mindspeed_rlxf.weights.hf_folder import shape_problems
 from mindspeed_rlxf.weights.inside import inside
-from mindspeed_rlxf.weights.pickle_values import shown
+from mindspeed_rlxf.weights.pickle_names import shown
 from mindspeed_rlxf.weights.planned import PlannedTensor
+from mindspeed_rlxf.weights.reader import MegatronWeights, refuse
 from mindspeed_rlxf.weights.safetensors_file import SafetensorsFile, aligned, write_safetensors
+from mindspeed_rlxf.weights.torch_dist import open_torch_dist, read_torch_dist
 
 WEIGHT = "weight"
 BUFFER_BYTES = 8 << 20
@@ -92,3 +99,37 @@ class RunState:
     def close(self) -> None:
         for file in self._files:
             file.close()
+
+
+class ShardedRunState:
+    """The tensors in a sharded checkpoint that megatron-core wrote; no pickle is run."""
+
+    def __init__(self, folder: Path, architecture: ArchitectureConfig) -> None:
+        """Errors: ValueError when a file holds more than data."""
+        self.folder, self._architecture = folder, architecture
+        self._metadata = open_torch_dist(folder)
+        self._slots: dict[str, MegatronWeights] = {}
+
+    def slot(self, name: str) -> MegatronWeights:
+        """Errors: ValueError when the folder has no such slot, or holds another model."""
+        if name not in self._slots:
+            prefix = "" if name == WEIGHT else f"optimizer.state.{name}."
+            self._slots[name] = read_torch_dist(self._metadata, self._architecture, prefix)
+        return self._slots[name]
+
+    def close(self) -> None:
+        self._slots.clear()
+
+
+def open_state(folder: Path, architecture: ArchitectureConfig, head: Head) -> StateReader:
+    """The tensors in a role's folder of a checkpoint, of this version or an older one.
+
+    Errors: ValueError when a file is damaged, or holds another model.
+    """
+    if (folder / METADATA).exists():
+        return ShardedRunState(folder, architecture)
+    state, expected = RunState(folder), hf_shapes(architecture, head)
+    weights = state.slot(WEIGHT)
+    extra = [f"{name} is not in the model" for name in weights.names() if name not in expected]
+    refuse(folder, shape_problems(weights, expected) + extra)
+    return state

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mindspeed_rlxf.files.safe import new_file
 from mindspeed_rlxf.weights.boxes import Box, Shape, StoredBox
-from mindspeed_rlxf.weights.pickle_values import shown
+from mindspeed_rlxf.weights.pickle_names import shown
 from mindspeed_rlxf.weights.planned import PlannedTensor, Wrote
 from mindspeed_rlxf.weights.regular import open_regular, parse_json
 
@@ -41,6 +41,8 @@ OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 ALIGNMENT = 8  # of the data, bytes
 MAX_HEADER_BYTES = 32 << 20  # 300,000 tensors
 METADATA = "__metadata__"
+HEADER_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What `SafetensorsFile.tensors` raises where a header is damaged or does not fit its file."""
 
 
 def write_safetensors(path: Path, tensors: dict[str, PlannedTensor], wrote: Wrote) -> None:
@@ -83,8 +85,7 @@ class SafetensorsFile:
     def tensors(self) -> Iterator[tuple[str, torch.dtype, Shape, int]]:
         """Name, dtype and shape of each tensor, and the number of its first byte.
 
-        Errors: OSError; ValueError, KeyError, TypeError and AttributeError where the header is
-        damaged or does not fit the file
+        Errors: HEADER_ERRORS
         """
         length = int.from_bytes(self._read_bytes(0, 8), "little")
         if length > MAX_HEADER_BYTES:

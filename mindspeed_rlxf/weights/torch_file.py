@@ -30,8 +30,7 @@ from torch import Tensor
 
 from mindspeed_rlxf.weights.boxes import Box
 from mindspeed_rlxf.weights.inert_pickle import InertUnpickler
-from mindspeed_rlxf.weights.pickle_names import OF_STORAGE, TYPED, Storage
-from mindspeed_rlxf.weights.pickle_values import Refused
+from mindspeed_rlxf.weights.pickle_names import OF_STORAGE, TYPED, Refused, Storage
 from mindspeed_rlxf.weights.planned import PlannedTensor, Wrote
 from mindspeed_rlxf.weights.refusals import refusal, unreadable
 from mindspeed_rlxf.weights.regular import open_regular

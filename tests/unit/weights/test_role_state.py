@@ -14,8 +14,7 @@ from torch import Tensor
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.weights.boxes import Box, HeldBox, flat_boxes, view, whole
 from mindspeed_rlxf.weights.folders import open_weights
-from mindspeed_rlxf.weights.role_state import RunState, file_of, write_boxes
-from mindspeed_rlxf.weights.sharded_state import open_state
+from mindspeed_rlxf.weights.role_state import RunState, file_of, open_state, write_boxes
 from tests.unit.weights.folders_of import architecture_of
 
 MATRIX = torch.arange(7 * 5, dtype=torch.float32).view(7, 5)
