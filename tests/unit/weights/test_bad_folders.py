@@ -74,11 +74,8 @@ def test_other_shapes_missing_and_unknown_names_are_all_listed(legacy: Path, cap
 
 
 def test_a_missing_rank_is_named(legacy: Path, capsys: Any) -> None:
-    make_folder(legacy.parent / "hf2", "llama")
-    four = legacy.parent / "four"
-    assert main([str(legacy.parent / "hf2"), str(four), "--to", "mg", "--tp", "4"]) == 0
-    shutil.rmtree(four / "iter_0000001" / "mp_rank_02")
-    assert "lacks ranks: tp 2 pp 0 ep 0; copy the whole folder" in refused(four, capsys)
+    shutil.rmtree(rank_file(legacy).parent)
+    assert "lacks ranks: tp 0 pp 0 ep 0; copy the whole folder" in refused(legacy, capsys)
 
 
 def test_a_truncated_rank_file_is_named(legacy: Path, capsys: Any) -> None:
