@@ -20,7 +20,7 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import IO, Any
@@ -45,11 +45,11 @@ LOCAL_HEADER = 30  # bytes before the name of a record
 
 
 class ChangedBytes(ValueError):
-    """A tensor's bytes are not those that were written; seen only when it is read."""
+    """The bytes of a tensor are not those that were written, which is found when it is read."""
 
 
 class MappedFile:
-    """A file in memory as far as it is touched; its pages can be dropped at any time."""
+    """A file that is mapped into memory."""
 
     def __init__(self, path: Path) -> None:
         """Errors: ValueError when it cannot be opened or is empty."""
@@ -66,7 +66,7 @@ class MappedFile:
         self._checked: set[int] = set()  # records whose sum was right, by their start
 
     def window(self, offset: int, length: int) -> Window:
-        """A part of the file, to be read like a file. Errors: ValueError beyond its end."""
+        """A part of the file. Errors: ValueError where it reaches beyond the end."""
         if offset < 0 or length < 0 or offset + length > self.size:
             raise ValueError(
                 f"{self.path} ends at byte {self.size}, a tensor reaches to {offset + length}: "
@@ -78,14 +78,19 @@ class MappedFile:
         return self._map[offset : offset + length]
 
     def tensor(self, offset: int, length: int) -> Tensor:
-        """[length] uint8, not copied."""
+        """Bytes of the file, [length] uint8, not copied."""
         self.window(offset, length)
         if length == 0:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=length, offset=offset)
 
+    def content(self, record: Record) -> bytes:
+        """The data of a record. Errors: ChangedBytes."""
+        self.check(record)
+        return self.read(record.start, record.length)
+
     def check(self, record: Record) -> None:
-        """Errors: ChangedBytes. Looks once."""
+        """Compare the CRC-32 of a record, once. Errors: ChangedBytes."""
         if record.start in self._checked:
             return
         with memoryview(self._map)[record.start : record.start + record.length] as data:
@@ -107,7 +112,7 @@ class Window:
     length: int
 
     def read(self, offset: int, length: int) -> bytes:
-        """Fewer at its end."""
+        """Bytes of the window, fewer at its end."""
         return self.file.read(self.start + offset, max(0, min(length, self.length - offset)))
 
 
@@ -190,23 +195,24 @@ def read_window(window: Window) -> Any:
 
 
 class _Reader(InertUnpickler):
-    """Reads `data.pkl`; tensors become places in the file."""
+    """Reads `data.pkl`; each tensor becomes a `StoredTensor`."""
 
     def __init__(self, window: Window, records: dict[str, Record]) -> None:
         found = records[PICKLE]
         if found.length > MAX_PICKLE:
             raise Refused(f"a pickle of {found.length} bytes, the limit is {MAX_PICKLE}")
-        super().__init__(_content(window, found))
-        self._window, self._records = window, records
+        super().__init__(window.file.content(found))
+        self._file, self._records = window.file, records
 
     @classmethod
     def of(cls, window: Window) -> _Reader:
         path = window.file.path
-        records = records_of(window.read, window.length)
+        found = records_of(window.read, window.length)
+        records = {n: replace(r, start=r.start + window.start) for n, r in found.items()}
         if PICKLE not in records:
             raise ValueError(f"{path} is no file of torch.save: it has no {PICKLE}")
         order = records.get("byteorder")
-        if order is not None and (order.length != 6 or _content(window, order) != b"little"):
+        if order is not None and (order.length != 6 or window.file.content(order) != b"little"):
             raise ValueError(f"{path} is big-endian; save it on the machine you use")
         return cls(window, records)
 
@@ -216,11 +222,10 @@ class _Reader(InertUnpickler):
             raise Refused(f"a tensor of {dtype}")
         if record is None or elements < 0 or record.length < elements * kind.itemsize:
             raise ValueError(f"a tensor of {elements} numbers lies outside its data")
-        at = self._window.start + record.start
-        return _Storage(kind, Record(record.name, at, record.length, record.crc), elements)
+        return _Storage(kind, record, elements)
 
     def tensor(self, function: str, arguments: tuple[Any, ...]) -> StoredTensor:
-        """Also of a parameter, and of a tensor with attributes, which hold a tensor."""
+        """A tensor, also from a parameter or from a tensor with attributes."""
         if function == TYPED:
             function, arguments = arguments[0].text, arguments[2]
         if function not in OF_STORAGE:
@@ -234,15 +239,7 @@ class _Reader(InertUnpickler):
         if bad or offset + _used_elements(shape, stride) > storage.elements:
             raise ValueError(f"a tensor of shape {list(shape)} lies outside its data")
         at = storage.record.start + offset * storage.dtype.itemsize
-        file = self._window.file
-        return StoredTensor(file, storage.record, at, storage.dtype, shape, stride)
-
-
-def _content(window: Window, record: Record) -> bytes:
-    """record: as it lies in the window"""
-    start = window.start + record.start
-    window.file.check(Record(record.name, start, record.length, record.crc))
-    return window.file.read(start, record.length)
+        return StoredTensor(self._file, storage.record, at, storage.dtype, shape, stride)
 
 
 @dataclass(frozen=True)
