@@ -24,7 +24,7 @@ def _globals() -> dict[str, Any]:
 
 
 def _is_state(name: str) -> bool:
-    """The groups and ranks, and the list that would keep every group alive for ever."""
+    """Whether a global holds groups or ranks, or is the list that keeps every group alive."""
     if name == "_global_process_group_list":
         return True
     return name.startswith("_") and name.upper() == name and not name.startswith("__")
@@ -106,7 +106,7 @@ class ParallelGroups:
 
     @property
     def is_leader(self) -> bool:
-        """The one rank of a replica whose results are used: last stage, tensor-parallel rank 0."""
+        """Whether results of this rank are used for its replica: last stage, first tp rank."""
         return self.is_last_stage and self.tp.rank() == 0
 
 
@@ -125,7 +125,7 @@ def _make_groups(tp: int, pp: int, ep: int) -> dict[str, Any]:
 
 
 def process_groups(state: dict[str, Any]) -> Iterator[dist.ProcessGroup]:
-    """Of this rank, some of them more than once; 0.12 has no list of all."""
+    """The groups of this rank, some more than once; megatron-core 0.12 has no list of them."""
     for value in state.values():
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, dist.ProcessGroup):

@@ -1,6 +1,7 @@
 """A Megatron checkpoint of a model's weights, written by megatron-core.
 
-Its plain save forks in megatron-core 0.12, so the parts of an asynchronous one are called here.
+Its synchronous save forks in megatron-core 0.12, so the steps of an asynchronous one are called
+here.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def os_errors(folder: Path) -> Iterator[None]:
 
 
 def save_sharded(state: dict[str, Any], folder: Path) -> None:
-    """A collective: what ranks agree on, what each writes, what is left.
+    """Write a sharded checkpoint; a collective.
 
     Raises OSError on all ranks when one could not write.
     """

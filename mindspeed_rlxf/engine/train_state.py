@@ -1,9 +1,9 @@
-"""What a trained role has to remember, written to and read from a folder by all its ranks.
+"""The training state of a role, written to and read from a folder by all its ranks.
 
     state_00003.safetensors     weights and Adam's slots that the rank writes (`weights.role_state`)
     random/rank_00003.json      random streams of a rank
     state.json                  steps taken, layout
-    config.json, ...            what describes the model to who converts it, and the tokenizer
+    config.json, ...            side files of the model, for conversion
 
 Tensors can be read in any layout, random streams only in that which wrote them. Learning rates and
 other settings of the optimizer are not here: the configuration has them.
@@ -74,7 +74,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class _Copy:
-    """What a rank writes, on the host. texts: path within the folder -> contents"""
+    """A copy on the host of what a rank writes. texts: path within the folder -> content"""
 
     rank: int
     boxes: list[HeldBox]
@@ -106,8 +106,10 @@ class StateSaver:
         self._writing = _WRITER.submit(_write_and_hash, copy, folder, state.describe)
 
     def end(self) -> Written:
-        """Wait for all files. Returns those of all ranks, hashed by who wrote them, with its host,
-        paths within the folder. Raises OSError on all ranks when one could not write."""
+        """Wait for the files of all ranks; each is hashed by its rank and has its host.
+
+        Paths are within the folder. Raises OSError on all ranks when one could not write.
+        """
         writing, folder = self._writing, self._folder
         assert writing and folder, "no save has begun"
         self._writing = None
@@ -191,14 +193,17 @@ def _copied_boxes(state: TrainState) -> Iterator[HeldBox]:
 
 
 def _copied(slot: str, shard: Shard, tensor: Tensor, start: int, flat: range) -> Iterator[HeldBox]:
-    """tensor: the numbers of the shard from number `start` on; flat: the range that is written"""
+    """Copy a range of a shard to the host.
+
+    tensor: the numbers of the shard from number `start` on
+    """
     if flat:
         copied = tensor[flat.start - start : flat.stop - start].to("cpu", copy=True)
         yield from shard.held_boxes(slot, copied, flat)
 
 
 def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
-    """Through a bounded buffer on the host, into the tensors of this rank."""
+    """Read into the tensors of this rank, through a bounded buffer on the host."""
     make_slots(state.optimizer, step)
     reader = open_state(folder, state.weights.architecture, state.weights.head)
     by_parameter = {}
@@ -216,9 +221,9 @@ def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
 
 
 def _fill(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, flat: range) -> None:
-    """tensor: the numbers of the range; those that pad a vocabulary become 0
+    """Read a range of a shard into `tensor`; numbers that pad a vocabulary become 0.
 
-    Errors: ValueError when the folder has not all of it, or in another dtype.
+    Errors: ValueError when the folder lacks some of it, or has another dtype.
     """
     filled, stored = 0, reader.slot(slot)
     for held in shard.held_boxes(slot, tensor, flat):

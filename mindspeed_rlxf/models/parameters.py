@@ -16,7 +16,7 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig
 
 
 class Head(str, Enum):
-    """What the last stage computes from the final hidden states."""
+    """Output of the last stage, computed from the final hidden states."""
 
     LANGUAGE_MODEL = "language_model"  # logits over the vocabulary
     SCORE = "score"  # one number per token (AutoModelForSequenceClassification, num_labels=1)
@@ -147,7 +147,7 @@ def _layer_parameters(architecture: ArchitectureConfig) -> tuple[StageParameter,
 
 
 def _moe(architecture: ArchitectureConfig) -> tuple[tuple[StageParameter, ...], ...]:
-    """Router and expert by their names in the family, which the norms of the heads tell apart."""
+    """Parameters of router and expert in the family; only Qwen3-MoE has norms of the heads."""
     return QWEN_MOE if architecture.qk_layernorm else MIXTRAL_MOE
 
 

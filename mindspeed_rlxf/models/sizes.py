@@ -1,4 +1,4 @@
-"""How many numbers a rank holds, counted in the parameter map."""
+"""Count the parameters of a model and of a rank by the parameter map."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def split_sizes(
     chunks: int = 1,
     ep: int = 1,
 ) -> tuple[list[int], list[int]]:
-    """As `shard_sizes`: what every expert-parallel rank holds, then its experts.
+    """As `shard_sizes`, parameters that every expert-parallel rank holds apart from its experts.
 
     Every expert-parallel rank holds as many experts as the first.
     """
@@ -65,9 +65,9 @@ def received_numbers(
     chunks: int = 1,
     ep: int = 1,
 ) -> int:
-    """What a rank is sent to hold the whole depth and all experts: all that is not its own.
+    """Numbers that a rank receives to hold all layers and experts: all but its own.
 
-    A tied output layer is not used for it: the embedding comes from the first stage.
+    A tied output layer does not count as its own, as the embedding comes from the first stage.
     """
     own = [
         prod(shard_shape(parameter, architecture, tp))

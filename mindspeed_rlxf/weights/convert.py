@@ -173,7 +173,7 @@ def convert(conversion: Conversion, progress: Progress) -> int:
 
 
 def _write(file: PlannedFile, wrote: Wrote, folder: Path) -> Any:
-    return file.write(folder / file.path, wrote)
+    return file.write(folder / file.path, wrote=wrote)
 
 
 class DiskFull(Exception):
@@ -244,11 +244,8 @@ def _hf_groups(c: Conversion) -> dict[str, dict[str, PlannedTensor]]:
 
 def _hf_files(c: Conversion) -> Iterator[PlannedFile]:
     for path, tensors in _hf_groups(c).items():
-
-        def write(path: Path, wrote: Wrote, tensors: dict[str, PlannedTensor] = tensors) -> None:
-            write_safetensors(path, tensors, wrote)
-
-        yield PlannedFile(path, sum(planned.num_bytes for planned in tensors.values()), write)
+        num_bytes = sum(planned.num_bytes for planned in tensors.values())
+        yield PlannedFile(path, num_bytes, partial(write_safetensors, tensors=tensors))
 
 
 def _whole(c: Conversion, name: str, shape: tuple[int, ...]) -> PlannedTensor:

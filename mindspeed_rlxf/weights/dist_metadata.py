@@ -90,14 +90,19 @@ class Metadata:
             yield box, self._windows[key]
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """Errors: ValueError where it is missing, damaged, or does not fit the files."""
+def open_torch_dist(folder: Path) -> Metadata:
+    """The metadata of a folder, which is not used if it holds more than data.
+
+    Errors: ValueError where it is missing, damaged, or does not fit the files.
+    """
     with _named_errors(folder):
         with open_regular(inside(folder, METADATA, METADATA)) as file:
             data = file.read(MAX_METADATA + 1)
         if len(data) > MAX_METADATA:
             raise Refused(f"more than {MAX_METADATA} bytes")
-        return Metadata(folder, read_pickle(data))
+        metadata = Metadata(folder, read_pickle(data))
+    _check_objects(metadata)
+    return metadata
 
 
 @contextmanager
@@ -119,11 +124,8 @@ def _named_errors(folder: Path) -> Iterator[None]:
         raise unreadable(path, error) from None
 
 
-def check_objects(metadata: Metadata) -> None:
-    """Read what is no tensor: a folder that holds more than data is not used for its tensors.
-
-    Errors: ValueError
-    """
+def _check_objects(metadata: Metadata) -> None:
+    """Read all objects that are no tensors. Errors: ValueError where one is more than data."""
     seen: set[bytes] = set()
     for window in metadata.objects:
         data = window.read(0, window.length) if window.length <= SMALL else b""

@@ -1,4 +1,4 @@
-"""Reads pickled data with a machine of its own, which has no operation that runs anything.
+"""Read pickled data with a stack machine that has no operation that runs anything.
 
 A pickle is a program for a stack machine. Python's machine calls what a pickle names; this one
 knows names only as text. It builds plain dicts, lists, tuples, strings and numbers, and an `Inert`
@@ -51,7 +51,7 @@ _PLAIN = frozenset((str, int, float, bool, bytes, NoneType, torch.dtype, Named, 
 
 
 def read_pickle(data: bytes) -> Any:
-    """What a pickle holds. Errors: ValueError when it is damaged, Refused as above."""
+    """The data of a pickle. Errors: ValueError when it is damaged, Refused where it is more."""
     return InertUnpickler(data).load()
 
 
@@ -70,7 +70,7 @@ class InertUnpickler:
 
     def load(self) -> Any:
         collects = gc.isenabled()
-        gc.disable()  # it would walk all of it many times, to find no cycle
+        gc.disable()  # collections would walk all values many times, and find no cycle
         try:
             return self._run()
         except Refused:
@@ -105,7 +105,7 @@ class InertUnpickler:
         return self.stack[0]
 
     def tensor(self, function: str, arguments: tuple[Any, ...]) -> Any:
-        """What a function of `TENSORS` makes of arguments that are as they should be."""
+        """The result of a function of `TENSORS`. arguments: accepted by its test"""
         raise Refused(f"{function} outside a file of tensors")
 
     def storage(self, dtype: str, key: str, elements: int) -> Storage:
@@ -129,7 +129,7 @@ class InertUnpickler:
         self.stack.append(value)
 
     def _hold(self, values: Iterable[Any]) -> int:
-        """The values become parts of another one, whose depth this returns."""
+        """Mark values as parts of another value, and return the depth of that one."""
         deepest, depths = 0, self.depth
         for value in values:
             if type(value) in _PLAIN:
@@ -147,7 +147,7 @@ class InertUnpickler:
         return deepest + 1
 
     def _change(self, target: Any, kind: type, values: Iterable[Any]) -> None:
-        """`target` gets the values as parts."""
+        """Check that `target` may get the values as parts, and update its depth."""
         if type(target) is not kind:
             raise Refused(f"items or attributes for a {type(target).__name__}")
         key, depth = id(target), self._hold(values)
@@ -272,7 +272,7 @@ STOP = ord(".")
 
 
 def _table() -> list[Operation]:
-    """What the picklers of protocols 2 to 5 write for data; anything else is not known."""
+    """The operations that picklers of protocols 2 to 5 write for data, by opcode."""
     machine = InertUnpickler
     known: dict[str, Operation] = {
         **SCALARS,

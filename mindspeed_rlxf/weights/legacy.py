@@ -6,6 +6,7 @@ import re
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from mindspeed_rlxf.weights.layout import (
     MegatronLayout,
     layout_of,
 )
-from mindspeed_rlxf.weights.planned import MakeShard, PlannedFile, PlannedTensor, Wrote
+from mindspeed_rlxf.weights.planned import MakeShard, PlannedFile, PlannedTensor
 from mindspeed_rlxf.weights.reader import (
     RM_HEAD_BIAS,
     MegatronWeights,
@@ -91,8 +92,10 @@ def _grid(folder: Path, architecture: ArchitectureConfig) -> Grid:
 
 
 def _counts_experts(files: dict[Any, list[Tensors]], a: ArchitectureConfig) -> bool:
-    """Whether the only number after the tensor-parallel rank is that of the expert rank: then the
-    second rank holds the embedding too."""
+    """Whether the only number after the tensor-parallel rank is the expert rank.
+
+    The second rank then holds the embedding too.
+    """
     second = next((chunks for parts, chunks in files.items() if int(parts[1]) == 1), None)
     return a.num_experts is not None and second is not None and EMBEDDING.name in second[0]
 
@@ -115,7 +118,7 @@ def _chunks(file: Path) -> list[Tensors]:
 
 
 def _layout(grid: Grid, folder: Path, a: ArchitectureConfig) -> MegatronLayout:
-    """What the names of the layers say of the pipeline."""
+    """The layout, whose pipeline stages the names of the layers tell."""
     tp, pp, ep = (max(rank[axis] for rank in grid) + 1 for axis in range(3))
     chunks = len(grid[0, 0, 0])
     if any(len(found) != chunks for found in grid.values()):
@@ -154,16 +157,13 @@ def legacy_files(
             "iteration": ITERATION,
             **models,
         }
-
-        def write(path: Path, wrote: Wrote, tree: dict[str, Any] = tree) -> None:
-            write_torch_file(path, tree, wrote)
-
         num_bytes = sum(planned.num_bytes for m in models.values() for planned in m.values())
-        yield PlannedFile(f"{folder}/{layout.rank_folder(*rank)}/{RANK_FILE}", num_bytes, write)
+        path = f"{folder}/{layout.rank_folder(*rank)}/{RANK_FILE}"
+        yield PlannedFile(path, num_bytes, partial(write_torch_file, tree=tree))
 
 
 def zero_bias(dtype: torch.dtype) -> PlannedTensor:
-    """Of a reward head, which has none in Hugging Face."""
+    """The bias of Megatron's reward head; that of Hugging Face has none."""
     return PlannedTensor((1,), dtype, lambda: torch.zeros(1, dtype=dtype))
 
 

@@ -1,7 +1,7 @@
-"""Operations of a pickle on numbers, text, bytes and what it remembers.
+"""Operations of a pickle on numbers, text, bytes and the memo.
 
-Where bytes are too few, an operation takes what is there, and the next one finds itself behind the
-end: nothing is asked of memory for a length that a file only claims.
+Where a pickle ends early, an operation takes the bytes that are left, and the next one fails. So no
+memory is allocated for a length that a file only claims.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Machine(Protocol):
 
 
 Operation = Callable[[Any], None]
-"""Of a `Machine`."""
+"""Called with a `Machine`."""
 
 
 def take(machine: Machine, count: int) -> bytes:

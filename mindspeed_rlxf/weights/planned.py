@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from mindspeed_rlxf.models.parameters import StageParameter
 COPY_BYTES = 1 << 24
 
 Wrote = Callable[[int], None]
-"""Called with the number of bytes of each tensor that is written."""
+"""Called with the bytes of each tensor that is written."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,12 @@ class PlannedFile:
 
     path:      within the folder
     num_bytes: of its tensors
-    write:     writes the file under the path it is given; returns a note for JSON
+    write:     called as write(path, wrote=...), writes the file; returns a note for JSON
     """
 
     path: str
     num_bytes: int
-    write: Callable[[Path, Wrote], Any]
+    write: Callable[..., Any]
 
 
 MakeShard = Callable[[StageParameter, int], PlannedTensor]

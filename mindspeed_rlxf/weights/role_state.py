@@ -20,6 +20,7 @@ from typing import Protocol
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.weights.boxes import Box, BoxedTensor, BoxedWeights, HeldBox
+from mindspeed_rlxf.weights.dist_metadata import open_torch_dist
 from mindspeed_rlxf.weights.formats import METADATA, STATE_FILES
 from mindspeed_rlxf.weights.hf_folder import shape_problems
 from mindspeed_rlxf.weights.inside import inside
@@ -27,7 +28,7 @@ from mindspeed_rlxf.weights.pickle_names import shown
 from mindspeed_rlxf.weights.planned import PlannedTensor
 from mindspeed_rlxf.weights.reader import MegatronWeights, refuse
 from mindspeed_rlxf.weights.safetensors_file import SafetensorsFile, aligned, write_safetensors
-from mindspeed_rlxf.weights.torch_dist import open_torch_dist, read_torch_dist
+from mindspeed_rlxf.weights.torch_dist import read_torch_dist
 
 WEIGHT = "weight"
 BUFFER_BYTES = 8 << 20

@@ -1,6 +1,6 @@
-"""Moves weights between a Hugging Face folder and the Megatron stage of this rank.
+"""Move weights between a Hugging Face folder and the Megatron stage of this rank.
 
-Both directions walk the parameter map of `models.parameters`, so what is written is what was read.
+Both directions use the parameter map of `models.parameters`.
 """
 
 from __future__ import annotations
@@ -79,15 +79,17 @@ class StageWeights:
     def hf_tensors(self, parameter: StageParameter, keep: bool = True) -> dict[str, Tensor]:
         """The Hugging Face tensors of one parameter, on the CPU; a collective over the tp group.
 
-        keep: False on ranks that only take part, which get nothing.
+        keep: False on ranks that take part and get nothing
         """
         shard = self.tensors[parameter.name].detach()
         shards = [torch.empty_like(shard) for _ in range(self.tp_group.size())]
         dist.all_gather(shards, shard.contiguous(), group=self.tp_group)
         if not keep:
             return {}
-        shapes = {name: hf_shape(name, self.architecture) for name in parameter.sources}
-        full = {name: torch.empty(shapes[name], dtype=shard.dtype) for name in parameter.sources}
+        full = {
+            name: torch.empty(hf_shape(name, self.architecture), dtype=shard.dtype)
+            for name in parameter.sources
+        }
         for rank, piece in enumerate(shards):
             for part in shard_boxes(parameter, self.architecture, rank, len(shards)):
                 full[part.source][part.box.slices] = piece[part.place.slices]

@@ -13,6 +13,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from mindspeed_rlxf.models.parameters import (
     stage_parameters,
 )
 from mindspeed_rlxf.weights.boxes import Box, BoxedTensor, Shape, whole
-from mindspeed_rlxf.weights.dist_metadata import Metadata, check_objects, read_metadata
+from mindspeed_rlxf.weights.dist_metadata import Metadata
 from mindspeed_rlxf.weights.formats import COMMON, METADATA
 from mindspeed_rlxf.weights.layout import ITERATION, MegatronLayout
 from mindspeed_rlxf.weights.legacy import checkpoint_arguments, zero_bias
@@ -49,16 +50,6 @@ EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 BACKEND = "metadata.json"
 EXTRA_STATES = "__extra_0.distcp"
 SMALL = 1 << 20  # bytes of a tensor that is written at once
-
-
-def open_torch_dist(folder: Path) -> Metadata:
-    """What `read_torch_dist` takes weights from.
-
-    Errors: ValueError where the folder is damaged or holds more than data.
-    """
-    metadata = read_metadata(folder)
-    check_objects(metadata)
-    return metadata
 
 
 def read_torch_dist(
@@ -142,11 +133,8 @@ def dist_files(
     for number, rank in enumerate(layout.ranks()):
         if rank[2] == 0 or architecture.num_experts is not None:
             boxes = list(_boxes_of_rank(layout, architecture, head, rank, shard))
-
-            def write(path: Path, wrote: Wrote, boxes: list[PlannedBox] = boxes) -> Any:
-                return _write_boxes(path, boxes, wrote)
-
             num_bytes = sum(planned.num_bytes for *_, planned in boxes)
+            write = partial(_write_boxes, boxes=boxes)
             yield PlannedFile(f"{folder}/__{number}_0.distcp", num_bytes, write)
 
 

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from mindspeed_rlxf.weights.boxes import whole
+from mindspeed_rlxf.weights.dist_metadata import open_torch_dist
 from mindspeed_rlxf.weights.inert_pickle import read_pickle
 from mindspeed_rlxf.weights.pickle_names import Inert
-from mindspeed_rlxf.weights.torch_dist import open_torch_dist
 from mindspeed_rlxf.weights.torch_file import StoredTensor, read_torch_file
 
 MARK = "mark"  # folder that a payload makes where it is run
