@@ -1,4 +1,4 @@
-"""The model of a role on this rank, and what connects it to Megatron's data parallelism."""
+"""Build the model of a role on this rank and connect it to Megatron's data parallelism."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def build_chunks(
 
 
 def wrap(chunk: TransformerModel, optimizer: OptimizerConfig) -> DistributedDataParallel:
-    """Gradients summed over the replicas, in fp32."""
+    """Wrap a chunk so that its gradients are summed over the replicas, in fp32."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=optimizer.use_distributed_optimizer,
@@ -64,7 +64,7 @@ def wrap(chunk: TransformerModel, optimizer: OptimizerConfig) -> DistributedData
 
 
 def connect(config: TransformerConfig, models: Sequence[Any], optimizer: MegatronOptimizer) -> None:
-    """Set what Megatron leaves to its caller: without it gradients are silently not reduced."""
+    """Set the hooks of Megatron's schedule, without which gradients are silently not reduced."""
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     pauses = [model.no_sync for model in models]

@@ -1,7 +1,7 @@
-"""A Megatron model with its schedule and, where it learns, its optimizer.
+"""A Megatron model with its schedule and, where it is trained, its optimizer.
 
-How the passes and steps that roles ask for (`protocol.TrainEngine`) run over tensor, pipeline and
-data parallel ranks is decided here.
+Implements the passes and steps of `protocol.TrainEngine` over tensor, pipeline and data parallel
+ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from mindspeed_rlxf.engine.readouts import (
     read_values,
 )
 from mindspeed_rlxf.engine.sharded_files import save_sharded
-from mindspeed_rlxf.engine.train_state import StateSaver, load_state
+from mindspeed_rlxf.engine.train_state import StateSaver, TrainState, load_state
 from mindspeed_rlxf.models.experts import weigh_balance_loss
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
@@ -55,7 +55,7 @@ from mindspeed_rlxf.weights.state_files import Written
 class MegatronEngine:
     """One role's model on this rank: a pipeline stage of a tensor-parallel replica.
 
-    With a virtual pipeline the stage is several chunks of the model, else one.
+    With a virtual pipeline the stage consists of several chunks of the model.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class MegatronEngine:
     ) -> None:
         """A collective over the world. Without `optimizer` the model is frozen.
 
-        skipped: what to do about steps with a wrong number; absent = raise
+        skipped:       what to do about steps with a number that is not finite; None = raise
         deterministic: see `device.set_deterministic`, which holds for the process
-        tokenizer: its folder, where exports find what `load` lacks; None = it exports nothing
+        tokenizer:     its folder, for side files that `load` lacks; None = nothing is exported
         """
         assert role.architecture is not None and role.load is not None, "checked beforehand"
         megatron_versions.mend()
@@ -114,7 +114,16 @@ class MegatronEngine:
                 self._guarded = GuardedOptimizer(self.optimizer)
                 self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters)
                 connect(self.config, self.models, self.optimizer)
-        self._saver = StateSaver(self)
+                self.state = TrainState(
+                    self.weights,
+                    self.groups,
+                    self.optimizer,
+                    self.scheduler,
+                    self.skipped,
+                    role.model_chunks,
+                    self.describe,
+                )
+                self._saver = StateSaver(self.state)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -148,7 +157,7 @@ class MegatronEngine:
         )
 
     def _group(self, rollouts: Rollouts, rows: Sequence[int]) -> list[Sequence[int]]:
-        """As many groups on every rank; those of one replica see the same rows and agree anyway."""
+        """Groups of rows for micro-batches, as many on every data-parallel rank."""
         limit = self.role.max_tokens_per_micro_batch
         if limit is None:
             groups = chunk_rows(rows, self.role.micro_batch_size)
@@ -163,18 +172,18 @@ class MegatronEngine:
 
     @property
     def is_leader(self) -> bool:
-        """The one rank of a replica whose results are used."""
+        """Whether the results of this rank are used for its replica."""
         return self.groups.is_leader
 
     def log_probs(self, rollouts: Rollouts, temperature: float) -> LogProbs | None:
-        """Log-probs of the trained tokens; None on ranks that are no leader."""
+        """Log-probs of the trained tokens; None on ranks that are not the leader."""
         flat = self._read_all(rollouts, log_prob_reader(temperature))
         return LogProbs(by_row(flat, rollouts.trained_mask)) if self.is_leader else None
 
     def log_probs_with_kl(
         self, rollouts: Rollouts, temperature: float, policy: MegatronEngine
     ) -> LogProbsWithKl | None:
-        """The same, and KL(policy || this) over the vocabulary.
+        """Log-probs of the trained tokens, and KL(policy || this) over the vocabulary.
 
         Both engines have the same layout, so that a rank holds the same part of both vocabularies.
         """
@@ -197,7 +206,7 @@ class MegatronEngine:
         return LogProbsWithKl(log_probs, kl)
 
     def values(self, rollouts: Rollouts) -> Values | None:
-        """The value of each slot that may be needed; None on ranks that are no leader."""
+        """Values of the slots that may be read; None on ranks that are not the leader."""
         slots = readable_slots(rollouts.trained_mask, rollouts.response_mask)
 
         def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
@@ -207,7 +216,7 @@ class MegatronEngine:
         return Values(by_row(flat, slots)) if self.is_leader else None
 
     def scores(self, rollouts: Rollouts) -> Scores | None:
-        """The score head at the last token of each response; None on ranks that are no leader."""
+        """Scores at the last token of each response; None on ranks that are not the leader."""
         flat = self._read_all(rollouts, read_scores)
         return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
 
@@ -219,7 +228,7 @@ class MegatronEngine:
         """`read` of every micro-batch on the last stage; an empty list on the others."""
         for model in self.models:
             model.eval()
-        # A number that the schedule does not take: single rows, so the last one runs again.
+        # The schedule needs a multiple of this number, so the last micro-batch runs again.
         fill = [micro_batches[-1]] * (-len(micro_batches) % self.role.micro_batch_multiple)
         with self.groups.active():
             outputs = self._run([*micro_batches, *fill], read, forward_only=True)
@@ -228,23 +237,22 @@ class MegatronEngine:
     def train_step(
         self, micro_batches: Sequence[MicroBatch], step: PolicyStep | ValueStep
     ) -> dict[str, float]:
-        """One optimizer step on one mini-batch, left out where a number is wrong (`finite`).
+        """One optimizer step on one mini-batch, skipped where a number is not finite (`finite`).
 
         Returns the metrics of the loss averaged over the mini-batch of all data-parallel ranks
-        (on the last stage), `grad_norm`, and under `nan_policy: skip` whether it was left out.
-        Errors: FloatingPointError as `SkippedSteps` says, before any weight changes.
+        (on the last stage), `grad_norm`, and under `nan_policy: skip` whether it was skipped.
+        Errors: FloatingPointError as `SkippedSteps` raises it, before any weight changes.
         """
-        assert self.optimizer is not None, f"{self.role.model} has no optimizer"
-        assert self.scheduler is not None, "made with the optimizer"
         self._mini_batch += 1
         with self.groups.active():
             for model in self.models:
                 model.train()
                 model.zero_grad_buffer()
-            self.optimizer.zero_grad()
+            self.state.optimizer.zero_grad()
             outputs = self._run(micro_batches, loss_reader(step), forward_only=False)
             done = self._guarded.step([output.loss.detach() for output in outputs])
-            self.skipped.judge(done, self.scheduler.num_steps + 1, self._mini_batch)
+            step_number = self.state.scheduler.num_steps + 1
+            self.skipped.judge(done, step_number, self._mini_batch)
             metrics = self._mean_metrics(outputs)
         metrics["grad_norm"] = done.grad_norm
         if self.skipped.policy is NanPolicy.SKIP:
@@ -272,7 +280,7 @@ class MegatronEngine:
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
         """Write the weights as a Hugging Face folder and as a Megatron checkpoint, where named.
 
-        A collective over the role's ranks; the last one to finish leaves both complete.
+        A collective over the role's ranks; both are complete when all have finished.
         """
         first_experts = self.groups.dp.rank() < self.groups.ep.size()  # all experts, each once
         with self.groups.active():
@@ -290,26 +298,28 @@ class MegatronEngine:
                 f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(self.chunks)
             }
             save_sharded(shards, megatron_folder)
-            if dist.get_rank() == 0:  # so that the folder can be converted, or trained from
+            if dist.get_rank() == 0:  # for conversion, and for training from the folder
                 self.describe(megatron_folder)
             dist.barrier()
 
     def describe(self, folder: Path) -> list[Path]:
-        """Write what a reader of this model's Megatron checkpoint needs: config.json, which names
-        the head and the dtype of training, and the tokenizer. Returns the files."""
+        """Write config.json, with the head and the dtype of training, and the tokenizer's files.
+
+        Returns the files. The Megatron checkpoint in the folder can then be read.
+        """
         return copy_side_files(self.source, folder, self.head, self.dtype)
 
     def begin_save(self, folder: Path) -> None:
-        """Start to write what the role has to remember (see `StateSaver.begin`)."""
+        """Start to write the training state (see `StateSaver.begin`)."""
         self._saver.begin(folder)
 
     def end_save(self) -> Written:
-        """Wait for it; the files of all ranks (see `StateSaver.end`)."""
+        """Wait for the files of all ranks (see `StateSaver.end`)."""
         return self._saver.end()
 
     def load_state(self, folder: Path) -> bool:
-        """Take it over; False where another layout wrote it (see `train_state.load_state`)."""
-        return load_state(self, folder)
+        """Load a training state; False where another layout wrote it (`train_state.load_state`)."""
+        return load_state(self.state, folder)
 
     def _run(self, micro_batches: Sequence[MicroBatch], then, forward_only: bool):  # type: ignore[no-untyped-def]
         def forward_step(batches, model):  # type: ignore[no-untyped-def]

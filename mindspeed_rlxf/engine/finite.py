@@ -1,8 +1,8 @@
-"""No optimizer step on numbers that are none.
+"""Guard optimizer steps against NaN and inf.
 
-A loss or a gradient norm that is NaN or infinite is found before any weight changes. All ranks of
-the role agree on it once per step, so that replicas, pipeline stages and shards of the optimizer
-either all take a step or all leave it out.
+A loss or a gradient norm that is not finite is found before any weight changes. All ranks of the
+role agree on it once per step, so that replicas, pipeline stages and shards of the optimizer either
+all take a step or all skip it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ REMEDY = "lower the learning rate or raise warm-up, look at the rewards and at b
 
 @dataclass(frozen=True)
 class Step:
-    """grad_norm: before clipping; wrong: what is no finite number, empty where weights changed."""
+    """An optimizer step.
+
+    grad_norm: before clipping
+    wrong:     names of the numbers that are not finite; empty where the step was taken
+    """
 
     grad_norm: float
     wrong: tuple[str, ...] = ()
@@ -38,10 +42,10 @@ class _Stopped(Exception):
 
 
 class GuardedOptimizer:
-    """Megatron's optimizer, whose step ends early where a number is wrong.
+    """Megatron's optimizer, whose step ends early where a number is not finite.
 
-    Megatron measures the norm after gradients have been summed over the replicas, before it clips
-    and changes anything that lasts; gradients are set to zero before the next step anyway.
+    Megatron computes the norm after gradients have been summed over the replicas, and before it
+    clips them and changes weights; gradients are set to zero before the next step anyway.
     """
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
@@ -51,7 +55,7 @@ class GuardedOptimizer:
         self._losses_finite, self._checked = True, False
 
     def step(self, losses: Sequence[Tensor]) -> Step:
-        """A collective over the role's ranks. losses: of this rank's micro-batches, scalars."""
+        """Take a step or skip it; a collective. losses: of this rank's micro-batches, scalars"""
         self._losses_finite = all(bool(loss.isfinite()) for loss in losses)
         self._checked = False
         try:
@@ -76,7 +80,7 @@ class GuardedOptimizer:
 
 
 class SkippedSteps:
-    """Whether a run goes on after a wrong number, and how often in a row it has."""
+    """Counts skipped steps in a row and decides whether the run continues."""
 
     def __init__(self, policy: NanPolicy, max_skipped: int, role: str) -> None:
         self.policy, self.max_skipped, self.role = policy, max_skipped, role
@@ -85,7 +89,7 @@ class SkippedSteps:
     def judge(self, step: Step, iteration: int, mini_batch: int) -> None:
         """Count a step. iteration, mini_batch: from 1, for the message.
 
-        Errors: FloatingPointError, the same on all ranks, where the policy is to stop.
+        Errors: FloatingPointError on all ranks, where the policy is to stop.
         """
         if not step.wrong:
             self.in_a_row = 0

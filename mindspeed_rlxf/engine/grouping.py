@@ -1,4 +1,4 @@
-"""Which rows share a micro-batch: consecutive ones, so that results come back in their order."""
+"""Group rows into micro-batches. Groups are consecutive, so that results keep their order."""
 
 from __future__ import annotations
 

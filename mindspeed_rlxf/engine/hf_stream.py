@@ -10,13 +10,7 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.models.parameters import (
-    OUTPUT_LAYER,
-    Head,
-    StageParameter,
-    hf_shape,
-    rank_parameters,
-)
+from mindspeed_rlxf.models.parameters import StageParameter, hf_shape, rank_parameters
 from mindspeed_rlxf.weights.stage import StageWeights
 
 
@@ -30,16 +24,11 @@ def hf_tensors(
     """
     architecture, pp, ep = weights.architecture, groups.pp, groups.ep
     dtype = next(iter(weights.tensors.values())).dtype
-    tied = weights.head is Head.LANGUAGE_MODEL and not (
-        architecture.untie_embeddings_and_output_weights
-    )
     for stage in range(pp.size()):
         for ep_rank in range(ep.size()):
             place = stage, pp.size(), chunks, ep_rank, ep.size()
             for parameter in rank_parameters(architecture, weights.head, *place):
-                if parameter.expert is None and ep_rank:
-                    continue  # expert rank 0 has it too
-                if tied and parameter.name.endswith(OUTPUT_LAYER.name):
+                if not parameter.is_first_copy(0, ep_rank):
                     continue
                 held = stage == pp.rank() and (parameter.expert is None or ep_rank == ep.rank())
                 whole = _whole(weights, parameter, held, dtype)
@@ -51,7 +40,7 @@ def hf_tensors(
 def _whole(
     weights: StageWeights, parameter: StageParameter, held: bool, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """By name; to be filled where this rank does not hold a shard."""
+    """The tensors of a parameter by name, uninitialised where this rank does not hold a shard."""
     where = device.current_device()
     if held:
         return {name: t.to(where) for name, t in weights.hf_tensors(parameter).items()}
@@ -64,7 +53,7 @@ def _whole(
 def _share(
     tensor: Tensor, parameter: StageParameter, groups: ParallelGroups, stage: int, ep_rank: int
 ) -> None:
-    """Along the pipeline from the stage that holds it; then an expert to the other expert ranks."""
+    """Broadcast along the pipeline from the stage that holds it, an expert to all expert ranks."""
     if groups.pp.size() > 1 and (parameter.expert is None or ep_rank == groups.ep.rank()):
         dist.broadcast(tensor, dist.get_global_rank(groups.pp, stage), group=groups.pp)
     if groups.ep.size() > 1 and parameter.expert is not None:

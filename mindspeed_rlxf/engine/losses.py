@@ -1,4 +1,4 @@
-"""From per-token losses to what Megatron's schedule sums up."""
+"""Turn losses of tokens into the sums and weights that Megatron's schedule adds up."""
 
 from __future__ import annotations
 

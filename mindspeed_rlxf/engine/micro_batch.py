@@ -56,7 +56,7 @@ def make_micro_batches(
 
     multiple_of: the token axis is filled up to a multiple of it (sequence parallel splits it).
     """
-    build = _packed if packed else _padded
+    build = _pack if packed else _pad
     return [build(rollouts, list(rows), multiple_of, device) for rows in groups]
 
 
@@ -82,17 +82,13 @@ def _lengths_and_targets(
     }
 
 
-def _fill(length: int, multiple_of: int) -> int:
-    return -length % multiple_of
-
-
-def _packed(
+def _pack(
     rollouts: Rollouts, rows: list[int], multiple_of: int, device: torch.device
 ) -> MicroBatch:
     sequences = _sequences(rollouts, rows)
     lengths = torch.tensor([len(s) for s in sequences])
-    fill = _fill(int(lengths.sum()), multiple_of)
-    if fill:  # one more sequence that nobody reads
+    fill = -int(lengths.sum()) % multiple_of
+    if fill:  # one more sequence, which is not read
         sequences.append(torch.zeros(fill, dtype=torch.long))
     parts = tuple(len(s) for s in sequences)
     return MicroBatch(
@@ -106,11 +102,9 @@ def _packed(
     )
 
 
-def _padded(
-    rollouts: Rollouts, rows: list[int], multiple_of: int, device: torch.device
-) -> MicroBatch:
+def _pad(rollouts: Rollouts, rows: list[int], multiple_of: int, device: torch.device) -> MicroBatch:
     token_ids = pad_sequence(_sequences(rollouts, rows), batch_first=True)
-    fill = _fill(token_ids.size(1), multiple_of)
+    fill = -token_ids.size(1) % multiple_of
     token_ids = torch.nn.functional.pad(token_ids, (0, fill))
     return MicroBatch(
         rows=rows,

@@ -24,7 +24,7 @@ def _globals() -> dict[str, Any]:
 
 
 def _is_state(name: str) -> bool:
-    """The groups and ranks, and the list that would keep every group alive for ever."""
+    """Whether a global holds groups or ranks, or is the list that keeps every group alive."""
     if name == "_global_process_group_list":
         return True
     return name.startswith("_") and name.upper() == name and not name.startswith("__")
@@ -33,8 +33,29 @@ def _is_state(name: str) -> bool:
 _PRISTINE = _globals()
 
 
+def _random_states() -> dict[str, Any]:
+    return dict(tensor_parallel.get_cuda_rng_tracker().get_states())
+
+
+def _set(state: dict[str, Any], random_states: dict[str, Any]) -> None:
+    vars(parallel_state).update(state)
+    tensor_parallel.get_cuda_rng_tracker().set_states(random_states)
+
+
+@contextlib.contextmanager
+def _restored() -> Iterator[None]:
+    """Megatron's globals and random streams are after the block what they were before."""
+    outside, outside_random = _globals(), _random_states()
+    try:
+        yield
+    finally:
+        _set(outside, outside_random)
+
+
 class ParallelGroups:
     """Tensor, pipeline, data and expert parallel groups of one role over the process world.
+
+    random_states: of the role's Megatron streams, by name, while it is not active
 
     Experts are split over tp as a dense MLP is, and each layer's over `ep` neighbouring
     data-parallel ranks: expert rank = data-parallel rank % ep. The gradients of an expert are
@@ -48,47 +69,32 @@ class ParallelGroups:
         chunks: of the model on a pipeline rank
         """
         assert dist.get_world_size() % (tp * pp * ep) == 0, "the world holds no whole replicas"
-        outside = _globals()
-        make = partial(_make_groups, tp, pp, ep)
-        vars(parallel_state).update(groups_of_layout((tp, pp, ep), make))
-        if chunks > 1:
-            vars(parallel_state).update(
-                _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK=0,
-                _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE=chunks,
-            )
-        tracker = tensor_parallel.get_cuda_rng_tracker()
-        outside_random = tracker.get_states()
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        self._state, self._random = _globals(), tracker.get_states()
-        self.tp = parallel_state.get_tensor_model_parallel_group()
-        self.pp = parallel_state.get_pipeline_model_parallel_group()
-        self.dp = parallel_state.get_data_parallel_group()
-        self.ep = parallel_state.get_expert_model_parallel_group()
-        # For sums in fp64 on the host, which not every device's collectives can do.
-        self.dp_host = parallel_state.get_data_parallel_group_gloo()
-        vars(parallel_state).update(outside)
-        tracker.set_states(outside_random)
+        with _restored():
+            make = partial(_make_groups, tp, pp, ep)
+            vars(parallel_state).update(groups_of_layout((tp, pp, ep), make))
+            if chunks > 1:
+                vars(parallel_state).update(
+                    _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK=0,
+                    _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE=chunks,
+                )
+            tensor_parallel.model_parallel_cuda_manual_seed(seed)
+            self._state, self.random_states = _globals(), _random_states()
+            self.tp = parallel_state.get_tensor_model_parallel_group()
+            self.pp = parallel_state.get_pipeline_model_parallel_group()
+            self.dp = parallel_state.get_data_parallel_group()
+            self.ep = parallel_state.get_expert_model_parallel_group()
+            # For sums in fp64 on the host, which not every device's collectives can do.
+            self.dp_host = parallel_state.get_data_parallel_group_gloo()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Megatron sees these groups and random streams inside the block."""
-        tracker = tensor_parallel.get_cuda_rng_tracker()
-        outside, outside_random = _globals(), tracker.get_states()
-        vars(parallel_state).update(self._state)
-        tracker.set_states(self._random)
-        try:
-            yield
-        finally:
-            self._state, self._random = _globals(), tracker.get_states()
-            vars(parallel_state).update(outside)
-            tracker.set_states(outside_random)
-
-    def random_state(self) -> dict[str, Any]:
-        """States of the role's random streams, by stream name."""
-        return dict(self._random)
-
-    def load_random_state(self, state: dict[str, Any]) -> None:
-        self._random = dict(state)
+        with _restored():
+            _set(self._state, self.random_states)
+            try:
+                yield
+            finally:
+                self._state, self.random_states = _globals(), _random_states()
 
     @property
     def is_first_stage(self) -> bool:
@@ -100,7 +106,7 @@ class ParallelGroups:
 
     @property
     def is_leader(self) -> bool:
-        """The one rank of a replica whose results are used: last stage, tensor-parallel rank 0."""
+        """Whether results of this rank are used for its replica: last stage, first tp rank."""
         return self.is_last_stage and self.tp.rank() == 0
 
 
@@ -119,7 +125,7 @@ def _make_groups(tp: int, pp: int, ep: int) -> dict[str, Any]:
 
 
 def process_groups(state: dict[str, Any]) -> Iterator[dist.ProcessGroup]:
-    """Of this rank, some of them more than once; 0.12 has no list of all."""
+    """The groups of this rank, some more than once; megatron-core 0.12 has no list of them."""
     for value in state.values():
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, dist.ProcessGroup):

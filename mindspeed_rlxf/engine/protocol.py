@@ -1,8 +1,8 @@
-"""What a role asks of the engine that trains its model.
+"""The interface between a role and the engine that trains its model.
 
-A role knows neither parallel groups nor schedules nor output weights: it hands over rows and gets
-log-probs, values or scores of them, or says what a step minimises. `MegatronEngine` is the engine
-of the package; every method is a collective over the ranks of the role.
+A role knows neither parallel groups nor schedules nor output weights: it passes rows and gets their
+log-probs, values or scores, or it passes the loss of a step. `MegatronEngine` implements it; every
+method is a collective over the ranks of the role.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mindspeed_rlxf.weights.state_files import Written
 
 
 class TokenLogProbs(NamedTuple):
-    """Of the trained tokens of a micro-batch, row after row: two [tokens] fp32 tensors."""
+    """Two [tokens] fp32 tensors of the trained tokens of a micro-batch, row after row."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -27,7 +27,7 @@ class TokenLogProbs(NamedTuple):
 
 @dataclass(frozen=True)
 class Mean:
-    """A metric of one micro-batch: a detached sum, and how many that is."""
+    """A metric of one micro-batch: a detached sum, and the weight to divide it by."""
 
     total: Tensor  # scalar fp64; fp32 on an NPU, which has no fp64
     weight: int
@@ -43,7 +43,7 @@ class LossOutput:
     """Loss of one micro-batch, as a sum: the engine divides by the global weight.
 
     loss:    scalar with gradient, sum over what is averaged
-    weight:  how many that is: tokens or responses of the micro-batch, or 1 for a mean of means
+    weight:  tokens or responses of the micro-batch, or 1 for a mean of means
     metrics: by name; each reported as the sum over all replicas divided by the sum of its weights
     """
 
@@ -69,19 +69,21 @@ class PolicyStep:
 
 @dataclass(frozen=True)
 class ValueStep:
-    """One optimizer step of a value model. slots: [all rows, slots] bool, those that it learns."""
+    """One optimizer step of a value model. slots: [all rows, slots] bool, True = trained"""
 
     loss: SlotLoss
     slots: Tensor
 
 
 class TrainEngine(Protocol):
-    """Rows go in as the role got them; what comes out is in their order, None on ranks that are
-    not the leader of their replica."""
+    """Trains a model and computes with it.
+
+    Results have the order of the rows, and are None on ranks that do not lead their replica.
+    """
 
     @property
     def is_leader(self) -> bool:
-        """The one rank of a replica whose results are used."""
+        """Whether the results of this rank are used for its replica."""
 
     def log_probs(self, rollouts: Rollouts, temperature: float) -> LogProbs | None:
         """Log-probs of the trained tokens of the responses."""
@@ -89,17 +91,19 @@ class TrainEngine(Protocol):
     def log_probs_with_kl(
         self, rollouts: Rollouts, temperature: float, policy: Any
     ) -> LogProbsWithKl | None:
-        """The same, and KL(policy || this) over the vocabulary. policy: an engine of this kind and
-        layout in the same process."""
+        """Log-probs of the trained tokens, and KL(policy || this) over the vocabulary.
+
+        policy: an engine of this class and layout in the same process
+        """
 
     def values(self, rollouts: Rollouts) -> Values | None:
-        """The value of each slot that may be needed (`algorithms.slots.readable_slots`)."""
+        """Values of the slots that may be read (`algorithms.slots.readable_slots`)."""
 
     def scores(self, rollouts: Rollouts) -> Scores | None:
-        """The score head at the last token of each response."""
+        """Scores at the last token of each response."""
 
     def micro_batches(self, rollouts: Rollouts, rows: Sequence[int]) -> Sequence[Any]:
-        """The given rows in the form and in the portions that this engine computes in."""
+        """Micro-batches of the given rows, in the form that this engine computes with."""
 
     def train_step(
         self, micro_batches: Sequence[Any], step: PolicyStep | ValueStep
@@ -119,16 +123,16 @@ class TrainEngine(Protocol):
         """Every weight as (Hugging Face name, whole tensor on the device), one at a time."""
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
-        """Write the weights for others, in each form that has a folder."""
+        """Write the weights in each format that has a folder."""
 
     def begin_save(self, folder: Path) -> None:
-        """Copy what the role has to remember to the host and start writing it."""
+        """Copy the training state to the host and start writing it."""
 
     def end_save(self) -> Written:
-        """Wait for it; the files of all ranks."""
+        """Wait for the files of all ranks."""
 
     def load_state(self, folder: Path) -> bool:
-        """Take it over; False where another layout wrote it.
+        """Load a training state; False where another layout wrote it.
 
         Errors: ValueError on all ranks where one cannot.
         """

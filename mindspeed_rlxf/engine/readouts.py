@@ -1,4 +1,4 @@
-"""What the last pipeline stage reads from the hidden states of a micro-batch.
+"""Functions that the last pipeline stage applies to the hidden states of a micro-batch.
 
 Axes: tokens = trained tokens of the micro-batch, row after row; slots = places of values.
 """
@@ -17,11 +17,11 @@ from mindspeed_rlxf.models.heads import full_kl, token_log_probs
 from mindspeed_rlxf.models.transformer import TransformerModel
 
 Read: TypeAlias = Callable[[TransformerModel, MicroBatch, Tensor], Tensor]
-"""(last chunk of the model, micro-batch, its hidden states) -> what a forward pass is for."""
+"""(last chunk of the model, micro-batch, its hidden states) -> the result of a forward pass."""
 
 
 def log_prob_reader(temperature: float) -> Read:
-    """Reads the log-probs of the trained tokens."""
+    """Make the function that returns the log-probs of the trained tokens."""
 
     def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
         return read_log_probs(model, batch, hidden, temperature).log_probs
@@ -32,7 +32,7 @@ def log_prob_reader(temperature: float) -> Read:
 def loss_reader(
     step: PolicyStep | ValueStep,
 ) -> Callable[[TransformerModel, MicroBatch, Tensor], LossOutput]:
-    """Reads what the step's loss needs, and the loss of it."""
+    """Make the function that returns the loss of a step."""
 
     def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> LossOutput:
         if isinstance(step, PolicyStep):
@@ -68,7 +68,7 @@ def read_values(
 
 
 def read_scores(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-    """The score head at the last token of each row, [rows] fp32."""
+    """Scores at the last token of each row, [rows] fp32."""
     full = model.full_hidden(hidden, partial_gradient=False)
     return model.score(full.index_select(0, batch.last_places()))
 

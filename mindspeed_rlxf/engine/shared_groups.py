@@ -1,7 +1,7 @@
 """Process groups that the roles of one layout share, for as long as the process is in its world.
 
-Were they to live as long as a role, ranks that drop a role at different times would disagree on
-what there is, and the next collective that makes groups would wait for ever. Free of Megatron.
+If groups ended with a role, ranks that drop a role at different times would disagree on the groups
+that exist, and the next collective that makes groups would hang. This module imports no Megatron.
 """
 
 from __future__ import annotations
@@ -22,5 +22,5 @@ def groups_of_layout(layout: Layout, make: Callable[[], dict[str, Any]]) -> dict
 
 
 def forget() -> None:
-    """Before the world ends: its groups end with it."""
+    """Drop all groups, before the world ends that they belong to."""
     _made.clear()

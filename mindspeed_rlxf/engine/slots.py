@@ -1,4 +1,4 @@
-"""Adam's tensors of a parameter by name, whichever of Megatron's optimizers holds them.
+"""Adam's tensors of each parameter, in any of Megatron's optimizers.
 
 Under the distributed optimizer a data-parallel rank holds a flat slice of the slots of some
 parameters.
@@ -47,7 +47,7 @@ def chained(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def held_slots(optimizer: MegatronOptimizer) -> Iterator[HeldSlots]:
-    """What this rank holds of every parameter; zeros where no step has been taken."""
+    """The slots of every parameter on this rank; zeros where no step has been taken."""
     for each in chained(optimizer):
         for parameter, main, start in _held(each):
             state = each.optimizer.state.get(main, {})
@@ -58,7 +58,7 @@ def held_slots(optimizer: MegatronOptimizer) -> Iterator[HeldSlots]:
 
 
 def make_slots(optimizer: MegatronOptimizer, step: int) -> None:
-    """Have moments of every parameter, zero where they are new, after so many steps."""
+    """Add moments of zero where a parameter has none, and set the number of steps taken."""
     for each in chained(optimizer):
         for _, main, _ in _held(each):
             state = each.optimizer.state[main]
@@ -69,14 +69,14 @@ def make_slots(optimizer: MegatronOptimizer, step: int) -> None:
 
 
 def step_of(optimizer: MegatronOptimizer) -> int:
-    """Optimizer steps taken, which Adam's bias correction depends on; one number for all."""
+    """Number of optimizer steps taken, the same for all parameters; for Adam's bias correction."""
     steps = {step for each in chained(optimizer) for step in _steps(each.optimizer)}
     assert len(steps) <= 1, f"parameters have taken different numbers of steps: {sorted(steps)}"
     return steps.pop() if steps else 0
 
 
 def _steps(adam: torch.optim.Optimizer) -> Iterator[int]:
-    """torch counts by parameter, fused Adams by group."""
+    """Step counts: torch keeps one for each parameter, fused Adams one for each group."""
     yield from (int(state["step"]) for state in adam.state.values() if "step" in state)
     yield from (int(group["step"]) for group in adam.param_groups if "step" in group)
 
@@ -90,14 +90,9 @@ def _set_step(adam: torch.optim.Optimizer, step: int) -> None:
             group["step"] = step
 
 
-def _is_mixed(optimizer: Any) -> bool:
-    """The model is bf16, the optimizer has weights of its own in fp32."""
-    return bool(optimizer.config.bf16)
-
-
 def _mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each parameter, and what the optimizer changes in its place: itself where it is fp32."""
-    if not _is_mixed(optimizer):
+    """Each parameter, and what the optimizer changes: a copy in fp32, or the parameter itself."""
+    if not optimizer.config.bf16:
         for group in optimizer.optimizer.param_groups:
             yield from ((parameter, parameter) for parameter in group["params"])
         return

@@ -1,9 +1,9 @@
-"""What a trained role has to remember, written to and read from a folder by all its ranks.
+"""The training state of a role, written to and read from a folder by all its ranks.
 
     state_00003.safetensors     weights and Adam's slots that the rank writes (`weights.role_state`)
     random/rank_00003.json      random streams of a rank
     state.json                  steps taken, layout
-    config.json, ...            what describes the model to who converts it, and the tokenizer
+    config.json, ...            side files of the model, for conversion
 
 Tensors can be read in any layout, random streams only in that which wrote them. Learning rates and
 other settings of the optimizer are not here: the configuration has them.
@@ -12,41 +12,43 @@ other settings of the optimizer are not here: the configuration has them.
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from mindspeed_rlxf.device import random_states
+from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.hf_shards import Shard, shards
+from mindspeed_rlxf.engine.parallel import ParallelGroups
+from mindspeed_rlxf.engine.sharded_files import name_with_free_space
 from mindspeed_rlxf.engine.slots import held_slots, make_slots, step_of
 from mindspeed_rlxf.files.safe import sync_folder
+from mindspeed_rlxf.weights.boxes import HeldBox
 from mindspeed_rlxf.weights.regular import read_json
 from mindspeed_rlxf.weights.role_state import (
     BUFFER_BYTES,
     WEIGHT,
-    Piece,
     StateReader,
     file_of,
-    write_pieces,
+    open_state,
+    write_boxes,
 )
-from mindspeed_rlxf.weights.sharded_state import open_state
+from mindspeed_rlxf.weights.stage import StageWeights
 from mindspeed_rlxf.weights.state_files import (
     HOST,
     Written,
     entry_of,
     write_text,
 )
-
-if TYPE_CHECKING:
-    from mindspeed_rlxf.engine.engine import MegatronEngine
 
 STATE = "state.json"
 RANDOM = "random"
@@ -55,11 +57,28 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Share:
-    """What a rank writes, on the host. texts: path within the folder -> contents"""
+class TrainState:
+    """What training changes on this rank.
+
+    model_chunks: of a virtual pipeline; 1 without one
+    describe:     writes config.json and the tokenizer of the model into a folder; returns the files
+    """
+
+    weights: StageWeights
+    groups: ParallelGroups
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    skipped: SkippedSteps
+    model_chunks: int
+    describe: Callable[[Path], list[Path]]
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A copy on the host of what a rank writes. texts: path within the folder -> content"""
 
     rank: int
-    pieces: list[Piece]
+    boxes: list[HeldBox]
     texts: dict[str, str]
 
 
@@ -70,31 +89,34 @@ class StateSaver:
     collective over its ranks.
     """
 
-    def __init__(self, engine: MegatronEngine) -> None:
-        self._engine = engine
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
         self._folder: Path | None = None
         self._writing: Future[Written] | None = None
 
     def begin(self, folder: Path) -> None:
         """Copy what this rank writes to the host and start writing it."""
         assert self._writing is None, "the save before this one has not been ended"
-        engine, rank = self._engine, dist.get_rank()
-        texts = {_random_file(rank): json.dumps(_random_state(engine))}
+        state, rank = self._state, dist.get_rank()
+        texts = {_random_file(rank): json.dumps(_random_state(state.groups))}
         if rank == 0:
-            texts[STATE] = json.dumps(_numbers(engine), indent=1)
-        with engine.groups.active():
-            share = _Share(rank, list(_pieces(engine)), texts)
+            texts[STATE] = json.dumps(saved_numbers(state), indent=1)
+        with state.groups.active():
+            copy = _Copy(rank, list(_copied_boxes(state)), texts)
         self._folder = folder
-        self._writing = _WRITER.submit(_write_and_hash, share, folder, engine)
+        self._writing = _WRITER.submit(_write_and_hash, copy, folder, state.describe)
 
     def end(self) -> Written:
-        """Wait for all files. Returns those of all ranks, hashed by who wrote them, with its host,
-        paths within the folder. Raises OSError on all ranks when one could not write."""
+        """Wait for the files of all ranks; each is hashed by its rank and has its host.
+
+        Paths are within the folder. Raises OSError on all ranks when one could not write.
+        """
         writing, folder = self._writing, self._folder
         assert writing and folder, "no save has begun"
         self._writing = None
         error = writing.exception()  # waits
-        failed = _all([] if error is None else [f"rank {dist.get_rank()}: {_named(error, folder)}"])
+        named = [] if error is None else [name_with_free_space(error, folder)]
+        failed = _all([f"rank {dist.get_rank()}: {text}" for text in named])
         if failed:
             raise OSError(f"{folder}: {'; '.join(failed)}")
         host = socket.gethostname()
@@ -106,30 +128,25 @@ _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 """One for all roles of the process, which share a disk."""
 
 
-def _named(error: BaseException, folder: Path) -> str:
-    free = shutil.disk_usage(folder).free if folder.exists() else 0
-    return f"{type(error).__name__}: {error} ({free / 2**20:.0f} MiB are free there)"
-
-
-def _write_and_hash(share: _Share, folder: Path, engine: MegatronEngine) -> Written:
-    """Without collectives: another thread is in these."""
+def _write_and_hash(copy: _Copy, folder: Path, describe: Callable[[Path], list[Path]]) -> Written:
+    """Write the files of a rank without collectives, as another thread is in these."""
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)  # another host may have no such folder yet
-    file = file_of(folder, share.rank)
-    write_pieces(file, share.pieces)
-    share.pieces.clear()
-    for name, text in share.texts.items():
+    file = file_of(folder, copy.rank)
+    write_boxes(file, copy.boxes)
+    copy.boxes.clear()
+    for name, text in copy.texts.items():
         write_text(folder / name, text)
-    files = [file, *(folder / name for name in share.texts)]
-    if share.rank == 0:
-        files += engine.describe(folder)
+    files = [file, *(folder / name for name in copy.texts)]
+    if copy.rank == 0:
+        files += describe(folder)
     entries = [entry_of(folder, file) for file in files]
     sync_folder(folder)
     return Written(entries, time.monotonic() - started)
 
 
-def load_state(engine: MegatronEngine, folder: Path) -> bool:
-    """Take the state in `folder` over, each rank what it holds; a collective over the role's ranks.
+def load_state(state: TrainState, folder: Path) -> bool:
+    """Load what each rank holds from `folder`; a collective over the role's ranks.
 
     Returns False where the layout or the kind of device is another one: random streams then start
     from the seed.
@@ -137,7 +154,7 @@ def load_state(engine: MegatronEngine, folder: Path) -> bool:
     """
     same, problem = False, []
     try:
-        same = _load_share(engine, folder)
+        same = _load_share(state, folder)
     except ValueError as error:
         problem = [str(error)]
     if problems := _all(problem):
@@ -145,21 +162,20 @@ def load_state(engine: MegatronEngine, folder: Path) -> bool:
     return same
 
 
-def _load_share(engine: MegatronEngine, folder: Path) -> bool:
+def _load_share(state: TrainState, folder: Path) -> bool:
     """What this rank holds, without collectives. Returns and raises as `load_state`."""
-    assert engine.optimizer is not None and engine.scheduler is not None, "a frozen model"
     numbers = _checked_numbers(folder / STATE)
-    with engine.groups.active():
-        _load_tensors(engine, folder, numbers["optimizer_steps"])
-    engine.scheduler.num_steps = numbers["scheduler_steps"]
-    engine.skipped.in_a_row = numbers["skipped_in_a_row"]
-    engine.scheduler.step(increment=0)  # the rates of the configuration at this step
-    if numbers["layout"] != _layout(engine):
+    with state.groups.active():
+        _load_tensors(state, folder, numbers["optimizer_steps"])
+    state.scheduler.num_steps = numbers["scheduler_steps"]
+    state.skipped.in_a_row = numbers["skipped_in_a_row"]
+    state.scheduler.step(increment=0)  # the rates of the configuration at this step
+    if numbers["layout"] != _layout(state):
         return False
     file = folder / _random_file(dist.get_rank())
-    state = _read(file)
+    content = _read(file)
     try:
-        return _load_random_state(engine, state)
+        return _load_random_state(state.groups, content)
     except ValueError as error:
         raise ValueError(
             f"{file} must hold the random streams of a rank ({error}); copy the whole folder again"
@@ -192,13 +208,13 @@ def _checked_numbers(file: Path) -> dict[str, Any]:
     return dict(numbers)
 
 
-def _pieces(engine: MegatronEngine) -> Iterator[Piece]:
+def _copied_boxes(state: TrainState) -> Iterator[HeldBox]:
     """Copies on the host of what this rank writes."""
     by_parameter = {}
-    for shard in shards(engine.weights, engine.groups):
+    for shard in shards(state.weights, state.groups):
         by_parameter[id(shard.parameter)] = shard
         yield from _copied(WEIGHT, shard, shard.parameter.detach().view(-1), 0, shard.written)
-    for held in held_slots(_optimizer(engine)):
+    for held in held_slots(state.optimizer):
         shard = by_parameter[id(held.parameter)]
         flat, start = shard.written, held.start or 0
         if held.start is not None:  # no replica has this slice
@@ -207,28 +223,27 @@ def _pieces(engine: MegatronEngine) -> Iterator[Piece]:
             yield from _copied(name, shard, tensor.view(-1), start, flat)
 
 
-def _copied(slot: str, shard: Shard, tensor: Tensor, start: int, flat: range) -> Iterator[Piece]:
-    """tensor: the numbers of the shard from number `start` on; flat: the range that is written"""
-    if not flat:
-        return
-    copied = tensor[flat.start - start : flat.stop - start].to("cpu", copy=True)
-    for part in shard.parts(copied, flat):
-        numbers = part.tensor.view(-1) if part.axes == 1 else part.tensor
-        yield Piece(slot, part.source, part.box.top, part.box.left, numbers)
+def _copied(slot: str, shard: Shard, tensor: Tensor, start: int, flat: range) -> Iterator[HeldBox]:
+    """Copy a range of a shard to the host.
+
+    tensor: the numbers of the shard from number `start` on
+    """
+    if flat:
+        copied = tensor[flat.start - start : flat.stop - start].to("cpu", copy=True)
+        yield from shard.held_boxes(slot, copied, flat)
 
 
-def _load_tensors(engine: MegatronEngine, folder: Path, step: int) -> None:
-    """Through a bounded buffer on the host, into the tensors of this rank."""
-    assert engine.role.architecture is not None, "checked beforehand"
-    make_slots(_optimizer(engine), step)
-    reader = open_state(folder, engine.role.architecture, engine.head)
+def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
+    """Read into the tensors of this rank, through a bounded buffer on the host."""
+    make_slots(state.optimizer, step)
+    reader = open_state(folder, state.weights.architecture, state.weights.head)
     by_parameter = {}
     try:
-        for shard in shards(engine.weights, engine.groups):
+        for shard in shards(state.weights, state.groups):
             by_parameter[id(shard.parameter)] = shard
             weights = shard.parameter.detach().view(-1)
             _fill(reader, WEIGHT, shard, weights, range(weights.numel()))
-        for held in held_slots(_optimizer(engine)):
+        for held in held_slots(state.optimizer):
             for name, tensor in held.slots.items():
                 shard = by_parameter[id(held.parameter)]
                 _fill(reader, name, shard, tensor.view(-1), held.flat)
@@ -237,47 +252,41 @@ def _load_tensors(engine: MegatronEngine, folder: Path, step: int) -> None:
 
 
 def _fill(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, flat: range) -> None:
-    """tensor: the numbers of the range; those that pad a vocabulary become 0
+    """Read a range of a shard into `tensor`; numbers that pad a vocabulary become 0.
 
-    Errors: ValueError when the folder has not all of it, or in another dtype.
+    Errors: ValueError when the folder lacks some of it, or has another dtype.
     """
-    filled = 0
-    for part in shard.parts(tensor, flat):
-        if not reader.has(slot, part.source) or reader.dtype_of(slot, part.source) != tensor.dtype:
+    filled, stored = 0, reader.slot(slot)
+    for held in shard.held_boxes(slot, tensor, flat):
+        if held.name not in stored or stored.dtype(held.name) != tensor.dtype:
             raise ValueError(
-                f"{reader.folder} must have {slot} of {part.source} in {tensor.dtype}, as this run "
+                f"{reader.folder} must have {slot} of {held.name} in {tensor.dtype}, as this run "
                 "has it; set the role's bf16 as it was in the run that wrote the checkpoint"
             )
-        for rows in part.box.in_rows(BUFFER_BYTES // tensor.itemsize):
-            target = part.tensor[rows.top - part.box.top : rows.bottom - part.box.top]
-            target.copy_(reader.read_box(slot, part.source, rows))
-        filled += part.box.numel
+        for rows in held.box.split(BUFFER_BYTES // tensor.itemsize):
+            held.tensor[rows.within(held.box).slices] = stored.read(held.name, rows)
+        filled += held.box.numel
     tensor[filled:].zero_()
 
 
-def _optimizer(engine: MegatronEngine) -> Any:
-    assert engine.optimizer is not None, "a frozen model has no training state"
-    return engine.optimizer
-
-
-def _numbers(engine: MegatronEngine) -> dict[str, Any]:
-    assert engine.scheduler is not None
+def saved_numbers(state: TrainState) -> dict[str, Any]:
+    """The content of `state.json`."""
     return {
-        "optimizer_steps": step_of(_optimizer(engine)),
-        "scheduler_steps": engine.scheduler.num_steps,
-        "skipped_in_a_row": engine.skipped.in_a_row,
-        "layout": _layout(engine),
+        "optimizer_steps": step_of(state.optimizer),
+        "scheduler_steps": state.scheduler.num_steps,
+        "skipped_in_a_row": state.skipped.in_a_row,
+        "layout": _layout(state),
     }
 
 
-def _layout(engine: MegatronEngine) -> dict[str, int]:
-    groups, role = engine.groups, engine.role
+def _layout(state: TrainState) -> dict[str, int]:
+    groups = state.groups
     return {
         "world_size": dist.get_world_size(),
         "tensor_model_parallel_size": groups.tp.size(),
         "pipeline_model_parallel_size": groups.pp.size(),
         "expert_model_parallel_size": groups.ep.size(),
-        "model_chunks": role.model_chunks,
+        "model_chunks": state.model_chunks,
     }
 
 
@@ -285,16 +294,16 @@ def _random_file(rank: int) -> str:
     return f"{RANDOM}/rank_{rank:05d}.json"
 
 
-def _random_state(engine: MegatronEngine) -> dict[str, Any]:
-    """Of the process, and of Megatron's streams for this role."""
-    streams = engine.groups.random_state()
+def _random_state(groups: ParallelGroups) -> dict[str, Any]:
+    """Random streams of the process, and Megatron's for this role."""
+    streams = groups.random_states
     return {
         "process": random_states.process_state(),
         "megatron": {name: random_states.to_text(state) for name, state in streams.items()},
     }
 
 
-def _load_random_state(engine: MegatronEngine, state: Any) -> bool:
+def _load_random_state(groups: ParallelGroups, state: Any) -> bool:
     """Returns False, and changes nothing, where a device of another kind wrote it.
 
     Errors: ValueError where it is not what `_random_state` gave.
@@ -302,7 +311,7 @@ def _load_random_state(engine: MegatronEngine, state: Any) -> bool:
     if type(state) is not dict or state.keys() != {"process", "megatron"}:
         raise ValueError("there must be streams of the process and of megatron")
     process, texts = random_states.ProcessStreams.from_json(state["process"]), state["megatron"]
-    here = engine.groups.random_state()
+    here = groups.random_states
     if type(texts) is not dict or texts.keys() != here.keys():
         raise ValueError(f"the streams of megatron must be {', '.join(here)}")
     streams = {name: random_states.from_text(text) for name, text in texts.items()}
@@ -316,12 +325,12 @@ def _load_random_state(engine: MegatronEngine, state: Any) -> bool:
         if process.device is None:  # its streams are those of the host
             random_states.check_host_state(stream)
     process.load()
-    engine.groups.load_random_state(streams)
+    groups.random_states = streams
     return True
 
 
 def _all(items: list[T]) -> list[T]:
-    """Of all ranks, on every rank."""
+    """The items of all ranks, on every rank."""
     gathered: list[list[T]] = [[]] * dist.get_world_size()
     dist.all_gather_object(gathered, items)
     return [item for part in gathered for item in part]

@@ -85,16 +85,16 @@ class _WithBalanceLoss(torch.autograd.Function):
 
 
 def weigh_balance_loss(weight: float) -> None:
-    """Of the micro-batch whose backward pass follows.
+    """Set the weight of the balance loss for the next backward pass.
 
-    Known on the last stage only, which is why the loss needs a pipeline of one stage: there the
-    backward pass of a micro-batch comes before the forward pass of the next.
+    Only the last stage knows it, so the loss needs a pipeline of one stage, where the backward pass
+    of a micro-batch comes before the forward pass of the next.
     """
     _WithBalanceLoss.weight = float(weight)
 
 
 def use_own_router(mlp: ModuleSpec) -> None:
-    """Of the layers that are built from this specification."""
+    """Use `Router` in the layers that are built from this specification."""
     if hasattr(mlp.submodules, "router"):
         mlp.submodules.router = Router
     else:  # Megatron 0.12 builds the router by its name in this module

@@ -1,4 +1,4 @@
-"""What the last stage reads from hidden states: log-probs, entropies, logits.
+"""Log-probs, entropies and logits from the hidden states of the last stage.
 
 Axes: tokens = response tokens of a micro-batch, vocab = this rank's shard of the vocabulary. Logits
 exist for `CHUNK_TOKENS` tokens at a time and are recomputed in backward, so that no
@@ -54,7 +54,7 @@ def _chunk_log_probs(
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """`_chunk_log_probs` of one chunk of tokens after the other, in backward once more."""
+    """`_chunk_log_probs` of one chunk of tokens after the other, recomputed in backward."""
 
     @staticmethod
     def forward(
@@ -126,7 +126,7 @@ class _WeightGradient:
             self._sum.add_(gradient)
 
     def result(self) -> Tensor | None:
-        """What autograd is to have; None: nothing, or all of it is in the buffer."""
+        """The gradient for autograd; None where there is none, or the buffer has it."""
         return None if self._sum is None else self._sum.to(self._dtype)
 
 

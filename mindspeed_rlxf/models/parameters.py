@@ -16,7 +16,7 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig
 
 
 class Head(str, Enum):
-    """What the last stage computes from the final hidden states."""
+    """Output of the last stage, computed from the final hidden states."""
 
     LANGUAGE_MODEL = "language_model"  # logits over the vocabulary
     SCORE = "score"  # one number per token (AutoModelForSequenceClassification, num_labels=1)
@@ -33,28 +33,31 @@ class Split(Enum):
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """One Megatron parameter: `{layer}` is the stage's own index there, the global one in HF.
-
-    `{expert}` likewise: the expert-parallel rank's own index there, the global one in HF.
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    split: Split
-
-
-@dataclass(frozen=True)
 class StageParameter:
-    """A parameter of one pipeline stage with its names resolved.
+    """A Megatron parameter of one pipeline stage.
 
-    `expert` is its expert's global index; None = every expert-parallel rank holds the parameter.
+    name:    in the tables below `{layer}` stands for the stage's own index of its layer, `{expert}`
+             for the expert-parallel rank's own index of its expert
+    sources: its Hugging Face tensors; the indices are global ones
+    expert:  global index of its expert; None = every expert-parallel rank holds the parameter
     """
 
     name: str
     sources: tuple[str, ...]
     split: Split
     expert: int | None = None
+
+    @property
+    def is_tied_output_layer(self) -> bool:
+        """Whether this is the output layer of a later stage that is the embedding of the first."""
+        return self.name.endswith(OUTPUT_LAYER.name) and self.sources == EMBEDDING.sources
+
+    def is_first_copy(self, tp_rank: int, ep_rank: int = 0) -> bool:
+        """Whether no other tensor- or expert-parallel rank before this one, and no earlier stage,
+        holds the same numbers."""
+        replicated = self.split is Split.REPLICATED and tp_rank > 0
+        shared = self.expert is None and ep_rank > 0
+        return not (replicated or shared or self.is_tied_output_layer)
 
 
 @dataclass(frozen=True)
@@ -71,25 +74,27 @@ class Slice:
         return self.stop - self.start
 
 
-EMBEDDING = Parameter(
+EMBEDDING = StageParameter(
     "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Split.VOCAB
 )
-FINAL_NORM = Parameter("decoder.final_layernorm.weight", ("model.norm.weight",), Split.REPLICATED)
-OUTPUT_LAYER = Parameter("output_layer.weight", ("lm_head.weight",), Split.VOCAB)
-TIED_OUTPUT_LAYER = Parameter("output_layer.weight", EMBEDDING.sources, Split.VOCAB)
-SCORE_HEAD = Parameter("score.weight", ("score.weight",), Split.REPLICATED)
+FINAL_NORM = StageParameter(
+    "decoder.final_layernorm.weight", ("model.norm.weight",), Split.REPLICATED
+)
+OUTPUT_LAYER = StageParameter("output_layer.weight", ("lm_head.weight",), Split.VOCAB)
+TIED_OUTPUT_LAYER = StageParameter("output_layer.weight", EMBEDDING.sources, Split.VOCAB)
+SCORE_HEAD = StageParameter("score.weight", ("score.weight",), Split.REPLICATED)
 # The reward head of MindSpeed-LLM's checkpoints: row-parallel, so split over the hidden size.
-RM_HEAD = Parameter("rm_head.weight", SCORE_HEAD.sources, Split.COLUMNS)
+RM_HEAD = StageParameter("rm_head.weight", SCORE_HEAD.sources, Split.COLUMNS)
 
 _MEGATRON_LAYER = "decoder.layers.{layer}."
 _HF_LAYER = "model.layers.{layer}."
 
 
-def _layer(name: str, split: Split, *sources: str) -> Parameter:
-    return Parameter(_MEGATRON_LAYER + name, tuple(_HF_LAYER + s for s in sources), split)
+def _layer(name: str, split: Split, *sources: str) -> StageParameter:
+    return StageParameter(_MEGATRON_LAYER + name, tuple(_HF_LAYER + s for s in sources), split)
 
 
-def _qkv(kind: str) -> Parameter:
+def _qkv(kind: str) -> StageParameter:
     sources = (f"self_attn.{name}_proj.{kind}" for name in "qkv")
     return _layer(f"self_attention.linear_qkv.{kind}", Split.QKV, *sources)
 
@@ -113,11 +118,11 @@ MLP = (
 )
 
 
-def _router(block: str) -> tuple[Parameter, ...]:
+def _router(block: str) -> tuple[StageParameter, ...]:
     return (_layer("mlp.router.weight", Split.REPLICATED, f"{block}.gate.weight"),)
 
 
-def _expert(block: str, gate: str, up: str, down: str) -> tuple[Parameter, ...]:
+def _expert(block: str, gate: str, up: str, down: str) -> tuple[StageParameter, ...]:
     ours, theirs = "mlp.experts.local_experts.{expert}", block + ".experts.{expert}"
     return (
         _layer(
@@ -134,22 +139,16 @@ QWEN_MOE = (_router("mlp"), _expert("mlp", "gate_proj", "up_proj", "down_proj"))
 MIXTRAL_MOE = (_router("block_sparse_moe"), _expert("block_sparse_moe", "w1", "w3", "w2"))
 
 
-def layer_parameters(architecture: ArchitectureConfig) -> tuple[Parameter, ...]:
+def _layer_parameters(architecture: ArchitectureConfig) -> tuple[StageParameter, ...]:
     """The parameters of one decoder layer but its experts'."""
     mlp = MLP if architecture.num_experts is None else _moe(architecture)[0]
     bias = QKV_BIAS if architecture.add_qkv_bias else ()
     return ATTENTION + mlp + bias + (QK_NORM if architecture.qk_layernorm else ())
 
 
-def _moe(architecture: ArchitectureConfig) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-    """Router and expert by their names in the family, which the norms of the heads tell apart."""
+def _moe(architecture: ArchitectureConfig) -> tuple[tuple[StageParameter, ...], ...]:
+    """Parameters of router and expert in the family; only Qwen3-MoE has norms of the heads."""
     return QWEN_MOE if architecture.qk_layernorm else MIXTRAL_MOE
-
-
-def local_experts(num_experts: int | None, ep_rank: int, ep: int) -> range:
-    """Global indices of the experts of each layer that an expert-parallel rank holds."""
-    per_rank = (num_experts or 0) // ep
-    return range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
 
 
 def padded_vocab_size(architecture: ArchitectureConfig, tp: int) -> int:
@@ -157,10 +156,10 @@ def padded_vocab_size(architecture: ArchitectureConfig, tp: int) -> int:
     return -(-architecture.vocab_size // tp) * tp
 
 
-def stage_layers(num_layers: int, pp_rank: int, pp: int) -> range:
-    """Global indices of the layers that a pipeline stage holds (equal stages)."""
-    per_stage = num_layers // pp
-    return range(pp_rank * per_stage, (pp_rank + 1) * per_stage)
+def equal_share(count: int, rank: int, ranks: int) -> range:
+    """The indices of `count` layers, experts or rows that a rank holds, as many as any other."""
+    size = count // ranks
+    return range(rank * size, (rank + 1) * size)
 
 
 def stage_parameters(
@@ -177,23 +176,25 @@ def stage_parameters(
     Expert-parallel ranks differ in the experts only.
     layers: global indices of the stage's layers; None = all stages hold as many.
     """
-    layers = stage_layers(architecture.num_layers, pp_rank, pp) if layers is None else layers
+    layers = equal_share(architecture.num_layers, pp_rank, pp) if layers is None else layers
     first, last = pp_rank == 0, pp_rank == pp - 1
     tied = head is Head.LANGUAGE_MODEL and not architecture.untie_embeddings_and_output_weights
     if first:
-        yield _resolved(EMBEDDING, 0, 0)
+        yield EMBEDDING
     for local, layer in enumerate(layers):
-        for parameter in layer_parameters(architecture):
+        for parameter in _layer_parameters(architecture):
             yield _resolved(parameter, local, layer)
-        yield from _experts(architecture, local, layer, ep_rank, ep)
+        for index, expert in enumerate(equal_share(architecture.num_experts or 0, ep_rank, ep)):
+            for parameter in _moe(architecture)[1]:
+                yield _resolved(parameter, local, layer, index, expert)
     if last:
-        yield _resolved(FINAL_NORM, 0, 0)
+        yield FINAL_NORM
         if head is Head.SCORE:
-            yield _resolved(SCORE_HEAD, 0, 0)
+            yield SCORE_HEAD
         elif not tied:
-            yield _resolved(OUTPUT_LAYER, 0, 0)
+            yield OUTPUT_LAYER
         elif not first:
-            yield _resolved(TIED_OUTPUT_LAYER, 0, 0)
+            yield TIED_OUTPUT_LAYER
 
 
 def rank_parameters(
@@ -216,24 +217,15 @@ def rank_parameters(
             yield parameter if chunks == 1 else replace(parameter, name=f"{chunk}.{parameter.name}")
 
 
-def _experts(
-    a: ArchitectureConfig, local: int, layer: int, ep_rank: int, ep: int
-) -> Iterator[StageParameter]:
-    for index, expert in enumerate(local_experts(a.num_experts, ep_rank, ep)):
-        for parameter in _moe(a)[1]:
-            yield StageParameter(
-                parameter.name.format(layer=local, expert=index),
-                tuple(s.format(layer=layer, expert=expert) for s in parameter.sources),
-                parameter.split,
-                expert,
-            )
-
-
-def _resolved(parameter: Parameter, local: int, layer: int) -> StageParameter:
+def _resolved(
+    parameter: StageParameter, local: int, layer: int, index: int = 0, expert: int | None = None
+) -> StageParameter:
+    """A row of the tables with its indices filled in: local ones in Megatron, global ones in HF."""
     return StageParameter(
-        parameter.name.format(layer=local),
-        tuple(source.format(layer=layer) for source in parameter.sources),
+        parameter.name.format(layer=local, expert=index),
+        tuple(source.format(layer=layer, expert=expert) for source in parameter.sources),
         parameter.split,
+        expert,
     )
 
 
@@ -292,19 +284,34 @@ def shard_slices(
     if parameter.split is Split.REPLICATED:
         return [Slice(sources[0], 0, 0, hf_shape(sources[0], a)[0])]
     if parameter.split is Split.VOCAB:
-        rows = vocab_rows or padded_vocab_size(a, tp) // tp
-        start = min(tp_rank * rows, a.vocab_size)
-        return [Slice(sources[0], 0, start, min(start + rows, a.vocab_size))]
+        size = vocab_rows or padded_vocab_size(a, tp) // tp
+        start = min(tp_rank * size, a.vocab_size)
+        return [Slice(sources[0], 0, start, min(start + size, a.vocab_size))]
     if parameter.split is Split.COLUMNS:
-        return [Slice(sources[0], 1, *_part(hf_shape(sources[0], a)[1], tp_rank, tp))]
+        columns = equal_share(hf_shape(sources[0], a)[1], tp_rank, tp)
+        return [Slice(sources[0], 1, columns.start, columns.stop)]
     if parameter.split is Split.GATE_UP:
-        return [Slice(source, 0, *_part(a.mlp_hidden_size, tp_rank, tp)) for source in sources]
+        rows = equal_share(a.mlp_hidden_size, tp_rank, tp)
+        return [Slice(source, 0, rows.start, rows.stop) for source in sources]
     return _qkv_slices(sources, a, tp_rank, tp)
 
 
-def _part(size: int, rank: int, parts: int) -> tuple[int, int]:
-    step = size // parts
-    return rank * step, (rank + 1) * step
+def shard_shape(
+    parameter: StageParameter,
+    architecture: ArchitectureConfig,
+    tp: int,
+    vocab_rows: int | None = None,
+) -> tuple[int, ...]:
+    """Shape of the shard of `parameter` on every tensor-parallel rank, padding included.
+
+    vocab_rows: as of `shard_slices`
+    """
+    parts = shard_slices(parameter, architecture, 0, tp, vocab_rows)
+    shape = list(hf_shape(parameter.sources[0], architecture))
+    shape[parts[0].dim] = sum(part.size for part in parts)
+    if parameter.split is Split.VOCAB and vocab_rows is not None:
+        shape[0] = vocab_rows
+    return tuple(shape)
 
 
 def _qkv_slices(
@@ -316,11 +323,11 @@ def _qkv_slices(
     rows begin and end anywhere in it; the ranks gather what they project (megatron-core 0.16).
     """
     widths = (a.num_attention_heads // a.kv_heads * a.head_dim, a.head_dim, a.head_dim)
-    first, last = _part(qkv_rows(a), tp_rank, tp)
+    held = equal_share(qkv_rows(a), tp_rank, tp)
     slices, begin = [], 0
     for group in range(a.kv_heads):
         for source, width in zip(sources, widths, strict=True):
-            start, stop = max(first - begin, 0), min(last - begin, width)
+            start, stop = max(held.start - begin, 0), min(held.stop - begin, width)
             if start < stop:
                 slices.append(Slice(source, 0, group * width + start, group * width + stop))
             begin += width

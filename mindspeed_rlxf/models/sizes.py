@@ -1,4 +1,4 @@
-"""How many numbers a rank holds, counted in the parameter map."""
+"""Count the parameters of a model and of a rank by the parameter map."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ from math import prod
 
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import ArchitectureConfig
-from mindspeed_rlxf.models.parameters import (
-    EMBEDDING,
-    Head,
-    StageParameter,
-    hf_shapes,
-    rank_parameters,
-    shard_slices,
-)
+from mindspeed_rlxf.models.parameters import Head, hf_shapes, rank_parameters, shard_shape
 
 HEADS = {
     Role.ACTOR_ROLLOUT: Head.LANGUAGE_MODEL,
@@ -21,8 +14,6 @@ HEADS = {
     Role.CRITIC: Head.SCORE,
     Role.REWARD: Head.SCORE,
 }
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 def model_numbers(architecture: ArchitectureConfig, head: Head) -> int:
@@ -53,16 +44,15 @@ def split_sizes(
     chunks: int = 1,
     ep: int = 1,
 ) -> tuple[list[int], list[int]]:
-    """As `shard_sizes`: what every expert-parallel rank holds, then its experts.
+    """As `shard_sizes`, parameters that every expert-parallel rank holds apart from its experts.
 
     Every expert-parallel rank holds as many experts as the first.
     """
-    shapes = hf_shapes(architecture, head)
     shared: list[int] = []
     experts: list[int] = []
     for parameter in rank_parameters(architecture, head, pp_rank, pp, chunks, 0, ep):
-        size = _shard_size(parameter, architecture, shapes, tp)
-        (shared if parameter.expert is None else experts).append(size)
+        sizes = shared if parameter.expert is None else experts
+        sizes.append(prod(shard_shape(parameter, architecture, tp)))
     return shared, experts
 
 
@@ -75,24 +65,13 @@ def received_numbers(
     chunks: int = 1,
     ep: int = 1,
 ) -> int:
-    """What a rank is sent to hold the whole depth and all experts: all that is not its own.
+    """Numbers that a rank receives to hold all layers and experts: all but its own.
 
-    A tied output layer is not used for it: the embedding comes from the first stage.
+    A tied output layer does not count as its own, as the embedding comes from the first stage.
     """
-    shapes = hf_shapes(architecture, head)
     own = [
-        _shard_size(parameter, architecture, shapes, tp)
+        prod(shard_shape(parameter, architecture, tp))
         for parameter in rank_parameters(architecture, head, pp_rank, pp, chunks, 0, ep)
-        if parameter.sources != EMBEDDING.sources or parameter.name.endswith(EMBEDDING.name)
+        if not parameter.is_tied_output_layer
     ]
     return sum(shard_sizes(architecture, head, tp, 0, 1)) - sum(own)
-
-
-def _shard_size(
-    parameter: StageParameter, architecture: ArchitectureConfig, shapes: Shapes, tp: int
-) -> int:
-    """Every rank holds as much as the first, whose rows of the vocabulary are never padding."""
-    return sum(
-        part.size * prod(shapes[part.source]) // shapes[part.source][part.dim]
-        for part in shard_slices(parameter, architecture, 0, tp)
-    )

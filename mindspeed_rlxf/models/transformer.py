@@ -116,8 +116,11 @@ class TransformerModel(LanguageModule):
         self._mark_shards()
 
     def _mark_shards(self) -> None:
-        """Tell the gradient norm which parameters are shards: Megatron does so on initialisation
-        only, which we skip, and would count the unmarked ones on tensor-parallel rank 0 alone."""
+        """Mark the parameters that are shards, for the gradient norm.
+
+        Megatron marks them on initialisation only, which is skipped here, and counts unmarked ones
+        on tensor-parallel rank 0 alone.
+        """
         pp, chunks = self.pp_group.size(), self.vp_size or 1
         stage = (self.vp_stage or 0) * pp + self.pp_group.rank()
         table = stage_parameters(

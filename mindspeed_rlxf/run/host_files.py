@@ -117,7 +117,7 @@ def find_unsafe_file(folder: Path) -> str:
 
 
 def _read_restricted(file: Path) -> None:
-    from mindspeed_rlxf.weights.torch_dist import open_torch_dist  # brings in torch
+    from mindspeed_rlxf.weights.dist_metadata import open_torch_dist  # brings in torch
     from mindspeed_rlxf.weights.torch_file import read_torch_file
 
     if file.name == METADATA:

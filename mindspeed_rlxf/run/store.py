@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.files.plain import parse_json, read_pointer
-from mindspeed_rlxf.files.safe import sync_folder
+from mindspeed_rlxf.files.safe import is_plain_path, sync_folder
 from mindspeed_rlxf.weights.regular import MAX_JSON, open_regular
 from mindspeed_rlxf.weights.state_files import (
     HOST,
     Entry,
-    leaves_folder,
     size_problem,
     write_text,
 )
@@ -106,7 +105,7 @@ class Manifest:
         files = tree.get("files")
         if type(tree.get("iteration")) is not int or not _are_entries(files):
             raise ValueError(f"{name} is not what was written (its list of files)")
-        outside = [entry["path"] for entry in files if leaves_folder(entry["path"])]
+        outside = [entry["path"] for entry in files if not is_plain_path(entry["path"])]
         if outside:
             raise ValueError(f"{name} names {outside[0]!r}, outside its folder")
         about = {k: v for k, v in tree.items() if k not in ("format_version", "iteration", "files")}

@@ -1,78 +1,223 @@
-"""Boxes of matrices: which numbers of a tensor a rank holds, writes and reads.
+"""Boxes of tensors: what a rank holds, what a file stores, what is read.
 
-A vector counts as a matrix of one column, so that every parameter is a matrix.
+A `Box` says which numbers of a tensor are meant, a `StoredBox` how to read those of a file, a
+`BoxedTensor` is the tensor that stored boxes make up, and `BoxedWeights` are such tensors by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
+from operator import add, mul, sub
 
+import torch
 from torch import Tensor
+
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.parameters import Slice, StageParameter, hf_shape, shard_slices
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Box:
-    """Rows [top, bottom) and columns [left, right) of a matrix."""
+    """Consecutive indices of each axis of a tensor. starts: the first; shape: how many"""
 
-    top: int
-    bottom: int
-    left: int
-    right: int
+    starts: Shape
+    shape: Shape
 
     @property
-    def height(self) -> int:
-        return self.bottom - self.top
-
-    @property
-    def width(self) -> int:
-        return self.right - self.left
+    def stops(self) -> Shape:
+        return tuple(map(add, self.starts, self.shape))
 
     @property
     def numel(self) -> int:
-        return self.height * self.width
+        return prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of the box in the tensor."""
+        return tuple(map(slice, self.starts, self.stops))
 
     def overlap(self, other: Box) -> Box | None:
-        """The numbers that both have; None = there are none."""
-        top, bottom = max(self.top, other.top), min(self.bottom, other.bottom)
-        left, right = max(self.left, other.left), min(self.right, other.right)
-        return Box(top, bottom, left, right) if top < bottom and left < right else None
+        """The numbers that both boxes have; None where there are none."""
+        starts = tuple(map(max, self.starts, other.starts))
+        shape = tuple(map(sub, map(min, self.stops, other.stops), starts))
+        return Box(starts, shape) if all(size > 0 for size in shape) else None
 
-    def moved(self, down: int, right: int) -> Box:
-        return Box(self.top + down, self.bottom + down, self.left + right, self.right + right)
+    def moved(self, steps: Shape) -> Box:
+        return Box(tuple(map(add, self.starts, steps)), self.shape)
 
-    def in_rows(self, numel: int) -> Iterator[Box]:
+    def within(self, outer: Box) -> Box:
+        """The same box of the tensor that `outer` is."""
+        return Box(tuple(map(sub, self.starts, outer.starts)), self.shape)
+
+    def split(self, numel: int) -> Iterator[Box]:
         """Boxes of whole rows, one below the other, of at most `numel` numbers or one row each."""
-        step = max(1, numel // max(1, self.width))
-        for top in range(self.top, self.bottom, step):
-            yield Box(top, min(top + step, self.bottom), self.left, self.right)
+        first, rows, rest = self.starts[0], self.shape[0], self.shape[1:]
+        step = max(1, numel // max(1, prod(rest)))
+        for row in range(0, rows, step):
+            yield Box((first + row, *self.starts[1:]), (min(step, rows - row), *rest))
 
 
-def whole(shape: tuple[int, ...]) -> Box:
-    """The box that is all of a tensor with one or two axes."""
+def whole(shape: Shape) -> Box:
+    """The box that is all of a tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+def box_of(part: Slice, shape: Shape) -> Box:
+    """The box that a slice of a Hugging Face tensor is. shape: of the tensor"""
+    starts = tuple(part.start if axis == part.dim else 0 for axis in range(len(shape)))
+    return Box(starts, tuple(part.size if axis == part.dim else n for axis, n in enumerate(shape)))
+
+
+def flat_boxes(flat: range, shape: Shape) -> Iterator[Box]:
+    """A range of the numbers of a row-major tensor of one or two axes, as boxes in order.
+
+    At most three: the end of a row, whole rows, the start of a row.
+    """
     assert 1 <= len(shape) <= 2, f"a parameter has one axis or two, not {shape}"
-    return Box(0, shape[0], 0, shape[1] if len(shape) == 2 else 1)
-
-
-def flat_boxes(start: int, stop: int, width: int) -> Iterator[Box]:
-    """The numbers [start, stop) of a row-major matrix as at most three boxes, in order: the end of
-    a row, whole rows, the start of a row."""
+    start, stop, width = flat.start, flat.stop, shape[-1]
     while start < stop:
         row, left = divmod(start, width)
         rows = (stop - start) // width if left == 0 else 0
-        box = (
-            Box(row, row + rows, 0, width)
-            if rows
-            else Box(row, row + 1, left, min(width, left + stop - start))
-        )
-        yield box
+        columns = width if rows else min(width - left, stop - start)
+        box = Box((row, left), (rows or 1, columns))
+        yield box if len(shape) == 2 else Box((left,), (columns,))
         start += box.numel
 
 
-def view(flat: Tensor, start: int, box: Box, width: int) -> Tensor:
-    """[height, width of the box] of a row-major matrix with `width` columns, not copied.
+def view(numbers: Tensor, start: int, box: Box, shape: Shape) -> Tensor:
+    """The box of a row-major tensor of that shape, not copied.
 
-    flat: contiguous; the numbers of the matrix from number `start` on
+    numbers: contiguous, those of the tensor from number `start` on
     """
-    offset = flat.storage_offset() + box.top * width + box.left - start
-    return flat.as_strided((box.height, box.width), (width, 1), offset)
+    stride = (*shape[1:], 1)
+    offset = numbers.storage_offset() - start + sum(map(mul, box.starts, stride))
+    return numbers.as_strided(box.shape, stride, offset)
+
+
+@dataclass(frozen=True)
+class ShardBox:
+    """A box of a Hugging Face tensor, and the box of a rank's parameter with the same numbers."""
+
+    source: str
+    box: Box
+    place: Box
+
+    def to_source(self, place: Box) -> Box:
+        """The box of the tensor that a box inside `place` is."""
+        return place.within(self.place).moved(self.box.starts)
+
+    def to_shard(self, box: Box) -> Box:
+        """The box of the parameter that a box inside `box` is."""
+        return box.within(self.box).moved(self.place.starts)
+
+
+def shard_boxes(
+    parameter: StageParameter,
+    architecture: ArchitectureConfig,
+    tp_rank: int,
+    tp: int,
+    vocab_rows: int | None = None,
+) -> Iterator[ShardBox]:
+    """The boxes that a tensor-parallel rank's part of a parameter is made of.
+
+    Rows that pad the vocabulary belong to none. Arguments as of `shard_slices`.
+    """
+    offset = 0
+    for part in shard_slices(parameter, architecture, tp_rank, tp, vocab_rows):
+        if part.size:
+            box = box_of(part, hf_shape(part.source, architecture))
+            steps = tuple(
+                offset - part.start if axis == part.dim else 0 for axis in range(len(box.shape))
+            )
+            yield ShardBox(part.source, box, box.moved(steps))
+            offset += part.size
+
+
+@dataclass(frozen=True)
+class HeldBox:
+    """A box of a Hugging Face tensor and its numbers in memory.
+
+    slot:   `weight`, or the name of what the optimizer holds of the tensor
+    tensor: of the shape of the box
+    """
+
+    slot: str
+    name: str
+    box: Box
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    """A box of a tensor in a file. read: returns a copy of a box inside it"""
+
+    box: Box
+    read: Callable[[Box], Tensor]
+
+
+@dataclass(frozen=True)
+class BoxedTensor:
+    """A tensor that is stored as boxes.
+
+    name:  for messages
+    size:  of the stored tensor
+    index: leading indices; the tensor is then the part of the stored one that has them
+    """
+
+    name: str
+    dtype: torch.dtype
+    size: Shape
+    boxes: list[StoredBox]
+    index: Shape = ()
+
+    @property
+    def shape(self) -> Shape:
+        return self.size[len(self.index) :]
+
+    def read(self, box: Box) -> Tensor:
+        """A copy of a box. Errors: ValueError where the stored boxes do not have all of it."""
+        wanted = Box(self.index + box.starts, (1,) * len(self.index) + box.shape)
+        result = torch.zeros(wanted.shape, dtype=self.dtype)
+        filled = 0
+        for stored in self.boxes:
+            shared = wanted.overlap(stored.box)
+            if shared == wanted:
+                return stored.read(shared).view(box.shape)
+            if shared is not None:
+                result[shared.within(wanted).slices] = stored.read(shared)
+                filled += shared.numel
+        if filled != box.numel:
+            raise ValueError(
+                f"{self.name} must be whole, {filled} of the {box.numel} numbers of {box} are "
+                "there; copy the whole folder again"
+            )
+        return result.view(box.shape)
+
+
+class BoxedWeights:
+    """Tensors by their Hugging Face names, as a `WeightReader`."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, BoxedTensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def tensor(self, name: str) -> BoxedTensor:
+        return self.tensors[name]
+
+    def shape(self, name: str) -> Shape:
+        return self.tensor(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensor(name).dtype
+
+    def read(self, name: str, box: Box) -> Tensor:
+        return self.tensor(name).read(box)

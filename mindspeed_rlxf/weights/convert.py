@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -22,45 +21,41 @@ from mindspeed_rlxf.config.messages import problems_of
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import (
     Head,
-    Slice,
     Split,
     StageParameter,
     hf_shapes,
-    shard_slices,
+    shard_shape,
 )
+from mindspeed_rlxf.weights.boxes import shard_boxes, whole
 from mindspeed_rlxf.weights.folders import (
     check_side_files,
     copy_side_files,
     is_scorer,
     open_weights,
 )
-from mindspeed_rlxf.weights.formats import INDEX, SINGLE, Format, find_weights
-from mindspeed_rlxf.weights.hf_folder import HfFolder, shape_problems
+from mindspeed_rlxf.weights.formats import Format, find_weights
+from mindspeed_rlxf.weights.hf_folder import hf_file_name, shape_problems, write_index
 from mindspeed_rlxf.weights.layout import ITERATION, TRACKER, MegatronLayout
-from mindspeed_rlxf.weights.legacy import (
-    MakeShard,
-    legacy_files,
-    padded,
-    shard_shape,
-)
-from mindspeed_rlxf.weights.reader import IGNORED, MegatronWeights, refuse
-from mindspeed_rlxf.weights.role_state import RunState
-from mindspeed_rlxf.weights.safetensors_writer import DTYPES, write_safetensors
+from mindspeed_rlxf.weights.legacy import legacy_files
+from mindspeed_rlxf.weights.planned import PlannedFile, PlannedTensor, Wrote
+from mindspeed_rlxf.weights.reader import WeightReader, refuse, unknown_names
+from mindspeed_rlxf.weights.safetensors_file import write_safetensors
 from mindspeed_rlxf.weights.staging import StagedFolder
-from mindspeed_rlxf.weights.torch_dist_writer import dist_files, write_metadata
+from mindspeed_rlxf.weights.torch_dist import dist_files, write_metadata
 from mindspeed_rlxf.weights.torch_file import ChangedBytes
-from mindspeed_rlxf.weights.torch_file_writer import PlannedTensor
 
 ITERATION_FOLDER = f"iter_{ITERATION:07d}"
 SPARE_BYTES = 1 << 20  # for what stands beside the tensors
 
+DTYPE_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
 Progress = Callable[[int, int], None]
-"""Told the bytes that are written, and of how many."""
+"""Called with the bytes that are written, and of how many."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What to convert. `cli.convert.plan` makes it, all checked.
+    """What to convert, checked. `cli.convert.plan` makes it.
 
     config:     the folder of config.json and the tokenizer
     target:     the folder that appears
@@ -75,7 +70,7 @@ class Conversion:
     to: Format
     architecture: ArchitectureConfig
     head: Head
-    weights: HfFolder | MegatronWeights | RunState
+    weights: WeightReader
     layout: MegatronLayout | None
     dtype: torch.dtype | None
     shard_size: int
@@ -83,34 +78,9 @@ class Conversion:
 
     @property
     def shares_groups(self) -> bool:
-        """Whether the files are those of ranks of which several share a query group."""
+        """Whether ranks of the target share query groups."""
         ranks = self.layout.tp if self.layout and self.to is Format.LEGACY else 1
         return ranks > self.architecture.kv_heads
-
-
-class Part(Protocol):
-    """A file of the target."""
-
-    @property
-    def path(self) -> str: ...
-
-    def write(self, folder: Path, shard: MakeShard, wrote: Callable[[int], None]) -> Any: ...
-
-    def num_bytes(self, shard: MakeShard) -> int: ...
-
-
-@dataclass(frozen=True)
-class HfFile:
-    """A safetensors file, to be written."""
-
-    path: str
-    tensors: dict[str, PlannedTensor]
-
-    def write(self, folder: Path, shard: MakeShard, wrote: Callable[[int], None]) -> None:
-        write_safetensors(folder / self.path, self.tensors, wrote)
-
-    def num_bytes(self, shard: MakeShard) -> int:
-        return sum(planned.num_bytes for planned in self.tensors.values())
 
 
 def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]:
@@ -143,9 +113,7 @@ def choose_head(config: dict[str, Any], orm: bool) -> Head:
     return Head.SCORE if orm or is_scorer(config) else Head.LANGUAGE_MODEL
 
 
-def open_source(
-    source: Path, architecture: ArchitectureConfig, head: Head
-) -> HfFolder | MegatronWeights | RunState:
+def open_source(source: Path, architecture: ArchitectureConfig, head: Head) -> WeightReader:
     """The weights to convert. Errors: UserError when they do not fit the model in any way."""
     try:
         weights = open_weights(source, architecture)
@@ -156,33 +124,27 @@ def open_source(
         if not scored and head is Head.SCORE:
             raise ValueError(f"{source} holds no score head; leave --orm out")
         refuse(source, shape_problems(weights, expected))
-        refuse(source, [f"{name} is not in the model" for name in _extra(weights, expected)])
+        # An output layer that is tied, or that a scorer does not use, is not lost.
+        lost = unknown_names(weights.names(), {*expected, "lm_head.weight"})
+        refuse(source, [f"{name} is not in the model" for name in lost])
     except ValueError as error:
         raise UserError(Problem("", str(error))) from None
     return weights
 
 
-def _extra(weights: HfFolder | MegatronWeights | RunState, expected: dict[str, Any]) -> list[str]:
-    """Tensors that would be lost; an output layer that is tied, or not used by a scorer, is not."""
-    known = expected.keys() | {"lm_head.weight"}
-    return [name for name in weights.names() if name not in known and not IGNORED.search(name)]
-
-
 def convert(conversion: Conversion, progress: Progress) -> int:
-    """Write the target; returns the bytes of the parts that an earlier run had finished.
+    """Write the target; returns the bytes of the files that an earlier run had finished.
 
     Errors: UserError when the target is there, the disk is too small, or bytes of the source were
     changed; DiskFull.
     """
     c = conversion
-    shard = _maker(c)
-    parts = _parts(c, shard)
-    sizes = {part.path: part.num_bytes(shard) for part in parts}
+    files = _files(c)
     staged = StagedFolder(c.target, _fingerprint(c), c.replace)
     try:
-        kept = {part.path for part in parts if staged.finished(_place(c, part))}
-        done = reused = sum(sizes[path] for path in kept)
-        total = sum(sizes.values())
+        kept = [file for file in files if staged.finished(file.path)]
+        done = reused = sum(file.num_bytes for file in kept)
+        total = sum(file.num_bytes for file in files)
         _check_space(c, total - done)
         progress(done, total)
 
@@ -191,11 +153,11 @@ def convert(conversion: Conversion, progress: Progress) -> int:
             done += count
             progress(done, total)
 
-        for part in parts:
-            if part.path not in kept:
-                write = partial(_write, part, _place(c, part), shard, wrote)
-                staged.write(_place(c, part), write)
-        _finish(c, staged, parts, sizes)
+        for file in files:
+            if file not in kept:
+                staged.write(file.path, partial(_write, file, wrote))
+        staged.write_beside(partial(_write_beside, c, staged, files))
+        staged.publish()
     except ChangedBytes as error:
         raise UserError(Problem("", str(error))) from None
     except OSError as error:
@@ -210,38 +172,34 @@ def convert(conversion: Conversion, progress: Progress) -> int:
     return reused
 
 
-def _write(
-    part: Part, place: str, shard: MakeShard, wrote: Callable[[int], None], folder: Path
-) -> Any:
-    return part.write(folder / place.removesuffix(part.path), shard, wrote)
+def _write(file: PlannedFile, wrote: Wrote, folder: Path) -> Any:
+    return file.write(folder / file.path, wrote=wrote)
 
 
 class DiskFull(Exception):
-    """The disk filled up while parts were written."""
+    """The disk filled up while files were written."""
 
 
-def _maker(c: Conversion) -> MakeShard:
+def _shard(c: Conversion, parameter: StageParameter, tp_rank: int) -> PlannedTensor:
+    """A tensor-parallel rank's part of a parameter, padding included."""
     a, layout = c.architecture, c.layout
+    assert layout is not None, "only Megatron parameters have shards"
+    rows = layout.vocab_rows(a) if parameter.split is Split.VOCAB else None
+    shape = shard_shape(parameter, a, layout.tp, rows)
+    dtype = c.dtype or _common_dtype(c, parameter)
+    boxes = list(shard_boxes(parameter, a, tp_rank, layout.tp, rows))
 
-    def shard(parameter: StageParameter, tp_rank: int) -> PlannedTensor:
-        assert layout is not None, "only Megatron parameters have shards"
-        rows = layout.vocab_rows(a) if parameter.split is Split.VOCAB else None
-        parts = shard_slices(parameter, a, tp_rank, layout.tp, rows)
-        shape = shard_shape(parameter, a, tp_rank, layout.tp, rows)
-        dtype = c.dtype or _common_dtype(c, parameter)
+    def make() -> Tensor:
+        shard = torch.zeros(shape, dtype=dtype)
+        for part in boxes:
+            shard[part.place.slices] = c.weights.read(part.source, part.box)
+        return shard
 
-        def make() -> Tensor:
-            pieces = [c.weights.read(part).to(dtype) for part in parts]
-            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=parts[0].dim)
-            return whole if rows is None else padded(whole, rows)
-
-        return PlannedTensor(shape, dtype, make)
-
-    return shard
+    return PlannedTensor(shape, dtype, make)
 
 
 def _common_dtype(c: Conversion, parameter: StageParameter) -> torch.dtype:
-    """Of the tensors that Megatron joins into one."""
+    """The dtype of the tensors that Megatron joins into one."""
     dtypes = {source: c.weights.dtype(source) for source in parameter.sources}
     if len(set(dtypes.values())) > 1:
         named = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
@@ -255,69 +213,61 @@ def _common_dtype(c: Conversion, parameter: StageParameter) -> torch.dtype:
     return next(iter(dtypes.values()))
 
 
-def _parts(c: Conversion, shard: MakeShard) -> list[Part]:
+def _files(c: Conversion) -> list[PlannedFile]:
+    """The files of the target that hold tensors."""
     if c.to is Format.HF:
         return list(_hf_files(c))
     assert c.layout is not None, "a Megatron target has a layout"
+    model, shard = (c.layout, c.architecture, c.head), partial(_shard, c)
     if c.to is Format.LEGACY:
-        dtype = c.dtype or c.weights.dtype("model.norm.weight")
-        return list(legacy_files(c.layout, c.architecture, c.head, dtype))
-    return list(dist_files(c.layout, c.architecture, c.head))
+        return list(legacy_files(*model, _model_dtype(c), shard, ITERATION_FOLDER))
+    return list(dist_files(*model, shard, ITERATION_FOLDER))
 
 
-def _hf_files(c: Conversion) -> list[HfFile]:
-    shapes = hf_shapes(c.architecture, c.head)
+def _model_dtype(c: Conversion) -> torch.dtype:
+    return c.dtype or c.weights.dtype("model.norm.weight")
+
+
+def _hf_groups(c: Conversion) -> dict[str, dict[str, PlannedTensor]]:
+    """The tensors of each Hugging Face file."""
     groups: list[dict[str, PlannedTensor]] = [{}]
     held = 0
-    for name, shape in shapes.items():
+    for name, shape in hf_shapes(c.architecture, c.head).items():
         planned = _whole(c, name, shape)
         if groups[-1] and held + planned.num_bytes > c.shard_size:
             groups.append({})
             held = 0
         groups[-1][name] = planned
         held += planned.num_bytes
-    if len(groups) == 1:
-        return [HfFile(SINGLE, groups[0])]
-    return [
-        HfFile(f"model-{number:05d}-of-{len(groups):05d}.safetensors", tensors)
-        for number, tensors in enumerate(groups, 1)
-    ]
+    return {hf_file_name(i, len(groups)): tensors for i, tensors in enumerate(groups)}
+
+
+def _hf_files(c: Conversion) -> Iterator[PlannedFile]:
+    for path, tensors in _hf_groups(c).items():
+        num_bytes = sum(planned.num_bytes for planned in tensors.values())
+        yield PlannedFile(path, num_bytes, partial(write_safetensors, tensors=tensors))
 
 
 def _whole(c: Conversion, name: str, shape: tuple[int, ...]) -> PlannedTensor:
     dtype = c.dtype or c.weights.dtype(name)
-    return PlannedTensor(
-        shape, dtype, lambda: c.weights.read(Slice(name, 0, 0, shape[0])).to(dtype)
-    )
-
-
-def _place(c: Conversion, part: Part) -> str:
-    """Of a part below the target."""
-    return part.path if c.to is Format.HF else f"{ITERATION_FOLDER}/{part.path}"
-
-
-def _finish(c: Conversion, staged: StagedFolder, parts: list[Part], sizes: dict[str, int]) -> None:
-    """All that stands beside the parts, then the folder gets its name."""
-    staged.write_beside(partial(_write_beside, c, staged, parts, sizes))
-    staged.publish()
+    return PlannedTensor(shape, dtype, lambda: c.weights.read(name, whole(shape)).to(dtype))
 
 
 def _write_beside(
-    c: Conversion, staged: StagedFolder, parts: list[Part], sizes: dict[str, int], folder: Path
+    c: Conversion, staged: StagedFolder, files: list[PlannedFile], folder: Path
 ) -> None:
-    if c.to is Format.HF and len(parts) > 1:
-        files = [part for part in parts if isinstance(part, HfFile)]
-        weight_map = {name: file.path for file in files for name in file.tensors}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-    if c.to is not Format.HF:
+    """Write what stands beside the tensors."""
+    if c.to is Format.HF:
+        groups = _hf_groups(c)
+        write_index(folder, {f: {n: t.num_bytes for n, t in groups[f].items()} for f in groups})
+    else:
         (folder / TRACKER).write_text(str(ITERATION), encoding="utf-8")
     if c.to is Format.TORCH_DIST:
         assert c.layout is not None
-        notes = {part.path: staged.note(_place(c, part)) for part in parts}
-        dtype = c.dtype or c.weights.dtype("model.norm.weight")
-        (folder / ITERATION_FOLDER).mkdir()
-        write_metadata(folder / ITERATION_FOLDER, notes, c.layout, c.architecture, c.head, dtype)
+        notes = {Path(file.path).name: staged.note(file.path) for file in files}
+        place, model = folder / ITERATION_FOLDER, (c.layout, c.architecture, c.head)
+        place.mkdir()
+        write_metadata(place, notes, *model, _model_dtype(c))
     copy_side_files(c.config, folder, c.head, c.dtype)
 
 
@@ -335,7 +285,7 @@ def _check_space(c: Conversion, needed: int) -> None:
 
 
 def _fingerprint(c: Conversion) -> dict[str, Any]:
-    """What decides the bytes of the parts: the source's files and every choice."""
+    """What decides the bytes of the files: those of the source, and every option."""
     _, place = find_weights(c.source)
     files = sorted(
         path for path in place.rglob("*") if re.search(r"\.(safetensors|pt|distcp)$", path.name)
@@ -353,7 +303,3 @@ def _fingerprint(c: Conversion) -> dict[str, Any]:
         "dtype": str(c.dtype),
         "shard_size": c.shard_size if c.to is Format.HF else None,
     }
-
-
-DTYPE_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-assert set(DTYPE_NAMES.values()) <= DTYPES.keys(), "every dtype can be written"

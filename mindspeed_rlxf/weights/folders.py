@@ -1,4 +1,4 @@
-"""What a folder of weights is, and what stands beside the weights."""
+"""Open folders of weights of any format, and copy the side files of a model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.files.plain import parse_json
 from mindspeed_rlxf.files.safe import open_inside, read_inside, replace_file
 from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.weights.dist_metadata import open_torch_dist
 from mindspeed_rlxf.weights.formats import Format, find_weights
 from mindspeed_rlxf.weights.hf_folder import HfFolder
 from mindspeed_rlxf.weights.legacy import read_legacy
-from mindspeed_rlxf.weights.reader import MegatronWeights
-from mindspeed_rlxf.weights.role_state import RunState
-from mindspeed_rlxf.weights.torch_dist import open_torch_dist, read_torch_dist
+from mindspeed_rlxf.weights.reader import WeightReader
+from mindspeed_rlxf.weights.role_state import WEIGHT, RunState
+from mindspeed_rlxf.weights.torch_dist import read_torch_dist
 
 CONFIG = "config.json"
 SIDE_FILES = (
@@ -51,17 +52,15 @@ def described_by(weights: str | Path, tokenizer: str | Path) -> Path:
     )
 
 
-def open_weights(
-    folder: str | Path, architecture: ArchitectureConfig
-) -> HfFolder | MegatronWeights | RunState:
-    """A reader of the folder's weights, of whatever format.
+def open_weights(folder: str | Path, architecture: ArchitectureConfig) -> WeightReader:
+    """Open the weights of a folder of any format.
 
     Errors: ValueError when something is missing or damaged, or, for a Megatron folder, when it
     holds another model or more than data.
     """
     kind, place = find_weights(Path(folder))
     if kind is Format.RUN_STATE:
-        return RunState(place)
+        return RunState(place).slot(WEIGHT)
     if kind is Format.LEGACY:
         return read_legacy(place, architecture)
     if kind is Format.TORCH_DIST:
@@ -76,7 +75,7 @@ def is_scorer(config: dict[str, Any]) -> bool:
 
 
 def check_side_files(folder: Path) -> None:
-    """See that `copy_side_files` will find plain files of the folder, and no links out of it.
+    """Check that the side files are plain files, and no links out of the folder.
 
     Errors: ValueError.
     """
@@ -92,9 +91,9 @@ def check_side_files(folder: Path) -> None:
 def copy_side_files(
     source: Path, target: Path, head: Head, dtype: torch.dtype | None = None
 ) -> list[Path]:
-    """config.json, made to name the head (and the dtype, if given), and the tokenizer's files.
+    """Copy config.json, which gets the head and the dtype if given, and the tokenizer's files.
 
-    Returns the files it wrote. Errors: ValueError where one is a link out of `source`.
+    Returns the files. Errors: ValueError where one is a link out of `source`.
     """
     config = parse_json(read_inside(source, CONFIG))
     if head is Head.SCORE:

@@ -1,4 +1,7 @@
-"""The format of a folder of weights, and where in it they lie. Light: every node asks it."""
+"""Find the format of a folder of weights, and the weights in it.
+
+Imports little, as every node calls it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ STATE_FILES = "state_*.safetensors"  # of a role in a checkpoint of a run
 
 
 class Format(str, Enum):
-    """How weights lie in a folder; the values of --ckpt-format, `hf`, and that of runs."""
+    """Formats of weights: `hf`, the values of --ckpt-format, and that of runs."""
 
     HF = "hf"
     LEGACY = "torch"
@@ -28,8 +31,8 @@ class Format(str, Enum):
 def find_weights(folder: Path) -> tuple[Format, Path]:
     """The format of a folder, and where in it the weights lie.
 
-    Errors: ValueError when a Megatron folder is ambiguous. A folder without anything known counts
-    as Hugging Face, whose reader says what is missing.
+    A folder of no known format counts as Hugging Face, whose reader reports what is missing.
+    Errors: ValueError when a Megatron folder is ambiguous.
     """
     if (folder / INDEX).exists() or (folder / SINGLE).exists() or not folder.is_dir():
         return Format.HF, folder
@@ -44,7 +47,7 @@ def find_weights(folder: Path) -> tuple[Format, Path]:
 
 
 def _iteration(folder: Path) -> Path | None:
-    """The checkpoint that the tracker names, else the only one."""
+    """The folder of the iteration that the tracker names, else the only one."""
     tracker = folder / TRACKER
     if tracker.exists():
         with open_inside(folder, TRACKER) as stream:

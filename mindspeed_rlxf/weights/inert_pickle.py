@@ -1,4 +1,4 @@
-"""Reads pickled data with a machine of its own, which has no operation that runs anything.
+"""Read pickled data with a stack machine that has no operation that runs anything.
 
 A pickle is a program for a stack machine. Python's machine calls what a pickle names; this one
 knows names only as text. It builds plain dicts, lists, tuples, strings and numbers, and an `Inert`
@@ -29,19 +29,17 @@ from mindspeed_rlxf.weights.pickle_names import (
     TENSORS,
     Inert,
     Named,
-    Storage,
-    is_attributes,
-    is_fields,
-)
-from mindspeed_rlxf.weights.pickle_operations import SCALARS, Operation
-from mindspeed_rlxf.weights.pickle_values import (
     Refused,
+    Storage,
     attributes_of,
     check_key,
+    is_attributes,
+    is_fields,
     kind_of,
     named_value,
     shown,
 )
+from mindspeed_rlxf.weights.pickle_operations import SCALARS, Operation
 
 MAX_STEPS = 16_000_000  # of one pickle: a sharded folder of 400,000 chunks has these
 MAX_CONTAINERS = 6_000_000  # at a time: 200 bytes each, with what is known of it
@@ -53,7 +51,7 @@ _PLAIN = frozenset((str, int, float, bool, bytes, NoneType, torch.dtype, Named, 
 
 
 def read_pickle(data: bytes) -> Any:
-    """What a pickle holds. Errors: ValueError when it is damaged, Refused as above."""
+    """The data of a pickle. Errors: ValueError when it is damaged, Refused where it is more."""
     return InertUnpickler(data).load()
 
 
@@ -72,7 +70,7 @@ class InertUnpickler:
 
     def load(self) -> Any:
         collects = gc.isenabled()
-        gc.disable()  # it would walk all of it many times, to find no cycle
+        gc.disable()  # collections would walk all values many times, and find no cycle
         try:
             return self._run()
         except Refused:
@@ -107,7 +105,7 @@ class InertUnpickler:
         return self.stack[0]
 
     def tensor(self, function: str, arguments: tuple[Any, ...]) -> Any:
-        """What a function of `TENSORS` makes of arguments that are as they should be."""
+        """The result of a function of `TENSORS`. arguments: accepted by its test"""
         raise Refused(f"{function} outside a file of tensors")
 
     def storage(self, dtype: str, key: str, elements: int) -> Storage:
@@ -131,7 +129,7 @@ class InertUnpickler:
         self.stack.append(value)
 
     def _hold(self, values: Iterable[Any]) -> int:
-        """The values become parts of another one, whose depth this returns."""
+        """Mark values as parts of another value, and return the depth of that one."""
         deepest, depths = 0, self.depth
         for value in values:
             if type(value) in _PLAIN:
@@ -149,7 +147,7 @@ class InertUnpickler:
         return deepest + 1
 
     def _change(self, target: Any, kind: type, values: Iterable[Any]) -> None:
-        """`target` gets the values as parts."""
+        """Check that `target` may get the values as parts, and update its depth."""
         if type(target) is not kind:
             raise Refused(f"items or attributes for a {type(target).__name__}")
         key, depth = id(target), self._hold(values)
@@ -169,39 +167,20 @@ class InertUnpickler:
         self.marks.append(self.stack)
         self.stack = []
 
-    def _tuple_of(self, items: list[Any]) -> None:
+    def _last(self, count: int) -> list[Any]:
+        """Take so many values off the stack."""
+        items = self.stack[-count:]
+        if len(items) < count:
+            raise IndexError
+        del self.stack[-count:]
+        return items
+
+    def _push_tuple(self, items: list[Any]) -> None:
         self._push_new(tuple(items), -self._hold(items))
 
-    def _one(self) -> None:
-        items = (self.stack.pop(),)
-        self._push_new(items, -self._hold(items))
-
-    def _two(self) -> None:
-        second = self.stack.pop()
-        items = (self.stack.pop(), second)
-        self._push_new(items, -self._hold(items))
-
-    def _three(self) -> None:
-        third, second = self.stack.pop(), self.stack.pop()
-        items = (self.stack.pop(), second, third)
-        self._push_new(items, -self._hold(items))
-
-    def _append(self) -> None:
-        value = self.stack.pop()
-        self._change(self.stack[-1], list, (value,))
-        self.stack[-1].append(value)
-
-    def _appends(self) -> None:
-        items = self._since_mark()
+    def _extend(self, items: list[Any]) -> None:
         self._change(self.stack[-1], list, items)
         self.stack[-1].extend(items)
-
-    def _set_item(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set([key, value])
-
-    def _set_items(self) -> None:
-        self._set(self._since_mark())
 
     def _set(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -289,36 +268,28 @@ class InertUnpickler:
         raise ValueError(f"the operation {self.data[self.at - 1]:#04x}, which no checkpoint has")
 
 
-def _new_list(machine: InertUnpickler) -> None:
-    machine._push_new([], 1)
-
-
-def _new_dict(machine: InertUnpickler) -> None:
-    machine._push_new({}, 1)
-
-
 STOP = ord(".")
 
 
 def _table() -> list[Operation]:
-    """What the picklers of protocols 2 to 5 write for data; anything else is not known."""
+    """The operations that picklers of protocols 2 to 5 write for data, by opcode."""
     machine = InertUnpickler
     known: dict[str, Operation] = {
         **SCALARS,
         "(": machine._mark,
-        "]": _new_list,
-        "}": _new_dict,
-        "\x8f": _new_list,  # a set, of which nothing is hashed
-        "t": lambda m: m._tuple_of(m._since_mark()),
-        "\x91": lambda m: m._tuple_of(m._since_mark()),  # a frozenset
-        "\x85": machine._one,
-        "\x86": machine._two,
-        "\x87": machine._three,
-        "a": machine._append,
-        "e": machine._appends,
-        "\x90": machine._appends,
-        "s": machine._set_item,
-        "u": machine._set_items,
+        "]": lambda m: m._push_new([], 1),
+        "}": lambda m: m._push_new({}, 1),
+        "\x8f": lambda m: m._push_new([], 1),  # a set, of which nothing is hashed
+        "t": lambda m: m._push_tuple(m._since_mark()),
+        "\x91": lambda m: m._push_tuple(m._since_mark()),  # a frozenset
+        "\x85": lambda m: m._push_tuple(m._last(1)),
+        "\x86": lambda m: m._push_tuple(m._last(2)),
+        "\x87": lambda m: m._push_tuple(m._last(3)),
+        "a": lambda m: m._extend(m._last(1)),
+        "e": lambda m: m._extend(m._since_mark()),
+        "\x90": lambda m: m._extend(m._since_mark()),
+        "s": lambda m: m._set(m._last(2)),
+        "u": lambda m: m._set(m._since_mark()),
         "c": machine._global,
         "\x93": machine._stack_global,
         "R": machine._make,

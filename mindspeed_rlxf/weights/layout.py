@@ -76,8 +76,15 @@ class MegatronLayout:
         layers = self.stages[pp_rank][chunk]
         place = (chunk * self.pp + pp_rank, self.chunks * self.pp, ep_rank, self.ep)
         for parameter in stage_parameters(architecture, head, *place, layers):
-            is_head = parameter.sources == SCORE_HEAD.sources
-            yield StageParameter(*vars(RM_HEAD).values()) if is_head else parameter
+            yield RM_HEAD if parameter == SCORE_HEAD else parameter
+
+    def parameters_of_any_head(
+        self, architecture: ArchitectureConfig, pp_rank: int, chunk: int, ep_rank: int
+    ) -> list[StageParameter]:
+        """As `parameters`, with those of every head: a checkpoint has one of them."""
+        place = pp_rank, chunk, ep_rank
+        found = [p for head in Head for p in self.parameters(architecture, head, *place)]
+        return list({parameter.name: parameter for parameter in found}.values())
 
 
 def make_layout(

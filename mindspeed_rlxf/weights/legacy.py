@@ -5,26 +5,16 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
-from mindspeed_rlxf.models.parameters import (
-    EMBEDDING,
-    OUTPUT_LAYER,
-    RM_HEAD,
-    Head,
-    Split,
-    StageParameter,
-    hf_shape,
-    shard_slices,
-)
+from mindspeed_rlxf.models.parameters import EMBEDDING, RM_HEAD, Head
 from mindspeed_rlxf.weights.inside import inside
 from mindspeed_rlxf.weights.layout import (
     ITERATION,
@@ -33,25 +23,21 @@ from mindspeed_rlxf.weights.layout import (
     MegatronLayout,
     layout_of,
 )
+from mindspeed_rlxf.weights.planned import MakeShard, PlannedFile, PlannedTensor
 from mindspeed_rlxf.weights.reader import (
-    IGNORED,
+    RM_HEAD_BIAS,
     MegatronWeights,
     find,
-    is_optional,
     refuse,
+    unknown_names,
 )
-from mindspeed_rlxf.weights.torch_file import StoredTensor, read_torch_file
-from mindspeed_rlxf.weights.torch_file_writer import PlannedTensor, write_torch_file
+from mindspeed_rlxf.weights.torch_file import StoredTensor, read_torch_file, write_torch_file
 
-RM_HEAD_BIAS = "rm_head.bias"
 LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.")
 
 Tensors = dict[str, StoredTensor]
 Grid = dict[tuple[int, int, int], list[Tensors]]
 """(tp, pp, ep) rank -> the tensors of each chunk of the model on it."""
-
-MakeShard = Callable[[StageParameter, int], PlannedTensor]
-"""(parameter, tensor-parallel rank) -> that rank's part of it."""
 
 
 def read_legacy(folder: Path, architecture: ArchitectureConfig) -> MegatronWeights:
@@ -66,73 +52,17 @@ def read_legacy(folder: Path, architecture: ArchitectureConfig) -> MegatronWeigh
     for (tp_rank, pp_rank, ep_rank), chunks in grid.items():
         where = layout.rank_folder(tp_rank, pp_rank, ep_rank)
         for chunk, tensors in enumerate(chunks):
-            # Of both heads: the checkpoint has one of them, and a role says which it needs.
-            table = {
-                p.name: p
-                for head in Head
-                for p in layout.parameters(architecture, head, pp_rank, chunk, ep_rank)
-            }
-            found = _add(weights, table.values(), tensors, tp_rank, ep_rank, layout, problems)
-            extra = [n for n in tensors.keys() - found if not IGNORED.search(n)]
-            problems += [f"{where}: {name} is not in the model" for name in sorted(extra)]
-            bias = tensors.get(RM_HEAD_BIAS)
-            if tp_rank == ep_rank == 0 and bias is not None and bias.shape == (1,):
-                weights.dropped_bias = float(bias.read((0, 1)))
+            used = set()
+            for parameter in layout.parameters_of_any_head(architecture, pp_rank, chunk, ep_rank):
+                found = find(parameter, tensors)
+                problems += weights.add_shard(parameter, found, tp_rank, layout.tp, ep_rank)
+                used.add(found[0] if found else "")
+            extra = unknown_names(tensors, used)
+            problems += [f"{where}: {name} is not in the model" for name in extra]
+            if tp_rank == ep_rank == 0:
+                weights.note_bias(tensors.get(RM_HEAD_BIAS))
     refuse(folder, problems)
     return weights
-
-
-def _add(
-    weights: MegatronWeights,
-    table: Any,
-    tensors: Tensors,
-    tp_rank: int,
-    ep_rank: int,
-    layout: MegatronLayout,
-    problems: list[str],
-) -> set[str]:
-    """Take the pieces of one chunk; returns the names that were used."""
-    a, used = weights.architecture, {RM_HEAD_BIAS, OUTPUT_LAYER.name}
-    for parameter in table:
-        found = find(parameter, tensors)
-        if found is None:
-            if not is_optional(parameter):
-                problems.append(f"{parameter.name} is missing")
-            continue
-        name, stored = found
-        used.add(name)
-        again = parameter.split is Split.REPLICATED and tp_rank > 0
-        again = again or (parameter.expert is None and ep_rank > 0)
-        tied = parameter.name == OUTPUT_LAYER.name and parameter.sources == EMBEDDING.sources
-        rows = sum(stored.shape[:1]) if parameter.split is Split.VOCAB else None
-        if rows is not None and rows * layout.tp < a.vocab_size:
-            problems.append(f"{name} has {rows * layout.tp} rows, the model needs {a.vocab_size}")
-            continue
-        parts = shard_slices(parameter, a, tp_rank, layout.tp, rows)
-        expected = shard_shape(parameter, a, tp_rank, layout.tp, rows)
-        if not stored.dtype.is_floating_point:
-            problems.append(f"{name} is {stored.dtype}, the model needs floating-point numbers")
-        elif stored.shape != expected:
-            problems.append(f"{name} is {list(stored.shape)}, the model needs {list(expected)}")
-        elif not again and not tied:
-            weights.add(parts, stored)
-    return used
-
-
-def shard_shape(
-    parameter: StageParameter,
-    architecture: ArchitectureConfig,
-    tp_rank: int,
-    tp: int,
-    vocab_rows: int | None = None,
-) -> tuple[int, ...]:
-    """Shape of a rank's part of a parameter, padding included."""
-    parts = shard_slices(parameter, architecture, tp_rank, tp, vocab_rows)
-    shape = list(hf_shape(parameter.sources[0], architecture))
-    shape[parts[0].dim] = sum(part.size for part in parts)
-    if parameter.split is Split.VOCAB and vocab_rows is not None:
-        shape[0] = vocab_rows
-    return tuple(shape)
 
 
 def _grid(folder: Path, architecture: ArchitectureConfig) -> Grid:
@@ -162,8 +92,10 @@ def _grid(folder: Path, architecture: ArchitectureConfig) -> Grid:
 
 
 def _counts_experts(files: dict[Any, list[Tensors]], a: ArchitectureConfig) -> bool:
-    """Whether the only number after the tensor-parallel rank is that of the expert rank: then the
-    second rank holds the embedding too."""
+    """Whether the only number after the tensor-parallel rank is the expert rank.
+
+    The second rank then holds the embedding too.
+    """
     second = next((chunks for parts, chunks in files.items() if int(parts[1]) == 1), None)
     return a.num_experts is not None and second is not None and EMBEDDING.name in second[0]
 
@@ -186,7 +118,7 @@ def _chunks(file: Path) -> list[Tensors]:
 
 
 def _layout(grid: Grid, folder: Path, a: ArchitectureConfig) -> MegatronLayout:
-    """What the names of the layers say of the pipeline."""
+    """The layout, whose pipeline stages the names of the layers tell."""
     tp, pp, ep = (max(rank[axis] for rank in grid) + 1 for axis in range(3))
     chunks = len(grid[0, 0, 0])
     if any(len(found) != chunks for found in grid.values()):
@@ -201,56 +133,38 @@ def _layout(grid: Grid, folder: Path, a: ArchitectureConfig) -> MegatronLayout:
     return layout_of(counts, tp, pp, ep, 1)
 
 
-@dataclass(frozen=True)
-class LegacyFile:
-    """One rank's file, to be written."""
-
-    layout: MegatronLayout
-    architecture: ArchitectureConfig
-    head: Head
-    rank: tuple[int, int, int]
-    dtype: torch.dtype
-
-    @property
-    def path(self) -> str:
-        return f"{self.layout.rank_folder(*self.rank)}/{RANK_FILE}"
-
-    def tree(self, shard: MakeShard) -> dict[str, Any]:
-        """What Megatron finds in the file."""
-        layout, (tp_rank, pp_rank, ep_rank) = self.layout, self.rank
-        tree: dict[str, Any] = {
-            "args": checkpoint_arguments(self.architecture, layout, self.dtype),
+def legacy_files(
+    layout: MegatronLayout,
+    architecture: ArchitectureConfig,
+    head: Head,
+    dtype: torch.dtype,
+    shard: MakeShard,
+    folder: str,
+) -> Iterator[PlannedFile]:
+    """The files of all ranks."""
+    for rank in layout.ranks():
+        tp_rank, pp_rank, ep_rank = rank
+        models: dict[str, OrderedDict[str, PlannedTensor]] = {}
+        for chunk in range(layout.chunks):
+            model = models[layout.model_key(chunk)] = OrderedDict()
+            for parameter in layout.parameters(architecture, head, pp_rank, chunk, ep_rank):
+                model[parameter.name] = shard(parameter, tp_rank)
+                if parameter.name == RM_HEAD.name:
+                    model[RM_HEAD_BIAS] = zero_bias(model[parameter.name].dtype)
+        tree = {
+            "args": checkpoint_arguments(architecture, layout, dtype),
             "checkpoint_version": 3.0,
             "iteration": ITERATION,
+            **models,
         }
-        for chunk in range(layout.chunks):
-            model: OrderedDict[str, PlannedTensor] = OrderedDict()
-            for p in layout.parameters(self.architecture, self.head, pp_rank, chunk, ep_rank):
-                model[p.name] = shard(p, tp_rank)
-                if p.name == RM_HEAD.name:
-                    model[RM_HEAD_BIAS] = zero_bias(model[p.name].dtype)
-            tree[layout.model_key(chunk)] = model
-        return tree
-
-    def write(self, folder: Path, shard: MakeShard, wrote: Callable[[int], None]) -> None:
-        write_torch_file(folder / self.path, self.tree(shard), wrote)
-
-    def num_bytes(self, shard: MakeShard) -> int:
-        models = (v for k, v in self.tree(shard).items() if k.startswith("model"))
-        return sum(planned.num_bytes for model in models for planned in model.values())
+        num_bytes = sum(planned.num_bytes for m in models.values() for planned in m.values())
+        path = f"{folder}/{layout.rank_folder(*rank)}/{RANK_FILE}"
+        yield PlannedFile(path, num_bytes, partial(write_torch_file, tree=tree))
 
 
 def zero_bias(dtype: torch.dtype) -> PlannedTensor:
-    """Of a reward head, which has none in Hugging Face."""
+    """The bias of Megatron's reward head; that of Hugging Face has none."""
     return PlannedTensor((1,), dtype, lambda: torch.zeros(1, dtype=dtype))
-
-
-def legacy_files(
-    layout: MegatronLayout, architecture: ArchitectureConfig, head: Head, dtype: torch.dtype
-) -> Iterator[LegacyFile]:
-    """The files of all ranks."""
-    for rank in layout.ranks():
-        yield LegacyFile(layout, architecture, head, rank, dtype)
 
 
 def checkpoint_arguments(
@@ -291,12 +205,3 @@ def checkpoint_arguments(
         consumed_valid_samples=0,
         tokenizer_type=None,
     )
-
-
-def padded(shard: Tensor, rows: int) -> Tensor:
-    """A vocabulary shard with rows of zeros up to `rows`."""
-    if shard.size(0) == rows:
-        return shard
-    result = torch.zeros(rows, *shard.shape[1:], dtype=shard.dtype)
-    result[: shard.size(0)] = shard
-    return result

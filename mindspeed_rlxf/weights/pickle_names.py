@@ -1,25 +1,32 @@
-"""What the pickles of a checkpoint may name, with which arguments, and what is read in its place.
+"""The names that pickles of a checkpoint may have, and the arguments that each of them takes.
 
 Tensors, the metadata of `torch.distributed.checkpoint`, Megatron's arguments, numbers and random
-states of numpy. A function or a class that is not here is refused; one that is here is refused with
+states of numpy. A function or a class that is not listed is refused. A listed one is refused with
 arguments that no checkpoint gives it (a hook, an array of objects, another codec). Types are
-compared exactly: what a test is given was made by `inert_pickle`, of plain types and these three.
+compared exactly: `inert_pickle` makes values of plain types, `Named`, `Inert` and `Storage` only.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
+import torch
+
 Test = Callable[[tuple[Any, ...]], bool]
-"""Of the arguments that an object is made of: are they what checkpoints have there?"""
+"""Whether an object of a checkpoint may be made of these arguments."""
 
 NUMBERS = re.compile(r"[<>|=]?[?biufcSU]\d{0,6}")  # numpy dtypes that hold no objects
 STORAGE_TYPE = re.compile(
     r"torch(\.storage)?\.(Double|Float|Half|BFloat16|Long|Int|Short|Char|Byte|Bool|Untyped)Storage"
 )
 ORDERED_DICT, SIZE = "collections.OrderedDict", "torch.Size"
+
+
+class Refused(ValueError):
+    """A pickle that wants more than data, or more of it than is read."""
 
 
 class Named:
@@ -32,9 +39,9 @@ class Named:
 
 
 class Inert:
-    """Stands for an object of a listed class: keeps what it was made of, computes nothing.
+    """An object of a listed class: its name and arguments, nothing computed.
 
-    state: attributes by name, or what the class keeps in their place; None = not given
+    state: attributes by name, or the state that the class has in place of them; None = not given
     """
 
     __slots__ = ("arguments", "named", "state")
@@ -49,25 +56,20 @@ class Inert:
 
 
 class Storage:
-    """The data of a tensor, which lie outside the pickle."""
-
-
-def _none(arguments: tuple[Any, ...]) -> bool:
-    return not arguments
+    """The data of a tensor, which are outside the pickle."""
 
 
 def _never(_arguments: tuple[Any, ...]) -> bool:
-    """A class that is only ever named, as the argument of a function."""
+    """A class that stands only as an argument of a function, and is never made."""
     return False
 
 
-def _are(types: tuple[type, ...]) -> Test:
+def _of(*types: type) -> Test:
     """Just as many arguments, of these types."""
     return lambda arguments: tuple(map(type, arguments)) == types
 
 
-def _of(*types: type) -> Test:
-    return _are(types)
+_none = _of()
 
 
 def _one_of(*types: type) -> Test:
@@ -84,14 +86,14 @@ def _one(pattern: str) -> Test:
 
 
 def is_fields(state: Any) -> bool:
-    """Attributes by name, none of those that Python itself looks at."""
+    """Whether these are attributes by name, none of them one that Python itself uses."""
     if type(state) is not dict or not set(map(type, state)) <= {str}:
         return False
     return "__" not in {name[:2] for name in state}
 
 
 def is_attributes(state: Any) -> bool:
-    """Of an object: by name, or those and its slots."""
+    """Whether this is the state of an object: attributes by name, or a pair with its slots."""
     if type(state) is dict:
         return is_fields(state)
     parts = state if type(state) is tuple and len(state) == 2 else (state,)
@@ -191,14 +193,6 @@ def _is_bytes_io_state(state: Any) -> bool:
     )
 
 
-def _is_properties_state(state: Any) -> bool:
-    return is_fields(state) or type(state) is tuple
-
-
-def _is_byte_array(a: tuple[Any, ...]) -> bool:
-    return not a or _of(bytes)(a) or _is_latin(a)
-
-
 _ENUM = _one_of(int, str)
 _DCP = "torch.distributed.checkpoint"
 _MEGATRON_ENUMS = {
@@ -245,7 +239,7 @@ ALLOWED: dict[str, Test] = {
             "bytes": _none,  # none at all, as old protocols write them
             "set": _of(list),
             "frozenset": _of(list),
-            "bytearray": _is_byte_array,
+            "bytearray": lambda a: not a or _of(bytes)(a) or _is_latin(a),
             "complex": _of(float, float),
             "slice": lambda a: len(a) == 3 and all(type(i) in (int, type(None)) for i in a),
             "range": _of(int, int, int),
@@ -291,12 +285,65 @@ ALLOWED: dict[str, Test] = {
     },
     **{f"{module}.{name}": _ENUM for module, names in _MEGATRON_ENUMS.items() for name in names},
 }
-"""What a checkpoint may name, and what of."""
+"""Name of each class and function that a checkpoint may have -> test of its arguments."""
 
 STATES: dict[str, Callable[[Any], bool]] = {
     "numpy.dtype": _is_dtype_state,
     **{f"numpy.{c}.multiarray._reconstruct": _is_array_state for c in ("core", "_core")},
     **dict.fromkeys(BYTES_IO, _is_bytes_io_state),
-    f"{_DCP}.metadata.TensorProperties": _is_properties_state,
+    f"{_DCP}.metadata.TensorProperties": lambda state: is_fields(state) or type(state) is tuple,
 }
-"""States that are no plain attributes."""
+"""Tests of states that are no plain attributes."""
+
+MAX_KEY_PARTS = 8
+MAX_KEY_NUMBER = 1 << 48
+SHOWN = 120  # characters of a file's text in a message
+
+_KEYS = frozenset((str, bool, bytes, NoneType, torch.dtype, Named, Inert))
+
+
+def shown(text: object) -> str:
+    """Text from a file for a message: short, without control characters."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(text)[:SHOWN])
+
+
+def kind_of(value: Any) -> str:
+    """A short name of a value, whose content may be large."""
+    if type(value) is Inert:
+        return f"what {value.named} returns"
+    return shown(value) if type(value) in (str, int) else f"a {type(value).__name__}"
+
+
+def named_value(module: str, name: str) -> Any:
+    """A listed name, or the dtype of that name. Errors: Refused"""
+    text = f"{module}.{name}"
+    known = _NAMES.get(text)
+    if known is None:
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        if text not in ALLOWED and not STORAGE_TYPE.fullmatch(text):
+            raise Refused(shown(text))
+        known = _NAMES.setdefault(text, Named(text))
+    return known
+
+
+_NAMES: dict[str, Named] = {}  # as many as the list has
+
+
+def attributes_of(state: Any) -> dict[str, Any]:
+    """Attributes by name, those of slots among them. Errors: Refused"""
+    if type(state) is dict:
+        return state
+    pair = state if type(state) is tuple else (state, None)
+    first, second = (part or {} for part in pair)
+    if first.keys() & second.keys():
+        raise Refused("an object with two attributes of one name")
+    return {**first, **second}
+
+
+def check_key(key: Any) -> None:
+    """Refuse keys of a dict that could be slow to hash and to compare."""
+    for part in key if type(key) is tuple and len(key) <= MAX_KEY_PARTS else (key,):
+        small = type(part) is int and abs(part) < MAX_KEY_NUMBER
+        if not small and type(part) not in _KEYS and type(part) is not str:
+            raise Refused(f"a key that is {kind_of(part)}")

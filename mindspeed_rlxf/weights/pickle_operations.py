@@ -1,7 +1,7 @@
-"""Operations of a pickle on numbers, text, bytes and what it remembers.
+"""Operations of a pickle on numbers, text, bytes and the memo.
 
-Where bytes are too few, an operation takes what is there, and the next one finds itself behind the
-end: nothing is asked of memory for a length that a file only claims.
+Where a pickle ends early, an operation takes the bytes that are left, and the next one fails. So no
+memory is allocated for a length that a file only claims.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from mindspeed_rlxf.weights.pickle_values import Refused
+from mindspeed_rlxf.weights.pickle_names import Refused
 
 MAX_NUMBER_BYTES = 64  # of an integer; random streams of numpy have 16
 
@@ -25,7 +25,7 @@ class Machine(Protocol):
 
 
 Operation = Callable[[Any], None]
-"""Of a `Machine`."""
+"""Called with a `Machine`."""
 
 
 def take(machine: Machine, count: int) -> bytes:
@@ -38,6 +38,11 @@ def number(machine: Machine, size: int) -> int:
     start = machine.at
     machine.at = end = start + size
     return int.from_bytes(machine.data[start:end], "little")
+
+
+def _bytes_of(machine: Machine, size: int) -> bytes:
+    """Bytes whose length is a number of `size` bytes before them."""
+    return take(machine, number(machine, size))
 
 
 def _push(value: Any) -> Operation:
@@ -64,14 +69,11 @@ def _float(machine: Machine) -> None:
 
 
 def _text(size: int) -> Operation:
-    def push(machine: Machine) -> None:
-        machine.stack.append(str(take(machine, number(machine, size)), "utf-8"))
-
-    return push
+    return lambda machine: machine.stack.append(str(_bytes_of(machine, size), "utf-8"))
 
 
 def _bytes(size: int) -> Operation:
-    return lambda machine: machine.stack.append(take(machine, number(machine, size)))
+    return lambda machine: machine.stack.append(_bytes_of(machine, size))
 
 
 def _short_text(machine: Machine) -> None:
@@ -84,40 +86,18 @@ def _short_text(machine: Machine) -> None:
     machine.stack.append(str(machine.data[start:end], "utf-8"))
 
 
-def _memoize(machine: Machine) -> None:
-    memo = machine.memo
-    index = len(memo)
-    if index in memo:
+def _remember(machine: Machine, index: int) -> None:
+    if index in machine.memo:
         raise Refused("a value that is remembered in place of another")
-    memo[index] = machine.stack[-1]
-
-
-def _byte(machine: Machine) -> None:
-    at = machine.at
-    machine.at = at + 1
-    machine.stack.append(machine.data[at])
-
-
-def _get(machine: Machine) -> None:
-    at = machine.at
-    machine.at = at + 1
-    machine.stack.append(machine.memo[machine.data[at]])
-
-
-def _long_get(machine: Machine) -> None:
-    at = machine.at
-    machine.at = end = at + 4
-    machine.stack.append(machine.memo[int.from_bytes(machine.data[at:end], "little")])
+    machine.memo[index] = machine.stack[-1]
 
 
 def _put(size: int) -> Operation:
-    def remember(machine: Machine) -> None:
-        index = number(machine, size)
-        if index in machine.memo:
-            raise Refused("a value that is remembered in place of another")
-        machine.memo[index] = machine.stack[-1]
+    return lambda machine: _remember(machine, number(machine, size))
 
-    return remember
+
+def _get(size: int) -> Operation:
+    return lambda machine: machine.stack.append(machine.memo[number(machine, size)])
 
 
 def _protocol(machine: Machine) -> None:
@@ -136,7 +116,7 @@ SCALARS: dict[str, Operation] = {
     "N": _push(None),
     "\x88": _push(True),
     "\x89": _push(False),
-    "K": _byte,
+    "K": _little(1),
     "M": _little(2),
     "J": _signed,
     "\x8a": _long,
@@ -149,9 +129,9 @@ SCALARS: dict[str, Operation] = {
     "\x8e": _bytes(8),
     "\x96": _bytes(8),  # a bytearray
     ")": _push(()),
-    "h": _get,
-    "j": _long_get,
-    "\x94": _memoize,
+    "h": _get(1),
+    "j": _get(4),
+    "\x94": lambda machine: _remember(machine, len(machine.memo)),
     "q": _put(1),
     "r": _put(4),
 }

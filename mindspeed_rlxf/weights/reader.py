@@ -1,12 +1,11 @@
-"""One way to read weights: slices by Hugging Face names, whatever lies in the folder."""
+"""Readers of weights: boxes of tensors by Hugging Face names, whatever the folder holds."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,30 +15,41 @@ from mindspeed_rlxf.models.parameters import (
     OUTPUT_LAYER,
     RM_HEAD,
     SCORE_HEAD,
-    Slice,
+    Split,
     StageParameter,
     hf_shape,
+    shard_shape,
 )
-from mindspeed_rlxf.weights.torch_file import Range
+from mindspeed_rlxf.weights.boxes import (
+    Box,
+    BoxedTensor,
+    BoxedWeights,
+    ShardBox,
+    StoredBox,
+    shard_boxes,
+    whole,
+)
 
 MAX_PROBLEMS = 8  # of one folder: the first few tell which model it is
+RM_HEAD_BIAS = "rm_head.bias"
 
 IGNORED = re.compile(r"_extra_state|rotary_pos_emb\.inv_freq$|rotary_emb\.inv_freq$")
-"""Stored beside the weights, and no weights."""
+"""Names of what is stored beside the weights."""
 
 
 class WeightReader(Protocol):
-    """The tensors of a folder by their Hugging Face names; counts the bytes that were read."""
-
-    bytes_read: int
+    """The tensors of a folder by their Hugging Face names."""
 
     def __contains__(self, name: str) -> bool: ...
+
+    def names(self) -> list[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def dtype(self, name: str) -> torch.dtype: ...
 
-    def read(self, part: Slice) -> Tensor: ...
+    def read(self, name: str, box: Box) -> Tensor:
+        """Read just the bytes of a box."""
 
 
 class Stored(Protocol):
@@ -51,86 +61,65 @@ class Stored(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def read(self, *ranges: Range) -> Tensor: ...
+    def read(self, box: Box) -> Tensor: ...
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A slice of a Hugging Face tensor, and where in a stored one: `offset` along its axis."""
-
-    part: Slice
-    stored: Stored
-    offset: int
-
-    def read(self, ranges: list[Range]) -> Tensor:
-        """ranges: of each axis of the Hugging Face tensor, inside `part`."""
-        dim, shift = self.part.dim, self.offset - self.part.start
-        shifted = list(ranges)
-        shifted[dim] = (ranges[dim][0] + shift, ranges[dim][1] + shift)
-        return self.stored.read(*shifted)
+AnyStored = TypeVar("AnyStored", bound=Stored)
 
 
-class MegatronWeights:
-    """A Megatron checkpoint, read slice by slice by Hugging Face names."""
+class MegatronWeights(BoxedWeights):
+    """The weights of a Megatron checkpoint."""
 
     def __init__(self, folder: Path, architecture: ArchitectureConfig) -> None:
+        super().__init__()
         self.folder, self.architecture = folder, architecture
-        self.bytes_read = 0
         self.dropped_bias: float | None = None  # of a reward head: Hugging Face has none
-        self._pieces: dict[str, list[Piece]] = {}
 
-    def add(self, parts: Iterable[Slice], stored: Stored) -> None:
-        """The parts lie one after the other in `stored`."""
-        offset = 0
-        for part in parts:
-            known = self._pieces.setdefault(part.source, [])
-            if part.size:
-                known.append(Piece(part, stored, offset))
-            offset += part.size
+    def add_shard(
+        self,
+        parameter: StageParameter,
+        found: tuple[str, Stored] | None,
+        tp_rank: int,
+        tp: int,
+        ep_rank: int = 0,
+    ) -> list[str]:
+        """Add the boxes of a rank's part of a parameter, unless another rank has the same.
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._pieces
+        found: its name in the checkpoint, and the tensor
+        Returns what is wrong with it.
+        """
+        if found is None:
+            # A checkpoint has one of the heads or none; what needs a head reports its absence.
+            is_head = parameter.name in (OUTPUT_LAYER.name, RM_HEAD.name)
+            return [] if is_head else [f"{parameter.name} is missing"]
+        a, (name, stored) = self.architecture, found
+        rows = sum(stored.shape[:1]) if parameter.split is Split.VOCAB else None
+        if rows is not None and rows * tp < a.vocab_size:
+            return [f"{name} has {rows * tp} rows, the model needs {a.vocab_size}"]
+        expected = shard_shape(parameter, a, tp, rows)
+        if not stored.dtype.is_floating_point:
+            return [f"{name} is {stored.dtype}, the model needs floating-point numbers"]
+        if stored.shape != expected:
+            return [f"{name} is {list(stored.shape)}, the model needs {list(expected)}"]
+        if parameter.is_first_copy(tp_rank, ep_rank):
+            for part in shard_boxes(parameter, a, tp_rank, tp, rows):
+                self._add(part, stored)
+        return []
 
-    def names(self) -> list[str]:
-        return list(self._pieces)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        assert name in self._pieces, name
-        return hf_shape(name, self.architecture)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._pieces[name][0].stored.dtype
-
-    def read(self, part: Slice) -> Tensor:
-        """Just the bytes of one slice."""
-        wanted = [(0, size) for size in self.shape(part.source)]
-        wanted[part.dim] = (part.start, part.stop)
-        return self.read_ranges(part.source, wanted)
-
-    def read_ranges(self, name: str, wanted: list[Range]) -> Tensor:
-        """Just the bytes of these ranges of each axis."""
-        shape = [stop - start for start, stop in wanted]
-        result = torch.zeros(shape, dtype=self.dtype(name))
-        filled = 0
-        for piece in self._pieces[name]:
-            dim = piece.part.dim
-            start = max(wanted[dim][0], piece.part.start)
-            stop = min(wanted[dim][1], piece.part.stop)
-            if start < stop:
-                ranges = [*wanted[:dim], (start, stop), *wanted[dim + 1 :]]
-                target = result.narrow(dim, start - wanted[dim][0], stop - start)
-                filled += target.copy_(piece.read(ranges)).numel()
-        if filled != result.numel():
-            raise ValueError(
-                f"{self.folder} has {filled} of the {result.numel()} numbers of {name}; copy the "
-                "whole folder again"
+    def _add(self, part: ShardBox, stored: Stored) -> None:
+        if part.source not in self.tensors:
+            name, shape = (
+                f"{part.source} in {self.folder}",
+                hf_shape(part.source, self.architecture),
             )
-        self.bytes_read += result.numel() * result.element_size()
-        return result
+            self.tensors[part.source] = BoxedTensor(name, stored.dtype, shape, [])
+        read = StoredBox(part.box, lambda box: stored.read(part.to_shard(box)))
+        self.tensors[part.source].boxes.append(read)
 
-    def dim(self, name: str) -> int:
-        """The axis along which the tensor is split."""
-        return self._pieces[name][0].part.dim
+    def note_bias(self, stored: Stored | None) -> None:
+        """Keep the bias of a reward head, for a message."""
+        if stored is not None and stored.shape == (1,):
+            self.dropped_bias = float(stored.read(whole((1,))))
 
 
 def spellings(name: str) -> list[str]:
@@ -151,17 +140,17 @@ def spellings(name: str) -> list[str]:
     return [name]
 
 
-def find(parameter: StageParameter, tensors: Mapping[str, Stored]) -> tuple[str, Stored] | None:
+def find(
+    parameter: StageParameter, tensors: Mapping[str, AnyStored]
+) -> tuple[str, AnyStored] | None:
     """The spelling under which a parameter is stored, and its tensor."""
-    for name in spellings(parameter.name):
-        if name in tensors:
-            return name, tensors[name]
-    return None
+    return next(((n, tensors[n]) for n in spellings(parameter.name) if n in tensors), None)
 
 
-def is_optional(parameter: StageParameter) -> bool:
-    """A head, of which a checkpoint has one or none; who needs it says so."""
-    return parameter.name in (OUTPUT_LAYER.name, RM_HEAD.name)
+def unknown_names(names: Iterable[str], used: set[str]) -> list[str]:
+    """Names of a checkpoint that stand for no parameter of the model."""
+    known = used | {RM_HEAD_BIAS, OUTPUT_LAYER.name}
+    return sorted(name for name in names if name not in known and not IGNORED.search(name))
 
 
 def refuse(folder: Path, problems: list[str]) -> None:

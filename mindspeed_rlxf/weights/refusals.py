@@ -1,4 +1,4 @@
-"""What is said of a checkpoint's file that is damaged, or holds more than data."""
+"""Error messages for files of checkpoints that are damaged, or hold more than data."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import shlex
 from pathlib import Path
 
 from mindspeed_rlxf.weights.layout import RANK_FILE
-from mindspeed_rlxf.weights.pickle_values import Refused
+from mindspeed_rlxf.weights.pickle_names import Refused
 
-FREELY = f"weights_only={False}"  # run by a user who trusts a file, for it runs what the file wants
+FREELY = f"weights_only={False}"  # for the maker of a file: this runs code of the file
 MODEL_ALONE = (
     "import sys, torch; f = sys.argv[1]; "
     f"d = torch.load(f, map_location='cpu', {FREELY}); "
@@ -17,7 +17,7 @@ MODEL_ALONE = (
 
 
 def refusal(path: Path, error: Refused) -> ValueError:
-    """Of a file that wants more than to be read."""
+    """The error of a file that holds more than data."""
     return ValueError(
         f"{path} must hold nothing but the data of a checkpoint, it wants {error}; do not open a "
         f"file of others. Where you made it, {_again(path)}"
@@ -25,7 +25,7 @@ def refusal(path: Path, error: Refused) -> ValueError:
 
 
 def _again(path: Path) -> str:
-    """How its maker saves a file without what is refused; its classes are only there."""
+    """How the maker of a file saves it without its objects, whose classes only the maker has."""
     there = "in the environment that wrote it"
     if path.name == RANK_FILE:
         command = f'python -c "{MODEL_ALONE}" {shlex.quote(str(path))}'
@@ -39,9 +39,9 @@ def _again(path: Path) -> str:
 
 
 def unreadable(path: Path, error: ValueError) -> ValueError:
-    """Of a damaged file."""
+    """The error of a damaged file."""
     text = str(error)
-    if text.startswith(str(path)):  # a sentence of its own
+    if text.startswith(str(path)):  # a whole sentence
         return ValueError(text)
     verb = "" if text.startswith("is ") else "cannot be read: "
     return ValueError(f"{path} {verb}{text}; copy it again")

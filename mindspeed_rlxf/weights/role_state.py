@@ -1,227 +1,136 @@
-"""Tensors of a role in a checkpoint of a run: pieces in safetensors files, one file per rank.
+"""Tensors of a role in a checkpoint of a run: boxes in safetensors files, one file per rank.
 
     state_00003.safetensors     "exp_avg/model.layers.0.mlp.up_proj.weight@128,0": [64, 4096] fp32
 
-A piece is a box of a Hugging Face tensor, or of what the optimizer holds of that tensor (its slot).
+A box is one of a Hugging Face tensor, or of what the optimizer holds of that tensor (its slot).
 Its name says slot, tensor and where the box begins, the header says dtype, shape and bytes: so the
 files are their own index, and a rank of any layout reads the byte ranges that it needs. The padding
 of a vocabulary has no Hugging Face name and is not stored: it is zero.
+
+Older versions of this package had megatron-core write sharded checkpoints, which are read here too.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass
-from math import prod
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Protocol
 
-import torch
-from torch import Tensor
-
-from mindspeed_rlxf.models.parameters import Slice
-from mindspeed_rlxf.weights.boxes import Box, whole
-from mindspeed_rlxf.weights.formats import STATE_FILES
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.parameters import Head, hf_shapes
+from mindspeed_rlxf.weights.boxes import Box, BoxedTensor, BoxedWeights, HeldBox
+from mindspeed_rlxf.weights.dist_metadata import open_torch_dist
+from mindspeed_rlxf.weights.formats import METADATA, STATE_FILES
+from mindspeed_rlxf.weights.hf_folder import shape_problems
 from mindspeed_rlxf.weights.inside import inside
-from mindspeed_rlxf.weights.pickle_values import shown
-from mindspeed_rlxf.weights.regular import open_regular, parse_json
-from mindspeed_rlxf.weights.safetensors_writer import DTYPES, write_safetensors
-from mindspeed_rlxf.weights.torch_file_writer import PlannedTensor
+from mindspeed_rlxf.weights.pickle_names import shown
+from mindspeed_rlxf.weights.planned import PlannedTensor
+from mindspeed_rlxf.weights.reader import MegatronWeights, refuse
+from mindspeed_rlxf.weights.safetensors_file import SafetensorsFile, aligned, write_safetensors
+from mindspeed_rlxf.weights.torch_dist import read_torch_dist
 
 WEIGHT = "weight"
 BUFFER_BYTES = 8 << 20
-MAX_HEADER_BYTES = 32 << 20  # 300,000 pieces of one rank
-OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class StateReader(Protocol):
-    """Boxes of a role's tensors, by slot and Hugging Face name; counts the bytes."""
+    """What a role saved. slot: the tensors of that name, none where it saved none"""
 
     folder: Path
 
-    @property
-    def bytes_read(self) -> int: ...
-
-    def has(self, slot: str, name: str) -> bool: ...
-
-    def dtype_of(self, slot: str, name: str) -> torch.dtype: ...
-
-    def read_box(self, slot: str, name: str, box: Box) -> Tensor: ...
+    def slot(self, name: str) -> BoxedWeights: ...
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A box of a tensor, to be written.
-
-    tensor: [height, width] on the host; one axis where the Hugging Face tensor has one
-    """
-
-    slot: str
-    name: str
-    top: int
-    left: int
-    tensor: Tensor
-
-
-@dataclass(frozen=True)
-class StoredPiece:
-    """A box of a tensor in a file. start: of its first number in the file, bytes"""
-
-    file: Path
-    start: int
-    dtype: torch.dtype
-    box: Box
-    axes: int
 
 
 def file_of(folder: Path, rank: int) -> Path:
     return folder / f"state_{rank:05d}.safetensors"
 
 
-def write_pieces(file: Path, pieces: Iterable[Piece]) -> None:
+def write_boxes(file: Path, boxes: Iterable[HeldBox]) -> None:
     """Write the file of a rank and have it on the disk on return."""
-    planned = {}
-    for piece in sorted(pieces, key=lambda piece: -piece.tensor.itemsize):  # so all are aligned
-        corner = (piece.top, piece.left)[: piece.tensor.dim()]
-        key = f"{piece.slot}/{piece.name}@{','.join(map(str, corner))}"
+    planned: dict[str, PlannedTensor] = {}
+    for held in boxes:
+        key = f"{held.slot}/{held.name}@{','.join(map(str, held.box.starts))}"
         assert key not in planned, f"{key} is written twice"
-        tensor = piece.tensor
-        planned[key] = PlannedTensor(tuple(tensor.shape), tensor.dtype, lambda t=tensor: t)  # type: ignore[misc]
-    write_safetensors(file, planned, lambda _: None)
+        planned[key] = PlannedTensor.of(held.tensor)
+    write_safetensors(file, aligned(planned), lambda _: None)
 
 
 class RunState:
-    """The pieces in a folder; reads byte ranges, and counts the bytes.
+    """The tensors in a folder, of which byte ranges are read.
 
-    Also a `WeightReader` of the weights. Errors: ValueError where a file is damaged, OSError where
-    it cannot be read.
+    Errors: ValueError where a file is damaged, OSError where it cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.bytes_read = 0
-        self._pieces: dict[tuple[str, str], list[StoredPiece]] = {}
-        for file in sorted(folder.glob(STATE_FILES)):
-            for slot, name, piece in _stored_pieces(inside(folder, file.name, STATE_FILES)):
-                self._pieces.setdefault((slot, name), []).append(piece)
-        self._open: dict[Path, IO[bytes]] = {}
-        self._files = ExitStack()
+        self._slots: dict[str, BoxedWeights] = {}
+        names = sorted(path.name for path in folder.glob(STATE_FILES))
+        self._files = [SafetensorsFile(inside(folder, name, STATE_FILES)) for name in names]
+        for file in self._files:
+            try:
+                self._add_boxes(file)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                rule = f"{file.path} is damaged or truncated ({error})"
+                raise ValueError(f"{rule}; copy it again") from None
+            finally:
+                file.close()
+
+    def _add_boxes(self, file: SafetensorsFile) -> None:
+        for key, dtype, shape, first_byte in file.tensors():
+            slot, _, place = key.partition("/")
+            name, _, corner = place.rpartition("@")
+            numbers = [n if n.isdecimal() and len(n) < 19 else "-1" for n in corner.split(",")]
+            box = Box(tuple(map(int, numbers)), shape)
+            axes = len(shape)
+            if not name or axes not in (1, 2) or axes != len(numbers) or min(box.starts) < 0:
+                raise ValueError(f"{shown(key)} is no box of a tensor")
+            tensors = self.slot(slot).tensors
+            known = tensors.get(name) or BoxedTensor(f"{slot} of {name}", dtype, shape, [])
+            if len(known.size) != axes or known.dtype != dtype:
+                raise ValueError(f"{shown(key)} differs from other boxes in its axes or its dtype")
+            known.boxes.append(file.stored_box(first_byte, dtype, box))
+            tensors[name] = replace(known, size=tuple(map(max, known.size, box.stops)))
+
+    def slot(self, name: str) -> BoxedWeights:
+        return self._slots.setdefault(name, BoxedWeights())
 
     def close(self) -> None:
-        self._open.clear()
-        self._files.close()
-
-    def has(self, slot: str, name: str) -> bool:
-        return (slot, name) in self._pieces
-
-    def dtype_of(self, slot: str, name: str) -> torch.dtype:
-        return self._pieces[slot, name][0].dtype
-
-    def read_box(self, slot: str, name: str, box: Box) -> Tensor:
-        """[height, width], from the byte ranges of the pieces that the box touches.
-
-        Errors: ValueError where the files do not have all of it.
-        """
-        if any(piece.dtype != self.dtype_of(slot, name) for piece in self._pieces[slot, name]):
-            raise ValueError(f"{self.folder} has pieces of {name} in several dtypes; copy it again")
-        result = torch.zeros(box.height, box.width, dtype=self.dtype_of(slot, name))
-        filled = 0
-        for piece in self._pieces[slot, name]:
-            shared = box.overlap(piece.box)
-            if shared is not None:
-                self._read_into(result, box, piece, shared)
-                filled += shared.numel
-        if filled != box.numel:
-            raise ValueError(
-                f"{self.folder} must have all of {slot} of {name}, it has {filled} of the "
-                f"{box.numel} numbers of {box}; copy the whole folder again"
-            )
-        return result
-
-    def _read_into(self, result: Tensor, box: Box, piece: StoredPiece, shared: Box) -> None:
-        """result: of `box`; at once where rows lie one after the other in both, else row by row."""
-        item = piece.dtype.itemsize
-        target = memoryview(result.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        joined = shared.width == box.width == piece.box.width
-        for part in [shared] if joined else shared.in_rows(shared.width):
-            inside, outside = (
-                (part.top - of.top) * of.width + part.left - of.left for of in (piece.box, box)
-            )
-            count = part.numel * item
-            self._read(piece, piece.start + inside * item, target[outside * item :][:count])
-
-    def _read(self, piece: StoredPiece, offset: int, target: memoryview) -> None:
-        if piece.file not in self._open:
-            self._open[piece.file] = self._files.enter_context(open_regular(piece.file))
-        done = 0
-        while done < len(target):
-            count = os.preadv(self._open[piece.file].fileno(), [target[done:]], offset + done)
-            if count == 0:
-                raise ValueError(f"{piece.file} is truncated; copy it again")
-            done += count
-        self.bytes_read += done
-
-    def __contains__(self, name: str) -> bool:
-        return self.has(WEIGHT, name)
-
-    def names(self) -> list[str]:
-        return [name for slot, name in self._pieces if slot == WEIGHT]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        pieces = self._pieces[WEIGHT, name]
-        ends = (max(p.box.bottom for p in pieces), max(p.box.right for p in pieces))
-        return ends[: pieces[0].axes]
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.dtype_of(WEIGHT, name)
-
-    def read(self, part: Slice) -> Tensor:
-        """Just the bytes of one slice."""
-        box, shape = whole(self.shape(part.source)), self.shape(part.source)
-        along = Box(part.start, part.stop, box.left, box.right)
-        across = Box(box.top, box.bottom, part.start, part.stop)
-        found = self.read_box(WEIGHT, part.source, across if part.dim else along)
-        return found.view(-1) if len(shape) == 1 else found
+        for file in self._files:
+            file.close()
 
 
-def _stored_pieces(file: Path) -> list[tuple[str, str, StoredPiece]]:
-    """Slot, name and place of each piece. Errors: ValueError for what we do not write."""
-    try:
-        with open_regular(file) as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > MAX_HEADER_BYTES:
-                raise ValueError(f"its header has {length} bytes")
-            text = stream.read(length)
-            if len(text) != length:
-                raise ValueError("its header is cut short")
-            header = parse_json(text, file)
-            size = stream.seek(0, os.SEEK_END)
-        return [
-            _stored_piece(file, key, about, 8 + length, size)
-            for key, about in header.items()
-            if key != "__metadata__"
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged or truncated ({error}); copy it again") from None
+class ShardedRunState:
+    """The tensors in a sharded checkpoint that megatron-core wrote; no pickle is run."""
+
+    def __init__(self, folder: Path, architecture: ArchitectureConfig) -> None:
+        """Errors: ValueError when a file holds more than data."""
+        self.folder, self._architecture = folder, architecture
+        self._metadata = open_torch_dist(folder)
+        self._slots: dict[str, MegatronWeights] = {}
+
+    def slot(self, name: str) -> MegatronWeights:
+        """Errors: ValueError when the folder has no such slot, or holds another model."""
+        if name not in self._slots:
+            prefix = "" if name == WEIGHT else f"optimizer.state.{name}."
+            self._slots[name] = read_torch_dist(self._metadata, self._architecture, prefix)
+        return self._slots[name]
+
+    def close(self) -> None:
+        self._slots.clear()
 
 
-def _stored_piece(
-    file: Path, key: str, about: dict[str, Any], data: int, size: int
-) -> tuple[str, str, StoredPiece]:
-    slot, _, place = key.partition("/")
-    name, _, corner = place.rpartition("@")
-    shape, dtype = tuple(about["shape"]), OF_NAME[about["dtype"]]
-    first, last = about["data_offsets"]
-    if not name.isprintable() or {type(n) for n in (first, last, *shape)} != {int}:
-        raise ValueError("a piece has numbers of another kind")
-    start = tuple(int(n) if n.isdecimal() and len(n) < 19 else -1 for n in corner.split(","))
-    fits = first >= 0 and data + last <= size and last - first == prod(shape) * dtype.itemsize
-    axes = len(shape)
-    if not name or not fits or axes not in (1, 2) or axes != len(start) or min(shape + start) < 0:
-        raise ValueError(f"{shown(key)} is no piece")
-    box = whole(shape).moved(start[0], start[1] if axes == 2 else 0)
-    return slot, name, StoredPiece(file, data + first, dtype, box, axes)
+def open_state(folder: Path, architecture: ArchitectureConfig, head: Head) -> StateReader:
+    """The tensors in a role's folder of a checkpoint, of this version or an older one.
+
+    Errors: ValueError when a file is damaged, or holds another model.
+    """
+    if (folder / METADATA).exists():
+        return ShardedRunState(folder, architecture)
+    state, expected = RunState(folder), hf_shapes(architecture, head)
+    weights = state.slot(WEIGHT)
+    extra = [f"{name} is not in the model" for name in weights.names() if name not in expected]
+    refuse(folder, shape_problems(weights, expected) + extra)
+    return state

@@ -6,8 +6,8 @@ with size and checksum; a later run of the same plan verifies these parts and wr
 The folder gets its name with its journal in it, which is removed last: a folder that has one is
 whole, and what a killed process left beside it is cleared by the next one.
 
-Only what the journal names is removed, and it names a file before the file is there. What else
-stands in the folder, or beside it, is somebody's: it stays, or it is an error.
+Only files that the journal names are removed; it names a file before the file is there. Other files
+in the folder, or beside it, belong to somebody else: they stay, or they are an error.
 """
 
 from __future__ import annotations
@@ -34,43 +34,44 @@ from mindspeed_rlxf.files.safe import (
 
 JOURNAL = "journal.jsonl"
 PLAN, PART, REPLACES = "plan", "part", "replaces"  # keys of the journal's lines
-BEGINS = "begins"  # a path that will be there
+BEGINS = "begins"  # a path that is about to be made
 SCRATCH = re.compile(r"\.scratch-[0-9a-f]{16}")
 READ_BYTES = 1 << 22
 
 
 class StagedFolder:
-    """The folder `target` while it is being written. Leave by `publish` or `close`."""
+    """The folder `target` while it is being written. End with `publish` or `close`."""
 
     def __init__(self, target: Path, plan: dict[str, Any], replace: bool) -> None:
-        """plan: what decides the content; parts of another plan are thrown away.
+        """plan: what decides the content; parts of another plan are removed.
 
         Errors: UserError when `target` is there (unless `replace`) or is being written by another.
         """
         self.target, self.replace = target, replace
         self.kept: dict[str, dict[str, Any]] = {}
-        self._begun: list[str] = []  # paths that this journal says are ours
+        self._begun: list[str] = []  # paths that the journal names
         self._before: Path | None = None  # where the older folder of this name is moved
-        self._its_node: list[int] = []  # device and inode of that folder
+        self._node_before: list[int] = []  # device and inode of that folder
         self._journal: IO[str]
-        if not self._take_named(plan):
-            self._take_partial(plan)
+        if not self._open_published(plan):
+            self._open_partial(plan)
 
-    def _take_named(self, plan: dict[str, Any]) -> bool:
-        """Whether the target is whole by this plan, and its writer was killed before the end.
+    def _open_published(self, plan: dict[str, Any]) -> bool:
+        """Whether the target was published with this plan, and its writer was killed after that.
 
-        Of another plan, that end is made up for.
+        An interrupted publish of another plan is finished.
         """
         self.folder = self.target
         if not _has_plan(self.target / JOURNAL):
             return False
         self._journal = self._lock()
-        if self._read_journal(plan):
-            return True
-        self._end()
-        return False
+        same = self._read_journal(plan)
+        if not same:
+            self._finish()
+        return same
 
-    def _take_partial(self, plan: dict[str, Any]) -> None:
+    def _open_partial(self, plan: dict[str, Any]) -> None:
+        """Open the partial folder and keep its parts where they are of this plan."""
         self.folder = self.target.with_name(self.target.name + ".partial")
         self._check_target()
         self._make()
@@ -93,6 +94,7 @@ class StagedFolder:
             self._append({PLAN: plan})
 
     def _check_target(self) -> None:
+        """Errors: UserError where the target is there and must not be replaced."""
         if not self.replace and _occupied(self.target):
             raise UserError(
                 Problem(
@@ -103,7 +105,7 @@ class StagedFolder:
     def _read_journal(self, plan: dict[str, Any]) -> bool:
         """Whether the journal is of this plan; its parts are kept then.
 
-        A last line that was cut off is removed: what is appended would not be read after it.
+        A last line that was cut off is removed, as no line after it would be read.
         """
         lines, length = _lines(self.folder / JOURNAL)
         self._journal.truncate(length)
@@ -118,20 +120,20 @@ class StagedFolder:
         return same
 
     def _read_replaced(self, line: dict[str, Any]) -> Path | None:
-        """Where the journal says that the older folder is; None where no line of ours says it."""
-        name, self._its_node = line[REPLACES], line.get("node", [])
+        """Where the journal says that the older folder is; None for a name that is not ours."""
+        name, self._node_before = line[REPLACES], line.get("node", [])
         ours = re.escape(self.target.name) + r"\.replaced(-[0-9a-f]{16})?"
         if not isinstance(name, str) or not re.fullmatch(ours, name):
             return None
         return self.target.with_name(name)
 
     def _is_replaced(self) -> bool:
-        """Whether the folder that was moved away is there, and no other one of its name."""
-        assert self._before is not None, "no folder is replaced"
-        return os.path.lexists(self._before) and _node(self._before) == self._its_node
+        """Whether the folder that was moved away is still there."""
+        path = self._before
+        return path is not None and os.path.lexists(path) and _node(path) == self._node_before
 
     def _discard(self) -> None:
-        """Remove the files that the journal names, and folders that are empty then."""
+        """Remove the files that the journal names, and the folders that this leaves empty."""
         for name in self._begun:
             path = self.folder / name
             if not leaves(self.folder, path.parent) and (path.is_symlink() or not path.is_dir()):
@@ -141,7 +143,7 @@ class StagedFolder:
                         (self.folder / parent).rmdir()
 
     def _refuse_others(self, ours: set[str]) -> None:
-        """Raise UserError where something else is in the folder: it would be published."""
+        """Errors: UserError where other files are in the folder, as they would be published."""
         strange = sorted({path.name for path in self.folder.iterdir()} - ours - {JOURNAL})
         if strange:
             self._journal.close()
@@ -158,21 +160,13 @@ class StagedFolder:
         if self.folder.is_symlink() or (
             foreign and (not self.folder.is_dir() or any(self.folder.iterdir()))
         ):
-            raise UserError(
-                Problem(
-                    f"{self.folder}", "is in the way and not ours", remedy="remove or rename it"
-                )
-            )
+            rule = "is in the way and not ours"
+            raise UserError(Problem(f"{self.folder}", rule, remedy="remove or rename it"))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(
-                Problem(
-                    f"{self.folder}",
-                    f"cannot be made ({error.strerror})",
-                    remedy="give another folder",
-                )
-            ) from None
+            rule = f"cannot be made ({error.strerror})"
+            raise UserError(Problem(f"{self.folder}", rule, remedy="give another folder")) from None
 
     def _lock(self) -> IO[str]:
         path = self.folder / JOURNAL
@@ -201,38 +195,35 @@ class StagedFolder:
 
     def finished(self, part: str) -> bool:
         """Whether an earlier run wrote the part and it is still what was written."""
-        line = self.kept.get(part)
-        path = self.folder / part
+        line, path = self.kept.get(part), self.folder / part
         if line is None or path.is_symlink() or not path.is_file():
             return False
-        if path.stat().st_size != line["size"]:
-            return False
-        return checksum(path) == line["crc32"]
+        return path.stat().st_size == line["size"] and checksum(path) == line["crc32"]
 
     def note(self, part: str) -> Any:
-        """What `write` of the part returned."""
+        """What the function returned that wrote the part."""
         return self.kept[part]["note"]
 
     def write(self, part: str, write: Callable[[Path], Any]) -> None:
-        """Have `write` put the part, by that name, into the folder it is given; then note it.
+        """Call `write` with a folder to put the part into, move the part to its place and note it.
 
-        The name is the part's only when it is whole.
+        Only a whole part gets its name.
         """
         scratch, place = self._make_scratch(), self.folder / part
         (scratch / part).parent.mkdir(parents=True, exist_ok=True)
         note = write(scratch)
-        self._take_over(scratch, part)
+        self._move(scratch, part)
         shutil.rmtree(scratch)
         line = {PART: part, "size": place.stat().st_size, "crc32": checksum(place), "note": note}
         self.kept[part] = line
         self._append(line)
 
     def write_beside(self, write: Callable[[Path], Any]) -> None:
-        """Have `write` put small files, which are made anew each time, into the folder it gets."""
+        """Call `write` with a folder to put small files into, which are made anew by every run."""
         scratch = self._make_scratch()
         write(scratch)
         for file in sorted(path for path in scratch.rglob("*") if path.is_file()):
-            self._take_over(scratch, file.relative_to(scratch).as_posix())
+            self._move(scratch, file.relative_to(scratch).as_posix())
         shutil.rmtree(scratch)
 
     def _make_scratch(self) -> Path:
@@ -241,8 +232,8 @@ class StagedFolder:
         scratch.mkdir()
         return scratch
 
-    def _take_over(self, scratch: Path, name: str) -> None:
-        """A whole file gets its place; the journal names it before."""
+    def _move(self, scratch: Path, name: str) -> None:
+        """Move a whole file to its place, after the journal has named it."""
         self._begin(name)
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(scratch / name, self.folder / name)
@@ -255,24 +246,25 @@ class StagedFolder:
     def publish(self) -> None:
         """Give the folder its name; an older one of that name is removed after that.
 
-        Killed at any point, the next run with this plan ends it: either folder is whole somewhere.
+        If the process is killed here, both folders are whole, and the next run with this plan
+        finishes.
         """
         if self.folder != self.target:
             if _occupied(self.target):
                 self._move_away()
             os.replace(self.folder, self.target)
             sync_folder(self.target.parent)
-        self._end()
+        self._finish()
 
     def _move_away(self) -> None:
-        """The older folder, to a name that nothing has; the journal says so before it is done."""
+        """Move the older folder to a new name, which the journal gets first."""
         name = f"{self.target.name}.replaced-{secrets.token_hex(8)}"
-        self._before, self._its_node = self.target.with_name(name), _node(self.target)
-        self._append({REPLACES: name, "node": self._its_node})
+        self._before, self._node_before = self.target.with_name(name), _node(self.target)
+        self._append({REPLACES: name, "node": self._node_before})
         os.replace(self.target, self._before)
 
-    def _end(self) -> None:
-        """What is left to do when the folder has its name."""
+    def _finish(self) -> None:
+        """Remove the older folder and the journal, once the folder has its name."""
         if self._before and self._is_replaced():
             _remove(self._before)
         (self.target / JOURNAL).unlink()
@@ -280,7 +272,7 @@ class StagedFolder:
         self._journal.close()
 
     def close(self) -> None:
-        """Stop here; what is finished stays for the next run."""
+        """Stop; finished parts stay for the next run."""
         self._journal.close()
 
 
@@ -312,21 +304,20 @@ def _lines(journal: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _has_plan(journal: Path) -> bool:
-    """Whether it is ours: a folder that is replaced may hold another file of that name."""
-    if journal.is_symlink() or not journal.is_file():
-        return False
-    return any(PLAN in line for line in _lines(journal)[0][:1])
+    """Whether it is a journal of ours: a folder may hold another file of that name."""
+    is_file = journal.is_file() and not journal.is_symlink()
+    return is_file and any(PLAN in line for line in _lines(journal)[0][:1])
 
 
 def _occupied(path: Path) -> bool:
-    """Whether something is there; an empty folder is nothing."""
+    """Whether something other than an empty folder is there."""
     if path.is_symlink() or not path.is_dir():
         return os.path.lexists(path)
     return any(path.iterdir())
 
 
 def _remove(path: Path) -> None:
-    """Whatever it is, if it is there; of a link the link."""
+    """Remove a folder, a file or a link, but not what a link leads to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -334,6 +325,6 @@ def _remove(path: Path) -> None:
 
 
 def _node(path: Path) -> list[int]:
-    """What tells it from another of its name; of a link the link."""
+    """Device and inode, which tell a folder or a link from another one of that name."""
     found = path.lstat()
     return [found.st_dev, found.st_ino]

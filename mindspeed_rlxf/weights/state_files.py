@@ -1,4 +1,4 @@
-"""Files of a run checkpoint: written to the disk, hashed by who wrote them, checked before use."""
+"""Files of a run checkpoint: written, hashed by the rank that wrote them, checked before use."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.files.safe import (
-    is_plain_path,
     open_file,
     private_folder,
     replace_file,
 )
 
 Entry = dict[str, Any]
-"""A file in a manifest: `path` within the folder, `size` in bytes, `sha256`; `host` where only that
-one keeps it."""
+"""A file in a manifest: `path` within the folder, `size` in bytes, `sha256`; `host` where only one
+host keeps the file."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """Files of a role, and how long the rank took that wrote longest, seconds."""
+    """Files of a role. seconds: that the slowest rank took to write"""
 
     files: list[Entry]
     seconds: float
@@ -46,7 +45,7 @@ READ_BYTES = 1 << 22
 
 
 def entry_of(folder: Path, file: Path) -> Entry:
-    """The file's line in a manifest; what it says is on the disk then."""
+    """Fsync the file and return its manifest entry."""
     digest = hashlib.sha256()
     with open_file(file, "rb") as stream:
         os.fsync(stream.fileno())
@@ -58,22 +57,17 @@ def entry_of(folder: Path, file: Path) -> Entry:
 
 
 def under(folder: str, entries: Iterable[Entry]) -> list[Entry]:
-    """The same files, seen from the folder above."""
+    """The same files with paths within the parent of their folder."""
     return [{**entry, "path": f"{folder}/{entry['path']}"} for entry in entries]
 
 
 def without_host(entry: Entry) -> Entry:
-    """The file itself, wherever it is kept."""
+    """The entry without the host that keeps the file."""
     return {key: value for key, value in entry.items() if key != HOST}
 
 
-def leaves_folder(path: Any) -> bool:
-    """Whether a path of a manifest is no plain path inside its folder."""
-    return not is_plain_path(path)
-
-
 def size_problem(folder: Path, entry: Entry) -> str | None:
-    """What can be told without reading: the file is missing, a link, or of another length."""
+    """What is wrong with a file, without reading it: it is missing, a link, or of another size."""
     file = folder / entry["path"]
     if file.is_symlink():
         return f"{entry['path']} is a link"
@@ -86,7 +80,7 @@ def size_problem(folder: Path, entry: Entry) -> str | None:
 
 
 def content_problem(folder: Path, entry: Entry) -> str | None:
-    """The same, or the file is not what was written."""
+    """What is wrong with a file, its content included."""
     try:
         problem = size_problem(folder, entry)
         if problem is None and entry_of(folder, folder / entry["path"]) != without_host(entry):
@@ -97,9 +91,9 @@ def content_problem(folder: Path, entry: Entry) -> str | None:
 
 
 def write_text(file: Path, text: str, mode: int | None = None) -> None:
-    """The file has the whole text, on the disk, or what it had before.
+    """Replace a file atomically by this text, and have it on the disk on return.
 
-    mode: of a file of the configuration, whose folder then is for such files
+    mode: of the file, for which its folder is then made private too; None = as the umask says
     """
     if mode is None:
         file.parent.mkdir(parents=True, exist_ok=True)

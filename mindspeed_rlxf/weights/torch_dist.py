@@ -1,116 +1,55 @@
-"""Reads Megatron's sharded checkpoints (`torch_dist`): global tensors in chunks, for any layout.
+"""Megatron's sharded checkpoints (`torch_dist`): global tensors in boxes, for any layout.
 
-Layers (and experts) of the same name are one tensor with an axis more. `.metadata` names the chunks
-and where they lie in the `.distcp` files; every chunk is what `torch.save` writes for a tensor.
+Layers (and experts) of the same name are one tensor with an axis more. `.metadata` names the boxes
+and where they lie in the `.distcp` files; every box is what `torch.save` writes for a tensor.
 """
 
 from __future__ import annotations
 
+import io
+import json
+import os
+import pickle
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import (
-    OUTPUT_LAYER,
+    RM_HEAD,
     Head,
     Split,
     StageParameter,
-    hf_shape,
-    shard_slices,
+    stage_parameters,
 )
-from mindspeed_rlxf.weights.dist_metadata import Metadata, check_objects, read_metadata
-from mindspeed_rlxf.weights.formats import METADATA
-from mindspeed_rlxf.weights.layout import MegatronLayout
-from mindspeed_rlxf.weights.legacy import RM_HEAD_BIAS, shard_shape
+from mindspeed_rlxf.weights.boxes import Box, BoxedTensor, Shape, whole
+from mindspeed_rlxf.weights.dist_metadata import Metadata
+from mindspeed_rlxf.weights.formats import COMMON, METADATA
+from mindspeed_rlxf.weights.layout import ITERATION, MegatronLayout
+from mindspeed_rlxf.weights.legacy import checkpoint_arguments, zero_bias
+from mindspeed_rlxf.weights.planned import MakeShard, PlannedFile, PlannedTensor, Wrote
 from mindspeed_rlxf.weights.reader import (
-    IGNORED,
+    RM_HEAD_BIAS,
     MegatronWeights,
     find,
-    is_optional,
     refuse,
     spellings,
+    unknown_names,
 )
-from mindspeed_rlxf.weights.torch_file import Range, StoredTensor, Window, read_window
 
 LAYER = re.compile(r"^decoder\.layers\.(\d{1,9})\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a global tensor, and the part of a file that holds it."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    place: Window
-
-    def tensor(self, dtype: torch.dtype) -> StoredTensor:
-        """Errors: ValueError when the file holds something else there."""
-        stored = read_window(self.place)
-        if type(stored) is not StoredTensor or (stored.shape, stored.dtype) != (self.sizes, dtype):
-            raise ValueError(
-                f"{self.place.file.path}: no tensor of shape {list(self.sizes)} where "
-                f"{METADATA} has one; copy the folder again"
-            )
-        return stored
-
-
-@dataclass(frozen=True)
-class GlobalTensor:
-    """A global tensor, or with `index` one layer (and expert) of it."""
-
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
-    index: tuple[int, ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.size[len(self.index) :]
-
-    def read(self, *ranges: Range) -> Tensor:
-        """A copy of the named ranges of each axis."""
-        result = torch.zeros([stop - start for start, stop in ranges], dtype=self.dtype)
-        filled = 0
-        for chunk in self.chunks:
-            boxes = list(zip(chunk.offsets, chunk.sizes, strict=True))
-            lead, rest = boxes[: len(self.index)], boxes[len(self.index) :]
-            inside = all(o <= i < o + n for i, (o, n) in zip(self.index, lead, strict=True))
-            overlap = [
-                (max(start, o), min(stop, o + n))
-                for (start, stop), (o, n) in zip(ranges, rest, strict=True)
-            ]
-            if not inside or any(start >= stop for start, stop in overlap):
-                continue
-            stored = chunk.tensor(self.dtype)
-            for i, (offset, _) in zip(self.index, lead, strict=True):
-                stored = stored.at(i - offset)
-            shifted = [(s - o, e - o) for (s, e), (o, _) in zip(overlap, rest, strict=True)]
-            target = result[
-                tuple(
-                    slice(s - start, e - start)
-                    for (s, e), (start, _) in zip(overlap, ranges, strict=True)
-                )
-            ]
-            filled += target.copy_(stored.read(*shifted)).numel()
-        if filled != result.numel():
-            raise ValueError(f"chunks of a tensor are missing in {METADATA}; copy the folder again")
-        return result
-
-
-def open_torch_dist(folder: Path) -> Metadata:
-    """What `read_torch_dist` takes weights from.
-
-    Errors: ValueError where the folder is damaged or holds more than data.
-    """
-    metadata = read_metadata(folder)
-    check_objects(metadata)
-    return metadata
+BACKEND = "metadata.json"
+EXTRA_STATES = "__extra_0.distcp"
+SMALL = 1 << 20  # bytes of a tensor that is written at once
 
 
 def read_torch_dist(
@@ -121,82 +60,53 @@ def read_torch_dist(
     prefix: of the names of what the optimizer holds of them, which is read in their place
     Errors: ValueError when it is damaged or holds another model.
     """
-    folder = metadata.folder
-    tensors = _global_tensors(metadata, prefix)
-    weights = MegatronWeights(folder, architecture)
-    table = {
-        p.name: p
-        for head in Head
-        for p in MegatronLayout(1, 1, ((range(architecture.num_layers),),)).parameters(
-            architecture, head, 0, 0, 0
-        )
+    tensors = {
+        name.removeprefix(prefix): metadata.tensor(name)
+        for name in metadata.names()
+        if (name.startswith(prefix) if prefix else "optimizer" not in name)
     }
+    weights = MegatronWeights(metadata.folder, architecture)
+    layout = MegatronLayout(1, 1, ((range(architecture.num_layers),),))
     problems: list[str] = []
-    used = {RM_HEAD_BIAS, OUTPUT_LAYER.name}
-    for parameter in table.values():
+    used = set()
+    for parameter in layout.parameters_of_any_head(architecture, 0, 0, 0):
         found = _find(parameter, tensors)
-        if found is None:
-            if not is_optional(parameter):
-                problems.append(f"{parameter.name} is missing")
-            continue
-        used.add(found[0])
-        _add(weights, parameter, found, problems)
+        problems += weights.add_shard(parameter, found, 0, 1)
+        used.add(found[0] if found else "")
     # Under one name, several layers: more of them than the model has must not go unseen.
     problems += _layer_problems(tensors, architecture)
-    extra = [name for name in tensors.keys() - used if not IGNORED.search(name)]
-    problems += [f"{name} is not in the model" for name in sorted(extra) if "optimizer" not in name]
-    if RM_HEAD_BIAS in tensors and tensors[RM_HEAD_BIAS].shape == (1,):
-        weights.dropped_bias = float(tensors[RM_HEAD_BIAS].read((0, 1)))
-    refuse(folder, problems)
+    extra = (name for name in tensors if "optimizer" not in name)
+    problems += [f"{name} is not in the model" for name in unknown_names(extra, used)]
+    weights.note_bias(tensors.get(RM_HEAD_BIAS))
+    refuse(metadata.folder, problems)
     return weights
 
 
-def _add(
-    weights: MegatronWeights,
-    parameter: StageParameter,
-    found: tuple[str, GlobalTensor],
-    problems: list[str],
-) -> None:
-    a, (name, stored) = weights.architecture, found
-    rows = sum(stored.shape[:1]) if parameter.split is Split.VOCAB else None
-    expected = shard_shape(parameter, a, 0, 1, rows)
-    if not stored.dtype.is_floating_point:
-        problems.append(f"{name} is {stored.dtype}, the model needs floating-point numbers")
-    elif stored.shape != expected or (rows is not None and rows < a.vocab_size):
-        needed = hf_shape(parameter.sources[0], a) if rows is not None else expected
-        problems.append(f"{name} is {list(stored.shape)}, the model needs {list(needed)}")
-    else:
-        weights.add(shard_slices(parameter, a, 0, 1, rows), stored)
-
-
 def _find(
-    parameter: StageParameter, tensors: dict[str, GlobalTensor]
-) -> tuple[str, GlobalTensor] | None:
+    parameter: StageParameter, tensors: dict[str, BoxedTensor]
+) -> tuple[str, BoxedTensor] | None:
     """The tensor of a parameter: stored for itself, or as a part of that of all layers."""
-    alone = find(parameter, tensors)  # type: ignore[arg-type]
+    alone = find(parameter, tensors)
     if alone is not None:
-        return alone[0], tensors[alone[0]]
-    key_of, index = global_name(parameter.name, parameter.expert)
-    for name in spellings(key_of):
+        return alone
+    key, index = global_name(parameter.name, parameter.expert)
+    for name in spellings(key) if index else []:
         stored = tensors.get(name)
-        fits = stored is not None and index and len(stored.size) > len(index)
-        if (
-            stored is not None
-            and fits
-            and all(i < n for i, n in zip(index, stored.size, strict=False))
-        ):
-            return name, GlobalTensor(stored.dtype, stored.size, stored.chunks, index)
+        fits = stored is not None and len(stored.size) > len(index)
+        if stored and fits and all(i < n for i, n in zip(index, stored.size, strict=False)):
+            return name, replace(stored, index=index)
     return None
 
 
-def _layer_problems(tensors: dict[str, GlobalTensor], a: ArchitectureConfig) -> Iterator[str]:
-    for name, tensor in tensors.items():
-        stacked = name.startswith("decoder.layers.") and not LAYER.match(name)
-        if stacked and not IGNORED.search(name) and tensor.size[:1] != (a.num_layers,):
-            yield f"{name} has {sum(tensor.size[:1])} layers, the model has {a.num_layers}"
+def _layer_problems(tensors: dict[str, BoxedTensor], a: ArchitectureConfig) -> Iterator[str]:
+    stacked = [n for n in tensors if n.startswith("decoder.layers.") and not LAYER.match(n)]
+    for name in unknown_names(stacked, set()):
+        layers = tensors[name].size[:1]
+        if layers != (a.num_layers,):
+            yield f"{name} has {sum(layers)} layers, the model has {a.num_layers}"
 
 
-def global_name(name: str, expert: int | None) -> tuple[str, tuple[int, ...]]:
+def global_name(name: str, expert: int | None) -> tuple[str, Shape]:
     """The name of the tensor of all layers (and experts), and this one's index in it.
 
     name: with the global index of its layer
@@ -208,12 +118,175 @@ def global_name(name: str, expert: int | None) -> tuple[str, tuple[int, ...]]:
     return EXPERT.sub(".experts.", LAYER.sub("decoder.layers.", name)), index
 
 
-def _global_tensors(metadata: Metadata, prefix: str) -> dict[str, GlobalTensor]:
-    """Those whose name starts with `prefix`, without it; "" = the weights."""
-    tensors = {}
-    for name in metadata.names():
-        if name.startswith(prefix) if prefix else "optimizer" not in name:
-            found = metadata.tensor(name)
-            chunks = tuple(Chunk(*box, place) for box, place in found.chunks)
-            tensors[name.removeprefix(prefix)] = GlobalTensor(found.dtype, found.size, chunks)
-    return tensors
+PlannedBox = tuple[str, Shape, Box, PlannedTensor]
+"""A box to be written: name and shape of the global tensor, the box, its numbers."""
+
+
+def dist_files(
+    layout: MegatronLayout,
+    architecture: ArchitectureConfig,
+    head: Head,
+    shard: MakeShard,
+    folder: str,
+) -> Iterator[PlannedFile]:
+    """The `.distcp` files of all ranks that write something; each returns its entries."""
+    for number, rank in enumerate(layout.ranks()):
+        if rank[2] == 0 or architecture.num_experts is not None:
+            boxes = list(_boxes_of_rank(layout, architecture, head, rank, shard))
+            num_bytes = sum(planned.num_bytes for *_, planned in boxes)
+            write = partial(_write_boxes, boxes=boxes)
+            yield PlannedFile(f"{folder}/__{number}_0.distcp", num_bytes, write)
+
+
+def _boxes_of_rank(
+    layout: MegatronLayout,
+    a: ArchitectureConfig,
+    head: Head,
+    rank: tuple[int, int, int],
+    shard: MakeShard,
+) -> Iterator[PlannedBox]:
+    """What this rank alone has to write."""
+    tp_rank, pp_rank, ep_rank = rank
+    for chunk in range(layout.chunks):
+        layers = layout.stages[pp_rank][chunk]
+        for parameter in layout.parameters(a, head, pp_rank, chunk, ep_rank):
+            if parameter.is_first_copy(tp_rank, ep_rank):
+                planned = shard(parameter, tp_rank)
+                yield from _boxes_of_shard(parameter, a, layers, planned, tp_rank, layout.tp)
+                if parameter.name == RM_HEAD.name and tp_rank == 0:
+                    yield RM_HEAD_BIAS, (1,), whole((1,)), zero_bias(planned.dtype)
+
+
+def _boxes_of_shard(
+    parameter: StageParameter,
+    a: ArchitectureConfig,
+    layers: range,
+    planned: PlannedTensor,
+    tp_rank: int,
+    tp: int,
+) -> Iterator[PlannedBox]:
+    name = LAYER.sub(lambda m: f"decoder.layers.{layers[int(m.group(1))]}.", parameter.name)
+    key, index = global_name(name, parameter.expert)
+    key = spellings(key)[-1] if index else key
+    lead = (a.num_layers, a.num_experts or 0)[: len(index)]
+    dim = 1 if parameter.split is Split.COLUMNS else 0
+    copies = 1 if parameter.split is Split.REPLICATED else tp
+    axes, rows = len(planned.shape), planned.shape[dim]
+    size = tuple(n * copies if axis == dim else n for axis, n in enumerate(planned.shape))
+    pieces = [(tp_rank * rows if copies > 1 else 0, 0, rows)]
+    if parameter.split is Split.GATE_UP:  # globally all gate rows, then all up rows
+        half = rows // 2
+        pieces = [(tp_rank * half, 0, half), (half * tp + tp_rank * half, half, half)]
+    for start, within, count in pieces:
+        shape = tuple(count if axis == dim else n for axis, n in enumerate(planned.shape))
+        starts, place = (
+            tuple(first if axis == dim else 0 for axis in range(axes)) for first in (start, within)
+        )
+        box = Box(index + starts, (1,) * len(index) + shape)
+        yield key, lead + size, box, _part(planned, Box(place, shape), box.shape)
+
+
+def _part(planned: PlannedTensor, place: Box, shape: Shape) -> PlannedTensor:
+    """A box of a planned tensor, in another shape."""
+
+    def make() -> Tensor:
+        return planned.make()[place.slices].reshape(shape).clone()
+
+    return PlannedTensor(shape, planned.dtype, make)
+
+
+def _write_boxes(path: Path, boxes: list[PlannedBox], wrote: Wrote) -> list[dict[str, Any]]:
+    """Returns what `.metadata` has to say of the file."""
+    entries = []
+    with path.open("wb") as file:
+        for name, size, box, planned in boxes:
+            start = file.tell()
+            buffer = io.BytesIO() if planned.num_bytes < SMALL else None
+            tensor = planned.make()
+            torch.save(tensor, buffer or file)
+            # Older versions of torch keep what they saved until the garbage collector comes.
+            tensor.untyped_storage().resize_(0)
+            if buffer is not None:  # many small writes take long
+                file.write(buffer.getbuffer())
+            wrote(planned.num_bytes)
+            entries.append(
+                {
+                    "name": name,
+                    "size": size,
+                    "offsets": box.starts,
+                    "sizes": box.shape,
+                    "dtype": str(planned.dtype).removeprefix("torch."),
+                    "start": start,
+                    "length": file.tell() - start,
+                }
+            )
+        file.flush()
+        os.fsync(file.fileno())
+    return entries
+
+
+def write_metadata(
+    folder: Path,
+    files: dict[str, list[dict[str, Any]]],
+    layout: MegatronLayout,
+    architecture: ArchitectureConfig,
+    head: Head,
+    dtype: torch.dtype,
+) -> None:
+    """What makes the files a checkpoint. files: name -> the entries that writing it returned."""
+    described: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    for file, entries in files.items():
+        for entry in entries:
+            offsets, sizes = torch.Size(entry["offsets"]), torch.Size(entry["sizes"])
+            tensor = described.setdefault(
+                entry["name"],
+                dcp.TensorStorageMetadata(
+                    dcp.TensorProperties(dtype=getattr(torch, entry["dtype"])),
+                    torch.Size(entry["size"]),
+                    [],
+                ),
+            )
+            tensor.chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
+            index = dcp.MetadataIndex(entry["name"], offsets)
+            places[index] = _StorageInfo(file, entry["start"], entry["length"])
+    _add_extra_states(folder, architecture, head, described, places)
+    with (folder / METADATA).open("wb") as stream:
+        # Older versions of torch look into planner_data without asking whether it is there.
+        pickle.dump(dcp.Metadata(described, planner_data={}, storage_data=places), stream)
+    common = {
+        "args": checkpoint_arguments(architecture, layout, dtype),
+        "checkpoint_version": 3.0,
+        "iteration": ITERATION,
+    }
+    torch.save(common, folder / COMMON)
+    backend = {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    (folder / BACKEND).write_text(json.dumps(backend), encoding="utf-8")
+
+
+def _add_extra_states(
+    folder: Path,
+    a: ArchitectureConfig,
+    head: Head,
+    described: dict[str, Any],
+    places: dict[Any, Any],
+) -> None:
+    """Megatron's linear layers ask for an `_extra_state`, which is empty without fp8."""
+    empty = io.BytesIO()
+    torch.save([None], empty)
+    (folder / EXTRA_STATES).write_bytes(empty.getvalue())
+    linear = re.compile(r"\.(linear_\w+)\.weight$")
+    for parameter in stage_parameters(a, head):
+        if not linear.search(parameter.name):
+            continue
+        name, index = global_name(parameter.name, parameter.expert)
+        sizes = [a.num_layers, a.num_experts][: len(index)]
+        where = f"{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}"
+        key = f"{name.removesuffix('weight')}_extra_state/shard_{where}"
+        described[key] = dcp.BytesStorageMetadata()
+        places[dcp.MetadataIndex(key)] = _StorageInfo(EXTRA_STATES, 0, len(empty.getvalue()))

@@ -1,43 +1,55 @@
-"""Reading files that `torch.save` wrote: tensors stay in the file until a slice is asked for.
+"""Files of `torch.save`, read without running them and written one tensor at a time.
 
-`torch.load` would read the metadata too, which in checkpoints of Megatron holds objects of many
-classes, and its safe mode could be made to run code before torch 2.6. Here nothing of the file is
-run (`inert_pickle`), and of the tensors only the bytes that are asked for are read.
+`torch.load` would unpickle what stands beside the tensors, which in checkpoints of Megatron holds
+objects of many classes, and its safe mode could be made to run code before torch 2.6. Here nothing
+of the file is run (`inert_pickle`). A tensor stays in the file until a box of it is read.
+
+`torch.save` wants every tensor at once. The file that is written here is the same: an uncompressed
+zip archive with the pickled object in `data.pkl` and the bytes of each tensor in a record of its
+own, aligned so that they can be mapped into memory.
 """
 
 from __future__ import annotations
 
+import io
 import mmap
+import os
+import pickle
+import struct
+import zipfile
 import zlib
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
+from mindspeed_rlxf.weights.boxes import Box
 from mindspeed_rlxf.weights.inert_pickle import InertUnpickler
-from mindspeed_rlxf.weights.pickle_names import OF_STORAGE, TYPED, Storage
-from mindspeed_rlxf.weights.pickle_values import Refused
+from mindspeed_rlxf.weights.pickle_names import OF_STORAGE, TYPED, Refused, Storage
+from mindspeed_rlxf.weights.planned import PlannedTensor, Wrote
 from mindspeed_rlxf.weights.refusals import refusal, unreadable
 from mindspeed_rlxf.weights.regular import open_regular
-from mindspeed_rlxf.weights.zip_records import PICKLE, Record, records_of
+from mindspeed_rlxf.weights.zip_records import PADDING_FIELD, PICKLE, Record, records_of
 
 NO_SUM = 0  # torch.serialization.set_crc32_options(False) writes it in place of a CRC-32
 MAX_PICKLE = 64 << 20  # bytes; the largest of Megatron have a few million
 MAX_AXES = 8
-
-Range = tuple[int, int]
-"""[start, stop) of one axis."""
+ALIGNMENT = 64  # of a tensor that is written, bytes, as torch's
+ZIP64_EXTRA = 20  # bytes that zipfile adds to the header of a record over 2 GiB
+LOCAL_HEADER = 30  # bytes before the name of a record
 
 
 class ChangedBytes(ValueError):
-    """A tensor's bytes are not those that were written; seen only when it is read."""
+    """The bytes of a tensor are not those that were written, which is found when it is read."""
 
 
 class MappedFile:
-    """A file in memory as far as it is touched; its pages can be dropped at any time."""
+    """A file that is mapped into memory."""
 
     def __init__(self, path: Path) -> None:
         """Errors: ValueError when it cannot be opened or is empty."""
@@ -54,7 +66,7 @@ class MappedFile:
         self._checked: set[int] = set()  # records whose sum was right, by their start
 
     def window(self, offset: int, length: int) -> Window:
-        """A part of the file, to be read like a file. Errors: ValueError beyond its end."""
+        """A part of the file. Errors: ValueError where it reaches beyond the end."""
         if offset < 0 or length < 0 or offset + length > self.size:
             raise ValueError(
                 f"{self.path} ends at byte {self.size}, a tensor reaches to {offset + length}: "
@@ -66,14 +78,19 @@ class MappedFile:
         return self._map[offset : offset + length]
 
     def tensor(self, offset: int, length: int) -> Tensor:
-        """[length] uint8, not copied."""
+        """Bytes of the file, [length] uint8, not copied."""
         self.window(offset, length)
         if length == 0:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=length, offset=offset)
 
+    def content(self, record: Record) -> bytes:
+        """The data of a record. Errors: ChangedBytes."""
+        self.check(record)
+        return self.read(record.start, record.length)
+
     def check(self, record: Record) -> None:
-        """Errors: ChangedBytes. Looks once."""
+        """Compare the CRC-32 of a record, once. Errors: ChangedBytes."""
         if record.start in self._checked:
             return
         with memoryview(self._map)[record.start : record.start + record.length] as data:
@@ -95,7 +112,7 @@ class Window:
     length: int
 
     def read(self, offset: int, length: int) -> bytes:
-        """Fewer at its end."""
+        """Bytes of the window, fewer at its end."""
         return self.file.read(self.start + offset, max(0, min(length, self.length - offset)))
 
 
@@ -103,7 +120,7 @@ class Window:
 class StoredTensor:
     """A tensor in a file.
 
-    offset: of its first element, bytes; stride: in elements, as torch's
+    offset: of its first element, bytes; stride: elements from one index to the next, by axis
     """
 
     file: MappedFile
@@ -113,40 +130,24 @@ class StoredTensor:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def at(self, index: int) -> StoredTensor:
-        """The part with that index of the first axis."""
-        assert 0 <= index < self.shape[0], f"index {index} of {self.shape[0]}"
-        offset = self.offset + index * self.stride[0] * self.dtype.itemsize
-        return replace(self, offset=offset, shape=self.shape[1:], stride=self.stride[1:])
-
-    def read(self, *ranges: Range) -> Tensor:
-        """A copy of the named ranges of each axis; one or two axes.
-
-        Errors: ChangedBytes.
-        """
+    def read(self, box: Box) -> Tensor:
+        """A copy of a box of the tensor. Errors: ChangedBytes."""
         self.file.check(self.record)
         item = self.dtype.itemsize
-        if self.stride != contiguous_stride(self.shape):
-            return self._whole()[tuple(slice(*r) for r in ranges)].clone()
-        data = self.file.tensor(self.offset, prod(self.shape) * item)
-        if len(self.shape) == 1:
-            ((start, stop),) = ranges
-            return data[start * item : stop * item].clone().view(self.dtype)
-        (start, stop), (left, right) = ranges
-        part = data.view(self.shape[0], self.shape[1] * item)[
-            start:stop, left * item : right * item
-        ]
-        return part.clone(memory_format=torch.contiguous_format).view(self.dtype)
-
-    def _whole(self) -> Tensor:
-        elements = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-        data = self.file.tensor(self.offset, elements * self.dtype.itemsize)
-        return data.clone().view(self.dtype).as_strided(self.shape, self.stride)
+        used = _used_elements(self.shape, self.stride)
+        # Bytes in an axis of their own: the data need not be aligned for the dtype.
+        numbers = self.file.tensor(self.offset, used * item).as_strided(
+            (*self.shape, item), (*(step * item for step in self.stride), 1)
+        )
+        part = numbers[box.slices].clone(memory_format=torch.contiguous_format)
+        return part.view(self.dtype).squeeze(-1)
 
 
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements from one index to the next, for each axis, where rows lie one after the other."""
-    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+def _used_elements(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements from the first to the last of a tensor."""
+    if not all(shape):
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,7 @@ STORAGES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
+STORAGE_OF = {dtype: getattr(torch, name) for name, dtype in STORAGES.items()}
 
 
 def read_torch_file(path: Path) -> Any:
@@ -193,23 +195,24 @@ def read_window(window: Window) -> Any:
 
 
 class _Reader(InertUnpickler):
-    """Reads `data.pkl`; tensors become places in the file."""
+    """Reads `data.pkl`; each tensor becomes a `StoredTensor`."""
 
     def __init__(self, window: Window, records: dict[str, Record]) -> None:
         found = records[PICKLE]
         if found.length > MAX_PICKLE:
             raise Refused(f"a pickle of {found.length} bytes, the limit is {MAX_PICKLE}")
-        super().__init__(_content(window, found))
-        self._window, self._records = window, records
+        super().__init__(window.file.content(found))
+        self._file, self._records = window.file, records
 
     @classmethod
     def of(cls, window: Window) -> _Reader:
         path = window.file.path
-        records = records_of(window.read, window.length)
+        found = records_of(window.read, window.length)
+        records = {n: replace(r, start=r.start + window.start) for n, r in found.items()}
         if PICKLE not in records:
             raise ValueError(f"{path} is no file of torch.save: it has no {PICKLE}")
         order = records.get("byteorder")
-        if order is not None and (order.length != 6 or _content(window, order) != b"little"):
+        if order is not None and (order.length != 6 or window.file.content(order) != b"little"):
             raise ValueError(f"{path} is big-endian; save it on the machine you use")
         return cls(window, records)
 
@@ -219,11 +222,10 @@ class _Reader(InertUnpickler):
             raise Refused(f"a tensor of {dtype}")
         if record is None or elements < 0 or record.length < elements * kind.itemsize:
             raise ValueError(f"a tensor of {elements} numbers lies outside its data")
-        at = self._window.start + record.start
-        return _Storage(kind, Record(record.name, at, record.length, record.crc), elements)
+        return _Storage(kind, record, elements)
 
     def tensor(self, function: str, arguments: tuple[Any, ...]) -> StoredTensor:
-        """Also of a parameter, and of a tensor with attributes, which hold a tensor."""
+        """A tensor, also from a parameter or from a tensor with attributes."""
         if function == TYPED:
             function, arguments = arguments[0].text, arguments[2]
         if function not in OF_STORAGE:
@@ -233,17 +235,69 @@ class _Reader(InertUnpickler):
         storage, offset, shape, stride = arguments[:4]
         if not isinstance(storage, _Storage) or len(shape) > MAX_AXES or len(shape) != len(stride):
             raise Refused("a tensor that torch does not write")
-        used = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 if all(shape) else 0
-        bad = min((offset, *shape, *stride)) < 0 or offset + used > storage.elements
-        if bad or prod(shape) > storage.elements:
+        bad = min((offset, *shape, *stride)) < 0 or prod(shape) > storage.elements
+        if bad or offset + _used_elements(shape, stride) > storage.elements:
             raise ValueError(f"a tensor of shape {list(shape)} lies outside its data")
         at = storage.record.start + offset * storage.dtype.itemsize
-        file = self._window.file
-        return StoredTensor(file, storage.record, at, storage.dtype, shape, stride)
+        return StoredTensor(self._file, storage.record, at, storage.dtype, shape, stride)
 
 
-def _content(window: Window, record: Record) -> bytes:
-    """record: as it lies in the window"""
-    start = window.start + record.start
-    window.file.check(Record(record.name, start, record.length, record.crc))
-    return window.file.read(start, record.length)
+@dataclass(frozen=True)
+class _PlannedStorage:
+    key: str
+    dtype: torch.dtype
+    elements: int
+
+
+class _Pickler(pickle.Pickler):
+    """Writes planned tensors as torch writes tensors, and lists them in that order."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file, protocol=2)
+        self.planned: list[PlannedTensor] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, _PlannedStorage):
+            return ("storage", STORAGE_OF[obj.dtype], obj.key, "cpu", obj.elements)
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, PlannedTensor):
+            return NotImplemented
+        storage = _PlannedStorage(str(len(self.planned)), obj.dtype, prod(obj.shape))
+        self.planned.append(obj)
+        stride = torch.empty(obj.shape, device="meta").stride()
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        arguments = (storage, 0, obj.shape, stride, False, hooks)
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
+def write_torch_file(path: Path, tree: Any, wrote: Wrote) -> None:
+    """Write `tree`, in which tensors are PlannedTensors, and have it on the disk on return."""
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled)
+    pickler.dump(tree)
+    with path.open("wb") as file:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            _write_record(archive, PICKLE, pickled.tell(), [pickled.getbuffer()])
+            _write_record(archive, "byteorder", 6, [b"little"])
+            for key, planned in enumerate(pickler.planned):
+                _write_record(archive, f"data/{key}", planned.num_bytes, planned.parts())
+                wrote(planned.num_bytes)
+            _write_record(archive, "version", 2, [b"3\n"])
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_record(
+    archive: zipfile.ZipFile, name: str, size: int, parts: Iterable[bytes | memoryview]
+) -> None:
+    info = zipfile.ZipInfo(f"archive/{name}")
+    info.file_size = size
+    assert archive.fp is not None, "the archive is open"
+    large = size * 1.05 > zipfile.ZIP64_LIMIT
+    before = archive.start_dir + LOCAL_HEADER + len(info.filename) + ZIP64_EXTRA * large
+    gap = -(before + 4) % ALIGNMENT
+    info.extra = struct.pack("<HH", PADDING_FIELD, gap) + bytes(gap)
+    with archive.open(info, "w", force_zip64=large) as record:
+        record.writelines(parts)

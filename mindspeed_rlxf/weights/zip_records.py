@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mindspeed_rlxf.weights.pickle_values import Refused, shown
+from mindspeed_rlxf.weights.pickle_names import Refused, shown
 
 ZIP = b"PK\x03\x04"
 END, ZIP64_END, ZIP64_LOCATOR = 22, 56, 20  # bytes of the records that end an archive

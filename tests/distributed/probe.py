@@ -16,7 +16,7 @@ from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.models.heads import full_logits
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
-from mindspeed_rlxf.weights.hf_folder import HfFolder
+from tests.unit.weights.folders_of import CountingFolder
 
 
 class EngineProbe:
@@ -58,7 +58,7 @@ class EngineProbe:
 
     def bytes_of_a_load(self) -> RoleOutput:
         """Bytes read from the folder and bytes of the parameters that they fill."""
-        folder = HfFolder(self.engine.source)
+        folder = CountingFolder(self.engine.source)
         self.engine.weights.load(folder)
         shard = sum(t.numel() * t.element_size() for t in self.engine.weights.tensors.values())
         return RoleOutput(report=(folder.bytes_read, shard))

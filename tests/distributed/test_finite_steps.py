@@ -30,7 +30,7 @@ from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.protocol import LossOutput, Mean, PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.weights.torch_dist import open_torch_dist
+from mindspeed_rlxf.weights.dist_metadata import open_torch_dist
 from tests.distributed.llamas import TIED, make_llama
 from tests.distributed.samples import make_rollouts
 

@@ -71,7 +71,7 @@ class Older(SavedRole):
             folder.mkdir(exist_ok=True)
             torch.distributed.barrier()
             save_sharded(state, folder)
-            numbers = train_state._numbers(engine)
+            numbers = train_state.saved_numbers(engine.state)
         (folder / train_state.STATE).write_text(json.dumps(numbers))
         return RoleOutput()
 

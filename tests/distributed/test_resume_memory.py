@@ -24,7 +24,8 @@ from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.slots import chained, held_slots
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.saved import SavedRole
-from mindspeed_rlxf.weights.role_state import BUFFER_BYTES, RunState
+from mindspeed_rlxf.weights.boxes import BoxedWeights
+from mindspeed_rlxf.weights.role_state import BUFFER_BYTES
 from tests.distributed.llamas import PLAIN, make_llama
 
 MIB = 1 << 20
@@ -99,14 +100,14 @@ def no_pickle() -> Iterator[None]:
 def boxes() -> Iterator[list[int]]:
     """Inside, note the bytes of each box that is read."""
     sizes: list[int] = []
-    read = RunState.read_box
+    read = BoxedWeights.read
 
-    def noting(self: RunState, *box: Any) -> torch.Tensor:
+    def noting(self: BoxedWeights, *box: Any) -> torch.Tensor:
         found = read(self, *box)
         sizes.append(found.nbytes)
         return found
 
-    with mock.patch.object(RunState, "read_box", noting):
+    with mock.patch.object(BoxedWeights, "read", noting):
         yield sizes
 
 

@@ -71,8 +71,8 @@ class Drawer(SavedRole):
     def save_on_a_full_disk(self, folder: Path, full: int) -> RoleOutput:
         """The disk of rank `full`; report: the error of this rank."""
         error = OSError(errno.ENOSPC, "No space left") if dist.get_rank() == full else None
-        write = train_state.write_pieces
-        with mock.patch.object(train_state, "write_pieces", side_effect=error, wraps=write):
+        write = train_state.write_boxes
+        with mock.patch.object(train_state, "write_boxes", side_effect=error, wraps=write):
             self.engine.begin_save(folder)
             with pytest.raises(OSError) as found:
                 self.engine.end_save()

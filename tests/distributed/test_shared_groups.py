@@ -27,7 +27,7 @@ class GroupsProbe:
         from mindspeed_rlxf.engine.parallel import ParallelGroups
 
         one, same, other = (ParallelGroups(*sizes) for sizes in ((2, 1, 1), (2, 1, 2), (1, 2, 1)))
-        streams = [groups.random_state()["model-parallel-rng"].tolist() for groups in (one, same)]
+        streams = [groups.random_states["model-parallel-rng"].tolist() for groups in (one, same)]
         shared = [one.tp is same.tp, one.dp_host is same.dp_host, one.tp is other.tp]
         sizes = [[g.tp.size(), g.pp.size(), g.dp.size()] for g in (one, same, other)]
         return RoleOutput(report=(shared, streams[0] == streams[1], sizes))

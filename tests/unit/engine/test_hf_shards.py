@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from mindspeed_rlxf.engine.hf_shards import shards
 from mindspeed_rlxf.models.parameters import (
     Head,
-    Split,
     hf_shapes,
-    padded_vocab_size,
     rank_parameters,
+    shard_shape,
 )
-from mindspeed_rlxf.weights.legacy import shard_shape
 from tests.unit.weights.folders_of import architecture_of
 
 
@@ -28,22 +25,13 @@ def rank_of(family: str, tp: tuple[int, int], pp: tuple[int, int], dp: tuple[int
     a = architecture_of(family)
     place = (*pp, chunks, dp[0] % ep, ep)
     table = list(rank_parameters(a, Head.LANGUAGE_MODEL, *place))
-    rows = padded_vocab_size(a, tp[1]) // tp[1]
-    tensors = {
-        p.name: torch.zeros(shard_shape(p, a, *tp, rows if p.split is Split.VOCAB else None))
-        for p in table
-    }
+    tensors = {p.name: torch.zeros(shard_shape(p, a, tp[1])) for p in table}
     groups = {
         name: SimpleNamespace(rank=lambda r=rank: r, size=lambda s=size: s)
         for name, (rank, size) in {"tp": tp, "pp": pp, "dp": dp, "ep": (dp[0] % ep, ep)}.items()
     }
     weights = SimpleNamespace(architecture=a, table=table, tensors=tensors, tp_group=groups["tp"])
     return weights, SimpleNamespace(**groups)
-
-
-def place_of(tensor: Tensor, box: Any) -> Tensor:
-    rows = tensor[box.top : box.bottom]
-    return rows[:, box.left : box.right] if tensor.dim() == 2 else rows[:, None]
 
 
 @pytest.mark.parametrize(
@@ -70,9 +58,9 @@ def test_replicas_write_every_number_once_and_about_as_many_each(
                 written = 0
                 for shard in shards(weights, groups):
                     flat = torch.ones(len(shard.written))
-                    for part in shard.parts(flat, shard.written):
-                        place_of(times[part.source], part.box).add_(part.tensor)
-                        written += part.box.numel
+                    for held in shard.held_boxes("weight", flat, shard.written):
+                        times[held.name][held.box.slices] += held.tensor
+                        written += held.box.numel
                 by_replica.append(written)
             total = sum(by_replica)
             # Padding and what other ranks write lie somewhere on the line that replicas share.
@@ -98,11 +86,11 @@ def test_a_slice_of_a_shard_is_the_same_numbers_as_in_the_shard(tp: int) -> None
             ranges = [range(*pair) for pair in itertools.pairwise(ends)]
             for target, flats in ((full, [range(numel)]), (cut, ranges)):
                 for flat in flats:
-                    for part in shard.parts(target[flat.start : flat.stop], flat):
-                        part.tensor.copy_(place_of(model[part.source], part.box))
+                    for held in shard.held_boxes("weight", target[flat.start : flat.stop], flat):
+                        held.tensor.copy_(model[held.name][held.box.slices])
             assert cut.equal(full)
             filled = full[full != 0]
             assert filled.unique().numel() == filled.numel()
             assert numel - filled.numel() == sum(full == 0), "only padding is left"
-            if not any("embed" in b.source or "lm_head" in b.source for b in shard.blocks):
+            if not any("embed" in b.source or "lm_head" in b.source for b in shard.boxes):
                 assert filled.numel() == numel

@@ -38,8 +38,8 @@ def test_every_rank_lists_its_files_the_first_what_describes_the_model_too(
     engine: Any, tmp_path: Path
 ) -> None:
     def written(rank: int) -> list[dict[str, Any]]:
-        share = train_state._Share(rank, [], {train_state._random_file(rank): "{}"})
-        return train_state._write_and_hash(share, tmp_path, engine).files
+        copy = train_state._Copy(rank, [], {train_state._random_file(rank): "{}"})
+        return train_state._write_and_hash(copy, tmp_path, engine.describe).files
 
     first, second = written(0), written(1)
     own = ["state_00000.safetensors", "random/rank_00000.json"]

@@ -56,20 +56,14 @@ def inputs() -> list[Tensor]:
     return [torch.randn(sum(LENGTHS), heads, 8) for heads in (4, 2, 2)]
 
 
-def test_packed_sequences_attend_as_on_cpu(ends: list[Any]) -> None:
-    packed = PackedSequences(lengths=LENGTHS)
-    found = built(FusedAttention)(*inputs(), None, packed_seq_params=packed)
-    expected = built(CoreAttention)(*inputs(), None, packed_seq_params=packed)
-    torch.testing.assert_close(found, expected)
-    assert ends == [[3, 4, 8, 10]]  # sums of the lengths, as a list without a leading 0
-
-
-def test_more_sequences_than_the_operator_takes_are_several_calls(
-    ends: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("at_once", "calls"), [(1024, [[3, 4, 8, 10]]), (3, [[3, 4, 8], [2]])])
+def test_packed_sequences_attend_as_on_cpu(
+    ends: list[Any], monkeypatch: pytest.MonkeyPatch, at_once: int, calls: list[list[int]]
 ) -> None:
-    monkeypatch.setattr(attention, "MAX_FUSED_SEQUENCES", 3)
+    """at_once: sequences that the operator takes"""
+    monkeypatch.setattr(attention, "MAX_FUSED_SEQUENCES", at_once)
     packed = PackedSequences(lengths=LENGTHS)
     found = built(FusedAttention)(*inputs(), None, packed_seq_params=packed)
     expected = built(CoreAttention)(*inputs(), None, packed_seq_params=packed)
     torch.testing.assert_close(found, expected)
-    assert ends == [[3, 4, 8], [2]]
+    assert ends == calls  # sums of the lengths, as a list without a leading 0

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
+from mindspeed_rlxf.weights.boxes import Box
+from mindspeed_rlxf.weights.hf_folder import HfFolder
 
 BASE: dict[str, Any] = {
     "num_layers": 4,
@@ -109,6 +111,17 @@ def make_folder(
     (folder / "config.json").write_text(config, encoding="utf-8")
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     return tensors
+
+
+class CountingFolder(HfFolder):
+    """Counts the bytes that are read."""
+
+    bytes_read = 0
+
+    def read(self, name: str, box: Box) -> Tensor:
+        tensor = super().read(name, box)
+        self.bytes_read += tensor.nbytes
+        return tensor
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:

@@ -9,8 +9,6 @@ import pickle
 import random
 import re
 import struct
-import tarfile
-import zipfile
 from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path, PosixPath
@@ -26,9 +24,10 @@ from megatron.core.transformer.enums import AttnBackend
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from mindspeed_rlxf.weights.boxes import whole
+from mindspeed_rlxf.weights.dist_metadata import open_torch_dist
 from mindspeed_rlxf.weights.inert_pickle import read_pickle
 from mindspeed_rlxf.weights.pickle_names import Inert
-from mindspeed_rlxf.weights.torch_dist import open_torch_dist
 from mindspeed_rlxf.weights.torch_file import StoredTensor, read_torch_file
 
 MARK = "mark"  # folder that a payload makes where it is run
@@ -82,16 +81,10 @@ def test_what_megatron_puts_in_its_files_is_read(tmp_path: Path) -> None:
     torch.save(stock_state(), file)
     got = read_torch_file(file)
     assert got["args"].field("params_dtype") is torch.bfloat16
-    assert torch.equal(got["model"]["weight"].read((0, 2), (0, 2)), torch.ones(2, 2).bfloat16())
+    assert torch.equal(got["model"]["weight"].read(whole((2, 2))), torch.ones(2, 2).bfloat16())
     parameter, attributed = got["optimizer"]["main"][0]
     assert type(parameter) is type(attributed) is StoredTensor and attributed.shape == (3,)
     assert got["names"][0] == b"bytes" and got["names"][4] == (2,)
-
-
-def test_the_form_of_torch_before_1_6_is_not_read(tmp_path: Path) -> None:
-    torch.save(stock_state(), tmp_path / "x.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match=r"x\.pt is no file of torch\.save"):
-        read_torch_file(tmp_path / "x.pt")
 
 
 def distributed(folder: Path, *saved: Any) -> Path:
@@ -139,13 +132,6 @@ def test_a_function_in_a_torch_file_is_named_and_not_called(tmp_path: Path) -> N
     assert (tmp_path / MARK).exists(), "the payload works where it is let"
 
 
-def test_a_function_in_the_metadata_is_named(tmp_path: Path) -> None:
-    write_metadata(tmp_path, Runs(os.mkdir, str(tmp_path / MARK)))
-    with pytest.raises(ValueError, match=r"\.metadata must .* wants posix\.mkdir"):
-        open_torch_dist(tmp_path)
-    assert not (tmp_path / MARK).exists()
-
-
 def test_a_function_in_an_object_inside_a_distcp_file_is_named(tmp_path: Path) -> None:
     distributed(tmp_path, torch.ones(4), Runs(os.mkdir, str(tmp_path / MARK)))
     with pytest.raises(ValueError, match=r"__0_0\.distcp must .* wants posix\.mkdir"):
@@ -176,9 +162,8 @@ def test_whoever_made_a_refused_file_is_told_how_to_save_it_again(
         write_metadata(tmp_path, Runs(os.system, "true"))
     else:
         torch.save(Runs(os.system, "true"), file)
-    with pytest.raises(
-        ValueError, match=r"do not open a file of others\. Where you made it, "
-    ) as e:
+    rule = r"wants posix\.system; do not open a file of others\. Where you made it, "
+    with pytest.raises(ValueError, match=rule) as e:
         open_torch_dist(tmp_path) if name == ".metadata" else read_torch_file(file)
     assert re.search(remedy, str(e.value)) and "in the environment that wrote it" in str(e.value)
 
@@ -257,21 +242,6 @@ def test_a_hostile_pickle_is_refused(name: str) -> None:
         read_pickle(data)
 
 
-def test_hooks_of_a_tensor_are_refused(tmp_path: Path) -> None:
-    tensor = torch.ones(2)
-    torch.save({"x": tensor}, tmp_path / "good.pt")
-    good = (tmp_path / "good.pt").read_bytes()
-    with zipfile.ZipFile(io.BytesIO(good)) as archive:
-        pickled = archive.read("good/data.pkl")
-        # The empty OrderedDict of hooks gets an entry.
-        start = pickled.index(b"ccollections\nOrderedDict\n")
-        end = pickled.index(b")R", start) + 2
-        hooked = pickled[:end] + b"K\x01K\x02s" + pickled[end:]
-        write_zip(tmp_path / "good.pt", {"good/data.pkl": hooked, "good/data/0": bytes(8)})
-    with pytest.raises(ValueError, match="_rebuild_tensor_v2 with arguments"):
-        read_torch_file(tmp_path / "good.pt")
-
-
 def test_an_extension_of_this_process_is_not_taken(tmp_path: Path) -> None:
     copyreg.add_extension("posix", "system", 250)
     try:
@@ -280,69 +250,6 @@ def test_an_extension_of_this_process_is_not_taken(tmp_path: Path) -> None:
             read_pickle(b"\x80\x02\x82\xfa.")
     finally:
         copyreg.remove_extension("posix", "system", 250)
-
-
-GOOD, BAD = pickle.dumps({"a": 1}, 2), pickle.dumps(Runs(os.system, "true"), 2)
-
-
-def write_zip(file: Path, records: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
-    with zipfile.ZipFile(file, "w", method) as archive:
-        for name, data in records.items():
-            archive.writestr(name, data)
-    return file.read_bytes()
-
-
-def test_an_archive_that_could_be_read_in_two_ways_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "x.pt"
-    refused = {
-        "two records of one name": {"x/data.pkl": GOOD, "x/DATA.PKL": BAD},
-        "a TorchScript program": {"x/data.pkl": GOOD, "x/constants.pkl": GOOD},
-        r"a second pickle, deeper/other\.pkl": {"x/data.pkl": GOOD, "x/deeper/other.pkl": BAD},
-    }
-    for reason, records in refused.items():
-        write_zip(file, records)
-        with pytest.raises(ValueError, match=reason):
-            read_torch_file(file)
-    write_zip(file, {"x/data.pkl": GOOD}, zipfile.ZIP_DEFLATED)
-    with pytest.raises(ValueError, match="a compressed record"):
-        read_torch_file(file)
-
-
-def test_an_archive_behind_another_is_refused(tmp_path: Path) -> None:
-    """zipfile reads the second one, torch what the last record says, counted from the start."""
-    file = tmp_path / "x.pt"
-    both = write_zip(file, {"x/data.pkl": BAD}) + write_zip(file, {"x/data.pkl": GOOD})
-    file.write_bytes(both)
-    with zipfile.ZipFile(file) as archive:
-        assert archive.read("x/data.pkl") == GOOD
-    with pytest.raises(ValueError, match="an archive within an archive"):
-        read_torch_file(file)
-    file.write_bytes(write_zip(file, {"x/data.pkl": GOOD}) + b"more")
-    with pytest.raises(ValueError, match="does not end as one"):
-        read_torch_file(file)
-
-
-def test_a_record_of_two_names_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "x.pt"
-    data = write_zip(file, {"x/data.pkl": GOOD})
-    file.write_bytes(data.replace(b"x/data.pkl", b"x/data.txt", 1))
-    with pytest.raises(ValueError, match=r"a record x/data\.pkl with two names"):
-        read_torch_file(file)
-
-
-def test_a_tar_which_torch_still_reads_is_refused(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "x.pt", "w") as archive:
-        archive.addfile(tarfile.TarInfo("pickle"), io.BytesIO())
-    with pytest.raises(ValueError, match=r"is no file of torch\.save"):
-        read_torch_file(tmp_path / "x.pt")
-
-
-@pytest.mark.parametrize("name", ["../x.distcp", "/etc/passwd", "a/../../x", "", "a\\b"])
-def test_metadata_that_names_files_outside_is_refused(tmp_path: Path, name: str) -> None:
-    places = {dcp.MetadataIndex("a"): _StorageInfo(name, 0, 4)}
-    write_metadata(tmp_path, dcp.Metadata({}, storage_data=places))
-    with pytest.raises(ValueError, match=r"\.metadata must name files of its own folder, not"):
-        open_torch_dist(tmp_path)
 
 
 def test_metadata_that_names_a_file_twice_is_refused(
@@ -361,18 +268,11 @@ def test_metadata_that_names_a_file_twice_is_refused(
         open_torch_dist(tmp_path)
 
 
-def test_metadata_that_reaches_beyond_a_file_is_refused(tmp_path: Path) -> None:
-    distributed(tmp_path, torch.ones(4))
-    places = {dcp.MetadataIndex("a"): _StorageInfo("__0_0.distcp", 0, 10**9)}
-    write_metadata(tmp_path, dcp.Metadata({}, storage_data=places))
-    with pytest.raises(ValueError, match=r"__0_0\.distcp ends at byte"):
-        open_torch_dist(tmp_path)
-
-
-def test_metadata_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_missing_metadata_and_metadata_of_another_kind_are_named(tmp_path: Path) -> None:
     write_metadata(tmp_path, {"no": "metadata"})
-    with pytest.raises(ValueError, match=r"\.metadata cannot be read"):
-        open_torch_dist(tmp_path)
+    for folder in (tmp_path, tmp_path / "gone"):
+        with pytest.raises(ValueError, match=r"\.metadata cannot be read"):
+            open_torch_dist(folder)
 
 
 def test_links_inside_pass_and_links_out_are_refused(tmp_path: Path) -> None:
@@ -387,8 +287,3 @@ def test_links_inside_pass_and_links_out_are_refused(tmp_path: Path) -> None:
     file.symlink_to(other)
     with pytest.raises(ValueError, match=r"__0_0\.distcp must not lead out .* link to .*other"):
         open_torch_dist(folder)
-
-
-def test_no_metadata_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\.metadata cannot be read"):
-        open_torch_dist(tmp_path / "gone")

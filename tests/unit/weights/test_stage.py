@@ -18,15 +18,14 @@ from torch.testing import assert_close
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import (
     Head,
-    Split,
     hf_shapes,
-    padded_vocab_size,
-    shard_slices,
+    shard_shape,
     stage_parameters,
 )
 from mindspeed_rlxf.weights import stage as weights
 from mindspeed_rlxf.weights.hf_folder import HfFolder
 from mindspeed_rlxf.weights.stage import StageWeights
+from tests.unit.weights.folders_of import CountingFolder
 
 LM, SCORE = Head.LANGUAGE_MODEL, Head.SCORE
 
@@ -79,14 +78,10 @@ def source(tmp_path: Path) -> Path:
 
 def stage(a: ArchitectureConfig, head: Head, tp: Group, pp: Group) -> StageWeights:
     """The parameters of one rank, with nan for what loading leaves out."""
-    shapes, named = hf_shapes(a, head), []
-    for parameter in stage_parameters(a, head, pp.rank(), pp.size()):
-        parts = shard_slices(parameter, a, tp.rank(), tp.size())
-        shape = list(shapes[parameter.sources[0]])
-        shape[parts[0].dim] = sum(part.size for part in parts)
-        if parameter.split is Split.VOCAB:
-            shape[0] = padded_vocab_size(a, tp.size()) // tp.size()
-        named.append((parameter.name, Parameter(torch.full(shape, torch.nan))))
+    named = [
+        (parameter.name, Parameter(torch.full(shard_shape(parameter, a, tp.size()), torch.nan)))
+        for parameter in stage_parameters(a, head, pp.rank(), pp.size())
+    ]
     module: Any = SimpleNamespace(named_parameters=lambda: named)
     return StageWeights(module, a, head, tp, pp, Group(0, 1))  # type: ignore[arg-type]
 
@@ -168,7 +163,7 @@ def test_a_rank_reads_its_share_of_the_bytes(monkeypatch: pytest.MonkeyPatch, so
     ((first, second),) = ranks_of(monkeypatch, architecture(), LM, 2, 1)
     read_by = []
     for rank in (first, second):
-        folder = HfFolder(source)
+        folder = CountingFolder(source)
         rank.load(folder)
         read_by.append(folder.bytes_read)
     tensors = read(source)

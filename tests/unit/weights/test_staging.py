@@ -139,11 +139,13 @@ def test_a_killed_replacement_leaves_the_old_folder_or_the_new_one(tmp_path: Pat
         assert not list(target.parent.glob("mg.replaced*")), last
 
 
-def test_a_folder_of_that_name_that_nothing_was_moved_to_is_kept(tmp_path: Path) -> None:
-    """`mg.replaced` of the user's own, where no target is replaced."""
-    fill(tmp_path / "mg.replaced", {"mine": "x"})
-    staged(tmp_path / "mg", replace=False).publish()
-    assert content(tmp_path / "mg.replaced") == {"mine": "x"} and content(tmp_path / "mg") == NEW
+@pytest.mark.parametrize("before", [{}, OLD], ids=["nothing there", "replacing"])
+def test_a_folder_of_the_user_with_a_name_like_ours_is_kept(
+    tmp_path: Path, before: dict[str, str]
+) -> None:
+    prepared(tmp_path / "mg", before, stale=True).publish()
+    assert content(tmp_path / "mg") == NEW and content(tmp_path / "mg.replaced") == USERS
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mg", "mg.replaced"]
 
 
 def test_a_link_is_replaced_and_what_it_leads_to_is_kept(tmp_path: Path) -> None:
@@ -184,6 +186,15 @@ def test_parts_noted_after_a_line_that_was_cut_off_are_found(tmp_path: Path) -> 
     staged(target, False, rewritten).close()
     assert rewritten == ["b/b.pt"] and journal.read_bytes().startswith(head)
     assert staged(target, False, rewritten).kept.keys() == set(PARTS) and len(rewritten) == 1
+
+
+def test_a_part_whose_bytes_have_changed_is_written_again(tmp_path: Path) -> None:
+    staged(tmp_path / "mg", replace=False).close()
+    part = tmp_path / "mg.partial" / PARTS[0]
+    part.write_text(part.read_text().swapcase())  # as many bytes
+    rewritten: list[str] = []
+    staged(tmp_path / "mg", False, rewritten).publish()
+    assert rewritten == [PARTS[0]] and content(tmp_path / "mg") == NEW
 
 
 def test_a_folder_that_is_being_published_is_not_taken_over(tmp_path: Path) -> None:
@@ -255,12 +266,6 @@ def test_the_command_killed_between_two_files_keeps_the_first(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mg"]
     assert main([str(tmp_path / "mg"), str(tmp_path / "back"), "--to", "hf"]) == 0
     assert_same(read_folder(tmp_path / "back"), tensors)
-
-
-def test_a_replacement_keeps_a_folder_of_the_user(tmp_path: Path) -> None:
-    prepared(tmp_path / "mg", OLD, stale=True).publish()
-    assert content(tmp_path / "mg") == NEW and content(tmp_path / "mg.replaced") == USERS
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mg", "mg.replaced"]
 
 
 def test_files_that_the_journal_does_not_name_are_kept_and_reported(tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""Tensors and files that are planned first and made when their turn comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_rlxf.models.parameters import StageParameter
+
+COPY_BYTES = 1 << 24
+
+Wrote = Callable[[int], None]
+"""Called with the bytes of each tensor that is written."""
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor that is made when it is written, and dropped after that."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> PlannedTensor:
+        """A tensor that is there already."""
+        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+    def parts(self) -> Iterator[memoryview]:
+        """Make the tensor; yield its bytes in parts, so that what copies them holds little."""
+        tensor = self.make()
+        assert tensor.shape == self.shape and tensor.dtype == self.dtype, (
+            f"planned {self.shape} {self.dtype}, got {tensor.shape} {tensor.dtype}"
+        )
+        data: Any = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        for start in range(0, len(data), COPY_BYTES):
+            yield data[start : start + COPY_BYTES]
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file of a converted folder.
+
+    path:      within the folder
+    num_bytes: of its tensors
+    write:     called as write(path, wrote=...), writes the file; returns a note for JSON
+    """
+
+    path: str
+    num_bytes: int
+    write: Callable[..., Any]
+
+
+MakeShard = Callable[[StageParameter, int], PlannedTensor]
+"""(parameter, tensor-parallel rank) -> that rank's part of it."""

@@ -1,0 +1,141 @@
+"""Safetensors files: written tensor by tensor, read box by box.
+
+The library wants all tensors of a file at once. It maps the files that it reads, which ends the
+process where a file is cut short meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from math import prod
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from mindspeed_rlxf.files.safe import new_file
+from mindspeed_rlxf.weights.boxes import Box, Shape, StoredBox
+from mindspeed_rlxf.weights.pickle_names import shown
+from mindspeed_rlxf.weights.planned import PlannedTensor, Wrote
+from mindspeed_rlxf.weights.regular import open_regular, parse_json
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
+ALIGNMENT = 8  # of the data, bytes
+MAX_HEADER_BYTES = 32 << 20  # 300,000 tensors
+METADATA = "__metadata__"
+HEADER_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What `SafetensorsFile.tensors` raises where a header is damaged or does not fit its file."""
+
+
+def write_safetensors(path: Path, tensors: dict[str, PlannedTensor], wrote: Wrote) -> None:
+    """Write the file in place of what has the name, and have it on the disk on return."""
+    header: dict[str, object] = {METADATA: {"format": "pt"}}
+    end = 0
+    for name, planned in tensors.items():
+        start, end = end, end + planned.num_bytes
+        header[name] = {
+            "dtype": DTYPES[planned.dtype],
+            "shape": list(planned.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with new_file(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for planned in tensors.values():
+            file.writelines(planned.parts())
+            wrote(planned.num_bytes)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def aligned(tensors: dict[str, PlannedTensor]) -> dict[str, PlannedTensor]:
+    """The tensors with wide dtypes first, as the library writes them, so that all are aligned."""
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+class SafetensorsFile:
+    """A file that is open while boxes of its tensors are read."""
+
+    def __init__(self, path: Path, open_file: Callable[[Path], IO[bytes]] = open_regular) -> None:
+        self.path, self._open_file = path, open_file
+
+    @cached_property
+    def stream(self) -> IO[bytes]:
+        return self._open_file(self.path)
+
+    def tensors(self) -> Iterator[tuple[str, torch.dtype, Shape, int]]:
+        """Name, dtype and shape of each tensor, and the number of its first byte.
+
+        Errors: HEADER_ERRORS
+        """
+        length = int.from_bytes(self._read_bytes(0, 8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"its header has {length} bytes")
+        header = parse_json(self._read_bytes(8, length), self.path)
+        header.pop(METADATA, None)
+        data, end = 8 + length, os.fstat(self.stream.fileno()).st_size
+        for name, about in header.items():
+            shape, dtype = tuple(about["shape"]), OF_NAME[about["dtype"]]
+            first, last = about["data_offsets"]
+            if {type(n) for n in (first, last, *shape)} != {int}:
+                raise ValueError(f"{shown(name)} has numbers of another kind")
+            fits = last - first == prod(shape) * dtype.itemsize and data + last <= end
+            if not fits or not name.isprintable() or min(first, *shape) < 0:
+                raise ValueError(f"{shown(name)} does not fit the file")
+            yield name, dtype, shape, data + first
+
+    def stored_box(self, first_byte: int, dtype: torch.dtype, box: Box) -> StoredBox:
+        """A tensor of the file as a box of another one."""
+        return StoredBox(box, partial(self._read_box, first_byte, dtype, box))
+
+    def _read_box(self, first_byte: int, dtype: torch.dtype, stored: Box, wanted: Box) -> Tensor:
+        """first_byte: of the stored box in the file. Reads at once where whole rows are wanted."""
+        result = torch.empty(wanted.shape, dtype=dtype)
+        if not result.numel():
+            return result
+        target = memoryview(result.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        whole_rows = wanted.shape[1:] == stored.shape[1:]
+        done, row_size = 0, prod(stored.shape[1:])
+        for rows in [wanted] if whole_rows else wanted.split(1):
+            first, *rest = rows.within(stored).starts
+            number, end = first * row_size + sum(rest), done + rows.numel * dtype.itemsize
+            self._read_into(first_byte + number * dtype.itemsize, target[done:end])
+            done = end
+        return result
+
+    def _read_bytes(self, offset: int, length: int) -> bytes:
+        content = bytearray(length)
+        self._read_into(offset, memoryview(content))
+        return bytes(content)
+
+    def _read_into(self, offset: int, target: memoryview) -> None:
+        done = 0
+        while done < len(target):
+            count = os.preadv(self.stream.fileno(), [target[done:]], offset + done)
+            if count == 0:
+                raise ValueError(f"{self.path} is truncated; copy it again")
+            done += count
+
+    def close(self) -> None:
+        """Close the file until it is read again."""
+        if stream := vars(self).pop("stream", None):
+            stream.close()
