@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.hf_config import absurd_fields
-from mindspeed_rlxf.files.plain import folder_problem, parse_json, read_json
-from mindspeed_rlxf.files.safe import is_plain_path, leading_out, leaves, read_inside
+from mindspeed_rlxf.files.plain import folder_problem, parse_json, read_text
+from mindspeed_rlxf.files.safe import is_plain_path, leads_outside, outside_message, read_inside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,11 +111,11 @@ def _check_files(folder: Path) -> None:
     for file in sorted(file for place in places for file in place.iterdir()):
         if file.name.endswith(NOT_READ) or (file.is_dir() and file.name != TEMPLATES):
             continue
-        if file.is_symlink() and leaves(folder, file):
-            raise ValueError(leading_out(file))
+        if file.is_symlink() and leads_outside(folder, file):
+            raise ValueError(outside_message(file))
         if file.exists() and not file.is_dir() and not stat.S_ISREG(file.stat().st_mode):
             raise ValueError(f"{file} must be a plain file; remove it")
-    config = json.loads(read_inside(folder, CONFIG)) if (folder / CONFIG).exists() else {}
+    config = parse_json(read_inside(folder, CONFIG)) if (folder / CONFIG).exists() else {}
     for key, value in config.items() if isinstance(config, dict) else ():
         names = value if key == "fast_tokenizer_files" and isinstance(value, list) else [value]
         if not key.endswith(("_file", "_files")) or key in STALE:
@@ -143,7 +143,7 @@ def _size_problem(config: Path) -> str | None:
     if not config.exists():
         return None
     try:
-        found = read_json(config)
+        found = parse_json(read_text(config))
     except (OSError, ValueError) as error:
         return f"config.json is not valid JSON ({_first_line(error)})"
     return next(absurd_fields(found), None) if isinstance(found, dict) else None

@@ -27,8 +27,8 @@ from torch import Tensor
 from mindspeed_rlxf.device import random_states
 from mindspeed_rlxf.engine.hf_shards import Shard, shards
 from mindspeed_rlxf.engine.slots import held_slots, make_slots, step_of
+from mindspeed_rlxf.files.plain import read_json
 from mindspeed_rlxf.files.safe import sync_folder
-from mindspeed_rlxf.weights.regular import read_json
 from mindspeed_rlxf.weights.role_state import (
     BUFFER_BYTES,
     WEIGHT,

@@ -1,7 +1,7 @@
 """Open, create and replace files where others may have put a link, a pipe or another file.
 
-Nothing here follows a link in the last part of a path, except inside the folder that is named
-(`open_inside`), and nothing waits for the other end of a pipe.
+No function follows a link in the last part of a path, except `open_inside` and `read_inside`, which
+follow links that stay in the folder. None waits for the other end of a pipe.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import stat
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-MAX_TEXT = 64 << 20  # bytes of a text that is read whole
+from mindspeed_rlxf.files.plain import MAX_TEXT, require_plain
+
 PRIVATE = 0o600
 """Mode of files that hold configuration, logs, metrics or samples."""
 
 HUB_SNAPSHOTS, HUB_BLOBS = "snapshots", "blobs"
 SUFFIX = ".tmp"  # of files that get their name later
-FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe does not block; see `_regular`
+FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # without waiting for a pipe
 HOW = {
     "r": os.O_RDONLY,
     "r+": os.O_RDWR,
@@ -77,7 +78,7 @@ def open_file(path: Path, how: str, mode: int | None = PRIVATE, **text: Any) -> 
             raise _refused(path, "is a link or a pipe") from None
         raise
     try:
-        _require_regular(descriptor, path)
+        require_plain(path, os.fstat(descriptor))
         if mode is not None and kind != "r":
             _set_mode(descriptor, mode)
         if kind == "w":
@@ -148,8 +149,24 @@ def is_plain_path(name: object) -> bool:
     return inside and path.as_posix() == name
 
 
-def leaves(folder: Path, path: Path) -> bool:
-    """Whether links take `path`, which is below `folder`, out of it.
+def locate_inside(folder: Path, name: str, manifest: str) -> Path:
+    """Return the path of a file that a manifest names, which must be in the manifest's folder.
+
+    manifest: name of the manifest, for the message
+    Errors: ValueError for an absolute path, one with `..`, and a link that leads out of the folder.
+    """
+    if not is_plain_path(name):
+        raise ValueError(
+            f"{folder / manifest} must name files of its own folder, not {name[:200]!r}; "
+            "do not use this folder, or copy it again"
+        )
+    if leads_outside(folder, folder / name):
+        raise ValueError(outside_message(folder / name))
+    return folder / name
+
+
+def leads_outside(folder: Path, path: Path) -> bool:
+    """Whether links lead from `path`, which is below `folder`, out of the folder.
 
     Links of Hugging Face's cache, from a snapshot to the blobs of the same model, do not.
     """
@@ -160,14 +177,14 @@ def leaves(folder: Path, path: Path) -> bool:
 def open_inside(folder: Path, name: str) -> IO[bytes]:
     """Open a file below `folder` for reading, through no link that leads out of it.
 
-    A link that is put there between the look at it and the opening is not followed either.
-    Errors: ValueError where it leads out or is no plain file, OSError.
+    A link that is put there between the check and the opening is not followed either.
+    Errors: ValueError where it leads out; OSError: NotPlainError as `plain.open_plain`.
     """
     path = folder / name
     target = _resolved(path)
     root = next((root for root in _roots(folder) if target.is_relative_to(root)), None)
     if root is None:
-        raise ValueError(leading_out(path))
+        raise ValueError(outside_message(path))
     descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     parts = target.relative_to(root).parts or (".",)
     for place, part in enumerate(parts, 1):
@@ -176,33 +193,33 @@ def open_inside(folder: Path, name: str) -> IO[bytes]:
             below = os.open(part, os.O_RDONLY | flags, dir_fd=descriptor)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise ValueError(leading_out(path)) from None
+                raise ValueError(outside_message(path)) from None
             raise OSError(error.errno, error.strerror, str(path)) from None
         finally:
             os.close(descriptor)
         descriptor = below
     try:
-        _require_regular(descriptor, path)
-    except OSError as error:
+        require_plain(path, os.fstat(descriptor))
+    except OSError:
         os.close(descriptor)
-        raise ValueError(f"{path} {error.strerror}; give a plain file") from None
+        raise
     return os.fdopen(descriptor, "rb")
 
 
-def read_inside(folder: Path, name: str, limit: int = MAX_TEXT) -> str:
-    """The text of a file below `folder`, of so many bytes at most.
+def read_inside(folder: Path, name: str, limit: int = MAX_TEXT) -> bytes:
+    """Read a whole file below `folder`.
 
-    Errors: as `open_inside`, ValueError for a longer one, UnicodeDecodeError.
+    Errors: as `open_inside`; ValueError for more than `limit` bytes.
     """
     with open_inside(folder, name) as stream:
         content = stream.read(limit + 1)
     if len(content) > limit:
         raise ValueError(f"{folder / name} has more than {limit} bytes; copy it again")
-    return content.decode("utf-8")
+    return content
 
 
-def leading_out(path: Path) -> str:
-    """The message of a link that is not followed."""
+def outside_message(path: Path) -> str:
+    """Error message for a link that leads out of its folder."""
     return (
         f"{path} must not lead out of its folder, it is a link to {_resolved(path)}; "
         "copy the file in its place"
@@ -220,11 +237,6 @@ def _resolved(path: Path) -> Path:
         return path.resolve()
     except (OSError, RuntimeError):  # links in a circle
         return Path(os.path.realpath(path))
-
-
-def _require_regular(descriptor: int, path: Path) -> None:
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise _refused(path, "is no plain file, but a pipe, a device or a folder")
 
 
 def _refused(path: Path, why: str) -> OSError:

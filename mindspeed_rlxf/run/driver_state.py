@@ -12,10 +12,10 @@ from typing import Any
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.data.prompts import Prompt
+from mindspeed_rlxf.files.plain import read_json
 from mindspeed_rlxf.reporting.line_file import LineFile
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore, missing_parts
-from mindspeed_rlxf.weights.regular import read_json
 from mindspeed_rlxf.weights.state_files import content_problem
 
 TRAINER = "trainer"

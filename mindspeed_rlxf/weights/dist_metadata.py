@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from mindspeed_rlxf.files.plain import open_plain
+from mindspeed_rlxf.files.safe import locate_inside
 from mindspeed_rlxf.weights.formats import COMMON, METADATA
 from mindspeed_rlxf.weights.inert_pickle import read_pickle
-from mindspeed_rlxf.weights.inside import inside
 from mindspeed_rlxf.weights.pickle_names import Inert, integers
 from mindspeed_rlxf.weights.pickle_values import Refused, shown
 from mindspeed_rlxf.weights.refusals import refusal, unreadable
-from mindspeed_rlxf.weights.regular import open_regular
 from mindspeed_rlxf.weights.torch_file import (
     MAX_AXES,
     MappedFile,
@@ -76,7 +76,7 @@ class Metadata:
 def read_metadata(folder: Path) -> Metadata:
     """Errors: ValueError where it is missing, damaged, or does not fit the files."""
     with _told(folder):
-        with open_regular(inside(folder, METADATA, METADATA)) as file:
+        with open_plain(locate_inside(folder, METADATA, METADATA)) as file:
             data = file.read(MAX_METADATA + 1)
         if len(data) > MAX_METADATA:
             raise Refused(f"more than {MAX_METADATA} bytes")
@@ -115,7 +115,7 @@ def check_objects(metadata: Metadata) -> None:
             seen.add(data)
     common = metadata.folder / COMMON
     if common.exists():
-        read_torch_file(inside(metadata.folder, COMMON, METADATA))
+        read_torch_file(locate_inside(metadata.folder, COMMON, METADATA))
 
 
 class _Files:
@@ -152,7 +152,7 @@ class _Files:
         return chunks, [Window(*place) for place in objects.values()]
 
     def _map(self, name: str) -> MappedFile:
-        self._mapped[name] = MappedFile(inside(self.folder, name, METADATA))
+        self._mapped[name] = MappedFile(locate_inside(self.folder, name, METADATA))
         self._used[name] = 0
         return self._mapped[name]
 

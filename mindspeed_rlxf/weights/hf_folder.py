@@ -10,12 +10,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mindspeed_rlxf.files.safe import open_inside
+from mindspeed_rlxf.files.plain import MAX_JSON, parse_json
+from mindspeed_rlxf.files.safe import locate_inside, open_inside, read_inside
 from mindspeed_rlxf.models.parameters import Slice
 from mindspeed_rlxf.weights.formats import INDEX, SINGLE
-from mindspeed_rlxf.weights.inside import inside
 from mindspeed_rlxf.weights.reader import WeightReader
-from mindspeed_rlxf.weights.regular import MAX_JSON, parse_json
 
 
 class HfFolder:
@@ -81,7 +80,8 @@ class HfFolder:
         index = self.folder / INDEX
         if index.exists():
             weight_map = _weight_map(index)
-            paths = {f: inside(self.folder, f, INDEX) for f in sorted(set(weight_map.values()))}
+            files = sorted(set(weight_map.values()))
+            paths = {file: locate_inside(self.folder, file, INDEX) for file in files}
             missing = [file for file, path in paths.items() if not path.exists()]
             if missing:
                 raise ValueError(f"{index} names files that are missing: {', '.join(missing)}")
@@ -97,16 +97,13 @@ class HfFolder:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        with open_inside(index.parent, index.name) as stream:
-            text = stream.read(MAX_JSON + 1)
+        text = read_inside(index.parent, index.name, MAX_JSON)
     except OSError as error:
         raise ValueError(f"{index} cannot be read ({error.strerror}); copy it again") from None
-    if len(text) > MAX_JSON:
-        raise ValueError(f"{index} has more than {MAX_JSON} bytes; copy it again")
     try:
-        found = parse_json(text, index)["weight_map"]
+        found = parse_json(text)["weight_map"]
         return {str(name): str(file) for name, file in dict(found).items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index} has no readable weight_map ({error!r}); copy it again") from None
 
 

@@ -21,12 +21,12 @@ from typing import IO, Any, Protocol
 import torch
 from torch import Tensor
 
+from mindspeed_rlxf.files.plain import open_plain, parse_json
+from mindspeed_rlxf.files.safe import locate_inside
 from mindspeed_rlxf.models.parameters import Slice
 from mindspeed_rlxf.weights.boxes import Box, whole
 from mindspeed_rlxf.weights.formats import STATE_FILES
-from mindspeed_rlxf.weights.inside import inside
 from mindspeed_rlxf.weights.pickle_values import shown
-from mindspeed_rlxf.weights.regular import open_regular, parse_json
 from mindspeed_rlxf.weights.safetensors_writer import DTYPES, write_safetensors
 from mindspeed_rlxf.weights.torch_file_writer import PlannedTensor
 
@@ -106,7 +106,7 @@ class RunState:
         self.bytes_read = 0
         self._pieces: dict[tuple[str, str], list[StoredPiece]] = {}
         for file in sorted(folder.glob(STATE_FILES)):
-            for slot, name, piece in _stored_pieces(inside(folder, file.name, STATE_FILES)):
+            for slot, name, piece in _stored_pieces(locate_inside(folder, file.name, STATE_FILES)):
                 self._pieces.setdefault((slot, name), []).append(piece)
         self._open: dict[Path, IO[bytes]] = {}
         self._files = ExitStack()
@@ -156,7 +156,7 @@ class RunState:
 
     def _read(self, piece: StoredPiece, offset: int, target: memoryview) -> None:
         if piece.file not in self._open:
-            self._open[piece.file] = self._files.enter_context(open_regular(piece.file))
+            self._open[piece.file] = self._files.enter_context(open_plain(piece.file))
         done = 0
         while done < len(target):
             count = os.preadv(self._open[piece.file].fileno(), [target[done:]], offset + done)
@@ -191,14 +191,14 @@ class RunState:
 def _stored_pieces(file: Path) -> list[tuple[str, str, StoredPiece]]:
     """Slot, name and place of each piece. Errors: ValueError for what we do not write."""
     try:
-        with open_regular(file) as stream:
+        with open_plain(file) as stream:
             length = int.from_bytes(stream.read(8), "little")
             if length > MAX_HEADER_BYTES:
                 raise ValueError(f"its header has {length} bytes")
             text = stream.read(length)
             if len(text) != length:
                 raise ValueError("its header is cut short")
-            header = parse_json(text, file)
+            header = parse_json(text)
             size = stream.seek(0, os.SEEK_END)
         return [
             _stored_piece(file, key, about, 8 + length, size)

@@ -193,7 +193,7 @@ def test_a_folder_in_place_of_a_file_cannot_be_read(make_tokenizer, tmp_path):
     folder = tmp_path / "folder.jsonl"
     folder.mkdir()
     (problem,) = problems_of(str(folder), make_tokenizer())
-    assert "cannot be read: Is a directory" in problem
+    assert "cannot be read: it is a folder, not a plain file" in problem
 
 
 def test_a_broken_parquet_file_is_named(make_tokenizer, tmp_path):
