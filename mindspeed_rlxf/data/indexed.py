@@ -1,4 +1,4 @@
-"""Megatron's indexed data set: sequences of numbers in `PATH.bin`, where they lie in `PATH.idx`.
+"""Read and write Megatron's indexed data sets: numbers in `PATH.bin`, their places in `PATH.idx`.
 
 The `.idx` file, little endian: MAGIC, version (uint64, 1), code of the dtype (uint8), number of
 sequences n and of document bounds n+1 (uint64), lengths in items [n] int32, offsets in bytes [n]
@@ -48,12 +48,19 @@ class IndexedWriter:
         self._lengths = array("i")
 
     def add(self, items: bytes | memoryview, lengths: Sequence[int]) -> None:
-        """`items`: the sequences behind each other, in the writer's dtype, `lengths` in items."""
+        """Append sequences. items: all of them, concatenated, in the writer's dtype."""
         assert len(items) == sum(lengths) * self._dtype.itemsize, "lengths are those of the items"
         self._bin.write(items)
         self._lengths.extend(lengths)
 
+    def add_all(self, reader: IndexedReader) -> None:
+        """Append every sequence of another data set, which has the writer's dtype."""
+        for place in range(len(reader)):
+            sequence = reader[place]
+            self.add(sequence.tobytes(), [len(sequence)])
+
     def close(self) -> None:
+        """Write the index and flush both files to the disk."""
         lengths = np.asarray(self._lengths, dtype=np.int32)
         ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
         (code,) = (code for code, dtype in DTYPES.items() if dtype == self._dtype)
@@ -93,7 +100,7 @@ class IndexedReader:
         self._bytes = np.memmap(content, np.uint8, "r") if found else np.zeros(0, np.uint8)
 
     def _check_places(self, content: Path, found: int) -> None:
-        """Every sequence lies in the file, and all together are no more than the file."""
+        """Require that every sequence is inside the file, and that none overlap."""
         if not len(self):
             return
         if self._lengths.min() < 0 or self._offsets.min() < 0:
@@ -117,7 +124,7 @@ class IndexedReader:
 
 
 class BrokenIndex(ValueError):
-    """Files that are no indexed data set, or not all of one."""
+    """The files are not a whole indexed data set."""
 
 
 def _with_ending(path: Path, ending: str) -> Path:

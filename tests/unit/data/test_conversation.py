@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.data.conversation import UnusableRow, conversation_of
 from mindspeed_rlxf.data.handlers import HANDLERS
+from mindspeed_rlxf.data.preprocessing.examples import UnusableRow, make_example
 from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys, parse_map_keys
 
 PPO = HANDLERS["PPOAlpacaStyleInstructionHandler"]
@@ -16,7 +16,7 @@ KEYS = MapKeys("p", "q", "r", "h", "s")
 
 
 def turns_of(row: dict[str, Any], keys: MapKeys = KEYS) -> list[tuple[str, str]]:
-    return [tuple(turn) for turn in conversation_of(row, keys)]  # type: ignore[misc]
+    return [tuple(turn) for turn in make_example(row, keys, PPO).turns]  # type: ignore[misc]
 
 
 def message(role: str, content: str) -> dict[str, str]:
@@ -77,7 +77,7 @@ def test_a_row_becomes_turns(row: dict[str, Any], expected: list[tuple[str, str]
 )
 def test_a_row_that_makes_no_prompt_has_a_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnusableRow) as error:
-        conversation_of(row, KEYS)
+        make_example(row, KEYS, PPO)
     assert error.value.reason == reason
     assert "; " in str(error.value)  # rule, value; remedy
 
