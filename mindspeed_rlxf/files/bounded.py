@@ -1,8 +1,8 @@
 """Run code that hostile input may keep busy for ever in a forked process with limits.
 
-The kernel enforces the limits, because neither a deadline nor a signal handler in this process stops
-a power of large integers or a text of terabytes. Results come back as JSON: numbers, texts, lists
-and dicts, whose keys may be numbers too.
+The kernel enforces the limits, because neither a deadline nor a signal handler in this process
+stops a power of large integers or a text of terabytes. Results come back as JSON: numbers, texts,
+lists and dicts, whose keys may be numbers too.
 """
 
 from __future__ import annotations

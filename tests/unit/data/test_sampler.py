@@ -63,7 +63,7 @@ def test_the_epoch_counts_whole_passes():
     epochs = []
     for _ in range(4):
         sampler.next_batch()
-        epochs.append(sampler.epoch)
+        epochs.append(sampler.state_dict()["epoch"])
     assert epochs == [0, 1, 2, 3]
 
 
@@ -75,7 +75,3 @@ def test_a_state_of_another_stream_is_refused(other):
         PromptSampler(num_prompts, 2, seed, shuffle).load_state_dict(state)
 
 
-@pytest.mark.parametrize("arguments", [(0, 1, 1), (1, 0, 1), (1, 1, -1)])
-def test_sizes_below_their_minimum_are_refused(arguments):
-    with pytest.raises(ValueError, match="must be at least"):
-        PromptSampler(*arguments, shuffle=True)
