@@ -73,5 +73,3 @@ def test_a_state_of_another_stream_is_refused(other):
     state = PromptSampler(10, 2, 7, True).state_dict()
     with pytest.raises(ValueError, match="of the saved run"):
         PromptSampler(num_prompts, 2, seed, shuffle).load_state_dict(state)
-
-

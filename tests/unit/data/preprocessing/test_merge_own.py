@@ -16,11 +16,10 @@ from mindspeed_rlxf.data.indexed import IndexedWriter
 from mindspeed_rlxf.data.indexed_prompts import load_indexed_prompts
 from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
 from mindspeed_rlxf.data.preprocessing.merge import merge
-from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from mindspeed_rlxf.data.preprocessing.writer import PromptSetWriter
-from mindspeed_rlxf.data.sidecar import Sidecar, read_sidecar
+from mindspeed_rlxf.data.sidecar import read_sidecar
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
-from tests.unit.data.byte_tokenizer import write_tokenizer
+from tests.unit.data.bench import Bench
 from tests.unit.data.plain_pairs import write_pair
 
 COLUMNS = ("input_ids", "attention_mask", "answer")
@@ -31,27 +30,13 @@ ROWS: dict[str, list[Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
 @pytest.fixture
-def sets(tmp_path: Path, tokenizer: str) -> Path:
-    """A folder with the sets `a`, of whose rows one is rejected, and `b`."""
+def sets(bench: Bench, tmp_path: Path) -> Path:
+    """A folder with the sets `a`, one of whose rows is rejected, and `b`."""
     for name, rows in ROWS.items():
-        file = tmp_path / f"{name}.jsonl"
-        file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-        prefix = str(tmp_path / "sets" / name)
-        keys = MapKeys("prompt", None)
-        preprocess(PreprocessOptions((str(file),), prefix, tokenizer, "qwen", keys))
+        file, prefix = bench.write(f"{name}.jsonl", *rows), str(tmp_path / "sets" / name)
+        bench.run(file, output_prefix=prefix, template="qwen", map_keys=MapKeys("prompt", None))
     return tmp_path / "sets"
-
-
-def sidecar(prefix: Path) -> Sidecar:
-    found = read_sidecar(prefix)
-    assert found is not None
-    return found
 
 
 def change(sets: Path, name: str, edit: Callable[[dict[str, Any]], Any]) -> None:
@@ -70,7 +55,7 @@ def problems_of(sets: Path, keys: tuple[str, ...] = KEYS) -> list[str]:
     return list(map(str, error.value.problems))
 
 
-def test_the_merged_set_is_trained_on_as_its_parts_are(sets: Path, tokenizer: str) -> None:
+def test_the_merged_set_is_trained_on_as_its_parts_are(sets: Path, tokenizer_folder: str) -> None:
     output = sets.parent / "out" / "all"
     merged = merge(str(sets), KEYS, str(output))
     assert merged == {f"{output}_{key}": 3 for key in KEYS}
@@ -78,15 +63,15 @@ def test_the_merged_set_is_trained_on_as_its_parts_are(sets: Path, tokenizer: st
 
     def prompts(*prefixes: Path) -> Any:
         names = [str(prefix) for prefix in prefixes]
-        found = load_indexed_prompts(names, load_tokenizer(tokenizer), keys, 1000)
+        found = load_indexed_prompts(names, load_tokenizer(tokenizer_folder), keys, 1000)
         rows = [(p.index, p.text, p.token_ids.tolist(), p.ground_truth) for p in found.prompts]
         return rows, found.stop_token_ids
 
     assert prompts(output) == prompts(sets / "a", sets / "b")
     assert [truth for *_, truth in prompts(output)[0]] == ["2", "4", "6"]
-    ours, first = sidecar(output), sidecar(sets / "a")
+    ours, first = read_sidecar(output), read_sidecar(sets / "a")
     assert ours.model_copy(update={"counts": first.counts}) == first
-    tokens = [sidecar(sets / name).counts.pop("tokens") for name in "ab"]
+    tokens = [read_sidecar(sets / name).counts.pop("tokens") for name in "ab"]
     assert ours.counts.pop("tokens") == sum(tokens)  # type: ignore[arg-type]
     assert ours.counts == {
         "rows_read": 4, "rows_written": 3, "dropped": first.counts["dropped"], "cut": 0,
