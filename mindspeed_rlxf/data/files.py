@@ -214,16 +214,16 @@ def _parquet_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
     import pyarrow.parquet as pq
 
     number = 0
-    try:
-        with open_plain(file) as stream:
+    with open_plain(file) as stream:
+        try:
             for batch in pq.ParquetFile(stream).iter_batches(batch_size=1024):
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-    except (pa.ArrowException, ValueError, RecursionError, MemoryError, OverflowError) as error:
-        message = (str(error).splitlines() or [type(error).__name__])[0]
-        problem = fault(f"must be a parquet file ({message})", "write it again or use jsonl")
-        raise BrokenFile(number, problem) from error
+        except (pa.ArrowException, ValueError, RecursionError, MemoryError, OverflowError) as error:
+            message = (str(error).splitlines() or [type(error).__name__])[0]
+            problem = fault(f"must be a parquet file ({message})", "write it again or use jsonl")
+            raise BrokenFile(number, problem) from error
 
 
 READERS: dict[str, Callable[[str], Iterator[tuple[int, Row | BadRow]]]] = {

@@ -40,12 +40,9 @@ def test_select_takes_rows_in_the_order_asked_for() -> None:
     assert got.num_rows == 3 and got.names == ["3", "0", "3"]
     assert got.ids.tolist() == [[31, 32], [1, 2], [31, 32]]
     assert got.scores.tolist() == [3.0, 0.0, 3.0]
-
-
-def test_select_of_no_rows_keeps_types_and_widths() -> None:
-    got = sample(4, 2).select([])
-    assert got.num_rows == 0 and got.names == []
-    assert got.ids.shape == (0, 2) and got.mask.dtype == torch.bool
+    none = sample(4, 2).select([])
+    assert none.num_rows == 0 and none.names == []
+    assert none.ids.shape == (0, 2) and none.mask.dtype == torch.bool
 
 
 def test_joining_pads_narrower_parts_with_zeros() -> None:

@@ -31,24 +31,18 @@ def load(tmp_path: Path, *rows: Any, num_samples: int = 0, name: str = "r.jsonl"
     return load_fixed_responses(str(file), Letters(), (EOS, 9), 12, 4, num_samples)  # type: ignore[arg-type]
 
 
-def test_rows_answer_the_samples_in_order(tmp_path: Path) -> None:
+def test_rows_answer_the_samples_in_order_or_by_their_ids(tmp_path: Path) -> None:
     found = load(tmp_path, {"response_ids": [5, 2]}, {"response_ids": [6]}, num_samples=2)
     assert found.of([1, 0], PROMPTS) == [[6], [5, 2]]
-
-
-def test_sample_ids_name_what_a_row_answers(tmp_path: Path) -> None:
     rows = [{"sample_id": 1, "response_ids": [6], "iteration": 1}]
     rows += [{"sample_id": 0, "response_ids": [5]}]
     assert load(tmp_path, *rows, num_samples=2).of([0, 1], PROMPTS) == [[5], [6]]
 
 
-def test_text_is_ended_by_eos_where_there_is_room(tmp_path: Path) -> None:
-    found = load(tmp_path, {"response": "ab"}, {"response": "abab"})
+def test_text_is_ended_by_one_eos_where_there_is_room(tmp_path: Path) -> None:
+    found = load(tmp_path, *({"response": text} for text in ("ab", "abab", "ag")))
     assert found.of([0, 1], PROMPTS) == [[3, 4, EOS], [3, 4, 3, 4]]
-
-
-def test_text_that_spells_eos_gets_no_second_one(tmp_path: Path) -> None:
-    assert load(tmp_path, {"response": "ag"}).of([0], PROMPTS[:1]) == [[3, 9]]  # g is token 9
+    assert found.of([2], PROMPTS[:1]) == [[3, 9]]  # g is token 9, an EOS
 
 
 def test_a_response_to_another_prompt_is_refused(tmp_path: Path) -> None:

@@ -49,14 +49,6 @@ def test_rows_of_several_files_come_in_order_with_all_fields(make_tokenizer, ids
     assert prompts[0].token_ids.tolist() == ids_of("1+1=")
 
 
-def test_no_files_give_no_prompts(make_tokenizer):
-    assert load_prompts([], make_tokenizer(), data(), 10) == []
-
-
-def test_one_file_may_be_given_as_a_string(make_tokenizer, write_jsonl):
-    assert len(load_prompts(write_jsonl({"prompt": "a"}), make_tokenizer(), data(), 10)) == 1
-
-
 def test_special_tokens_are_added_but_no_eos_is_appended(make_tokenizer, ids_of, write_jsonl):
     tokenizer = make_tokenizer("<bos> $A <eos>")
     (prompt,) = load_prompts(write_jsonl({"prompt": "ab"}), tokenizer, data(), 100)
@@ -95,17 +87,10 @@ def test_texts_and_chats_may_mix_in_a_file(make_tokenizer, ids_of, write_jsonl):
 
 
 def test_dotted_keys_reach_nested_columns_of_parquet(make_tokenizer, tmp_path):
+    chats = [[{"role": "user", "content": text, "tool": None}] for text in ("one", "two")]
     rows = [
-        {
-            "question": [{"role": "user", "content": "one", "tool": None}],
-            "reward": {"truth": {"text": "1"}},
-            "data_source": "a",
-        },
-        {
-            "question": [{"role": "user", "content": "two", "tool": None}],
-            "reward": {"truth": {"text": "2"}},
-            "data_source": "b",
-        },
+        {"question": chats[0], "reward": {"truth": {"text": "1"}}, "data_source": "a"},
+        {"question": chats[1], "reward": {"truth": {"text": "2"}}, "data_source": "b"},
     ]
     file = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist(rows), file)
@@ -189,25 +174,21 @@ def test_all_problems_of_all_files_come_at_once(make_tokenizer, write_jsonl, tmp
     assert "must be .jsonl, .json or .parquet, not '.csv'" in problems[5]
 
 
-def test_a_folder_in_place_of_a_file_cannot_be_read(make_tokenizer, tmp_path):
-    folder = tmp_path / "folder.jsonl"
-    folder.mkdir()
-    (problem,) = problems_of(str(folder), make_tokenizer())
-    assert "cannot be read: it is a folder, not a plain file" in problem
-
-
-def test_a_broken_parquet_file_is_named(make_tokenizer, tmp_path):
-    file = tmp_path / "rows.parquet"
-    file.write_bytes(b"not parquet at all")
-    (problem,) = problems_of(str(file), make_tokenizer())
-    assert problem.startswith(f"{file}: must be a parquet file (")
-
-
-def test_an_empty_parquet_file_is_named(make_tokenizer, tmp_path):
-    file = tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), file)
-    (problem,) = problems_of(str(file), make_tokenizer())
-    assert "this one is empty" in problem
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (Path.mkdir, "cannot be read: it is a folder, not a plain file"),
+        (lambda file: file.write_bytes(b"not parquet"), "must be a parquet file ("),
+        (
+            lambda file: pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), file),
+            "a data file must hold at least one row, this one is empty",
+        ),
+    ],
+)
+def test_a_file_without_rows_is_named(make, problem, make_tokenizer, tmp_path):
+    make(tmp_path / "rows.parquet")
+    (found,) = problems_of(str(tmp_path / "rows.parquet"), make_tokenizer())
+    assert found.startswith(f"{tmp_path / 'rows.parquet'}: {problem}")
 
 
 def test_equal_problems_are_one_line_with_a_count(make_tokenizer, write_jsonl):

@@ -64,8 +64,8 @@ def test_answers_are_compared_as_numbers_or_as_normalised_text(
 
 
 def test_a_box_may_hold_braces() -> None:
-    assert boxed("a \\boxed{\\frac{1}{2}} b") == "\\frac{1}{2}"
-    assert final_answer("a \\boxed{\\frac{1}{2}} b 7") == "\\frac{1}{2}"
+    text = "a \\boxed{\\frac{1}{2}} b 7"
+    assert boxed(text) == final_answer(text) == "\\frac{1}{2}"
 
 
 def test_a_number_of_a_million_digits_costs_nothing() -> None:
