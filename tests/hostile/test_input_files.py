@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -54,9 +53,10 @@ def deadline() -> Iterator[None]:
 
 
 def bind_socket(place: Path) -> None:
-    # In its folder, because the name of a socket has at most 108 bytes.
-    with contextlib.chdir(place.parent), socket.socket(socket.AF_UNIX) as made:
-        made.bind(place.name)
+    folder = os.open(place.parent, os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX) as made:  # its name may have at most 108 bytes
+        made.bind(f"/proc/self/fd/{folder}/{place.name}")
+    os.close(folder)
 
 
 KINDS: dict[str, Callable[[Path], Any]] = {
