@@ -52,10 +52,6 @@ class FixedResponses:
         answered = self.prompts.get(sample_id)
         return answered is not None and answered != prompt.tolist()
 
-    def missing(self, num_samples: int) -> list[int]:
-        """List the ids of 0 .. num_samples - 1 that have no response."""
-        return [i for i in range(num_samples) if i not in self.by_sample_id]
-
 
 def other_prompt(sample_id: int, count: int = 1) -> Problem:
     """Make the problem of a response to another prompt. count: of such samples in all"""
@@ -105,8 +101,7 @@ def load_fixed_responses(
             texts[place] = row["prompt"]
     if len(has_ids) > 1:
         problems.add(0, fault("all rows or none must have a sample_id", "complete or remove them"))
-    responses = FixedResponses(found, prompts, texts)
-    lacking = responses.missing(num_samples)
+    lacking = [i for i in range(num_samples) if i not in found]
     if lacking and not problems.located():
         rule = f"the run's {num_samples} samples must have a response each"
         rule = f"{rule}, {len(lacking)} have none (the first: {lacking[0]})"
@@ -115,7 +110,7 @@ def load_fixed_responses(
         problems.add(0, fault(rule, remedy))
     if located := problems.located():
         raise UserError(located)
-    return responses
+    return FixedResponses(found, prompts, texts)
 
 
 class _Reader:

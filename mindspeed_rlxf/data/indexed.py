@@ -39,12 +39,16 @@ MAX_INDEX = 512 * 2**20  # bytes: 26 million sequences
 AnyArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
 
+class BrokenIndex(ValueError):
+    """The files are not a whole indexed data set."""
+
+
 class IndexedWriter:
-    """Appends sequences to `PATH.bin`; `close` writes `PATH.idx`. Raises OSError."""
+    """Appends sequences to `{path}.bin`; `close` writes `{path}.idx`. Raises OSError."""
 
     def __init__(self, path: Path, dtype: type[np.generic]) -> None:
         self._path, self._dtype = path, np.dtype(dtype)
-        self._bin = new_file(_with_ending(path, ".bin"))
+        self._bin = new_file(Path(f"{path}.bin"))
         self._lengths = array("i")
 
     def add(self, items: bytes | memoryview, lengths: Sequence[int]) -> None:
@@ -65,7 +69,7 @@ class IndexedWriter:
         ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
         (code,) = (code for code, dtype in DTYPES.items() if dtype == self._dtype)
         size = len(lengths)
-        with new_file(_with_ending(self._path, ".idx")) as stream:
+        with new_file(Path(f"{self._path}.idx")) as stream:
             stream.write(HEADER.pack(MAGIC, 1, code, size, size + 1))
             stream.write(lengths.tobytes())
             stream.write((ends - lengths * self._dtype.itemsize).tobytes())
@@ -82,7 +86,7 @@ class IndexedReader:
     """
 
     def __init__(self, path: Path) -> None:
-        index = read_plain(_with_ending(path, ".idx"), MAX_INDEX)
+        index = read_plain(Path(f"{path}.idx"), MAX_INDEX)
         if len(index) < HEADER.size:
             raise BrokenIndex(f"{path}.idx has {len(index)} bytes")
         magic, version, code, size, bounds = HEADER.unpack_from(index)
@@ -93,7 +97,7 @@ class IndexedReader:
         self.dtype: np.dtype[Any] = np.dtype(DTYPES[code])
         self._lengths = np.frombuffer(index, np.int32, size, HEADER.size)
         self._offsets = np.frombuffer(index, np.int64, size, HEADER.size + 4 * size)
-        content = _with_ending(path, ".bin")
+        content = Path(f"{path}.bin")
         with open_plain(content) as stream:
             found = os.fstat(stream.fileno()).st_size
         self._check_places(content, found)
@@ -121,14 +125,6 @@ class IndexedReader:
         start = self._offsets[place]
         stop = start + int(self._lengths[place]) * self.dtype.itemsize
         return np.frombuffer(self._bytes[start:stop].tobytes(), self.dtype)
-
-
-class BrokenIndex(ValueError):
-    """The files are not a whole indexed data set."""
-
-
-def _with_ending(path: Path, ending: str) -> Path:
-    return path.with_name(path.name + ending)  # with_suffix would take a dotted name apart
 
 
 def _flush(stream: Any) -> None:

@@ -53,7 +53,8 @@ def existing_files(prefix: Path) -> list[Path]:
     A removal in this order that is interrupted leaves no files that could pass for a data set.
     """
     columns = sorted(column_files(prefix), key=lambda name: not name.endswith(TOKEN_IDS))
-    parts = [_part(prefix, name, ending) for name in columns for ending in (".idx", ".bin")]
+    paths = [data_path(prefix, name) for name in columns]
+    parts = [Path(f"{path}{ending}") for path in paths for ending in (".idx", ".bin")]
     return [f for f in (sidecar_path(prefix), *parts, rejected_path(prefix)) if f.exists()]
 
 
@@ -64,7 +65,7 @@ def finish_interrupted(prefix: Path) -> None:
         with _lock(folder, prefix):
             _make_moves(folder, prefix)
             shutil.rmtree(folder, ignore_errors=True)
-        logger.warning("%s: the data set of an interrupted run was whole, it is in place", prefix)
+        logger.warning("%s: moved the whole data set of an interrupted run in place", prefix)
 
 
 class PromptSetWriter:
@@ -140,8 +141,8 @@ class PromptSetWriter:
         replace_file(self._folder / "meta", text)
         moves = [("rejected", rejected_path(self._prefix).name)] if has_rejected else []
         for name in reversed(self._writers):  # the prompts' index last: without it there is no set
-            for ending in (".bin", ".idx"):
-                moves.append((f"{name}{ending}", _part(self._prefix, name, ending).name))
+            target = data_path(self._prefix, name).name
+            moves += [(f"{name}{ending}", f"{target}{ending}") for ending in (".bin", ".idx")]
         moves.append(("meta", sidecar_path(self._prefix).name))
         replace_file(self._folder / f"{MOVES}.new", json.dumps(moves))
         (self._folder / f"{MOVES}.new").rename(self._folder / MOVES)
@@ -159,13 +160,9 @@ class PromptSetWriter:
 
     def _start_column(self, name: str) -> None:
         if len(self._files) == MAX_COLUMNS:
-            raise UserError(
-                Problem(
-                    "rows",
-                    f"must have at most {MAX_COLUMNS} different columns, {name!r} is one more",
-                    remedy="put what differs from row to row into one nested column",
-                )
-            )
+            rule = f"must have at most {MAX_COLUMNS} different columns, {name!r} is one more"
+            remedy = "put columns that differ from row to row into one nested column"
+            raise UserError(Problem("rows", rule, remedy=remedy))
         self._files[name] = file_name(name, set(self._writers))
         writer = IndexedWriter(self._folder / self._files[name], np.uint8)
         _add_values(writer, [None] * self.num_rows)
@@ -175,11 +172,6 @@ class PromptSetWriter:
 def _add_values(writer: IndexedWriter, values: Sequence[bytes | None]) -> None:
     whole = [b"null" if value is None else value for value in values]
     writer.add(b"".join(whole), [len(value) for value in whole])
-
-
-def _part(prefix: Path, column: str, ending: str) -> Path:
-    path = data_path(prefix, column)
-    return path.with_name(path.name + ending)
 
 
 def _encoding(name: str) -> Literal["token_ids", "labels", "mask"]:
