@@ -61,11 +61,6 @@ def test_empty_parts_join_without_a_trace() -> None:
     assert Sample.concat([sample(0, 0), sample(0, 0)]).num_rows == 0
 
 
-def test_one_part_is_joined_without_a_copy() -> None:
-    part = sample(2, 3)
-    assert Sample.concat([part]) is part
-
-
 @given(rows=st.integers(0, 12), parts=st.integers(1, 6))
 def test_split_parts_are_even_and_join_to_the_whole(rows: int, parts: int) -> None:
     whole = sample(rows, 3)
@@ -75,8 +70,9 @@ def test_split_parts_are_even_and_join_to_the_whole(rows: int, parts: int) -> No
     assert_equal(Sample.concat(pieces), whole)
 
 
-def test_selection_does_not_share_memory_with_its_source() -> None:
+def test_selections_are_copies_and_a_single_part_is_not() -> None:
     whole = sample(3, 2)
+    assert Sample.concat([whole]) is whole
     whole.select([1]).ids.zero_()
     assert whole.ids[1].tolist() == [11, 12]
 

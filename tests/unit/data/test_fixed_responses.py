@@ -45,8 +45,10 @@ def test_text_is_ended_by_one_eos_where_there_is_room(tmp_path: Path) -> None:
     assert found.of([2], PROMPTS[:1]) == [[3, 9]]  # g is token 9, an EOS
 
 
-def test_a_response_to_another_prompt_is_refused(tmp_path: Path) -> None:
+def test_responses_to_another_prompt_and_other_files_are_refused(tmp_path: Path) -> None:
     rows = [{"response_ids": [3], "prompt_ids": [7]}, {"response_ids": [4], "prompt_ids": [7, 9]}]
+    with pytest.raises(UserError, match=r"must be a \.jsonl file"):
+        load(tmp_path, *rows, name="r.txt")
     found = load(tmp_path, *rows)
     assert found.of([0], PROMPTS[:1]) == [[3]]
     with pytest.raises(UserError, match="the response to sample 1 must answer its prompt"):
@@ -97,8 +99,3 @@ def test_a_file_that_does_not_answer_every_sample_once_is_refused(
     with pytest.raises(UserError) as caught:
         load(tmp_path, *rows, num_samples=3)
     assert problem in str(caught.value)
-
-
-def test_other_kinds_of_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"must be a \.jsonl file"):
-        load(tmp_path, {"response_ids": [3]}, name="r.txt")

@@ -72,7 +72,7 @@ def test_every_response_of_a_conversation_is_labelled_and_the_prompt_is_before_t
     assert prompts(bench) == [(history, "")]
 
 
-def test_append_eod_ends_a_conversation_with_eos_once(bench: Bench) -> None:
+def test_append_eod_ends_a_conversation_with_one_eos(bench: Bench) -> None:
     rows = [{"instruction": "A", "output": "B"}]
     for template, text in (("chatml", "B<|im_end|><|end_of_text|>"), ("empty", "B<|end_of_text|>")):
         run(bench, "AlpacaStyleInstructionHandler", rows, template=template, append_eod=True)

@@ -186,9 +186,7 @@ def test_old_conversations_and_pairs_give_the_prompt_before_the_last_response(
         assert [p.text for p in found.prompts] == ["qansQ"]
 
 
-def test_a_data_set_that_waits_to_be_put_in_place_is_told(
-    tokenizer_folder: str, tmp_path: Path
-) -> None:
+def test_a_data_set_that_is_not_moved_yet_is_named(tokenizer_folder: str, tmp_path: Path) -> None:
     prefix = tmp_path / "set"
     partial_folder(prefix).mkdir()
     (partial_folder(prefix) / "moves").write_text("[]")

@@ -117,21 +117,37 @@ def test_long_prompts_follow_the_policy(
     assert (counts.cut, counts.dropped.total()) == (cut, 2 - len(texts))
 
 
-def test_strict_refuses_every_dropped_row(bench: Bench) -> None:
-    file = bench.write("a.jsonl", {"prompt": "a"}, {"prompt": 1}, b"{")
-    summary, *rows = bench.problems(file, strict=True)
-    assert summary == "--strict: no row may be dropped, 2 are; mend them"
-    assert [row.split(": ")[0] for row in rows] == [f"{file}:2", f"{file}:3"]
-
-
-def test_no_row_left_is_an_error_that_says_why(bench: Bench) -> None:
-    file = bench.write("a.jsonl", {"question": "a"}, {"question": "b"})
-    summary, row = bench.problems(file)
-    assert summary.startswith("a row must be left, of 2 rows none is (dropped: 2 no prompt); ")
-    assert "this one has question" in row
-    empty = bench.write("b.jsonl")
-    (problem,) = bench.problems(empty)
-    assert problem.startswith("a row must be left, of 0 rows none is (the files hold none); ")
+@pytest.mark.parametrize(
+    ("rows", "options", "problem", "places"),
+    [
+        (
+            [{"prompt": "a"}, {"prompt": 1}, b"{"],
+            {"strict": True},
+            "--strict: no row may be dropped, 2 are; ",
+            [2, 3],
+        ),
+        (
+            [{"question": "a"}, {"question": "b"}],
+            {},
+            "a row must be left, of 2 rows none is (dropped: 2 no prompt); ",
+            [1],
+        ),
+        ([], {}, "a row must be left, of 0 rows none is (the files hold none); ", []),
+        (
+            [{"prompt": "a", **{f"c{i}": i for i in range(257)}}],
+            {},
+            "rows must have at most 256 different columns, 'c256' is one more; ",
+            [],
+        ),
+    ],
+)
+def test_rows_that_make_no_data_set_are_named(
+    rows: list[Any], options: dict[str, Any], problem: str, places: list[int], bench: Bench
+) -> None:
+    file = bench.write("a.jsonl", *rows)
+    summary, *found = bench.problems(file, **options)
+    assert summary.startswith(problem)
+    assert [line.split(": ")[0] for line in found] == [f"{file}:{place}" for place in places]
 
 
 def test_a_column_that_no_row_has_is_named_but_not_that_of_the_response(bench: Bench) -> None:
@@ -165,10 +181,10 @@ def test_an_input_that_cannot_be_read_is_named(
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_huge_prompt_is_a_row_like_others(bench: Bench, workers: int) -> None:
+def test_a_huge_prompt_is_read_and_later_samples_are_not(bench: Bench, workers: int) -> None:
     text = "数 x" * 100_000
-    file = bench.write("a.jsonl", {"prompt": "a"}, {"prompt": text}, {"prompt": "b"})
-    bench.run(file, workers=workers)
+    file = bench.write("a.jsonl", *({"prompt": prompt} for prompt in ("a", text, "b", "c")))
+    assert bench.run(file, workers=workers, max_samples=3).rows_read == 3
     assert [len(ids) for ids in bench.sequences("input_ids")] == [1, 500_000, 1]
 
 
@@ -186,34 +202,15 @@ def test_the_output_does_not_depend_on_the_number_of_processes(
     assert len(bench.texts()) == 139  # 200 less 16 empty ones and 3 x 15 of 10, 11 and 12
 
 
-def test_only_the_first_rows_are_read(bench: Bench) -> None:
-    file = bench.write("a.jsonl", {"prompt": "a"}, {"prompt": 1}, {"prompt": "c"})
-    counts = bench.run(file, max_samples=2)
-    assert (counts.rows_read, bench.texts()) == (2, ["a"])
-
-
 def test_column_names_are_made_safe_and_stay_apart(bench: Bench) -> None:
     names = ["答案", "a/b", "a b", "A_B", "input_ids", "x" * 300, "_packed_"]
     file = bench.write("a.jsonl", {"prompt": "a", **dict.fromkeys(names, 1)})
     bench.run(file)
     files = {c.name: c.file for c in bench.sidecar().columns if c.encoding == "json"}
     assert list(files) == names
-    assert list(files.values()) == [
-        "__",
-        "a_b",
-        "a_b_2",
-        "A_B_3",
-        "input_ids_2",
-        "x" * 80,
-        "_pack_",
-    ]
+    expected = ["__", "a_b", "a_b_2", "A_B_3", "input_ids_2", "x" * 80, "_pack_"]
+    assert list(files.values()) == expected
     assert all(bench.column(file) == [1] for file in files.values())
-
-
-def test_too_many_columns_are_an_error(bench: Bench) -> None:
-    file = bench.write("a.jsonl", {"prompt": "a", **{f"c{i}": i for i in range(257)}})
-    (problem,) = bench.problems(file)
-    assert problem.startswith("rows must have at most 256 different columns, 'c256' is one more; ")
 
 
 def test_an_older_data_set_is_replaced_whole_or_not_touched(bench: Bench) -> None:
