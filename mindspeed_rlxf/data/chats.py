@@ -45,9 +45,9 @@ def _fill_one(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -
     try:
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         text = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
-    except RecursionError:  # its text depends on the depth at which Python stopped it
+    except RecursionError:  # its own message depends on the depth of the stack
         return "", "it calls itself without end"
-    except Exception as error:  # any kind: it is the template's code
+    except Exception as error:  # any type, because the template is a program
         return "", (str(error).splitlines() or [type(error).__name__])[0]
     if len(text) > MAX_TEXT:
         return "", f"it makes a text of {len(text)} characters"

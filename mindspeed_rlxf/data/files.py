@@ -38,12 +38,13 @@ class FileProblems:
         self._rows: dict[Problem, list[int]] = {}
 
     def add(self, row: int, problem: Problem) -> None:
-        """problem: of the row, without its place, see `fault`
-        row:     from 1, line of a jsonl file, row of a parquet file; 0 = the whole file
+        """Add the problem of one row.
+
+        row: from 1, line of a jsonl file, row of a parquet file; 0 = the whole file
         """
         self._rows.setdefault(problem, []).append(row)
 
-    def located(self) -> list[Problem]:
+    def list_problems(self) -> list[Problem]:
         """Return at most MAX_PROBLEMS_PER_FILE by `file:row`, and one that counts the others."""
         items = sorted(self._rows.items(), key=lambda item: item[1][0])
         found = [self._locate(*item) for item in items[:MAX_PROBLEMS_PER_FILE]]
@@ -112,7 +113,7 @@ def read_rows(file: str, problems: FileProblems) -> Iterator[tuple[int, Row]]:
         rule = f"cannot be read: {error.strerror or error}"
         problems.add(0, fault(rule, "check the path and its rights"))
         return
-    if count == 0 and not problems.located():
+    if count == 0 and not problems.list_problems():
         rule = "a data file must hold at least one row, this one is empty"
         problems.add(0, fault(rule, "fill or drop it"))
 

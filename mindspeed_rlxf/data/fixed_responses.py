@@ -37,14 +37,14 @@ class FixedResponses:
     prompts: Mapping[int, list[int]] = field(default_factory=dict)
     texts: Mapping[int, str] = field(default_factory=dict)
 
-    def of(self, sample_ids: Sequence[int], prompts: Sequence[np.ndarray]) -> list[list[int]]:
+    def look_up(self, sample_ids: Sequence[int], prompts: Sequence[np.ndarray]) -> list[list[int]]:
         """Return the responses to these samples. prompts: token ids of each sample's prompt
 
         Raises UserError for a response that was given to another prompt.
         """
         for sample_id, prompt in zip(sample_ids, prompts, strict=True):
             if self.differs(sample_id, prompt):
-                raise UserError(other_prompt(sample_id))
+                raise UserError(other_prompt_problem(sample_id))
         return [self.by_sample_id[sample_id] for sample_id in sample_ids]
 
     def differs(self, sample_id: int, prompt: np.ndarray) -> bool:
@@ -53,7 +53,7 @@ class FixedResponses:
         return answered is not None and answered != prompt.tolist()
 
 
-def other_prompt(sample_id: int, count: int = 1) -> Problem:
+def other_prompt_problem(sample_id: int, count: int = 1) -> Problem:
     """Make the problem of a response to another prompt. count: of such samples in all"""
     more = f" ({count - 1} more samples differ)" if count > 1 else ""
     return Problem(
@@ -102,13 +102,13 @@ def load_fixed_responses(
     if len(has_ids) > 1:
         problems.add(0, fault("all rows or none must have a sample_id", "complete or remove them"))
     lacking = [i for i in range(num_samples) if i not in found]
-    if lacking and not problems.located():
+    if lacking and not problems.list_problems():
         rule = f"the run's {num_samples} samples must have a response each"
         rule = f"{rule}, {len(lacking)} have none (the first: {lacking[0]})"
         remedy = "lower training.train_iters, or complete the file"
         remedy = f"{remedy} (logging.samples=all writes every response of a run)"
         problems.add(0, fault(rule, remedy))
-    if located := problems.located():
+    if located := problems.list_problems():
         raise UserError(located)
     return FixedResponses(found, prompts, texts)
 

@@ -110,7 +110,7 @@ class IndexedReader:
         if self._lengths.min() < 0 or self._offsets.min() < 0:
             raise BrokenIndex(f"the index of {content} has a negative length or place")
         sizes = self._lengths.astype(np.int64) * self.dtype.itemsize
-        ends = np.minimum(self._offsets, found) + sizes  # held back, so that none overflows
+        ends = np.minimum(self._offsets, found) + sizes  # limited, so that no sum overflows
         needed = max(int(self._offsets.max()), int(ends.max()))
         if needed > found:
             raise BrokenIndex(f"{content} has {found} bytes, the index needs {needed}")
@@ -121,7 +121,7 @@ class IndexedReader:
         return len(self._lengths)
 
     def __getitem__(self, place: int) -> AnyArray:
-        """[items] of the data set's dtype, read-only."""
+        """Return one sequence: [items] of the data set's dtype, read-only."""
         start = self._offsets[place]
         stop = start + int(self._lengths[place]) * self.dtype.itemsize
         return np.frombuffer(self._bytes[start:stop].tobytes(), self.dtype)

@@ -76,7 +76,7 @@ def load_indexed_prompts(
     for prefix in prefixes:
         try:
             data_set = _DataSet(prefix, tokenizer, data)
-            prompts += data_set.prompts(len(prompts), max_prompt_length)
+            prompts += data_set.read_prompts(len(prompts), max_prompt_length)
             stop_ids.update(data_set.sidecar.stop_token_ids if data_set.sidecar else ())
         except UserError as error:
             problems += error.problems
@@ -95,7 +95,7 @@ class _DataSet:
         self._token_ids = self._open(self._ids_column)
         self.sidecar = read_sidecar(Path(prefix))
         if self.sidecar is None:
-            names = self._old_columns()
+            names = self._list_old_columns()
             logger.warning(
                 "%s: no %s beside it, so nothing says which tokenizer and template made it; the "
                 "columns are read as token ids",
@@ -125,36 +125,36 @@ class _DataSet:
             return labels
         return None  # they are answers, which have other lengths than the prompts
 
-    def _old_columns(self) -> dict[str, str]:
+    def _list_old_columns(self) -> dict[str, str]:
         """Map the columns of a data set without sidecar to their file names, which are the same."""
         own = (TOKEN_IDS, MASK, *SEQUENCES[Output.PAIR])
         names = [n for n in column_files(Path(self._prefix)) if n not in own]
         for name in names:
             if self._open(name).dtype == np.uint8:  # written by us, so a sidecar is missing
                 file = sidecar_path(Path(self._prefix)).name
-                raise self._broken(f"must be whole, there is no {file}")
+                raise self._error(f"must be whole, there is no {file}")
         return dict(zip(names, names, strict=True))
 
-    def prompts(self, first_index: int, max_prompt_length: int) -> list[Prompt]:
-        """Raises UserError with every problem, each keyed by `prefix:row`."""
+    def read_prompts(self, first_index: int, max_prompt_length: int) -> list[Prompt]:
+        """Read all rows. Raises UserError with every problem, each keyed by `prefix:row`."""
         found = FileProblems(self._prefix)
         limit = LengthLimit(self._prefix, max_prompt_length, self._data.overlong_prompts)
         kept: list[tuple[Int64Array, str, str]] = []
         for place in range(len(self._token_ids)):
-            ids, number = self._prompt_ids(place), place + 1
+            ids, number = self._read_prompt_ids(place), place + 1
             if len(ids) and not 0 <= ids.min() <= ids.max() <= self._largest_id:
                 rule = f"a token id must be from 0 to {self._largest_id}"
                 rule = f"{rule}, there are {ids.min()} to {ids.max()}"
                 remedy = f"give the tokenizer that made the data set ({KEY})"
                 found.add(number, fault(rule, remedy))
                 continue
-            row = {name: self._value(name, place) for name in self._columns}
+            row = {name: self._read_value(name, place) for name in self._columns}
             labels = read_labels(number, row, self._data, found)
             fitting = limit.fit(number, ids, found)
             if fitting is not None and labels:
                 kept.append((fitting, *labels))
         limit.report(len(self._token_ids), found)
-        if problems := found.located():
+        if problems := found.list_problems():
             raise UserError(problems)
         texts = self._decode([ids for ids, _, _ in kept])
         return [
@@ -162,7 +162,7 @@ class _DataSet:
             for place, (text, fields) in enumerate(zip(texts, kept, strict=True))
         ]
 
-    def _prompt_ids(self, place: int) -> Int64Array:
+    def _read_prompt_ids(self, place: int) -> Int64Array:
         ids = self._token_ids[place].astype(np.int64)
         if self._labels is None:
             return ids
@@ -170,14 +170,14 @@ class _DataSet:
         end = int(ignored[-1]) + 1 if len(ignored) else 0
         return ids[: min(end, len(ids))]
 
-    def _value(self, name: str, place: int) -> Any:
+    def _read_value(self, name: str, place: int) -> Any:
         stored = self._columns[name][place]
         if self.sidecar is not None:
             try:
                 return parse_json(stored.tobytes())
             except ValueError as error:
                 rule = f"column {name!r} must be JSON, {error}"
-                raise self._broken(rule, row=f":{place + 1}") from error
+                raise self._error(rule, row=f":{place + 1}") from error
         ids = stored.astype(np.int64)
         ids = ids[(ids >= 0) & (ids <= self._largest_id)]  # without -100
         return self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -188,6 +188,7 @@ class _DataSet:
             yield from self._tokenizer.batch_decode(chunk, clean_up_tokenization_spaces=False)
 
     def _open(self, column: str) -> IndexedReader:
+        """Open a column, which must have a sequence for every prompt. Raises UserError."""
         path = data_path(Path(self._prefix), column)
         try:
             reader = IndexedReader(path)
@@ -195,25 +196,25 @@ class _DataSet:
             if (partial_folder(Path(self._prefix)) / MOVES).exists():
                 rule = "must be in place, its writer was stopped before it moved the files"
                 remedy = "run the same preprocess_data.py again, which puts it there"
-                raise self._broken(rule, remedy) from error
+                raise self._error(rule, remedy) from error
             rule = "must be the --output-prefix of an indexed data set, there is no "
             remedy = "correct data.data_path or data.val_data_path"
-            raise self._broken(f"{rule}{Path(error.filename).name}", remedy) from error
+            raise self._error(f"{rule}{Path(error.filename).name}", remedy) from error
         except (BrokenIndex, OSError) as error:
-            raise self._broken(f"must be whole, {error}") from error
+            raise self._error(f"must be whole, {error}") from error
         rows = len(reader) if column == self._ids_column else len(self._token_ids)
         if len(reader) != rows or not rows:
-            raise self._broken(f"{path.name} must have {rows or 'some'} rows, it has {len(reader)}")
+            raise self._error(f"{path.name} must have {rows or 'some'} rows, it has {len(reader)}")
         return reader
 
-    def _broken(self, rule: str, remedy: str = REMEDY, row: str = "") -> UserError:
+    def _error(self, rule: str, remedy: str = REMEDY, row: str = "") -> UserError:
         return UserError(Problem(f"{self._prefix}{row}", rule, remedy=remedy, colon=True))
 
     def _check_tokenizer(self, sidecar: Sidecar) -> None:
         own = vocabulary_hash(self._tokenizer)
         if own != sidecar.tokenizer.sha256:
             theirs = sidecar.tokenizer
-            raise self._broken(
+            raise self._error(
                 f"the tokenizer must be the one it was made with, {theirs.path!r} (sha256 "
                 f"{theirs.sha256[:12]}), not {self._tokenizer.name_or_path!r} (sha256 {own[:12]})",
                 f"correct {KEY} or run preprocess_data.py with that tokenizer",

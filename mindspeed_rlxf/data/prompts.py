@@ -110,7 +110,7 @@ def load_prompts(
         for row, text, token_ids in reader.read(name, found):
             ids = np.asarray(token_ids, dtype=np.int64)
             prompts.append(Prompt(len(prompts), text, ids, row.ground_truth, row.data_source))
-        problems += found.located()
+        problems += found.list_problems()
     if problems:
         raise UserError(problems)
     return prompts

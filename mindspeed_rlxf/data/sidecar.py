@@ -16,7 +16,7 @@ from mindspeed_rlxf.files.plain import parse_json, read_text
 FORMAT_VERSION = 1
 TOKEN_IDS, MASK = "input_ids", "attention_mask"
 MOVES = "moves"  # file in the partial folder with the moves to make, there once all files are whole
-MAX_NAME = 80  # of a column in a file name; file systems end at 255 bytes
+MAX_NAME = 80  # characters of a column in a file name, which may have 255 bytes
 
 
 class Column(Section):

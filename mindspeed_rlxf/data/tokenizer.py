@@ -46,9 +46,9 @@ def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
     """
     try:
         tokenizer = _load(path)
-    except BaseException as error:  # transformers and tokenizers raise many kinds, bare ones too
+    except BaseException as error:  # transformers raises many types, tokenizers bare ones
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            raise  # the others are errors, and panics of Rust
+            raise
         found = _first_line(error) if Path(path).is_dir() else "there is no such folder"
         raise UserError(_missing(key, path, found)) from error
     if _is_empty(tokenizer):
@@ -65,7 +65,7 @@ def load_slow_tokenizer(path: str, key: str = KEY) -> tuple[PreTrainedTokenizerB
     fast = load_tokenizer(path, key)
     try:
         slow = _load(path, use_fast=False)
-    except Exception as error:  # a file that the fast one does without, a library: many kinds
+    except Exception as error:  # many types: a missing file, a missing library
         return fast, _first_line(error)
     if slow.is_fast or _is_empty(slow):
         return fast, f"transformers {metadata.version('transformers')} has no other for it"
@@ -80,9 +80,9 @@ def _load(path: str, use_fast: bool = True) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(
         path, local_files_only=True, trust_remote_code=False, use_fast=use_fast
     )
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):  # False: version 4, of a missing file
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):  # version 4 may return False
         raise ValueError("transformers cannot make one of its files")
-    tokenizer.decode(tokenizer("a")["input_ids"])  # settings of a wrong type show only in use
+    tokenizer.decode(tokenizer("a")["input_ids"])  # settings of a wrong type fail only in use
     return tokenizer
 
 

@@ -1,4 +1,4 @@
-"""Run code that hostile input may keep busy for ever in a forked process with limits.
+"""Run code in a forked process with limits, because hostile input may keep it busy for ever.
 
 The kernel enforces the limits, because neither a deadline nor a signal handler in this process
 stops a power of large integers or a text of terabytes. Results come back as JSON: numbers, texts,
@@ -21,7 +21,7 @@ WALL_S = 30.0  # longest wait for one value, if the child is stopped or gets no 
 
 
 class OutOfBoundsError(ValueError):
-    """A value took more time or memory than it may."""
+    """A value took more time or memory than allowed."""
 
 
 def stream_bounded(
@@ -62,7 +62,7 @@ def _run_child(
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
-        gc.freeze()  # collecting the parent's objects would copy their pages, at this value's cost
+        gc.freeze()  # collecting the parent's objects would cost time and copy their pages
         limit = _address_space() + memory
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

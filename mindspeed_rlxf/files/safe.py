@@ -39,14 +39,14 @@ def folder_mode(file_mode: int) -> int:
 
 
 def mode_within(folder: Path) -> int:
-    """Return the mode of files in a folder that `private_folder` made; PRIVATE without one."""
+    """Return the mode of files in a folder that `make_private_folder` made; PRIVATE without one."""
     try:
         return stat.S_IMODE(folder.stat().st_mode) & 0o666
     except OSError:
         return PRIVATE
 
 
-def private_folder(folder: Path, file_mode: int = PRIVATE) -> None:
+def make_private_folder(folder: Path, file_mode: int = PRIVATE) -> None:
     """Make a folder for files of this mode, or set the mode of one that is ours.
 
     Folders above it get the mode of the umask. Errors: OSError, also where it is a link.
@@ -102,7 +102,7 @@ def hidden_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}{SUFFIX}")
 
 
-def hidden_names_of(path: Path) -> list[Path]:
+def find_hidden_files(path: Path) -> list[Path]:
     """List the files beside the path that have such a name, which killed processes left."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}{re.escape(SUFFIX)}")
     return [file for file in path.parent.iterdir() if pattern.fullmatch(file.name)]

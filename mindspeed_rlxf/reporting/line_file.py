@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO, cast
 
 from mindspeed_rlxf.files.safe import (
+    find_hidden_files,
     hidden_name,
-    hidden_names_of,
     open_file,
     sync_folder,
 )
@@ -137,7 +137,7 @@ class LineFile:
 def _compress(plain: Path) -> None:
     """Beside it, under a hidden name until it is whole."""
     final = plain.with_name(f"{plain.name}.gz")
-    for left in hidden_names_of(final):
+    for left in find_hidden_files(final):
         left.unlink()
     hidden = hidden_name(final)
     with open_file(plain, "rb") as source, open_file(hidden, "xb", _mode(plain)) as raw:

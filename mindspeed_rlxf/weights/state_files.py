@@ -11,8 +11,8 @@ from typing import Any
 
 from mindspeed_rlxf.files.safe import (
     is_plain_path,
+    make_private_folder,
     open_file,
-    private_folder,
     replace_file,
 )
 
@@ -92,5 +92,5 @@ def write_text(file: Path, text: str, mode: int | None = None) -> None:
     if mode is None:
         file.parent.mkdir(parents=True, exist_ok=True)
     else:
-        private_folder(file.parent, mode)
+        make_private_folder(file.parent, mode)
     replace_file(file, text, mode)

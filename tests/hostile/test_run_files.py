@@ -19,7 +19,7 @@ from mindspeed_rlxf.cluster.witness import GONE, Sighting, Watched, keep_logs
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.handlers import HANDLERS
 from mindspeed_rlxf.data.preprocessing.writer import PromptSetWriter, finish_interrupted
-from mindspeed_rlxf.files.safe import mode_within, private_folder, replace_file
+from mindspeed_rlxf.files.safe import make_private_folder, mode_within, replace_file
 from mindspeed_rlxf.ops.doctor.bundle import write_bundle
 from mindspeed_rlxf.ops.doctor.report import Report
 from mindspeed_rlxf.reporting.line_file import LineFile
@@ -51,7 +51,7 @@ def mine(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     directory = RunDirectory(tmp_path / "run")
-    private_folder(directory.logs)
+    make_private_folder(directory.logs)
     return directory
 
 

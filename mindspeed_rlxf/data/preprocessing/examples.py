@@ -21,7 +21,7 @@ CHAT_TAGS = Tags("role", "content", "user", "assistant", observation_tag="", fun
 
 
 class UnusableRow(ValueError):
-    """A row that makes no example; counts of dropped rows call it by its `reason`."""
+    """No example can be made of a row. reason: its name in the counts of dropped rows"""
 
     def __init__(self, reason: str, rule: str, remedy: str) -> None:
         self.reason, self.problem = reason, Problem("", rule, remedy=remedy)
@@ -61,7 +61,7 @@ def _make_alpaca_example(row: Row, keys: MapKeys, output: Output) -> Example:
 
 
 def _make_sharegpt_example(row: Row, keys: ShareGptKeys, output: Output) -> Example:
-    """An empty prompt of the user is refused as in alpaca rows, an empty response is kept."""
+    """Refuse an empty prompt as in alpaca rows, but keep an empty response."""
     messages = _require(row, keys.messages, "messages")
     turns = _read_messages(messages, keys.tags, "messages must be")
     turns = _add_system(turns, _read_text(row, keys.system, "system"), keys.system)
@@ -89,7 +89,7 @@ def _read_history(row: Row, keys: MapKeys) -> Iterator[Turn]:
 
 
 def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
-    """The turns of the prompt's column, with the query in the last one."""
+    """Read the turns of the prompt's column, and append the query to the last one."""
     prompt, query = _require(row, keys.prompt, "prompt"), _read_text(row, keys.query, "query")
     turns = [Turn("user", prompt)]
     if not isinstance(prompt, str):
@@ -102,7 +102,7 @@ def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
 
 
 def _read_response(row: Row, column: str, turns: list[Turn]) -> str:
-    """Text, a number, a list of one text, or a list of messages that ends with the assistant's."""
+    """Read text, a number, a list of one text, or messages that end with the assistant's."""
     value = _require(row, column, "response")
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         value = value[0]
@@ -121,7 +121,7 @@ def _read_response(row: Row, column: str, turns: list[Turn]) -> str:
 
 
 def _read_judged(row: Row, column: str, tags: Tags) -> str:
-    """The response of a pair: text, or one message of the assistant."""
+    """Read the response of a pair: text, or one message of the assistant."""
     value = _require(row, column, "response")
     if isinstance(value, str):
         return value
@@ -143,7 +143,7 @@ def _require(row: Row, column: str, part: str) -> Any:
 
 
 def _read_text(row: Row, column: str | None, part: str) -> str:
-    """The text of a column, "" where the row has none."""
+    """Read the text of a column, "" where the row has none."""
     value = look_up(row, column) if column else None
     if value is None or isinstance(value, str):
         return value or ""
@@ -152,7 +152,7 @@ def _read_text(row: Row, column: str | None, part: str) -> str:
 
 
 def _read_messages(value: Any, tags: Tags, rule: str) -> list[Turn]:
-    """Turns of a list of messages, of which the first alone may be the system's."""
+    """Read a list of messages; only the first one may be the system's."""
     if not isinstance(value, list) or not value:
         rule = f"{rule} a list of messages that is not empty, here it is {shown(value)}"
         raise UnusableRow("wrong type", rule, "write it as such a list")

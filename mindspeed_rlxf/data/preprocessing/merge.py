@@ -134,7 +134,7 @@ def _write(output: Path, readers: Sequence[IndexedReader]) -> None:
 
 
 def _find_own_prefixes(folder: Path, groups: Mapping[str, Readers]) -> list[Path]:
-    """Prefixes of the sets with a sidecar that the groups have columns of, sorted by name."""
+    """Find the sets with a sidecar that the groups have columns of; sort their prefixes."""
     names = {stem.name for readers in groups.values() for stem in readers}
     prefixes = (f.name[: -len(SIDECAR_ENDING)] for f in folder.glob(f"*{SIDECAR_ENDING}"))
     own = sorted(p for p in prefixes if any(n.startswith(f"{p}_packed_") for n in names))
@@ -180,7 +180,7 @@ def _open_own(prefixes: Sequence[Path], groups: Mapping[str, Readers]) -> list[O
     rule = f"no {SIDECAR_ENDING} says how it was made, as {prefixes[0].name}{SIDECAR_ENDING} does"
     problems = [_problem(stem, rule, "merge sets of one kind") for stem in sorted(readers)]
     problems += [*_differences(sets), *_key_problems(groups, sets[0].sidecar)]
-    problems = problems or [problem for each in sets for problem in _damage(each)]
+    problems = problems or [problem for each in sets for problem in _find_damage(each)]
     if problems:
         raise UserError(problems)
     return sets
@@ -191,14 +191,14 @@ def _differences(sets: Sequence[OwnSet]) -> Iterator[Problem]:
     first = sets[0]
     remedy = f"train on data.data_path=[{','.join(str(each.prefix) for each in sets)}]"
     for each in sets[1:]:
-        theirs = _makers(each.sidecar)
-        for name, ours in _makers(first.sidecar).items():
+        theirs = _describe_origin(each.sidecar)
+        for name, ours in _describe_origin(first.sidecar).items():
             if ours != theirs[name]:
                 yield _problem(
                     KEYS,
                     f"sets must be made alike, {name} of {first.prefix.name} is "
-                    f"{_describe(ours, theirs[name])}, of {each.prefix.name} "
-                    f"{_describe(theirs[name], ours)}",
+                    f"{_describe_value(ours, theirs[name])}, of {each.prefix.name} "
+                    f"{_describe_value(theirs[name], ours)}",
                     f"preprocess them alike, or {remedy}",
                 )
     if first.sidecar.handler not in HANDLERS:
@@ -206,7 +206,7 @@ def _differences(sets: Sequence[OwnSet]) -> Iterator[Problem]:
         yield _problem(first.prefix, rule, "write it again")
 
 
-def _makers(sidecar: Sidecar) -> dict[str, Any]:
+def _describe_origin(sidecar: Sidecar) -> dict[str, Any]:
     return {
         "handler": sidecar.handler,
         "template": sidecar.template,
@@ -216,8 +216,8 @@ def _makers(sidecar: Sidecar) -> dict[str, Any]:
     }
 
 
-def _describe(value: Any, other: Any) -> str:
-    """The value as text; of a set of columns those that `other` lacks."""
+def _describe_value(value: Any, other: Any) -> str:
+    """Format a value; of a set of columns those that `other` lacks."""
     if not isinstance(value, set):
         return str(value)
     return f"with {', '.join(sorted(value - other))}" if value - other else "without more"
@@ -231,7 +231,7 @@ def _key_problems(groups: Mapping[str, Readers], sidecar: Sidecar) -> Iterator[P
         yield Problem(KEYS, rule, remedy=f"give {' '.join(keys)}")
 
 
-def _damage(each: OwnSet) -> Iterator[Problem]:
+def _find_damage(each: OwnSet) -> Iterator[Problem]:
     """Report columns that are missing, of another dtype, or of different lengths."""
     rules = []
     for column in each.sidecar.columns:

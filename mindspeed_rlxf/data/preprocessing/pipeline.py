@@ -119,7 +119,7 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
                 path=readable(options.tokenizer_path), sha256=vocabulary_hash(tokenizer)
             ),
             columns=writer.columns(),
-            counts=counts.numbers(),
+            counts=counts.as_dict(),
         )
         writer.commit(sidecar, has_rejected=bool(counts.dropped))
     return counts
@@ -219,17 +219,17 @@ def _check_result(
 ) -> None:
     """Raise UserError when the rows that were read must not become a data set."""
     if options.overlong is OverlongPrompts.ERROR and counts.dropped[TOO_LONG]:
-        raise UserError(refusals.located(TOO_LONG))
+        raise UserError(refusals.list_problems(TOO_LONG))
     if not counts.rows_written:
         reasons = ", ".join(f"{number} {reason}" for reason, number in counts.dropped.items())
         found = f"dropped: {reasons}" if reasons else "the files hold none"
         remedy = "correct --map-keys or the rows" if reasons else "name files that have rows"
         summary = fault(f"a row must be left, of {counts.rows_read} rows none is ({found})", remedy)
-        raise UserError([summary, *refusals.located()])
+        raise UserError([summary, *refusals.list_problems()])
     if options.strict and counts.dropped:
         rule = f"no row may be dropped, {counts.dropped.total()} are"
         summary = Problem("--strict", rule, remedy="mend them", colon=True)
-        raise UserError([summary, *refusals.located()])
+        raise UserError([summary, *refusals.list_problems()])
     handler, extra = HANDLERS[options.handler], options.additional_columns or ()
     own = {LABELS} if handler.output is Output.ANSWERED else set()
     others = [column for column in extra if column not in own]

@@ -129,7 +129,7 @@ class RowEncoder:
         return chunk
 
     def _read(self, row: Row) -> Example:
-        """Raises UnusableRow, also for a prompt that is too long whatever its tokens are."""
+        """Read an example. Raises UnusableRow, also for a prompt that is surely too long."""
         example = make_example(row, self.keys, self.handler)
         if self.max_length is not None and self.overlong not in CUTTING:
             length = sum(len(turn.text) for turn in example.turns)
@@ -156,7 +156,7 @@ class RowEncoder:
         return [(found.token_ids, found.labels) for found in labelled]
 
     def _fit(self, ids: IdRows) -> IdRows:
-        """The sequences to write, cut where the policy says so. Raises UnusableRow."""
+        """Return the sequences to write, cut if the policy says so. Raises UnusableRow."""
         if not all(ids):
             raise UnusableRow("no token", NO_TOKEN.rule, NO_TOKEN.remedy)
         longest = max(map(len, ids))
@@ -201,7 +201,7 @@ class RowEncoder:
 
 
 def label_last_response(labels: list[int]) -> list[int]:
-    """Labels of a conversation that ends with a response, without those of earlier responses."""
+    """Ignore the labels of all responses but the last, with which the conversation ends."""
     start = len(labels)
     while start and labels[start - 1] != IGNORED:
         start -= 1
@@ -209,10 +209,10 @@ def label_last_response(labels: list[int]) -> list[int]:
 
 
 def to_json(value: Any) -> bytes:
-    """UTF-8 JSON. Types that only parquet has become text: ISO dates, base64 bytes."""
+    """Encode as UTF-8 JSON. Types that only parquet has become text: ISO dates, base64 bytes."""
     try:
         return _UTF8_JSON.encode(value).encode("utf-8")
-    except UnicodeEncodeError:  # half a character: JSON can escape it, UTF-8 has no bytes for it
+    except UnicodeEncodeError:  # half a surrogate pair, which only JSON can escape
         return json.dumps(value, default=_to_text).encode("ascii")
 
 

@@ -46,8 +46,8 @@ class Counts:
         self.unknown_tokens += chunk.num_unknown
         self.dropped.update(reject.reason for reject in chunk.rejected)
 
-    def numbers(self) -> dict[str, int | dict[str, int]]:
-        """For the sidecar."""
+    def as_dict(self) -> dict[str, int | dict[str, int]]:
+        """Return the counts for the sidecar."""
         return {
             "rows_read": self.rows_read,
             "rows_written": self.rows_written,
@@ -95,7 +95,7 @@ def readable(path: str) -> str:
 
 
 class RowSource:
-    """The rows of all files, counted, with the names of all columns seen."""
+    """Reads and counts the rows of all files, and collects the names of their columns."""
 
     def __init__(
         self, files: list[str], max_rows: int | None, counts: Counts, progress: Progress
@@ -126,7 +126,7 @@ class RowSource:
 
     def _read(self, file: str) -> Iterator[tuple[int, Any]]:
         try:
-            if not os.path.isfile(file) or os.path.getsize(file):  # an empty file is of no type
+            if not os.path.isfile(file) or os.path.getsize(file):  # an empty file fits every type
                 yield from scan_rows(file)
         except BrokenFile as error:
             name = f"{file}:{error.row}" if error.row else file
@@ -162,7 +162,7 @@ def _num_characters(value: Any) -> int:
 
 
 class Refusals:
-    """Problems of the dropped rows, by reason and file."""
+    """Collects the problems of dropped rows by reason and file."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str], FileProblems] = {}
@@ -172,7 +172,7 @@ class Refusals:
             found = self._found.setdefault((row.reason, row.file), FileProblems(row.file))
             found.add(row.row, row.problem)
 
-    def located(self, only: str | None = None) -> list[Problem]:
+    def list_problems(self, only: str | None = None) -> list[Problem]:
         """Return the problems keyed by `file:row`. only: the reason to select, None = all."""
         chosen = [f for (reason, _), f in self._found.items() if only in (None, reason)]
-        return [problem for found in chosen for problem in found.located()]
+        return [problem for found in chosen for problem in found.list_problems()]

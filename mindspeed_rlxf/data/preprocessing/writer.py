@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Literal
 
 import numpy as np
@@ -44,7 +43,7 @@ from mindspeed_rlxf.files.safe import is_plain_path, new_file, open_file, replac
 logger = logging.getLogger(__name__)
 
 PREFIX = "--output-prefix"
-MAX_COLUMNS = 256  # each holds a file open
+MAX_COLUMNS = 256  # each keeps a file open
 
 
 def existing_files(prefix: Path) -> list[Path]:
@@ -62,7 +61,7 @@ def finish_interrupted(prefix: Path) -> None:
     """Move a data set to its final names if its writer was killed when it was already whole."""
     folder = partial_folder(prefix)
     if (folder / MOVES).exists():
-        with _lock(folder, prefix):
+        with _lock_folder(folder, prefix):
             _make_moves(folder, prefix)
             shutil.rmtree(folder, ignore_errors=True)
         logger.warning("%s: moved the whole data set of an interrupted run in place", prefix)
@@ -78,8 +77,8 @@ class PromptSetWriter:
         self._prefix, self._handler = prefix, handler
         prefix.parent.mkdir(parents=True, exist_ok=True)
         self._folder = partial_folder(prefix)
-        self._folder.mkdir(exist_ok=True)  # of a run that was killed: its files are replaced
-        self._lock = _lock(self._folder, prefix)  # held until __exit__
+        self._folder.mkdir(exist_ok=True)  # a killed run may have left it; its files are replaced
+        self._lock = _lock_folder(self._folder, prefix)  # held until __exit__
         self._own = [*handler.sequences, *([MASK] if handler.has_mask else [])]
         self._writers = {name: IndexedWriter(self._folder / name, np.int32) for name in self._own}
         self._files: dict[str, str] = {}  # column -> name in file names
@@ -91,12 +90,7 @@ class PromptSetWriter:
     def __enter__(self) -> PromptSetWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._rejected.close()
         if not (self._folder / MOVES).exists():
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -137,15 +131,15 @@ class PromptSetWriter:
         for writer in self._writers.values():
             writer.close()
         self._rejected.close()
-        text = sidecar.json_text().encode("utf-8", "backslashreplace")  # half characters of names
+        # Names of columns may have half a surrogate pair, which UTF-8 cannot encode.
+        text = sidecar.json_text().encode("utf-8", "backslashreplace")
         replace_file(self._folder / "meta", text)
         moves = [("rejected", rejected_path(self._prefix).name)] if has_rejected else []
-        for name in reversed(self._writers):  # the prompts' index last: without it there is no set
+        for name in reversed(self._writers):  # the prompts' index last
             target = data_path(self._prefix, name).name
             moves += [(f"{name}{ending}", f"{target}{ending}") for ending in (".bin", ".idx")]
         moves.append(("meta", sidecar_path(self._prefix).name))
-        replace_file(self._folder / f"{MOVES}.new", json.dumps(moves))
-        (self._folder / f"{MOVES}.new").rename(self._folder / MOVES)
+        replace_file(self._folder / MOVES, json.dumps(moves))
         _make_moves(self._folder, self._prefix)
 
     def columns(self) -> list[Column]:
@@ -203,7 +197,7 @@ def _read_moves(folder: Path) -> list[list[str]]:
 
 
 def exists_problem(output_prefix: str, name: str) -> Problem:
-    """The problem of a file that the data set would replace without `--overwrite`."""
+    """Make the problem of a file that only `--overwrite` may replace."""
     remedy = "take another prefix or give --overwrite"
     return Problem(PREFIX, f"must be new, {name} exists", output_prefix, remedy)
 
@@ -219,7 +213,7 @@ def report_write_errors(output_prefix: str) -> Iterator[None]:
         raise UserError(Problem(PREFIX, rule, output_prefix, remedy)) from error
 
 
-def _lock(folder: Path, prefix: Path) -> IO[str]:
+def _lock_folder(folder: Path, prefix: Path) -> IO[str]:
     if folder.is_symlink():
         raise OSError(errno.ELOOP, f"{folder.name} is a link; remove it", str(folder))
     lock = open_file(folder / "lock", "w", None)
