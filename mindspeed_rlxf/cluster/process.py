@@ -21,7 +21,7 @@ from mindspeed_rlxf.data.batch import Rows
 from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine import shared_groups
 from mindspeed_rlxf.files.printable import CODEC
-from mindspeed_rlxf.files.safe import PRIVATE, open_file, private_folder
+from mindspeed_rlxf.files.safe import PRIVATE, make_private_folder, open_file
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class WorkerProcess:
 def redirect_output(path: Path, mode: int = PRIVATE) -> None:
     """Append all further output of this process, C++ included, to `path`."""
     if not path.parent.parent.exists():
-        private_folder(path.parent.parent, mode)  # on a host with folders of its own
-    private_folder(path.parent, mode)
+        make_private_folder(path.parent.parent, mode)  # on a host with folders of its own
+    make_private_folder(path.parent, mode)
     with open_file(path, "ab", mode) as stream:
         log = os.dup(stream.fileno())
     for name, number in (("stdout", 1), ("stderr", 2)):

@@ -21,7 +21,7 @@ from pathlib import Path
 from mindspeed_rlxf.cluster.errors import DIED, HostError, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.host_agent import HostAgent, outcomes
 from mindspeed_rlxf.cluster.places import Place
-from mindspeed_rlxf.files.safe import mode_within, open_file, private_folder, replace_file
+from mindspeed_rlxf.files.safe import make_private_folder, mode_within, open_file, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ def keep_logs(workers: Sequence[Watched], told: Mapping[tuple[str, int], Sightin
         file = Path(worker.log)
         if not file.exists() or is_copy(file):
             mode = mode_within(file.parents[1])
-            private_folder(file.parent, mode)
+            make_private_folder(file.parent, mode)
             heading = f"{FETCHED}{worker.place.host}]\n"
             replace_file(file, (heading + sighting.tail).encode("utf-8", "replace"), mode)
 

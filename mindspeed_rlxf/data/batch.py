@@ -1,4 +1,4 @@
-"""What crosses a role boundary: dataclasses whose first axis is the sample.
+"""Dataclasses that are sent between roles; their first axis is the sample.
 
 A `Rows` subclass has tensor fields `[batch, ...]` and list fields of length batch. Two-dimensional
 fields are right-padded along their second axis, so rows of different widths can be joined.
@@ -19,26 +19,26 @@ R = TypeVar("R", bound="Rows")
 
 @dataclass(frozen=True)
 class Rows:
-    """Base of all row dataclasses: selection and joining along the sample axis."""
+    """Base of all row dataclasses: selects and joins along the sample axis."""
 
     @property
     def num_rows(self) -> int:
         return len(getattr(self, fields(self)[0].name))
 
     def select(self: R, rows: Sequence[int]) -> R:
-        """The given rows, in the given order; columns keep their width."""
+        """Return the given rows in the given order; columns keep their width."""
         index = torch.as_tensor(list(rows), dtype=torch.long)
         columns = {f.name: _take(getattr(self, f.name), index) for f in fields(self)}
         return type(self)(**columns)
 
     def split(self: R, parts: int) -> list[R]:
-        """Consecutive parts whose sizes differ by one at most; a part may be empty."""
+        """Split into consecutive parts whose sizes differ by one at most; parts may be empty."""
         bounds = [i * self.num_rows // parts for i in range(parts + 1)]
         return [self.select(range(start, stop)) for start, stop in pairwise(bounds)]
 
     @classmethod
     def concat(cls: type[R], parts: Sequence[R]) -> R:
-        """All rows of `parts` one after the other; narrower columns are padded with zeros."""
+        """Concatenate the rows of `parts`; narrower columns are padded with zeros."""
         assert parts, "Rows.concat needs at least one part"
         if len(parts) == 1:
             return parts[0]
@@ -61,16 +61,16 @@ def _join(columns: list[Any]) -> Any:
 
 
 def fit_columns(column: Tensor, width: int) -> Tensor:
-    """[batch, w] -> [batch, width]: zeros added on the right, or columns beyond `width` cut off."""
+    """Pad with zeros on the right, or cut, to a width: [batch, w] -> [batch, width]."""
     return torch.nn.functional.pad(column, (0, width - column.size(1)))
 
 
 @dataclass(frozen=True)
 class RoleOutput:
-    """What a role method returns: rows that stay in the workers' store, a report for the driver.
+    """Result of a role method: rows, which stay in the workers' store, and a report for the driver.
 
-    The report holds plain Python numbers, strings, lists and dataclasses of these: a tensor in it
-    is refused by the runtime.
+    The report holds Python numbers, strings, lists and dataclasses of these. The runtime refuses
+    tensors in it.
     """
 
     rows: Rows | None = None
@@ -85,15 +85,15 @@ class Prompts(Rows):
     token_ids: list[Any]  # numpy int64 arrays, one per prompt, no padding
     ground_truths: list[str]
     data_sources: list[str]
-    responses: list[list[int]]  # empty, or the tokens that are taken in place of generated ones
+    responses: list[list[int]]  # empty, or the tokens to use in place of generated ones
 
 
 @dataclass(frozen=True)
 class Rollouts(Rows):
     """Prompts with their responses.
 
-    A response is what follows the prompt: tokens of the policy and, between them, tokens that it
-    was given (the output of a tool). Only its own tokens are learnt from.
+    A response is everything after the prompt: tokens that the policy sampled and, between them,
+    tokens that it was given (the output of a tool). Only sampled tokens are trained on.
     """
 
     sample_ids: list[int]
@@ -143,7 +143,7 @@ class Scores(Rows):
 
 @dataclass(frozen=True)
 class ExperienceInputs:
-    """What experience is made of; rows of the same samples in the same order.
+    """Inputs of the experience: rows of the same samples in the same order.
 
     The driver fills it with references to rows (`cluster.refs.standing_for`).
     old: recomputed log-probs; None = those of the rollout are used
@@ -165,10 +165,10 @@ class ExperienceInputs:
 
 @dataclass(frozen=True)
 class Experience(Rows):
-    """What both updates learn from. Slots: response tokens, plus one after EOS (design, 6).
+    """Training data of both updates. Slots: response tokens, plus one after EOS (design, 6).
 
-    What a run does not need has no columns: returns, values and value_mask without a critic,
-    ref_log_probs unless the loss compares with the reference.
+    Fields that a run does not need have no columns: returns, values and value_mask without a
+    critic, ref_log_probs unless the loss compares with the reference.
     """
 
     advantages: Tensor  # [batch, response] fp32, 0 where masked; of a preferred response 1, else -1

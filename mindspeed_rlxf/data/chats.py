@@ -1,7 +1,7 @@
-"""Fill in a tokenizer's chat template, which is a program of whoever made the tokenizer's folder.
+"""Fill in a tokenizer's chat template, which is a program by the author of the tokenizer's folder.
 
-transformers runs it in a sandbox that keeps it from files and from Python, not from looping. So it
-runs in a process with limits of time and memory; one process fills in a thousand conversations.
+transformers runs it in a sandbox without access to files and Python, which does not stop endless
+loops. So it runs in a process with limits of time and memory, for a thousand conversations at once.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_rlxf.files.bounded import OutOfBoundsError, stream_bounded
+from mindspeed_rlxf.files.bounded import stream_bounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CPU_S, MEMORY_BYTES = 1, 2**30  # of one conversation
-MAX_TEXT = 128 * 2**20  # characters that one may become
+CPU_S, MEMORY_BYTES = 1, 2**30  # for one conversation
+MAX_TEXT = 128 * 2**20  # characters of one filled-in conversation
 PARALLEL = "TOKENIZERS_PARALLELISM"
 
 Message = dict[str, Any]
@@ -26,28 +26,28 @@ Message = dict[str, Any]
 def fill_in(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]]
 ) -> Iterator[tuple[str, str]]:
-    """(text, "") of each conversation, with the generation prompt, or ("", reason).
+    """Yield (text, "") of each conversation, with the generation prompt, or ("", reason).
 
-    Raises OutOfBoundsError at the first that takes more than its share of time or memory.
+    Raises OutOfBoundsError at the first that exceeds its time or memory.
     """
     if not conversations:
         return
     with _quiet_fork():
         found = stream_bounded(
-            lambda: (_filled_in(tokenizer, each) for each in conversations), CPU_S, MEMORY_BYTES
+            lambda: (_fill_one(tokenizer, each) for each in conversations), CPU_S, MEMORY_BYTES
         )
         first = next(found)
     yield first
     yield from found
 
 
-def _filled_in(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, str]:
+def _fill_one(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, str]:
     try:
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         text = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
-    except RecursionError:  # its text depends on the depth at which Python stopped it
+    except RecursionError:  # its own message depends on the depth of the stack
         return "", "it calls itself without end"
-    except Exception as error:  # any kind: it is the template's code
+    except Exception as error:  # any type, because the template is a program
         return "", (str(error).splitlines() or [type(error).__name__])[0]
     if len(text) > MAX_TEXT:
         return "", f"it makes a text of {len(text)} characters"
@@ -56,7 +56,7 @@ def _filled_in(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) 
 
 @contextmanager
 def _quiet_fork() -> Iterator[None]:
-    """A fork while this is set is not warned about; the child tokenizes nothing."""
+    """Silence the tokenizers' warning about forks: the child tokenizes nothing."""
     before = os.environ.get(PARALLEL)
     os.environ.setdefault(PARALLEL, "true")
     try:
@@ -64,6 +64,3 @@ def _quiet_fork() -> Iterator[None]:
     finally:
         if before is None:
             os.environ.pop(PARALLEL, None)
-
-
-__all__ = ["OutOfBoundsError", "fill_in"]

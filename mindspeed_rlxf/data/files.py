@@ -1,4 +1,4 @@
-"""Rows of data files (jsonl, json, parquet) and what is wrong with them, named by file and row."""
+"""Read rows of data files (jsonl, json, parquet), and report problems by file and row."""
 
 from __future__ import annotations
 
@@ -21,44 +21,39 @@ MAX_PROBLEMS_PER_FILE = 10  # different ones; equal problems of many rows count 
 MAX_KEYS_SHOWN = 12
 MAX_LINE = 256 * 2**20  # bytes of a row of jsonl
 MAX_ARRAY = 512 * 2**20  # bytes of an array of JSON, which is read as a whole
-MAX_SHOWN = 60  # characters of a value
 
 Row = dict[str, Any]
 
 
 def fault(rule: str, remedy: str) -> Problem:
-    """The problem of a row or a file that gets its place later."""
+    """Make the problem of a row or a file; `FileProblems` adds the place."""
     return Problem("", rule, remedy=remedy)
 
 
 class FileProblems:
-    """Problems of one file; the same problem in many rows becomes one line with a count."""
+    """Collects the problems of one file; a problem of many rows becomes one line with a count."""
 
     def __init__(self, file: str) -> None:
         self._file = file
         self._rows: dict[Problem, list[int]] = {}
 
     def add(self, row: int, problem: Problem) -> None:
-        """problem: of the row, without its place, see `fault`
-        row:     from 1, line of a jsonl file, row of a parquet file; 0 = the whole file
+        """Add the problem of one row.
+
+        row: from 1, line of a jsonl file, row of a parquet file; 0 = the whole file
         """
         self._rows.setdefault(problem, []).append(row)
 
-    def located(self) -> list[Problem]:
-        """Keyed by `file:row`, at most MAX_PROBLEMS_PER_FILE, then one that counts the rest."""
+    def list_problems(self) -> list[Problem]:
+        """Return at most MAX_PROBLEMS_PER_FILE by `file:row`, and one that counts the others."""
         items = sorted(self._rows.items(), key=lambda item: item[1][0])
-        found = [self._located(*item) for item in items[:MAX_PROBLEMS_PER_FILE]]
-        if rest := items[MAX_PROBLEMS_PER_FILE:]:
-            found.append(
-                Problem(
-                    self._file,
-                    f"{sum(len(rows) for _, rows in rest)} more rows with problems like these",
-                    colon=True,
-                )
-            )
+        found = [self._locate(*item) for item in items[:MAX_PROBLEMS_PER_FILE]]
+        if num_rest := sum(len(rows) for _, rows in items[MAX_PROBLEMS_PER_FILE:]):
+            rule = f"{num_rest} more rows with problems like these"
+            found.append(Problem(self._file, rule, colon=True))
         return found
 
-    def _located(self, problem: Problem, rows: list[int]) -> Problem:
+    def _locate(self, problem: Problem, rows: list[int]) -> Problem:
         where = f"{self._file}:{rows[0]}" if rows[0] else self._file
         more = f" ({len(rows) - 1} more rows have the same problem)" if len(rows) > 1 else ""
         return replace(problem, key=where, colon=True, remedy=problem.remedy + more)
@@ -68,8 +63,8 @@ class FileProblems:
 class BadRow:
     """A row that could not be read.
 
-    reason:  what counts of dropped rows call it
-    raw:     the row as it stands in the file
+    reason: its name in the counts of dropped rows
+    raw:    the row as it is in the file
     """
 
     reason: str
@@ -78,7 +73,7 @@ class BadRow:
 
 
 class BrokenFile(ValueError):
-    """A file that is not what its name says; `row` is the last one that was good."""
+    """The content of a file does not fit its name. row: the last good one"""
 
     def __init__(self, row: int, problem: Problem) -> None:
         super().__init__(str(problem))
@@ -86,7 +81,7 @@ class BrokenFile(ValueError):
 
 
 def scan_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
-    """(row number from 1, row) of a file whose ending is one of READERS.
+    """Yield (row number from 1, row) of a file whose ending is one of READERS.
 
     Text is UTF-8 whatever the locale; blank lines are skipped but counted.
     Raises BrokenFile, or OSError when the file cannot be read.
@@ -95,18 +90,13 @@ def scan_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
 
 
 def read_rows(file: str, problems: FileProblems) -> Iterator[tuple[int, Row]]:
-    """(row number from 1, row) of a data file; what is unreadable goes to `problems`."""
+    """Yield (row number from 1, row) of a data file; unreadable rows go to `problems`."""
     suffix = Path(file).suffix.lower()
-    count = 0
     if suffix not in READERS:
-        problems.add(
-            0,
-            fault(
-                f"a data file must be .jsonl, .json or .parquet, not {suffix!r}",
-                "convert or rename it",
-            ),
-        )
+        rule = f"a data file must be .jsonl, .json or .parquet, not {suffix!r}"
+        problems.add(0, fault(rule, "convert or rename it"))
         return
+    count = 0
     try:
         for number, row in scan_rows(file):
             if isinstance(row, BadRow):
@@ -120,20 +110,18 @@ def read_rows(file: str, problems: FileProblems) -> Iterator[tuple[int, Row]]:
         problems.add(0, fault("no such file", "correct data.train_files or data.val_files"))
         return
     except OSError as error:
-        problems.add(
-            0, fault(f"cannot be read: {error.strerror or error}", "check the path and its rights")
-        )
+        rule = f"cannot be read: {error.strerror or error}"
+        problems.add(0, fault(rule, "check the path and its rights"))
         return
-    if count == 0 and not problems.located():
-        problems.add(
-            0, fault("a data file must hold at least one row, this one is empty", "fill or drop it")
-        )
+    if count == 0 and not problems.list_problems():
+        rule = "a data file must hold at least one row, this one is empty"
+        problems.add(0, fault(rule, "fill or drop it"))
 
 
 def look_up(row: Row, key: str) -> Any:
-    """Value of `key`; dots reach nested objects unless the row has the dotted key itself.
+    """Return the value of `key`, None when it is absent or null.
 
-    Returns None when it is absent or null.
+    Dots reach nested objects unless the row has the dotted key itself.
     """
     if key in row:
         return row[key]
@@ -145,14 +133,8 @@ def look_up(row: Row, key: str) -> Any:
     return value
 
 
-def shown(value: Any) -> str:
-    """A value for an error message, cut short."""
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
-
-
 def unicode_problem(text: str) -> Problem | None:
-    """Why UTF-8 cannot hold a prompt."""
+    """Return the problem of a prompt that UTF-8 cannot encode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -164,14 +146,14 @@ def unicode_problem(text: str) -> Problem | None:
 
 
 def describe_keys(row: Iterable[str]) -> str:
-    """The row's keys for an error message, a long list cut short."""
+    """List the row's keys for an error message, a long list cut short."""
     keys = list(row)
-    shown = ", ".join(keys[:MAX_KEYS_SHOWN]) or "none"
-    return shown + (", ..." if len(keys) > MAX_KEYS_SHOWN else "")
+    more = ["..."] if len(keys) > MAX_KEYS_SHOWN else []
+    return ", ".join([*keys[:MAX_KEYS_SHOWN], *more]) or "none"
 
 
 def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
-    with open_plain(file) as stream:  # bytes: a line that is not UTF-8 can then be named
+    with open_plain(file) as stream:  # as bytes, to name a line that is not UTF-8
         for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), start=1):
             if len(line) > MAX_LINE:
                 rule = f"a line must have at most {MAX_LINE >> 20} MiB, this one has more"
@@ -208,7 +190,7 @@ def _unreadable(line: bytes, error: Exception) -> BadRow:
 
 
 def _json_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
-    """A .json file is one array of objects, or it has one object per line."""
+    """Read one array of objects, or one object per line."""
     with open_plain(file) as stream:
         start = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
     if not start.startswith(b"["):
@@ -222,15 +204,10 @@ def _json_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
         rule, remedy = f"must be a JSON array of objects ({error})", "write one {...} a line"
         raise BrokenFile(0, fault(rule, f"repair it or {remedy}")) from error
     for number, row in enumerate(rows, start=1):
-        yield number, row if isinstance(row, dict) else _not_an_object(row)
-
-
-def _not_an_object(row: Any) -> BadRow:
-    return BadRow(
-        "not an object",
-        fault(f"an element must be an object, this one is {type(row).__name__}", "write {...}"),
-        json.dumps(row),
-    )
+        if not isinstance(row, dict):
+            rule = f"an element must be an object, this one is {type(row).__name__}"
+            row = BadRow("not an object", fault(rule, "write {...}"), json.dumps(row))
+        yield number, row
 
 
 def _parquet_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
@@ -238,16 +215,16 @@ def _parquet_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
     import pyarrow.parquet as pq
 
     number = 0
-    try:
-        with open_plain(file) as stream:
+    with open_plain(file) as stream:
+        try:
             for batch in pq.ParquetFile(stream).iter_batches(batch_size=1024):
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-    except (pa.ArrowException, ValueError, RecursionError, MemoryError, OverflowError) as error:
-        message = (str(error).splitlines() or [type(error).__name__])[0]
-        problem = fault(f"must be a parquet file ({message})", "write it again or use jsonl")
-        raise BrokenFile(number, problem) from error
+        except (pa.ArrowException, ValueError, RecursionError, MemoryError, OverflowError) as error:
+            message = (str(error).splitlines() or [type(error).__name__])[0]
+            problem = fault(f"must be a parquet file ({message})", "write it again or use jsonl")
+            raise BrokenFile(number, problem) from error
 
 
 READERS: dict[str, Callable[[str], Iterator[tuple[int, Row | BadRow]]]] = {
@@ -255,4 +232,4 @@ READERS: dict[str, Callable[[str], Iterator[tuple[int, Row | BadRow]]]] = {
     ".json": _json_rows,
     ".parquet": _parquet_rows,
 }
-"""File name ending -> what reads it."""
+"""File name ending -> function that reads such a file."""

@@ -1,4 +1,4 @@
-"""Responses from a file in place of generation: to compare runs, and to replay one.
+"""Read responses from a file in place of generating them, to compare or replay runs.
 
 A file has one JSON object per line with `response_ids` (token ids, EOS included) or `response`
 (text, tokenized without special tokens and ended by the first EOS id where there is room). Every
@@ -8,13 +8,15 @@ row names the `sample_id` it answers, as `samples.jsonl` does, or none does and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.data.files import FileProblems, fault, read_rows, shown
+from mindspeed_rlxf.config.suggest import shown
+from mindspeed_rlxf.data.files import FileProblems, fault, read_rows
 from mindspeed_rlxf.data.lengths import most_characters
 
 if TYPE_CHECKING:
@@ -23,43 +25,36 @@ if TYPE_CHECKING:
 KEY = "actor_rollout.fixed_responses"
 
 
+@dataclass(frozen=True)
 class FixedResponses:
-    """Token ids of the response to each sample of a run."""
+    """Token ids of the response to each sample of a run.
 
-    def __init__(
-        self,
-        by_sample_id: Mapping[int, list[int]],
-        prompts: Mapping[int, list[int]] | None = None,
-        texts: Mapping[int, str] | None = None,
-    ) -> None:
-        """prompts: token ids of the prompts that were answered, where the file has them
-        texts: their texts, where the file has no ids
-        """
-        self._by_sample_id, self._prompts = dict(by_sample_id), dict(prompts or {})
-        self.texts = dict(texts or {})
+    prompts: token ids of the prompts that were answered, where the file has them
+    texts:   their texts, where the file has no ids
+    """
 
-    def of(self, sample_ids: Sequence[int], prompts: Sequence[np.ndarray]) -> list[list[int]]:
-        """Responses to these samples, whose prompts these are.
+    by_sample_id: Mapping[int, list[int]]
+    prompts: Mapping[int, list[int]] = field(default_factory=dict)
+    texts: Mapping[int, str] = field(default_factory=dict)
+
+    def look_up(self, sample_ids: Sequence[int], prompts: Sequence[np.ndarray]) -> list[list[int]]:
+        """Return the responses to these samples. prompts: token ids of each sample's prompt
 
         Raises UserError for a response that was given to another prompt.
         """
         for sample_id, prompt in zip(sample_ids, prompts, strict=True):
             if self.differs(sample_id, prompt):
-                raise UserError(other_prompt(sample_id))
-        return [self._by_sample_id[sample_id] for sample_id in sample_ids]
+                raise UserError(other_prompt_problem(sample_id))
+        return [self.by_sample_id[sample_id] for sample_id in sample_ids]
 
     def differs(self, sample_id: int, prompt: np.ndarray) -> bool:
-        """Whether the file names another prompt than this one, by its token ids."""
-        answered = self._prompts.get(sample_id)
+        """Whether the file has another prompt for this sample, compared by token ids."""
+        answered = self.prompts.get(sample_id)
         return answered is not None and answered != prompt.tolist()
 
-    def missing(self, num_samples: int) -> list[int]:
-        """Ids of 0 .. num_samples - 1 that have no response."""
-        return [i for i in range(num_samples) if i not in self._by_sample_id]
 
-
-def other_prompt(sample_id: int, count: int = 1) -> Problem:
-    """The problem of a response that was given to another prompt, the first of `count`."""
+def other_prompt_problem(sample_id: int, count: int = 1) -> Problem:
+    """Make the problem of a response to another prompt. count: of such samples in all"""
     more = f" ({count - 1} more samples differ)" if count > 1 else ""
     return Problem(
         KEY,
@@ -77,7 +72,7 @@ def load_fixed_responses(
     max_new_tokens: int,
     num_samples: int,
 ) -> FixedResponses:
-    """All responses of `file`.
+    """Load all responses of `file`.
 
     num_samples: samples of the whole run, each of which needs a response
     Raises UserError with every problem, each keyed by `file:row`.
@@ -87,12 +82,12 @@ def load_fixed_responses(
     found: dict[int, list[int]] = {}
     prompts: dict[int, list[int]] = {}
     texts: dict[int, str] = {}
-    named: set[bool] = set()
+    has_ids: set[bool] = set()
     if Path(file).suffix.lower() != ".jsonl":
         raise UserError(Problem(KEY, "must be a .jsonl file", file, "convert or rename it"))
     for number, row in read_rows(file, problems):
         sample_id = row.get("sample_id", len(found))
-        named.add("sample_id" in row)
+        has_ids.add("sample_id" in row)
         ids, problem = reader.response(row)
         if type(sample_id) is not int or sample_id in found:
             problem = f"a sample_id must be a number that no earlier row has, not {sample_id!r:.40}"
@@ -104,27 +99,22 @@ def load_fixed_responses(
             prompts[place] = row["prompt_ids"]
         elif isinstance(row.get("prompt"), str):
             texts[place] = row["prompt"]
-    if len(named) > 1:
+    if len(has_ids) > 1:
         problems.add(0, fault("all rows or none must have a sample_id", "complete or remove them"))
-    responses = FixedResponses(found, prompts, texts)
-    lacking = responses.missing(num_samples)
-    if lacking and not problems.located():
-        problems.add(
-            0,
-            fault(
-                f"the run's {num_samples} samples must have a response each, {len(lacking)} have "
-                f"none (the first: {lacking[0]})",
-                "lower training.train_iters, or complete the file (logging.samples=all writes "
-                "every response of a run)",
-            ),
-        )
-    if found_wrong := problems.located():
-        raise UserError(found_wrong)
-    return responses
+    lacking = [i for i in range(num_samples) if i not in found]
+    if lacking and not problems.list_problems():
+        rule = f"the run's {num_samples} samples must have a response each"
+        rule = f"{rule}, {len(lacking)} have none (the first: {lacking[0]})"
+        remedy = "lower training.train_iters, or complete the file"
+        remedy = f"{remedy} (logging.samples=all writes every response of a run)"
+        problems.add(0, fault(rule, remedy))
+    if located := problems.list_problems():
+        raise UserError(located)
+    return FixedResponses(found, prompts, texts)
 
 
 class _Reader:
-    """Token ids of a row, checked."""
+    """Reads and checks the token ids of a row."""
 
     def __init__(
         self,
@@ -137,7 +127,7 @@ class _Reader:
         self._vocab_size, self._longest = vocab_size, max_new_tokens
 
     def response(self, row: Mapping[str, Any]) -> tuple[list[int], str]:
-        """(token ids, "") of a row, or ([], problem)."""
+        """Return (token ids, "") of a row, or ([], problem)."""
         if "response_ids" in row:
             ids = row["response_ids"]
         elif isinstance(row.get("response"), str):

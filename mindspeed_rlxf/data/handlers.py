@@ -1,4 +1,4 @@
-"""Handlers of the preprocessing: what rows look like and what is written of them."""
+"""Handlers of the preprocessing: the style of the rows, and the columns that are written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RowStyle(Enum):
 
 
 class Output(Enum):
-    """What a row becomes.
+    """Content of the data set.
 
     PROMPT:      the prompt
     ANSWERED:    the prompt, and the answer as text in a column `labels`
@@ -39,12 +39,12 @@ SEQUENCES: Mapping[Output, tuple[str, ...]] = {
     Output.INSTRUCTION: (TOKEN_IDS, LABELS),
     Output.PAIR: ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels"),
 }
-"""Columns of token ids, the first one that of the prompts (PAIR: of the better response)."""
+"""Columns of token ids, first that of the prompts (PAIR: of the better response)."""
 
 
 @dataclass(frozen=True)
 class Handler:
-    """`name` as in `--handler-name`."""
+    """A choice of `--handler-name`."""
 
     name: str
     style: RowStyle
@@ -56,7 +56,7 @@ class Handler:
 
     @property
     def has_mask(self) -> bool:
-        """A column of ones beside the ids, as the older toolkit wrote it."""
+        """Whether to write a column of ones beside the ids, as the older toolkit did."""
         return self.output is not Output.PAIR
 
     @property
@@ -68,7 +68,7 @@ class Handler:
         return self.output in (Output.INSTRUCTION, Output.PAIR)
 
     def columns(self) -> str:
-        """For help texts."""
+        """List the columns for help texts."""
         mask = (MASK,) if self.has_mask else ()
         answer = (LABELS,) if self.output is Output.ANSWERED else ()
         return ", ".join((*self.sequences, *mask, *answer))
@@ -93,8 +93,8 @@ DEFAULT_HANDLER = "PPOAlpacaStyleInstructionHandler"
 _PRETRAIN = "texts for pre-training are not preprocessed here; use the tools of Megatron-LM"
 _OWN_FORMAT = (
     "rewrite the rows as alpaca or sharegpt rows and use AlpacaStyleInstructionHandler or "
+    "SharegptStyleInstructionHandler"
 )
-_OWN_FORMAT += "SharegptStyleInstructionHandler"
 REFUSED_HANDLERS: Mapping[str, str] = {
     "GeneralPretrainHandler": _PRETRAIN,
     "AlpacaPretrainHandler": _PRETRAIN,
@@ -114,4 +114,4 @@ REFUSED_HANDLERS: Mapping[str, str] = {
         _OWN_FORMAT,
     ),
 }
-"""Handlers of the older toolkit that are not here -> what to do instead."""
+"""Handlers of the older toolkit that are not supported -> remedy."""

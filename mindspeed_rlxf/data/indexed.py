@@ -1,4 +1,4 @@
-"""Megatron's indexed data set: sequences of numbers in `PATH.bin`, where they lie in `PATH.idx`.
+"""Read and write Megatron's indexed data sets: numbers in `PATH.bin`, their places in `PATH.idx`.
 
 The `.idx` file, little endian: MAGIC, version (uint64, 1), code of the dtype (uint8), number of
 sequences n and of document bounds n+1 (uint64), lengths in items [n] int32, offsets in bytes [n]
@@ -39,26 +39,37 @@ MAX_INDEX = 512 * 2**20  # bytes: 26 million sequences
 AnyArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
 
+class BrokenIndex(ValueError):
+    """The files are not a whole indexed data set."""
+
+
 class IndexedWriter:
-    """Appends sequences to `PATH.bin`; `close` writes `PATH.idx`. Raises OSError."""
+    """Appends sequences to `{path}.bin`; `close` writes `{path}.idx`. Raises OSError."""
 
     def __init__(self, path: Path, dtype: type[np.generic]) -> None:
         self._path, self._dtype = path, np.dtype(dtype)
-        self._bin = new_file(_with_ending(path, ".bin"))
+        self._bin = new_file(Path(f"{path}.bin"))
         self._lengths = array("i")
 
     def add(self, items: bytes | memoryview, lengths: Sequence[int]) -> None:
-        """`items`: the sequences behind each other, in the writer's dtype, `lengths` in items."""
+        """Append sequences. items: all of them, concatenated, in the writer's dtype."""
         assert len(items) == sum(lengths) * self._dtype.itemsize, "lengths are those of the items"
         self._bin.write(items)
         self._lengths.extend(lengths)
 
+    def add_all(self, reader: IndexedReader) -> None:
+        """Append every sequence of another data set, which has the writer's dtype."""
+        for place in range(len(reader)):
+            sequence = reader[place]
+            self.add(sequence.tobytes(), [len(sequence)])
+
     def close(self) -> None:
+        """Write the index and flush both files to the disk."""
         lengths = np.asarray(self._lengths, dtype=np.int32)
         ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
         (code,) = (code for code, dtype in DTYPES.items() if dtype == self._dtype)
         size = len(lengths)
-        with new_file(_with_ending(self._path, ".idx")) as stream:
+        with new_file(Path(f"{self._path}.idx")) as stream:
             stream.write(HEADER.pack(MAGIC, 1, code, size, size + 1))
             stream.write(lengths.tobytes())
             stream.write((ends - lengths * self._dtype.itemsize).tobytes())
@@ -75,7 +86,7 @@ class IndexedReader:
     """
 
     def __init__(self, path: Path) -> None:
-        index = read_plain(_with_ending(path, ".idx"), MAX_INDEX)
+        index = read_plain(Path(f"{path}.idx"), MAX_INDEX)
         if len(index) < HEADER.size:
             raise BrokenIndex(f"{path}.idx has {len(index)} bytes")
         magic, version, code, size, bounds = HEADER.unpack_from(index)
@@ -86,20 +97,20 @@ class IndexedReader:
         self.dtype: np.dtype[Any] = np.dtype(DTYPES[code])
         self._lengths = np.frombuffer(index, np.int32, size, HEADER.size)
         self._offsets = np.frombuffer(index, np.int64, size, HEADER.size + 4 * size)
-        content = _with_ending(path, ".bin")
+        content = Path(f"{path}.bin")
         with open_plain(content) as stream:
             found = os.fstat(stream.fileno()).st_size
         self._check_places(content, found)
         self._bytes = np.memmap(content, np.uint8, "r") if found else np.zeros(0, np.uint8)
 
     def _check_places(self, content: Path, found: int) -> None:
-        """Every sequence lies in the file, and all together are no more than the file."""
+        """Require that every sequence is inside the file, and that none overlap."""
         if not len(self):
             return
         if self._lengths.min() < 0 or self._offsets.min() < 0:
             raise BrokenIndex(f"the index of {content} has a negative length or place")
         sizes = self._lengths.astype(np.int64) * self.dtype.itemsize
-        ends = np.minimum(self._offsets, found) + sizes  # held back, so that none overflows
+        ends = np.minimum(self._offsets, found) + sizes  # limited, so that no sum overflows
         needed = max(int(self._offsets.max()), int(ends.max()))
         if needed > found:
             raise BrokenIndex(f"{content} has {found} bytes, the index needs {needed}")
@@ -110,18 +121,10 @@ class IndexedReader:
         return len(self._lengths)
 
     def __getitem__(self, place: int) -> AnyArray:
-        """[items] of the data set's dtype, read-only."""
+        """Return one sequence: [items] of the data set's dtype, read-only."""
         start = self._offsets[place]
         stop = start + int(self._lengths[place]) * self.dtype.itemsize
         return np.frombuffer(self._bytes[start:stop].tobytes(), self.dtype)
-
-
-class BrokenIndex(ValueError):
-    """Files that are no indexed data set, or not all of one."""
-
-
-def _with_ending(path: Path, ending: str) -> Path:
-    return path.with_name(path.name + ending)  # with_suffix would take a dotted name apart
 
 
 def _flush(stream: Any) -> None:

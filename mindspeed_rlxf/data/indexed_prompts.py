@@ -1,6 +1,6 @@
-"""Prompts of indexed data sets: what `preprocess_data.py` wrote, or the older toolkit.
+"""Load prompts from indexed data sets of `preprocess_data.py` or of the older toolkit.
 
-Of conversations and pairs, which hold responses too, the prompt is what stands before the last one.
+Conversations and pairs hold responses too: their prompt is the part before the last response.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import numpy as np
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.config.suggest import written
-from mindspeed_rlxf.data.files import FileProblems, Row, fault, look_up
+from mindspeed_rlxf.data.files import FileProblems, fault
 from mindspeed_rlxf.data.handlers import LABELS, SEQUENCES, Output
-from mindspeed_rlxf.data.indexed import AnyArray, BrokenIndex, IndexedReader
+from mindspeed_rlxf.data.indexed import BrokenIndex, IndexedReader
 from mindspeed_rlxf.data.lengths import LengthLimit
 from mindspeed_rlxf.data.prompt_encoder import IGNORED
 from mindspeed_rlxf.data.prompts import (
     ENCODE_CHUNK,
     Int64Array,
     Prompt,
-    data_source_of,
-    ground_truth_of,
+    read_labels,
 )
 from mindspeed_rlxf.data.sidecar import (
     MASK,
@@ -53,7 +52,7 @@ PAIR_IDS, PAIR_LABELS = SEQUENCES[Output.PAIR][:2]
 
 @dataclass(frozen=True)
 class IndexedPrompts:
-    """stop_token_ids: what the data sets' templates end a response with."""
+    """stop_token_ids: tokens that end a response in the templates of the data sets"""
 
     prompts: list[Prompt] = field(default_factory=list)
     stop_token_ids: tuple[int, ...] = ()
@@ -65,13 +64,12 @@ def load_indexed_prompts(
     data: DataConfig,
     max_prompt_length: int,
 ) -> IndexedPrompts:
-    """All prompts of the data sets, in order; no prefixes, no prompts.
+    """Load all prompts of the data sets, in order; no prefixes give no prompts.
 
-    The prompts' columns are looked up by the keys of `data` as those of files are. Without a
-    sidecar a column holds token ids, which are decoded. Prompts over `max_prompt_length` tokens
-    follow `data.overlong_prompts`.
-    Raises UserError with every problem: a data set that is not there or not whole, a tokenizer
-    that is not the data set's, rows that cannot be used.
+    The keys of `data` name the columns, as for files. Without a sidecar a column holds token ids,
+    which are decoded. Prompts over `max_prompt_length` tokens follow `data.overlong_prompts`.
+    Raises UserError with every problem: a data set that is absent or incomplete, another tokenizer
+    than the data set's, rows that cannot be used.
     """
     problems: list[Problem] = []
     prompts: list[Prompt] = []
@@ -79,7 +77,7 @@ def load_indexed_prompts(
     for prefix in prefixes:
         try:
             data_set = _DataSet(prefix, tokenizer, data)
-            prompts += data_set.prompts(len(prompts), max_prompt_length)
+            prompts += data_set.read_prompts(len(prompts), max_prompt_length)
             stop_ids.update(data_set.sidecar.stop_token_ids if data_set.sidecar else ())
         except UserError as error:
             problems += error.problems
@@ -89,14 +87,16 @@ def load_indexed_prompts(
 
 
 class _DataSet:
-    """One prefix, opened: the token ids and the columns that the keys of `data` lead to."""
+    """One opened data set: its token ids, and the columns that the keys of `data` name."""
 
     def __init__(self, prefix: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
         self._prefix, self._tokenizer, self._data = prefix, tokenizer, data
-        self._token_ids = self._open_token_ids()
+        self._is_pairs = PAIR_IDS in column_files(Path(prefix))
+        self._ids_column = PAIR_IDS if self._is_pairs else TOKEN_IDS  # of the better response
+        self._token_ids = self._open(self._ids_column)
         self.sidecar = read_sidecar(Path(prefix))
         if self.sidecar is None:
-            names = self._old_columns()
+            names = self._list_old_columns()
             logger.warning(
                 "%s: no %s beside it, so nothing says which tokenizer and template made it; the "
                 "columns are read as token ids",
@@ -113,14 +113,8 @@ class _DataSet:
         self._largest_id = max(tokenizer.get_vocab().values())
         self._labels = self._open_labels()
 
-    def _open_token_ids(self) -> IndexedReader:
-        """Those of the better responses where there are pairs."""
-        self._is_pairs = PAIR_IDS in column_files(Path(self._prefix))
-        self._ids_column = PAIR_IDS if self._is_pairs else TOKEN_IDS
-        return self._open(self._ids_column)
-
     def _open_labels(self) -> IndexedReader | None:
-        """Labels beside the token ids of conversations; those of the older toolkit's show it."""
+        """Open the labels of conversations; None where the data set has prompts only."""
         if self._is_pairs:
             return self._open(PAIR_LABELS)
         if self.sidecar is not None:
@@ -131,60 +125,46 @@ class _DataSet:
         labels = self._open(LABELS)
         if len(labels[0]) == len(self._token_ids[0]) and IGNORED in labels[0]:
             return labels
-        return None  # answers of their own length, beside prompts
+        return None  # they are answers, which have other lengths than the prompts
 
-    def _old_columns(self) -> dict[str, str]:
-        """Name -> name in files, of a data set without sidecar."""
+    def _list_old_columns(self) -> dict[str, str]:
+        """Map the columns of a data set without sidecar to their file names, which are the same."""
         own = (TOKEN_IDS, MASK, *SEQUENCES[Output.PAIR])
         names = [n for n in column_files(Path(self._prefix)) if n not in own]
         for name in names:
-            if self._open(name).dtype == np.uint8:  # ours, and not of the older toolkit
+            if self._open(name).dtype == np.uint8:  # written by us, so a sidecar is missing
                 file = sidecar_path(Path(self._prefix)).name
-                raise self._broken(f"must be whole, there is no {file}")
+                raise self._error(f"must be whole, there is no {file}")
         return dict(zip(names, names, strict=True))
 
-    def prompts(self, first_index: int, max_prompt_length: int) -> list[Prompt]:
-        """Raises UserError with every problem, each keyed by `prefix:row`."""
+    def read_prompts(self, first_index: int, max_prompt_length: int) -> list[Prompt]:
+        """Read all rows. Raises UserError with every problem, each keyed by `prefix:row`."""
         found = FileProblems(self._prefix)
         limit = LengthLimit(self._prefix, max_prompt_length, self._data.overlong_prompts)
         kept: list[tuple[Int64Array, str, str]] = []
-        for number, token_ids, row in self._rows(found):
-            truth, truth_problem = ground_truth_of(look_up(row, self._data.ground_truth_key))
-            source, source_problem = data_source_of(
-                look_up(row, self._data.data_source_key), self._data
-            )
-            for problem in filter(None, (truth_problem, source_problem)):
-                found.add(number, problem)
-            ids = limit.fit(number, token_ids, found)
-            if ids is not None:
-                kept.append((ids, truth, source))
+        for place in range(len(self._token_ids)):
+            ids, number = self._read_prompt_ids(place), place + 1
+            if len(ids) and not 0 <= ids.min() <= ids.max() <= self._largest_id:
+                rule = f"a token id must be from 0 to {self._largest_id}"
+                rule = f"{rule}, there are {ids.min()} to {ids.max()}"
+                remedy = f"give the tokenizer that made the data set ({KEY})"
+                found.add(number, fault(rule, remedy))
+                continue
+            row = {name: self._read_value(name, place) for name in self._columns}
+            labels = read_labels(number, row, self._data, found)
+            fitting = limit.fit(number, ids, found)
+            if fitting is not None and labels:
+                kept.append((fitting, *labels))
         limit.report(len(self._token_ids), found)
-        if problems := found.located():
+        if problems := found.list_problems():
             raise UserError(problems)
-        texts = self._decoded([ids for ids, _, _ in kept])
+        texts = self._decode([ids for ids, _, _ in kept])
         return [
-            Prompt(first_index + place, text, ids, truth, source)
-            for place, (text, (ids, truth, source)) in enumerate(zip(texts, kept, strict=True))
+            Prompt(first_index + place, text, *fields)
+            for place, (text, fields) in enumerate(zip(texts, kept, strict=True))
         ]
 
-    def _rows(self, problems: FileProblems) -> Iterator[tuple[int, Int64Array, Row]]:
-        """(row number from 1, token ids, columns) of the rows whose ids the tokenizer has."""
-        for place in range(len(self._token_ids)):
-            ids = self._prompt_ids(place)
-            if self._is_vocabulary(ids):
-                row = {name: self._value(name, place) for name in self._columns}
-                yield place + 1, ids, row
-            else:
-                found = f"there are {ids.min()} to {ids.max()}"
-                problems.add(
-                    place + 1,
-                    fault(
-                        f"a token id must be from 0 to {self._largest_id}, {found}",
-                        f"give the tokenizer that made the data set ({KEY})",
-                    ),
-                )
-
-    def _prompt_ids(self, place: int) -> Int64Array:
+    def _read_prompt_ids(self, place: int) -> Int64Array:
         ids = self._token_ids[place].astype(np.int64)
         if self._labels is None:
             return ids
@@ -192,58 +172,51 @@ class _DataSet:
         end = int(ignored[-1]) + 1 if len(ignored) else 0
         return ids[: min(end, len(ids))]
 
-    def _is_vocabulary(self, ids: AnyArray) -> bool:
-        return not len(ids) or bool(ids.min() >= 0 and ids.max() <= self._largest_id)
-
-    def _value(self, name: str, place: int) -> Any:
+    def _read_value(self, name: str, place: int) -> Any:
         stored = self._columns[name][place]
         if self.sidecar is not None:
             try:
                 return parse_json(stored.tobytes())
             except ValueError as error:
-                raise self._broken(
-                    f"column {name!r} must be JSON, {error}", row=f":{place + 1}"
-                ) from error
+                rule = f"column {name!r} must be JSON, {error}"
+                raise self._error(rule, row=f":{place + 1}") from error
         ids = stored.astype(np.int64)
-        if not self._is_vocabulary(ids):  # -100 and the like: no text
-            ids = ids[(ids >= 0) & (ids <= self._largest_id)]
+        ids = ids[(ids >= 0) & (ids <= self._largest_id)]  # without -100
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
-    def _decoded(self, prompts: Sequence[Int64Array]) -> Iterator[str]:
+    def _decode(self, prompts: Sequence[Int64Array]) -> Iterator[str]:
         for start in range(0, len(prompts), ENCODE_CHUNK):
             chunk = [ids.tolist() for ids in prompts[start : start + ENCODE_CHUNK]]
             yield from self._tokenizer.batch_decode(chunk, clean_up_tokenization_spaces=False)
 
     def _open(self, column: str) -> IndexedReader:
+        """Open a column, which must have a sequence for every prompt. Raises UserError."""
         path = data_path(Path(self._prefix), column)
         try:
             reader = IndexedReader(path)
         except FileNotFoundError as error:
             if (partial_folder(Path(self._prefix)) / MOVES).exists():
-                raise self._broken(
-                    "must be in place, its writer was stopped when it was whole",
-                    "run the same preprocess_data.py again, which puts it there",
-                ) from error
-            found = f"there is no {Path(error.filename).name}"
-            raise self._broken(
-                f"must be the --output-prefix of an indexed data set, {found}",
-                "correct data.data_path or data.val_data_path",
-            ) from error
+                rule = "must be in place, its writer was stopped before it moved the files"
+                remedy = "run the same preprocess_data.py again, which puts it there"
+                raise self._error(rule, remedy) from error
+            rule = "must be the --output-prefix of an indexed data set, there is no "
+            remedy = "correct data.data_path or data.val_data_path"
+            raise self._error(f"{rule}{Path(error.filename).name}", remedy) from error
         except (BrokenIndex, OSError) as error:
-            raise self._broken(f"must be whole, {error}") from error
+            raise self._error(f"must be whole, {error}") from error
         rows = len(reader) if column == self._ids_column else len(self._token_ids)
         if len(reader) != rows or not rows:
-            raise self._broken(f"{path.name} must have {rows or 'some'} rows, it has {len(reader)}")
+            raise self._error(f"{path.name} must have {rows or 'some'} rows, it has {len(reader)}")
         return reader
 
-    def _broken(self, rule: str, remedy: str = REMEDY, row: str = "") -> UserError:
+    def _error(self, rule: str, remedy: str = REMEDY, row: str = "") -> UserError:
         return UserError(Problem(f"{self._prefix}{row}", rule, remedy=remedy, colon=True))
 
     def _check_tokenizer(self, sidecar: Sidecar) -> None:
         own = vocabulary_hash(self._tokenizer)
         if own != sidecar.tokenizer.sha256:
             theirs = sidecar.tokenizer
-            raise self._broken(
+            raise self._error(
                 f"the tokenizer must be the one it was made with, {theirs.path!r} (sha256 "
                 f"{theirs.sha256[:12]}), not {self._tokenizer.name_or_path!r} (sha256 {own[:12]})",
                 f"correct {KEY} or run preprocess_data.py with that tokenizer",
@@ -254,7 +227,7 @@ class _DataSet:
         key, flag = "data.allow_special_tokens", "--allow-special-tokens"
         made, wanted = sidecar.allow_special_tokens, self._data.allow_special_tokens
         if made != wanted:
-            raise self._broken(
+            raise self._error(
                 f"must be made as {key}={written(wanted)} says, it was made "
                 f"{'with' if made else 'without'} {flag}",
                 f"set {key}={written(made)} or run preprocess_data.py "

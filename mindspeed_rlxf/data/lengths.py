@@ -1,4 +1,4 @@
-"""Prompts over the longest length: refused, dropped, or cut at one end."""
+"""Refuse, drop or cut prompts that are longer than the limit."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ logger = logging.getLogger(__name__)
 CUTTING = (OverlongPrompts.KEEP_HEAD, OverlongPrompts.KEEP_TAIL)
 MOST_CHARACTERS = 2**20  # of a text that is tokenized to learn its length
 CHARACTERS_PER_TOKEN = 256  # no vocabulary has longer tokens
+NO_TOKEN = fault(
+    "a prompt must have a token, the tokenizer makes none of this one", "remove the row"
+)
 
 Ids = TypeVar("Ids", list[int], np.ndarray[tuple[int, ...], np.dtype[np.int64]])
 
 
 def most_characters(max_length: int) -> int:
-    """Of a text that could have so few tokens; it may have more of them."""
+    """Length in characters above which a text certainly has more than `max_length` tokens."""
     return max(MOST_CHARACTERS, CHARACTERS_PER_TOKEN * max_length)
 
 
 def cut(token_ids: Ids, max_length: int, policy: OverlongPrompts) -> Ids | None:
-    """The first or the last `max_length` ids; None where the policy keeps none of them.
+    """Keep the first or the last `max_length` ids; None where the policy keeps none of them.
 
     The first ids lack the end of the prompt (with a chat template, the header of the response),
     the last ones lack its start (with some, the beginning-of-text token).
@@ -39,7 +42,7 @@ def cut(token_ids: Ids, max_length: int, policy: OverlongPrompts) -> Ids | None:
 
 
 class LengthLimit:
-    """`max_prompt_length` for the prompts of one file or data set; counts those over it."""
+    """Applies `max_prompt_length` to one file or data set, and counts the prompts over it."""
 
     def __init__(self, name: str, max_length: int, policy: OverlongPrompts) -> None:
         self._name, self._max_length, self._policy = name, max_length, policy
@@ -47,7 +50,7 @@ class LengthLimit:
         self._num_over = 0
 
     def may_fit(self, row: int, num_characters: int, problems: FileProblems) -> bool:
-        """False for a prompt that is over the limit whatever its tokens are, and is not cut."""
+        """Whether to tokenize a prompt: False if it is surely over the limit and is not cut."""
         if num_characters <= self._most_characters or self._policy in CUTTING:
             return True
         if self._policy is OverlongPrompts.ERROR:
@@ -57,7 +60,7 @@ class LengthLimit:
         return False
 
     def cut_text(self, text: str) -> str:
-        """As much of a text as can matter where the prompt is cut at this end."""
+        """Cut a text to the characters that can be in the prompt's kept tokens."""
         if self._policy is OverlongPrompts.KEEP_HEAD:
             return text[: self._most_characters]
         return text[-self._most_characters :]
@@ -70,16 +73,10 @@ class LengthLimit:
         )
 
     def fit(self, row: int, token_ids: Ids, problems: FileProblems) -> Ids | None:
-        """The ids to keep; None for a prompt that is a problem, or dropped."""
+        """Return the ids to keep; None for a prompt that is dropped or reported as a problem."""
         length = len(token_ids)
         if length == 0:
-            problems.add(
-                row,
-                fault(
-                    "a prompt must have a token, the tokenizer makes none of this one",
-                    "remove the row",
-                ),
-            )
+            problems.add(row, NO_TOKEN)
             return None
         if length <= self._max_length:
             return token_ids
@@ -90,7 +87,7 @@ class LengthLimit:
         return cut(token_ids, self._max_length, self._policy)
 
     def report(self, num_rows: int, problems: FileProblems) -> None:
-        """Logs how many were over the limit; a file of which nothing is left is a problem."""
+        """Log how many prompts were over the limit; report a file of which none is left."""
         if not self._num_over:
             return
         count = f"{self._num_over} of {num_rows} prompts are over {self._max_length} tokens"

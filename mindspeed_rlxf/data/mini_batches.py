@@ -1,4 +1,4 @@
-"""Which samples make up each optimizer step, the same whatever the parallel layout."""
+"""Assign samples to optimizer steps, independently of the parallel layout."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class RankSteps:
 def mini_batch_order(
     num_samples: int, epochs: int, shuffle: bool, seed: int, iteration: int, together: int = 1
 ) -> list[list[int]]:
-    """The order of the samples in each epoch; shuffled from (seed, iteration, epoch).
+    """Return the order of the samples in each epoch; shuffles derive from (seed, iteration, epoch).
 
-    together: this many neighbours stay neighbours
+    together: size of groups of consecutive samples that are shuffled as one
     """
     orders = []
     for epoch in range(epochs):
@@ -37,9 +37,9 @@ def mini_batch_order(
 
 
 def rank_steps(orders: list[list[int]], mini_batch_size: int, num_ranks: int) -> list[RankSteps]:
-    """Cut each epoch into mini-batches, and each mini-batch into equal parts for the ranks.
+    """Split each epoch into mini-batches, and each mini-batch into equal parts for the ranks.
 
-    mini_batch_size has to divide the samples, and num_ranks the mini-batch size.
+    mini_batch_size must divide the number of samples, and num_ranks must divide mini_batch_size.
     """
     share = mini_batch_size // num_ranks
     whole = all(len(order) % mini_batch_size == 0 for order in orders)

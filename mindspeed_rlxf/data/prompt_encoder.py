@@ -1,4 +1,4 @@
-"""Conversations become token ids: a template's special tokens by id, text by the tokenizer."""
+"""Encode conversations as token ids: special tokens of a template by id, text by the tokenizer."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Labelled(NamedTuple):
 
 
 class PromptEncoder:
-    """Fills one template for one tokenizer.
+    """Encodes conversations with one template and one tokenizer.
 
-    A special token spelled in the text of a turn stays ordinary text (`split_special_tokens`),
-    unless these are allowed. What a tokenizer lists as an added
-    but not as a special token, or a slow one splits on its own account, is beyond this.
+    A special token spelled in the text of a turn is read as text (`split_special_tokens`), unless
+    they are allowed. This does not cover tokens that a tokenizer lists as added but not as special,
+    nor slow tokenizers that split text in their own way.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class PromptEncoder:
         with_responses: bool = False,
         allow_special_tokens: bool = False,
     ) -> None:
-        """with_responses: for conversations that end with the assistant's turn.
-        allow_special_tokens: those that a text spells are tokens
+        """with_responses: for conversations that end with the assistant's turn
+        allow_special_tokens: read special tokens that a text spells as tokens
 
         Raises UserError when the tokenizer does not fit the template.
         """
@@ -56,34 +56,26 @@ class PromptEncoder:
         self._allow_special_tokens = allow_special_tokens
         self._ids = _token_ids(tokenizer, template_name, self._template)
         if with_responses and EOS in self._template.response and not self._ids[EOS]:
-            found = f"{tokenizer.name_or_path!r} has none"
-            raise UserError(
-                Problem(
-                    "--prompt-type",
-                    f"ends a response with the tokenizer's EOS token, {found}",
-                    template_name,
-                    "set eos_token in its tokenizer_config.json",
-                )
-            )
+            rule = "ends a response with the tokenizer's EOS token"
+            rule = f"{rule}, {tokenizer.name_or_path!r} has none"
+            remedy = "set eos_token in its tokenizer_config.json"
+            raise UserError(Problem("--prompt-type", rule, template_name, remedy))
         self.stop_token_ids = [self._ids[word][0] for word in self._template.stop_words]
         self._is_plain = not self._template.special_tokens
         self._num_eos = num_appended_eos(tokenizer) if self._is_plain else 0
 
     def encode(self, conversations: Sequence[Sequence[Turn]]) -> list[list[int]]:
-        """Token ids of each prompt, the response's header included."""
+        """Return the token ids of each prompt, the response's header included."""
         prompts = [render(self._template, turns) for turns in conversations]
         first = self._read((p for pieces in prompts for p in pieces[:1]), opens_prompt=True)
         other = self._read((p for pieces in prompts for p in pieces[1:]), opens_prompt=False)
         return [
-            [
-                *chain.from_iterable(map(first.__getitem__, pieces[:1])),
-                *chain.from_iterable(map(other.__getitem__, pieces[1:])),
-            ]
+            [i for place, piece in enumerate(pieces) for i in (other if place else first)[piece]]
             for pieces in prompts
         ]
 
     def encode_labelled(self, conversations: Sequence[Sequence[Turn]]) -> list[Labelled]:
-        """Each conversation, whose last turn is the assistant's, with the labels of responses."""
+        """Return token ids and labels of conversations that end with the assistant's turn."""
         rendered = [render_segments(self._template, turns) for turns in conversations]
         opening = [segments[0].pieces[0] for segments in rendered if segments[0].pieces]
         first = self._read(opening, opens_prompt=True)
@@ -108,28 +100,24 @@ class PromptEncoder:
         return labelled
 
     def _read(self, pieces: Iterable[Piece], opens_prompt: bool) -> dict[Piece, list[int]]:
-        """Ids of each piece; in plain text the first one gets what the tokenizer adds."""
-        # Each text once: what a template puts between the turns is the same in every prompt.
+        """Return the ids of each piece. opens_prompt: add the tokenizer's own special tokens"""
+        # Tokenize each text once: the text of the template between turns is in every prompt.
         different = dict.fromkeys(pieces)
         texts = [piece.text for piece in different if not piece.is_token]
-        encoded = zip(texts, self._tokenized(texts, opens_prompt and self._is_plain), strict=True)
+        encoded = zip(texts, self._tokenize(texts, opens_prompt and self._is_plain), strict=True)
         ids_of = {Piece(text, False): ids for text, ids in encoded}
         return ids_of | {p: self._ids[p.text] for p in different if p.is_token}
 
     def _read_responses(self, responses: set[Response]) -> dict[Response, list[list[int]]]:
-        """Ids of each piece of the responses, the first one as what goes on behind the prompt.
+        """Return the ids of each piece of the responses.
 
-        A tokenizer that opens a text with a blank would put a second one before the response when
-        it reads it alone. So the prompt's last character is read with it, and cut off again where
-        the two are not one token.
+        Some tokenizers prepend a blank to every text, and would add a second one to the response.
+        So the prompt's last character is tokenized with the response, and its ids are cut off. If
+        the two share a token, the response is tokenized alone.
         """
-        opening = {(before, pieces[0].text) for before, pieces in responses if _is_text(pieces)}
-        befores = sorted({before for before, _ in opening if before})
-        joined = sorted({before + text for before, text in opening if before})
-        alone = sorted({text for _, text in opening})
-        before_ids = dict(zip(befores, self._tokenized(befores, False), strict=True))
-        joined_ids = dict(zip(joined, self._tokenized(joined, False), strict=True))
-        alone_ids = dict(zip(alone, self._tokenized(alone, False), strict=True))
+        first = [(before, pieces[0].text) for before, pieces in responses if _is_text(pieces)]
+        texts = sorted({t for before, text in first for t in (before, before + text, text) if t})
+        ids_of = dict(zip(texts, self._tokenize(texts, False), strict=True))
         others = self._read(
             (p for _, pieces in responses for p in pieces[_is_text(pieces) :]), False
         )
@@ -137,14 +125,14 @@ class PromptEncoder:
         for before, pieces in responses:
             ids = [others[piece] for piece in pieces[_is_text(pieces) :]]
             if _is_text(pieces):
-                start = before_ids.get(before, [])
-                whole = joined_ids.get(before + pieces[0].text, [])
+                text = pieces[0].text
+                start, whole = ids_of.get(before, []), ids_of[before + text]
                 continues = bool(start) and whole[: len(start)] == start
-                ids = [whole[len(start) :] if continues else alone_ids[pieces[0].text], *ids]
+                ids = [whole[len(start) :] if continues else ids_of[text], *ids]
             found[before, pieces] = ids
         return found
 
-    def _tokenized(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         if not texts:
             return []
         encoded = self._tokenizer(
@@ -153,14 +141,14 @@ class PromptEncoder:
             split_special_tokens=not self._allow_special_tokens,
             return_attention_mask=False,
             return_token_type_ids=False,
-            verbose=False,  # no word about texts over the model's length: that is for --seq-length
+            verbose=False,  # no warning about texts over the model's length; --seq-length limits it
         )["input_ids"]
         num_eos = self._num_eos if add_special_tokens else 0
         return [ids[: len(ids) - num_eos] for ids in encoded]
 
 
 Response = tuple[str, tuple[Piece, ...]]
-"""(the character before it, "" after a special token; its pieces)."""
+"""(the character before the response, "" after a special token; its pieces)."""
 
 
 def _is_text(pieces: Sequence[Piece]) -> bool:
@@ -168,7 +156,7 @@ def _is_text(pieces: Sequence[Piece]) -> bool:
 
 
 def _with_borders(segments: Sequence[Segment]) -> Iterator[tuple[Segment, str]]:
-    """Each segment with the character before it."""
+    """Yield each segment with the character before it."""
     last = Piece("", True)
     for segment in segments:
         yield segment, "" if last.is_token else last.text[-1]
@@ -184,7 +172,7 @@ def _responses(segments: Sequence[Segment]) -> Iterator[Response]:
 def _token_ids(
     tokenizer: PreTrainedTokenizerBase, name: str, template: Template
 ) -> dict[str, list[int]]:
-    """Ids of the template's tokens; raises UserError when it is not for this tokenizer."""
+    """Return the ids of the template's tokens. Raises UserError if the tokenizer lacks some."""
     vocabulary = tokenizer.get_vocab()
     needed = dict.fromkeys((*template.special_tokens, *template.stop_words))
     remedy = "use the template or the tokenizer of the model's family"

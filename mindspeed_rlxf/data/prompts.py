@@ -1,4 +1,4 @@
-"""Prompt data sets: rows of files become tokenized prompts, or one list of every problem found."""
+"""Load prompt data sets: tokenize the rows of files, or report every problem in one list."""
 
 from __future__ import annotations
 
@@ -6,33 +6,37 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DataConfig
-from mindspeed_rlxf.data.chats import OutOfBoundsError, fill_in
+from mindspeed_rlxf.config.suggest import shown
+from mindspeed_rlxf.data.chats import fill_in
 from mindspeed_rlxf.data.files import (
     FileProblems,
+    Row,
     describe_keys,
     fault,
     look_up,
     read_rows,
-    shown,
     unicode_problem,
 )
 from mindspeed_rlxf.data.lengths import LengthLimit
 from mindspeed_rlxf.data.special_tokens import SpecialTokens
+from mindspeed_rlxf.files.bounded import OutOfBoundsError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-ROLE = re.compile(r"[\w .:-]{1,64}")  # a template such as `<{role}>` would make tokens of others
+ROLE = re.compile(r"[\w .:-]{1,64}")  # templates such as `<{role}>` could make tokens of others
 ENCODE_CHUNK = 1024  # texts per tokenizer call; fast tokenizers share a call between threads
+
+RULE = "a prompt must be text or a list of chat messages {role, content}"
 
 Int64Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -60,8 +64,8 @@ class Prompt:
 class _TextRow:
     """A row before tokenization.
 
-    text: a chat's after its template, which has written its special tokens itself; where the
-          messages spell such tokens, words stand for these (see `SpecialTokens`)
+    text: what to tokenize. A chat after its template, with the template's special tokens; those
+          that the messages spell are replaced by words (see `SpecialTokens`)
     """
 
     row: int
@@ -87,14 +91,14 @@ def load_prompts(
     data: DataConfig,
     max_prompt_length: int,
 ) -> list[Prompt]:
-    """All prompts of `files`, in order; no files, no prompts.
+    """Load all prompts of `files`, in order; no files give no prompts.
 
     A prompt is a string, tokenized as `tokenizer(text, add_special_tokens=True)` without the EOS
     some tokenizers append, or a list of chat messages, put through the tokenizer's chat template
     with the generation prompt. Special tokens that the texts of rows spell are text unless
     `data.allow_special_tokens`; those that the template writes are tokens. Prompts over
-    `max_prompt_length` tokens are problems, or dropped or cut, counted and logged
-    (`data.overlong_prompts`).
+    `max_prompt_length` tokens are reported as problems, or dropped or cut and then counted in the
+    log (`data.overlong_prompts`).
     Raises UserError with every problem, each keyed by `file:row`.
     """
     names = [files] if isinstance(files, str) else list(files)
@@ -104,8 +108,9 @@ def load_prompts(
     for name in names:
         found = FileProblems(name)
         for row, text, token_ids in reader.read(name, found):
-            prompts.append(_prompt(len(prompts), row, text, token_ids))
-        problems += found.located()
+            ids = np.asarray(token_ids, dtype=np.int64)
+            prompts.append(Prompt(len(prompts), text, ids, row.ground_truth, row.data_source))
+        problems += found.list_problems()
     if problems:
         raise UserError(problems)
     return prompts
@@ -122,25 +127,26 @@ class _Reader:
         self._special = SpecialTokens(tokenizer)
 
     def read(self, file: str, found: FileProblems) -> Iterator[tuple[_TextRow, str, list[int]]]:
-        """(row, text, token ids) of the prompts that are kept."""
+        """Yield (row, text, token ids) of the prompts that are kept."""
         limit = LengthLimit(file, self._max_length, self._data.overlong_prompts)
-        rows, num_rows, num_spelled = _text_rows(file, self._data, found), 0, 0
+        rows, num_rows, num_spelled = _read_rows(file, self._data, found), 0, 0
         while chunk := list(islice(rows, ENCODE_CHUNK)):
             num_rows += len(chunk)
             short = [row for row in chunk if limit.may_fit(row.row, row.num_characters, found)]
             if not self._data.allow_special_tokens:
-                num_spelled += sum(self._special.spelled_in(row.prompt) for row in short)
+                num_spelled += sum(self._special.are_in(row.prompt) for row in short)
             try:
-                texts = self._with_texts(short, found)
+                texts = self._fill_templates(short, found)
             except OutOfBoundsError:
-                break  # of the template: every row would take as long
+                break  # every other row would take the template as long
             for row in texts:
                 row.text = limit.cut_text(row.text)
-            for row, token_ids in self._tokenized(texts):
+            for row, token_ids in self._tokenize(texts):
                 kept = limit.fit(row.row, token_ids, found)
-                if kept is not None:
-                    text = self._special.shown(row.text)
-                    yield row, text if kept is token_ids else self._decoded(kept), kept
+                if kept is token_ids:
+                    yield row, self._special.restore(row.text), kept
+                elif kept is not None:
+                    yield row, str(self._tokenizer.decode(kept)), kept
         limit.report(num_rows, found)
         if num_spelled:
             logger.warning(
@@ -151,45 +157,39 @@ class _Reader:
                 num_rows,
             )
 
-    def _decoded(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids))
+    def _fill_templates(self, rows: list[_TextRow], problems: FileProblems) -> list[_TextRow]:
+        """Set `text` of the rows, and return those that can be tokenized.
 
-    def _with_texts(self, rows: list[_TextRow], problems: FileProblems) -> list[_TextRow]:
-        """The rows whose text can be tokenized; raises OutOfBoundsError, which is told."""
-        chats = [row for row in rows if row.is_chat]
-        given = [self._messages(row) for row in chats]
-        filled = fill_in(self._tokenizer, given)
+        Raises OutOfBoundsError, which is added to `problems`.
+        """
+        filled = fill_in(self._tokenizer, [self._messages(row) for row in rows if row.is_chat])
         good = []
         for row in rows:
-            reason = ""
+            row.text, reason = str(row.prompt), ""
             if row.is_chat:
                 try:
                     row.text, reason = next(filled)
                 except OutOfBoundsError as error:
-                    problems.add(row.row, _of_template(str(error)))
+                    problems.add(row.row, _template_problem(str(error)))
                     raise
-            else:
-                row.text = str(row.prompt)
-            problem = _of_template(reason) if reason else _text_problem(row.text)
+            problem = _template_problem(reason) if reason else _text_problem(row.text)
             if problem:
                 problems.add(row.row, problem)
             else:
                 good.append(row)
         return good
 
-    def _messages(self, row: _TextRow) -> list[dict[str, Any]]:
-        messages = row.prompt
-        assert not isinstance(messages, str), "a chat"
-        if self._data.allow_special_tokens or not self._special.spelled_in(messages):
-            return messages
-        return [self._special.hidden(message) for message in messages]
+    def _messages(self, row: _TextRow) -> Any:
+        if self._data.allow_special_tokens or not self._special.are_in(row.prompt):
+            return row.prompt
+        return self._special.hide(row.prompt)
 
-    def _tokenized(self, rows: list[_TextRow]) -> Iterator[tuple[_TextRow, list[int]]]:
-        """Each row with its token ids, in order, without an EOS that the tokenizer appends."""
+    def _tokenize(self, rows: list[_TextRow]) -> Iterator[tuple[_TextRow, list[int]]]:
+        """Yield each row with its token ids, in order, without EOS that the tokenizer appends."""
         encoded: dict[int, list[int]] = {}
         split = not self._data.allow_special_tokens
         for row in rows:
-            if row.is_chat and self._special.hides(row.text):
+            if row.is_chat and self._special.has_words(row.text):
                 encoded[row.row] = self._special.token_ids(row.text)
         for is_chat in (False, True):
             alike = [row for row in rows if row.is_chat is is_chat and row.row not in encoded]
@@ -200,8 +200,8 @@ class _Reader:
         yield from ((row, encoded[row.row]) for row in rows)
 
 
-def _text_rows(file: str, data: DataConfig, problems: FileProblems) -> Iterator[_TextRow]:
-    """Rows of a file with all their fields in order; the others go to `problems`."""
+def _read_rows(file: str, data: DataConfig, problems: FileProblems) -> Iterator[_TextRow]:
+    """Yield the rows of a file whose fields are all valid; the others go to `problems`."""
     for number, row in read_rows(file, problems):
         prompt = look_up(row, data.prompt_key)
         problem = _prompt_problem(prompt)
@@ -209,16 +209,11 @@ def _text_rows(file: str, data: DataConfig, problems: FileProblems) -> Iterator[
             rule = f"a row must have a {data.prompt_key!r}, this one has {describe_keys(row)}"
             remedy = "set data.prompt_key to the key of the prompt, or complete the row"
             problem = fault(rule, remedy)
-        ground_truth, ground_truth_problem = ground_truth_of(look_up(row, data.ground_truth_key))
-        source, source_problem = data_source_of(look_up(row, data.data_source_key), data)
-        found = [p for p in (problem, ground_truth_problem, source_problem) if p]
-        for each in found:
-            problems.add(number, each)
-        if not found:
-            yield _TextRow(number, prompt, ground_truth, source)
-
-
-RULE = "a prompt must be text or a list of chat messages {role, content}"
+        if problem:
+            problems.add(number, problem)
+        labels = read_labels(number, row, data, problems)
+        if labels and not problem:
+            yield _TextRow(number, prompt, *labels)
 
 
 def _prompt_problem(prompt: Any) -> Problem | None:
@@ -235,7 +230,7 @@ def _text_problem(text: str) -> Problem | None:
     return unicode_problem(text)
 
 
-def _of_template(reason: str) -> Problem:
+def _template_problem(reason: str) -> Problem:
     return fault(
         f"the tokenizer's chat template must accept the messages: {reason}",
         "give the tokenizer's folder a fitting chat template, or write the prompt as text",
@@ -251,32 +246,34 @@ def _is_message(message: Any) -> bool:
     )
 
 
-def ground_truth_of(value: Any) -> tuple[str, Problem | None]:
-    """(text, None) of a ground truth, absent = "", or ("", problem)."""
-    if value is None:
-        return "", None
-    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        return str(value), None
-    return "", fault(
-        f"a ground truth must be text or a number, this one is {value!r:.60}", "write it as text"
-    )
+def read_labels(
+    number: int, row: Row, data: DataConfig, problems: FileProblems
+) -> tuple[str, str] | None:
+    """Return (ground truth, data source) of a row, an absent ground truth as "".
 
-
-def data_source_of(value: Any, data: DataConfig) -> tuple[str, Problem | None]:
-    """(name, None) of a row's data source, or ("", problem)."""
-    if value is None:
-        value = data.default_data_source
-    if isinstance(value, str) and value:
-        return value, None
+    Returns None where one of them is invalid, which is added to `problems`.
+    """
+    truth = look_up(row, data.ground_truth_key)
+    truth = "" if truth is None else truth
+    source = look_up(row, data.data_source_key)
+    source = data.default_data_source if source is None else source
+    is_truth = isinstance(truth, (str, int, float)) and not isinstance(truth, bool)
+    if not is_truth:
+        rule = f"a ground truth must be text or a number, this one is {truth!r:.60}"
+        problems.add(number, fault(rule, "write it as text"))
+    if isinstance(source, str) and source:
+        return (str(truth), source) if is_truth else None
     rule = f"a row must name its data source in {data.data_source_key!r}"
-    found = "it has none" if value is None else f"this one is {value!r:.60}"
-    return "", fault(f"{rule}, {found}", "add it to the rows or set data.default_data_source")
+    found = "it has none" if source is None else f"this one is {source!r:.60}"
+    remedy = "add it to the rows or set data.default_data_source"
+    problems.add(number, fault(f"{rule}, {found}", remedy))
+    return None
 
 
 def _token_ids(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool, split: bool
 ) -> list[list[int]]:
-    """split: special tokens that the texts spell are text."""
+    """Tokenize texts. split: read special tokens that the texts spell as text"""
     if not texts:
         return []
     ids: list[list[int]] = tokenizer(
@@ -286,21 +283,13 @@ def _token_ids(
 
 
 def num_appended_eos(tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many EOS tokens the tokenizer itself puts behind a text: 0, or 1 for some.
+    """Count the EOS tokens that the tokenizer appends to a text: 0, or 1 for some tokenizers.
 
-    An EOS that the text spells out stays: only the difference to the bare text counts.
+    An EOS that the text itself spells does not count.
     """
 
     def trailing_eos(add_special_tokens: bool) -> int:
         (ids,) = _token_ids(tokenizer, ["a"], add_special_tokens, split=False)
-        count = 0
-        while count < len(ids) and ids[-1 - count] == tokenizer.eos_token_id:
-            count += 1
-        return count
+        return len(list(takewhile(lambda i: i == tokenizer.eos_token_id, reversed(ids))))
 
     return max(trailing_eos(True) - trailing_eos(False), 0)
-
-
-def _prompt(index: int, row: _TextRow, text: str, token_ids: list[int]) -> Prompt:
-    ids = np.asarray(token_ids, dtype=np.int64)
-    return Prompt(index, text, ids, row.ground_truth, row.data_source)

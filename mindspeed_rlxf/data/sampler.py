@@ -1,4 +1,4 @@
-"""Which prompts the next iteration takes: a stream over epochs with a state of two numbers."""
+"""Sample prompts for each iteration: a stream over epochs that can be saved and continued."""
 
 from __future__ import annotations
 
@@ -30,37 +30,26 @@ class PromptSampler:
     """
 
     def __init__(self, num_prompts: int, batch_size: int, seed: int, shuffle: bool) -> None:
-        for name, value, least in (
-            ("num_prompts", num_prompts, 1),
-            ("batch_size", batch_size, 1),
-            ("seed", seed, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
-        self._num_prompts = num_prompts
-        self._batch_size = batch_size
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epoch = 0
-        self._offset = 0  # indices of this epoch already given out
+        assert num_prompts > 0 and batch_size > 0, "there must be prompts to sample"
+        self._num_prompts, self._batch_size = num_prompts, batch_size
+        self._seed, self._shuffle = seed, shuffle
+        self._epoch = self._offset = 0  # offset: indices of this epoch already given out
         self._order = self._epoch_order(0)
 
-    @property
-    def epoch(self) -> int:
-        """Number of whole passes given out."""
-        return self._epoch
-
     def next_batch(self) -> list[int]:
-        """The next `batch_size` indices in [0, num_prompts)."""
+        """Return the next `batch_size` indices in [0, num_prompts)."""
         batch: list[int] = []
         while len(batch) < self._batch_size:
-            wanted = self._batch_size - len(batch)
-            batch += self._order[self._offset : self._offset + wanted].tolist()
-            self._advance(min(wanted, self._num_prompts - self._offset))
+            part = self._order[self._offset : self._offset + self._batch_size - len(batch)]
+            batch += part.tolist()
+            self._offset += len(part)
+            if self._offset == self._num_prompts:
+                self._epoch, self._offset = self._epoch + 1, 0
+                self._order = self._epoch_order(self._epoch)
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Position in the stream, with what the stream derives from. Free of the batch size."""
+        """Return the position in the stream and what its order derives from, without batch size."""
         return {
             "epoch": self._epoch,
             "offset": self._offset,
@@ -70,7 +59,7 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues the stream of `state`. Raises UserError for a state of another stream."""
+        """Continue the stream of `state`. Raises UserError for a state of another stream."""
         for key, value in self.state_dict().items():
             if key not in ("epoch", "offset") and state[key] != value:
                 raise UserError(
@@ -81,16 +70,8 @@ class PromptSampler:
                         remedy=f"use the {key} of the saved run, or set training.new_run=true",
                     )
                 )
-        self._epoch = state["epoch"]
-        self._offset = state["offset"]
+        self._epoch, self._offset = state["epoch"], state["offset"]
         self._order = self._epoch_order(self._epoch)
-
-    def _advance(self, count: int) -> None:
-        self._offset += count
-        if self._offset == self._num_prompts:
-            self._epoch += 1
-            self._offset = 0
-            self._order = self._epoch_order(self._epoch)
 
     def _epoch_order(self, epoch: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
         if not self._shuffle:

@@ -1,11 +1,11 @@
-"""What an indexed prompt data set consists of: its file names, and `PREFIX_packed_meta.json`."""
+"""File names of an indexed prompt data set, and its description in `PREFIX_packed_meta.json`."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
@@ -15,12 +15,12 @@ from mindspeed_rlxf.files.plain import parse_json, read_text
 
 FORMAT_VERSION = 1
 TOKEN_IDS, MASK = "input_ids", "attention_mask"
-MOVES = "moves"  # in the partial folder: where its files go; there once all of them are whole
-MAX_NAME = 80  # of a column in a file name; file systems end at 255 bytes
+MOVES = "moves"  # file in the partial folder with the moves to make, there once all files are whole
+MAX_NAME = 80  # characters of a column in a file name, which may have 255 bytes
 
 
 class Column(Section):
-    """One indexed data set `PREFIX_packed_{file}_document`; all have a sequence for every row.
+    """One indexed data set `PREFIX_packed_{file}_document`, with a sequence for every row.
 
     name:     the column's own name
     encoding: int32 token ids, labels (-100 = not trained on) and masks, or the UTF-8 bytes of the
@@ -41,9 +41,9 @@ class TokenizerId(Section):
 
 
 class Sidecar(Section):
-    """How a prompt data set was made and what is in it.
+    """How a prompt data set was made, and what it contains.
 
-    allow_special_tokens: those that a row's text spells are tokens; older versions did not say
+    allow_special_tokens: special tokens in texts were read as tokens; absent in older versions
     """
 
     format_version: int = FORMAT_VERSION
@@ -60,7 +60,7 @@ class Sidecar(Section):
 
 
 def data_path(prefix: Path, column_file: str) -> Path:
-    """An indexed data set without `.bin` and `.idx`."""
+    """Path of a column's indexed data set, without `.bin` and `.idx`."""
     return prefix.with_name(f"{prefix.name}_packed_{column_file}_document")
 
 
@@ -69,7 +69,7 @@ def sidecar_path(prefix: Path) -> Path:
 
 
 def partial_folder(prefix: Path) -> Path:
-    """Where the files are while they are written."""
+    """Path of the folder where the files are written before they are moved."""
     return prefix.with_name(f".{prefix.name}_packed.partial")
 
 
@@ -78,18 +78,18 @@ def rejected_path(prefix: Path) -> Path:
 
 
 def column_files(prefix: Path) -> list[str]:
-    """Columns whose index exists, by the name in their files, sorted."""
+    """List the columns whose index exists, by their file names, sorted."""
     start, end = f"{prefix.name}_packed_", "_document.idx"
     names = (file.name for file in prefix.parent.iterdir()) if prefix.parent.is_dir() else ()
     columns = (n[len(start) : -len(end)] for n in names if n.startswith(start) and n.endswith(end))
-    # A column's file name never holds the middle part: that one is of a longer prefix.
+    # A file name never contains `_packed_`: such a file belongs to a longer prefix.
     return sorted(column for column in columns if column and "_packed_" not in column)
 
 
 def file_name(column: str, taken: set[str]) -> str:
-    """The column's name with `_` for all but ASCII letters, digits, `_` and `-`, and not taken.
+    """Choose a file name for a column: ASCII letters, digits, `_` and `-` only, and not `taken`.
 
-    Names that differ only in case count as one, as some file systems do.
+    Names that differ only in case count as equal, because some file systems do not tell them apart.
     """
     safe = re.sub(r"[^A-Za-z0-9_-]", "_", column)[:MAX_NAME].replace("packed", "pack") or "_"
     name, count = safe, 1
@@ -100,37 +100,20 @@ def file_name(column: str, taken: set[str]) -> str:
 
 
 def read_sidecar(prefix: Path) -> Sidecar | None:
-    """None when there is none, as in data sets of the older toolkit; raises UserError."""
+    """Return None when there is none, as in data sets of the older toolkit. Raises UserError."""
     file = sidecar_path(prefix)
-    remedy = "run preprocess_data.py again"
     try:
         text = read_text(file)
-        version = _version(parse_json(text))
-        if version != FORMAT_VERSION:
-            raise UserError(
-                Problem(
-                    f"{file}",
-                    f"format_version must be {FORMAT_VERSION}, this one is {version!r}",
-                    remedy=remedy,
-                    colon=True,
-                )
-            )
-        return Sidecar.model_validate_json(text)
+        tree = parse_json(text)
+        version = tree.get("format_version") if isinstance(tree, dict) else None
+        if version == FORMAT_VERSION:
+            return Sidecar.model_validate_json(text)
+        rule = f"format_version must be {FORMAT_VERSION}, this one is {version!r}"
     except FileNotFoundError:
         return None
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UserError(
-            Problem(f"{file}", f"{place} is not valid ({first['msg']})", remedy=remedy, colon=True)
-        ) from error
+        rule = f"{'.'.join(map(str, first['loc']))} is not valid ({first['msg']})"
     except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            Problem(f"{file}", f"must be a JSON object ({error})", remedy=remedy, colon=True)
-        ) from error
-
-
-def _version(tree: Any) -> Any:
-    return tree.get("format_version") if isinstance(tree, dict) else None
+        rule = f"must be a JSON object ({error})"
+    raise UserError(Problem(f"{file}", rule, remedy="run preprocess_data.py again", colon=True))

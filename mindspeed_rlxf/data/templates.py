@@ -1,9 +1,9 @@
-"""Prompt templates: how the turns of a conversation become the text that a model family expects.
+"""Convert the turns of a conversation to the text that a model family expects.
 
-Declarative: a template is a row of patterns in TEMPLATES. `{text}` stands for the text of a turn,
-`{system}` for the filled `system` pattern where a family puts it inside the first user turn,
-`{eos}` for the tokenizer's end-of-sequence token. Patterns are those of the families' own chat
-templates; `qwen_r1` is worded here.
+A template is a row of patterns in TEMPLATES. `{text}` stands for the text of a turn, `{system}` for
+the filled `system` pattern in families that put it inside the first user turn, `{eos}` for the
+tokenizer's end-of-sequence token. The patterns are those of the families' own chat templates, but
+for the words of `qwen_r1`, which are ours.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Neighbouring pieces; `is_response`: what the assistant writes, its end included."""
+    """Consecutive pieces. is_response: written by the assistant, its end token included"""
 
     pieces: tuple[Piece, ...]
     is_response: bool
@@ -41,18 +41,18 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Template:
-    """Patterns of the turns, and what surrounds them.
+    """Patterns of the turns and of the text around them.
 
     header:         opens a response; a prompt ends with it
     response:       what the assistant writes after the header, up to the token that ends it
     separator:      between a response and the next turn of the user
     start:          opens the prompt (the family's beginning-of-text token, where it has one)
     default_system: system text of a conversation that has none; "" = no system turn
-    special_tokens: strings in the patterns that are single tokens; none = plain text, which gets
-                    what the tokenizer adds to any text
+    special_tokens: strings in the patterns that are single tokens; without any, the prompt is plain
+                    text, to which the tokenizer adds its own special tokens
     stop_words:     tokens that end a response besides the tokenizer's EOS
-    text_only:      strings in the patterns that must not be single tokens: the family's later
-                    tokenizers have them as such, and other patterns
+    text_only:      strings in the patterns that must not be single tokens; in later tokenizers of
+                    the family they are, and other patterns apply
     """
 
     user: str = "{text}"
@@ -143,38 +143,32 @@ TEMPLATES: Mapping[str, Template] = {
         "Please reason step by step, and put your final answer within \\boxed{}."
     ),
 }
-"""Name (`--prompt-type`) -> template. Texts of turns are taken as they are, not trimmed."""
-
-
-@dataclass(frozen=True)
-class _Border:
-    """A response begins, or has ended."""
-
-    opens: bool
+"""Name (`--prompt-type`) -> template. Texts of turns are not trimmed."""
 
 
 Part = Piece | str | int
-"""A special token, text of the template, or the place of a turn whose text goes there."""
-
-
-def render(template: Template, turns: Sequence[Turn]) -> list[Piece]:
-    """The prompt of a conversation, up to and with the header of the response.
-
-    Neighbouring text is one piece, so that it is tokenized as in the whole prompt.
-    """
-    return _filled_in(_prompt_layout(template, tuple(turn.role for turn in turns)), turns)
-
-
-def render_segments(template: Template, turns: Sequence[Turn]) -> list[Segment]:
-    """A conversation whose last turn is the assistant's, cut where responses begin and end."""
-    layout = _segment_layout(template, tuple(turn.role for turn in turns))
-    return [Segment(tuple(_filled_in(run, turns)), opens) for opens, run in layout]
+"""A special token, text of the template, or the index of a turn whose text is inserted."""
 
 
 Run = tuple[str | int, ...]
+"""Consecutive parts that are text."""
 
 
-def _filled_in(layout: Sequence[Piece | Run], turns: Sequence[Turn]) -> list[Piece]:
+def render(template: Template, turns: Sequence[Turn]) -> list[Piece]:
+    """Render a conversation as a prompt, which ends with the header of the response.
+
+    Consecutive text is one piece, so that it is tokenized as in the whole prompt.
+    """
+    return _insert_texts(_prompt_layout(template, tuple(turn.role for turn in turns)), turns)
+
+
+def render_segments(template: Template, turns: Sequence[Turn]) -> list[Segment]:
+    """Render a conversation that ends with the assistant's turn, split at its responses."""
+    layout = _segment_layout(template, tuple(turn.role for turn in turns))
+    return [Segment(tuple(_insert_texts(parts, turns)), response) for response, parts in layout]
+
+
+def _insert_texts(layout: Sequence[Piece | Run], turns: Sequence[Turn]) -> list[Piece]:
     pieces = []
     for part in layout:
         if isinstance(part, Piece):
@@ -186,45 +180,43 @@ def _filled_in(layout: Sequence[Piece | Run], turns: Sequence[Turn]) -> list[Pie
 
 @lru_cache(maxsize=1024)
 def _prompt_layout(template: Template, roles: tuple[str, ...]) -> tuple[Piece | Run, ...]:
-    """The prompt of every conversation with these roles."""
-    parts = [part for part in _parts(template, roles) if not isinstance(part, _Border)]
-    return _joined([*parts, *_filled(template, template.header)])
+    """Layout of a prompt with these roles."""
+    parts = [part for _, parts in _split_parts(template, roles) for part in parts]
+    return _join_text([*parts, *_fill(template, template.header)])
 
 
 @lru_cache(maxsize=1024)
 def _segment_layout(
     template: Template, roles: tuple[str, ...]
 ) -> tuple[tuple[bool, tuple[Piece | Run, ...]], ...]:
-    """(is it a response, its parts) of every conversation with these roles."""
-    segments: list[tuple[bool, list[Part]]] = [(False, [])]
-    for part in _parts(template, roles):
-        if isinstance(part, _Border):
-            segments.append((part.opens, []))
-        else:
-            segments[-1][1].append(part)
-    return tuple((opens, _joined(parts)) for opens, parts in segments if parts)
+    """(whether it is a response, its layout) of each segment of a conversation with these roles."""
+    return tuple(
+        (is_r, _join_text(parts)) for is_r, parts in _split_parts(template, roles) if parts
+    )
 
 
-def _parts(template: Template, roles: tuple[str, ...]) -> list[Part | _Border]:
+def _split_parts(template: Template, roles: tuple[str, ...]) -> list[tuple[bool, list[Part]]]:
+    """(whether it is a response, its parts) of each segment; segments may be empty."""
     system: str | int = 0 if roles[0] == "system" else template.default_system
-    pending = [] if system == "" else _filled(template, template.system, text=[system])
-    parts: list[Part | _Border] = [*_filled(template, template.start)]
+    pending = [] if system == "" else _fill(template, template.system, text=[system])
+    parts = _fill(template, template.start)
     if "{system}" not in template.user:
         parts, pending = [*parts, *pending], []
+    segments = []
     for place, role in enumerate(roles):
         if role == "user":
-            parts += _filled(template, template.user, text=[place], system=pending)
+            parts += _fill(template, template.user, text=[place], system=pending)
             pending = []
         elif role == "assistant":
-            response = _filled(template, template.response, text=[place])
-            parts += [*_filled(template, template.header), _Border(True), *response, _Border(False)]
-            if place + 1 < len(roles):
-                parts += _filled(template, template.separator)
-    return parts
+            parts += _fill(template, template.header)
+            response = _fill(template, template.response, text=[place])
+            segments += [(False, parts), (True, response)]
+            parts = _fill(template, template.separator) if place + 1 < len(roles) else []
+    return [*segments, (False, parts)]
 
 
-def _joined(parts: Sequence[Part]) -> tuple[Piece | Run, ...]:
-    """Neighbouring text becomes one run."""
+def _join_text(parts: Sequence[Part]) -> tuple[Piece | Run, ...]:
+    """Join consecutive text to one run."""
     layout: list[Piece | Run] = []
     for is_token, group in groupby(parts, key=lambda part: isinstance(part, Piece)):
         if is_token:
@@ -234,8 +226,8 @@ def _joined(parts: Sequence[Part]) -> tuple[Piece | Run, ...]:
     return tuple(layout)
 
 
-def _filled(template: Template, pattern: str, **values: Sequence[Part]) -> list[Part]:
-    """`pattern` with its fields replaced and its special tokens set apart."""
+def _fill(template: Template, pattern: str, **values: Sequence[Part]) -> list[Part]:
+    """Replace the fields of a pattern, and split it at its special tokens."""
     fields = [re.escape(field) for field in ("{text}", "{system}", EOS)]
     splitter = "|".join([*fields, *map(re.escape, template.special_tokens)])
     parts: list[Part] = []

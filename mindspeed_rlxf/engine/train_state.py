@@ -31,9 +31,9 @@ from mindspeed_rlxf.engine.hf_shards import Shard, shards
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.sharded_files import name_with_free_space
 from mindspeed_rlxf.engine.slots import held_slots, make_slots, step_of
+from mindspeed_rlxf.files.plain import read_json
 from mindspeed_rlxf.files.safe import sync_folder
 from mindspeed_rlxf.weights.boxes import HeldBox
-from mindspeed_rlxf.weights.regular import read_json
 from mindspeed_rlxf.weights.role_state import (
     BUFFER_BYTES,
     WEIGHT,

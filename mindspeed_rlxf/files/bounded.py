@@ -1,8 +1,8 @@
-"""Run what hostile input may drive without end in a forked process with limits.
+"""Run code in a forked process with limits, because hostile input may keep it busy for ever.
 
-Limits of the kernel, as neither a deadline nor a handler of this process stops a power of large
-integers or a text of terabytes. Values come back as JSON, so a result is numbers, texts, lists and
-dicts, whose keys may be numbers too.
+The kernel enforces the limits, because neither a deadline nor a signal handler in this process
+stops a power of large integers or a text of terabytes. Results come back as JSON: numbers, texts,
+lists and dicts, whose keys may be numbers too.
 """
 
 from __future__ import annotations
@@ -12,81 +12,80 @@ import gc
 import json
 import os
 import resource
-import select
 import signal
-import struct
-import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
 
-LENGTH = struct.Struct("<Q")
-WALL_S = 30.0  # longest wait for one value, for a process that is stopped or starved
+WALL_S = 30.0  # longest wait for one value, if the child is stopped or gets no processor
 
 
 class OutOfBoundsError(ValueError):
-    """A value took more time or memory than it may."""
+    """A value took more time or memory than allowed."""
 
 
 def stream_bounded(
     values: Callable[[], Iterator[Any]], cpu_s: float, memory_bytes: int
 ) -> Iterator[Any]:
-    """What `values()` yields, made in a process of its own.
+    """Yield the values of `values()`, computed in a child process.
 
-    cpu_s:        seconds of computing for each value
-    memory_bytes: of address space, beyond what this process has
-    Raises OutOfBoundsError when a value is not made within that.
+    cpu_s:        processor seconds for each value
+    memory_bytes: address space of the child, beyond what this process has
+    Raises OutOfBoundsError for a value that exceeds them.
     """
-    source, sink = os.pipe()
+    source, sink = Pipe(duplex=False)
     child = os.fork()
     if not child:
-        os.close(source)
-        _make(values, sink, cpu_s, memory_bytes)
-    os.close(sink)
+        source.close()
+        _run_child(values, sink, cpu_s, memory_bytes)
+    sink.close()
     try:
-        while (frame := _frame(source)) is not None:
-            yield _unpacked(json.loads(frame))
+        while frame := _receive(source):
+            yield _unpack(json.loads(frame))
     finally:
-        os.close(source)
+        source.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
 
 def run_bounded(action: Callable[[], Any], cpu_s: float, memory_bytes: int) -> Any:
-    """The result of `action`, made in a process of its own; see `stream_bounded`."""
+    """Return the result of `action`, computed in a child process; see `stream_bounded`."""
     (found,) = stream_bounded(lambda: iter([action()]), cpu_s, memory_bytes)
     return found
 
 
-def _make(values: Callable[[], Iterator[Any]], sink: int, cpu_s: float, memory: int) -> NoReturn:
-    """The child: writes a frame for each value, an empty one behind the last."""
+def _run_child(
+    values: Callable[[], Iterator[Any]], sink: Connection, cpu_s: float, memory: int
+) -> NoReturn:
+    """Send a frame for each value and an empty one after the last, then exit."""
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
-        gc.freeze()  # collecting what is there already would copy it, at this value's cost
+        gc.freeze()  # collecting the parent's objects would cost time and copy their pages
         limit = _address_space() + memory
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # of computing: ends the process
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends the process
         for value in values():
-            _write(sink, json.dumps(_packed(value)).encode())
+            sink.send_bytes(json.dumps(_pack(value)).encode())
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        _write(sink, b"")
+        sink.send_bytes(b"")
     finally:
         os._exit(0)
 
 
-def _packed(value: Any) -> Any:
-    """As JSON has it: a dict as its items in one more list, which keeps keys that are no text."""
+def _pack(value: Any) -> Any:
+    """Write each dict as the list of its items, because keys of JSON objects are always text."""
     if isinstance(value, dict):
-        return {"items": [[key, _packed(item)] for key, item in value.items()]}
-    return [_packed(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {"items": [[key, _pack(item)] for key, item in value.items()]}
+    return [_pack(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _unpacked(value: Any) -> Any:
+def _unpack(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _unpacked(item) for key, item in value["items"]}
-    return [_unpacked(item) for item in value] if isinstance(value, list) else value
+        return {key: _unpack(item) for key, item in value["items"]}
+    return [_unpack(item) for item in value] if isinstance(value, list) else value
 
 
 def _address_space() -> int:
@@ -94,25 +93,11 @@ def _address_space() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def _write(sink: int, frame: bytes) -> None:
-    content = memoryview(LENGTH.pack(len(frame)) + frame)
-    while content:
-        content = content[os.write(sink, content) :]
-
-
-def _frame(source: int) -> bytes | None:
-    """The next one; None behind the last."""
-    deadline = time.monotonic() + WALL_S
-    (length,) = LENGTH.unpack(_read(source, LENGTH.size, deadline))
-    return _read(source, length, deadline) if length else None
-
-
-def _read(source: int, length: int, deadline: float) -> bytes:
-    parts = bytearray()
-    while len(parts) < length:
-        ready, _, _ = select.select([source], [], [], max(deadline - time.monotonic(), 0))
-        part = os.read(source, min(length - len(parts), 2**20)) if ready else b""
-        if not part:
-            raise OutOfBoundsError("it takes more time or memory than it may")
-        parts += part
-    return bytes(parts)
+def _receive(source: Connection) -> bytes:
+    """Return the next frame, an empty one after the last value."""
+    try:
+        if source.poll(WALL_S):
+            return source.recv_bytes()
+    except (EOFError, OSError):  # the child was killed
+        pass
+    raise OutOfBoundsError("it takes more time or memory than it may")

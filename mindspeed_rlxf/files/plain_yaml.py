@@ -1,4 +1,4 @@
-"""YAML that others may have written: bounded in size, depth and what its aliases unfold to."""
+"""Read YAML that others may have written, with bounds on size, depth and expanded aliases."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import yaml
 from mindspeed_rlxf.files.plain import MAX_DEPTH, read_text
 
 MAX_BYTES = 2**20  # of one file; the longest of this package has 4 KB
-MAX_NODES = 100_000  # of one file, each alias counted as what it stands for
+MAX_NODES = 100_000  # of one file, with aliases expanded
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Any:
-    """Raises OSError (see `open_plain`), ValueError and yaml.YAMLError."""
+    """Read a YAML file. Raises OSError (see `open_plain`), ValueError and yaml.YAMLError."""
     return parse_yaml(read_text(path, MAX_BYTES))
 
 
 def parse_yaml(text: str) -> Any:
-    """Plain values. Raises ValueError and yaml.YAMLError."""
+    """Parse YAML to plain values. Raises ValueError and yaml.YAMLError."""
     check_yaml(text)
     return yaml.safe_load(text)
 
 
 def check_yaml(text: str, name: str = "<unicode string>") -> None:
-    """Raises yaml.YAMLError, naming the line, for text that would unfold or nest without end."""
+    """Raise yaml.YAMLError, naming the line, for text that nests or expands beyond the bounds."""
     if "*" not in text and text.count("[") + text.count("{") <= MAX_DEPTH and not _is_deep(text):
-        return  # without aliases it unfolds to nothing, and it cannot nest
-    loader = _Counter(text)
+        return  # without aliases nothing expands, and the text cannot nest
+    loader = _CountingLoader(text)
     loader.name = name
     try:
         loader.get_single_node()
@@ -39,35 +39,35 @@ def check_yaml(text: str, name: str = "<unicode string>") -> None:
 
 
 def _is_deep(text: str) -> bool:
-    """Whether a line is indented, or opens so many lists, that its node could be too deep."""
+    """Whether the indent or the list marks of a line allow a node that is too deep."""
     indents = (len(line) - len(line.lstrip(" -?:")) for line in text.splitlines())
     return max(indents, default=0) > MAX_DEPTH
 
 
-class _Counter(yaml.SafeLoader):  # type: ignore[misc]
-    """Composes nodes, and counts them as if every alias were a copy."""
+class _CountingLoader(yaml.SafeLoader):  # type: ignore[misc]
+    """Composes nodes, and counts them with aliases expanded."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = self._count = 0
-        self._sizes: dict[int, int] = {}  # id of a node -> nodes in it, unfolded
+        self._sizes: dict[int, int] = {}  # id of a node -> nodes in it, with aliases expanded
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         mark, before = self.peek_event().start_mark, self._count
         is_alias = self.check_event(yaml.AliasEvent)
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise self._refusal(f"it nests more than {MAX_DEPTH} deep", mark)
+            raise self._error(f"it nests more than {MAX_DEPTH} deep", mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         if is_alias and id(node) not in self._sizes:
-            raise self._refusal("an alias must not be inside what it stands for", mark)
+            raise self._error("an alias must not be inside what it stands for", mark)
         self._count += self._sizes[id(node)] if is_alias else 1
         if self._count > MAX_NODES:
-            raise self._refusal(f"its aliases unfold to more than {MAX_NODES} values", mark)
+            raise self._error(f"its aliases unfold to more than {MAX_NODES} values", mark)
         self._sizes.setdefault(id(node), self._count - before)
         return node
 
     @staticmethod
-    def _refusal(rule: str, mark: Any) -> yaml.YAMLError:
+    def _error(rule: str, mark: Any) -> yaml.YAMLError:
         return yaml.constructor.ConstructorError(None, None, rule, mark)

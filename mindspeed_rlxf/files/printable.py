@@ -1,7 +1,7 @@
-"""Text from files as a terminal may show it: what would steer it is written out.
+"""Escape control characters in text before it is printed to a terminal.
 
-Escape sequences can move the cursor, change the title, or put text on the clipboard; overrides of
-the direction show a line in another order than it has.
+Escape sequences can move the cursor, change the title, or put text on the clipboard. Direction
+overrides show the characters of a line in another order.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import io
 from typing import TextIO
 
 CODEC = "utf-8-printable"
-_STEERING = (
+_CONTROLS = (
     *(number for number in range(0x20) if chr(number) not in "\n\t"),
     *range(0x7F, 0xA0),
     0x2028, 0x2029,  # ends of lines
     *range(0x202A, 0x202F), *range(0x2066, 0x206A),  # directions
 )  # fmt: skip
-_ESCAPES = {number: f"\\u{number:04x}" for number in _STEERING}
+_ESCAPES = {number: f"\\u{number:04x}" for number in _CONTROLS}
 
 
 def printable(text: str) -> str:
-    """The text with control characters, but for line ends and tabs, as `\\u001b`.
+    """Write control characters, except line ends and tabs, like `\\u001b`.
 
     Inside the quotes of JSON and YAML that means the same character.
     """
@@ -29,13 +29,16 @@ def printable(text: str) -> str:
 
 
 def protect(stream: TextIO) -> None:
-    """Whatever is printed to `stream` from now on is UTF-8 and printable; in memory it stays."""
+    """Make a stream encode everything as UTF-8 without control characters.
+
+    Streams in memory stay as they are.
+    """
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(encoding=CODEC, errors="backslashreplace")
 
 
 def write_raw(stream: TextIO, text: str) -> None:
-    """Past `protect`, for colours and cursor moves of our own."""
+    """Write our own colours and cursor moves to a stream that `protect` has changed."""
     stream.flush()
     buffer = getattr(stream, "buffer", None)
     if buffer is None:
@@ -46,8 +49,10 @@ def write_raw(stream: TextIO, text: str) -> None:
 
 
 class RawStream:
-    """A stream for tqdm, which draws its bar with cursor moves: only numbers and names of metrics
-    go through it."""
+    """A stream for tqdm, which draws its bar with cursor moves.
+
+    Write only numbers and names of metrics to it.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -71,7 +76,7 @@ class _Encoder(codecs.IncrementalEncoder):
         return printable(text).encode("utf-8", self.errors)
 
 
-def _find(name: str) -> codecs.CodecInfo | None:
+def _find_codec(name: str) -> codecs.CodecInfo | None:
     if name.replace("_", "-") != CODEC:
         return None
     plain = codecs.lookup("utf-8")
@@ -86,4 +91,4 @@ def _find(name: str) -> codecs.CodecInfo | None:
     )
 
 
-codecs.register(_find)
+codecs.register(_find_codec)

@@ -1,7 +1,7 @@
 """Open, create and replace files where others may have put a link, a pipe or another file.
 
-Nothing here follows a link in the last part of a path, except inside the folder that is named
-(`open_inside`), and nothing waits for the other end of a pipe.
+No function follows a link in the last part of a path, except `open_inside` and `read_inside`, which
+follow links that stay in the folder. None waits for the other end of a pipe.
 """
 
 from __future__ import annotations
@@ -9,52 +9,54 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-MAX_TEXT = 64 << 20  # bytes of a text that is read whole
+from mindspeed_rlxf.files.plain import MAX_TEXT, require_plain
+
 PRIVATE = 0o600
-"""Mode of files that hold configuration, logs, metrics or samples."""
+"""Mode of files with configuration, logs, metrics or samples."""
 
 HUB_SNAPSHOTS, HUB_BLOBS = "snapshots", "blobs"
-SUFFIX = ".tmp"  # of files that get their name later
-FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe does not block; see `_regular`
+SUFFIX = ".tmp"  # of files that are renamed once they are whole
+FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # without waiting for a pipe
 HOW = {
     "r": os.O_RDONLY,
     "r+": os.O_RDWR,
     "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
     "a+": os.O_RDWR | os.O_CREAT | os.O_APPEND,
-    "w": os.O_WRONLY | os.O_CREAT,  # cut to nothing once it is known to be a plain file
+    "w": os.O_WRONLY | os.O_CREAT,  # truncated once it is known to be a regular file
     "x": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
 }
 
 
 def folder_mode(file_mode: int) -> int:
-    """Mode of a folder of such files: who may read them may enter it. 0640 -> 0750"""
+    """Return the mode of a folder for files of a mode: readers may enter it. 0640 -> 0750"""
     return file_mode | (file_mode & 0o444) >> 2
 
 
 def mode_within(folder: Path) -> int:
-    """Mode of files in a folder that `private_folder` made; PRIVATE where there is none."""
+    """Return the mode of files in a folder that `make_private_folder` made; PRIVATE without one."""
     try:
         return stat.S_IMODE(folder.stat().st_mode) & 0o666
     except OSError:
         return PRIVATE
 
 
-def private_folder(folder: Path, file_mode: int = PRIVATE) -> None:
-    """Make the folder for files of this mode. One that is there, and ours, gets the mode too.
+def make_private_folder(folder: Path, file_mode: int = PRIVATE) -> None:
+    """Make a folder for files of this mode, or set the mode of one that is ours.
 
-    Folders above it are made as the umask has it. Errors: OSError, also where it is a link.
+    Folders above it get the mode of the umask. Errors: OSError, also where it is a link.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
         if folder.is_symlink() or not folder.is_dir():
-            raise _refused(folder, "is no folder, but a link or a file") from None
+            raise _refused(folder, "is a link or a file, not a folder") from None
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         _set_mode(descriptor, folder_mode(file_mode))
@@ -63,10 +65,10 @@ def private_folder(folder: Path, file_mode: int = PRIVATE) -> None:
 
 
 def open_file(path: Path, how: str, mode: int | None = PRIVATE, **text: Any) -> IO[Any]:
-    """As `open`, but a link, a pipe or a device is an error.
+    """Open a file like `open`, but refuse links, pipes and devices.
 
     how:  r, r+, a, a+, w or x, each also with b
-    mode: the file has it afterwards, if it is ours; None = the umask decides when it is made
+    mode: set on the file, if it is ours; None = the umask decides for a new file
     Errors: OSError.
     """
     kind = how.replace("b", "")
@@ -77,7 +79,7 @@ def open_file(path: Path, how: str, mode: int | None = PRIVATE, **text: Any) -> 
             raise _refused(path, "is a link or a pipe") from None
         raise
     try:
-        _require_regular(descriptor, path)
+        require_plain(path, os.fstat(descriptor))
         if mode is not None and kind != "r":
             _set_mode(descriptor, mode)
         if kind == "w":
@@ -89,33 +91,28 @@ def open_file(path: Path, how: str, mode: int | None = PRIVATE, **text: Any) -> 
 
 
 def new_file(path: Path, mode: int | None = None, **text: Any) -> IO[Any]:
-    """A new file in place of whatever has the name, a link included; bytes unless text is asked."""
+    """Replace whatever has the name, also a link, by a new file; binary unless `text` is given."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return open_file(path, "x" if text else "xb", mode, **text)
 
 
 def hidden_name(path: Path) -> Path:
-    """A name beside the path that nobody can know beforehand."""
+    """Return a name beside the path that nobody can predict."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}{SUFFIX}")
 
 
-def hidden_names_of(path: Path) -> list[Path]:
-    """Files beside the path with such a name: a killed process left them."""
-    head, size = f".{path.name}.", len(secrets.token_hex(8))
-    return [
-        file
-        for file in path.parent.iterdir()
-        if file.name.startswith(head)
-        and file.name.endswith(SUFFIX)
-        and len(file.name) == len(head) + size + len(SUFFIX)
-    ]
+def find_hidden_files(path: Path) -> list[Path]:
+    """List the files beside the path that have such a name, which killed processes left."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}{re.escape(SUFFIX)}")
+    return [file for file in path.parent.iterdir() if pattern.fullmatch(file.name)]
 
 
 def replace_file(path: Path, content: str | bytes, mode: int | None = None) -> None:
-    """The file has the whole content, on the disk, or what it had before; a link is replaced.
+    """Replace a file, or a link, at once, and flush it to the disk.
 
-    mode: None = as the umask has it. Errors: OSError.
+    After a crash the file has either its old or its new content.
+    mode: None = by the umask. Errors: OSError.
     """
     hidden = hidden_name(path)
     try:
@@ -131,7 +128,7 @@ def replace_file(path: Path, content: str | bytes, mode: int | None = None) -> N
 
 
 def sync_folder(folder: Path) -> None:
-    """Names in the folder are on the disk."""
+    """Flush the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -140,7 +137,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def is_plain_path(name: object) -> bool:
-    """Whether a name out of a file stays below the folder that it is put behind."""
+    """Whether a name that a file gave is a path inside the folder to which it is appended."""
     if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
         return False
     path = PurePosixPath(name)
@@ -148,8 +145,24 @@ def is_plain_path(name: object) -> bool:
     return inside and path.as_posix() == name
 
 
-def leaves(folder: Path, path: Path) -> bool:
-    """Whether links take `path`, which is below `folder`, out of it.
+def locate_inside(folder: Path, name: str, manifest: str) -> Path:
+    """Return the path of a file that a manifest names, which must be in the manifest's folder.
+
+    manifest: name of the manifest, for the message
+    Errors: ValueError for an absolute path, one with `..`, and a link that leads out of the folder.
+    """
+    if not is_plain_path(name):
+        raise ValueError(
+            f"{folder / manifest} must name files of its own folder, not {name[:200]!r}; "
+            "do not use this folder, or copy it again"
+        )
+    if leads_outside(folder, folder / name):
+        raise ValueError(outside_message(folder / name))
+    return folder / name
+
+
+def leads_outside(folder: Path, path: Path) -> bool:
+    """Whether links lead from `path`, which is below `folder`, out of the folder.
 
     Links of Hugging Face's cache, from a snapshot to the blobs of the same model, do not.
     """
@@ -160,14 +173,14 @@ def leaves(folder: Path, path: Path) -> bool:
 def open_inside(folder: Path, name: str) -> IO[bytes]:
     """Open a file below `folder` for reading, through no link that leads out of it.
 
-    A link that is put there between the look at it and the opening is not followed either.
-    Errors: ValueError where it leads out or is no plain file, OSError.
+    A link that is put there between the check and the opening is not followed either.
+    Errors: ValueError where it leads out; OSError: NotPlainError as `plain.open_plain`.
     """
     path = folder / name
     target = _resolved(path)
     root = next((root for root in _roots(folder) if target.is_relative_to(root)), None)
     if root is None:
-        raise ValueError(leading_out(path))
+        raise ValueError(outside_message(path))
     descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     parts = target.relative_to(root).parts or (".",)
     for place, part in enumerate(parts, 1):
@@ -176,33 +189,33 @@ def open_inside(folder: Path, name: str) -> IO[bytes]:
             below = os.open(part, os.O_RDONLY | flags, dir_fd=descriptor)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise ValueError(leading_out(path)) from None
+                raise ValueError(outside_message(path)) from None
             raise OSError(error.errno, error.strerror, str(path)) from None
         finally:
             os.close(descriptor)
         descriptor = below
     try:
-        _require_regular(descriptor, path)
-    except OSError as error:
+        require_plain(path, os.fstat(descriptor))
+    except OSError:
         os.close(descriptor)
-        raise ValueError(f"{path} {error.strerror}; give a plain file") from None
+        raise
     return os.fdopen(descriptor, "rb")
 
 
-def read_inside(folder: Path, name: str, limit: int = MAX_TEXT) -> str:
-    """The text of a file below `folder`, of so many bytes at most.
+def read_inside(folder: Path, name: str, limit: int = MAX_TEXT) -> bytes:
+    """Read a whole file below `folder`.
 
-    Errors: as `open_inside`, ValueError for a longer one, UnicodeDecodeError.
+    Errors: as `open_inside`; ValueError for more than `limit` bytes.
     """
     with open_inside(folder, name) as stream:
         content = stream.read(limit + 1)
     if len(content) > limit:
         raise ValueError(f"{folder / name} has more than {limit} bytes; copy it again")
-    return content.decode("utf-8")
+    return content
 
 
-def leading_out(path: Path) -> str:
-    """The message of a link that is not followed."""
+def outside_message(path: Path) -> str:
+    """Error message for a link that leads out of its folder."""
     return (
         f"{path} must not lead out of its folder, it is a link to {_resolved(path)}; "
         "copy the file in its place"
@@ -222,17 +235,12 @@ def _resolved(path: Path) -> Path:
         return Path(os.path.realpath(path))
 
 
-def _require_regular(descriptor: int, path: Path) -> None:
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise _refused(path, "is no plain file, but a pipe, a device or a folder")
-
-
-def _refused(path: Path, why: str) -> OSError:
-    return OSError(errno.ELOOP, f"{path.name} {why}", str(path))
+def _refused(path: Path, found: str) -> OSError:
+    return OSError(errno.ELOOP, f"{path.name} {found}", str(path))
 
 
 def _set_mode(descriptor: int, mode: int) -> None:
-    """Whatever the umask is; a file of another owner, as on some network disks, stays as it is."""
+    """Set the mode whatever the umask is, except on files of other owners (some network disks)."""
     found = os.fstat(descriptor)
     if stat.S_IMODE(found.st_mode) != mode and found.st_uid == os.geteuid():
         os.fchmod(descriptor, mode)

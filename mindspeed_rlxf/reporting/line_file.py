@@ -20,7 +20,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, cast
 
-from mindspeed_rlxf.files.safe import hidden_name, hidden_names_of, open_file, sync_folder
+from mindspeed_rlxf.files.safe import (
+    find_hidden_files,
+    hidden_name,
+    open_file,
+    sync_folder,
+)
 
 SIZE_BYTES = 4  # at the end of a gz file: its length uncompressed, modulo 4 GiB
 LEVEL = 6  # of gzip
@@ -133,7 +138,7 @@ class LineFile:
 def _compress(plain: Path) -> None:
     """Compress a part into a file beside it, which has a hidden name until it is whole."""
     final = plain.with_name(f"{plain.name}.gz")
-    for left in hidden_names_of(final):
+    for left in find_hidden_files(final):
         left.unlink()
     hidden = hidden_name(final)
     with open_file(plain, "rb") as source, open_file(hidden, "xb", _mode(plain)) as raw:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from mindspeed_rlxf.files.safe import PRIVATE, open_file, private_folder
+from mindspeed_rlxf.files.safe import PRIVATE, make_private_folder, open_file
 
 ITERATIONS = 100  # of a file
 KEPT = 5  # files
@@ -52,7 +52,7 @@ class Timeline:
         if file != self._file:
             self._file, self._named = file, set()
         if not file.exists():
-            private_folder(self._folder, self._mode)
+            make_private_folder(self._folder, self._mode)
             for old in sorted(self._folder.glob("iterations_*.json"))[: -(KEPT - 1)]:
                 old.unlink()
         events = [

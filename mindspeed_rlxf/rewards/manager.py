@@ -1,4 +1,4 @@
-"""Scores responses by rule, the rule chosen by each row's data source."""
+"""Score responses by the rule of their data source, or by verifiers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from mindspeed_rlxf.config.enums import Verifier
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.data.prompts import Prompt
-from mindspeed_rlxf.rewards.rules import BUILTIN_RULES, RULES, RewardResult, Rule
+from mindspeed_rlxf.rewards.rules import BUILTIN_RULES, RULES, RewardResult
 from mindspeed_rlxf.rewards.verifiers import NEED_TRUTH, verify
 
 
 class RewardManager:
-    """The rule of every data source: the built-in table, extended or overridden by `reward.rules`.
+    """Scores responses with the built-in rules, extended or overridden by `reward.rules`.
 
     rules: data source -> name of a rule
-    verifiers: functions and weights that score every response instead, whatever its data source
+    verifiers: functions and weights; if given, they score all responses in place of rules
     Raises UserError for a rule that does not exist.
     """
 
@@ -25,15 +25,14 @@ class RewardManager:
     ) -> None:
         unknown = {source: name for source, name in rules.items() if name not in RULES}
         if unknown:
-            rule, remedy = "must name a rule", f"use one of {_listed(RULES)}"
+            rule, remedy = "must name a rule", f"use one of {', '.join(sorted(RULES))}"
             raise UserError(
                 [
                     Problem(f"reward.rules.{source}", rule, repr(name), remedy)
                     for source, name in unknown.items()
                 ]
             )
-        chosen = {source: RULES[name] for source, name in rules.items()}
-        self._rules: dict[str, Rule] = {**BUILTIN_RULES, **chosen}
+        self._rules = BUILTIN_RULES | {source: RULES[name] for source, name in rules.items()}
         self._verifiers = list(verifiers)
 
     def score(
@@ -42,7 +41,7 @@ class RewardManager:
         ground_truths: Sequence[str],
         data_sources: Sequence[str],
     ) -> list[RewardResult]:
-        """One result per response, in order. Raises UserError for a data source without a rule."""
+        """Score each response, in order. Raises UserError for a data source without a rule."""
         if self._verifiers:
             pairs = zip(response_texts, ground_truths, strict=True)
             return [verify(self._verifiers, response, truth) for response, truth in pairs]
@@ -52,10 +51,10 @@ class RewardManager:
         return [self._rules[source](response, truth) for response, truth, source in rows]
 
     def check(self, prompts: Iterable[Prompt]) -> list[Problem]:
-        """Problems that would make rows of a data set unscorable, before anything is started.
+        """Report rows of a data set that cannot be scored.
 
-        A data source without a rule; a ground truth that is absent, or that its own rule would
-        not accept as the answer (such rows would score 0 whatever the policy does).
+        These are data sources without a rule, and ground truths that are absent or that their own
+        rule does not accept as an answer (such rows would score 0 whatever the policy does).
         """
         prompts = list(prompts)
         if self._verifiers:
@@ -76,7 +75,7 @@ class RewardManager:
         return problems
 
     def _without_truth(self, prompts: list[Prompt]) -> list[Problem]:
-        """Rows that a verifier which compares answers would always find wrong."""
+        """Report rows without a ground truth if a verifier compares answers with it."""
         names = [rule.value for rule, _ in self._verifiers if rule in NEED_TRUTH]
         empty = [prompt for prompt in prompts if not prompt.ground_truth.strip()]
         if not names or not empty:
@@ -100,12 +99,8 @@ class RewardManager:
         return [
             Problem(
                 f"data source {source!r} ({count} rows)",
-                f"must have a rule; known are {_listed(self._rules)}",
-                remedy=f"set reward.rules.{source} to one of {_listed(RULES)}",
+                f"must have a rule; known are {', '.join(sorted(self._rules))}",
+                remedy=f"set reward.rules.{source} to one of {', '.join(sorted(RULES))}",
             )
             for source, count in counts.items()
         ]
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))

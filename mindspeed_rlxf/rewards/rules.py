@@ -1,4 +1,4 @@
-"""Rules that score a response against the expected answer: pure functions of two texts."""
+"""Rules that score a response by the expected answer: pure functions of two texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindspeed_rlxf.config.registry import add
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Score of one response and the parts it is made of, which become metrics.
+    """Score of one response, and its parts, which are logged as metrics.
 
     parts of the built-in rules: {"accuracy": 1.0 right, 0.0 wrong}
     """
@@ -23,7 +23,7 @@ class RewardResult:
 
 
 Rule: TypeAlias = Callable[[str, str], RewardResult]
-"""(response, ground_truth) -> result; the ground truth as the response scores above 0."""
+"""(response, ground_truth) -> result. A ground truth given as the response must score above 0."""
 
 # A sign (not the operator of "20-5"), a dollar sign, digits with or without thousands separators,
 # decimals. Only the digits are required.
@@ -35,12 +35,12 @@ _ANSWER_MARK = "####"
 
 
 def exact_match(response: str, ground_truth: str) -> RewardResult:
-    """1 when the response is the ground truth, white space around both aside; else 0."""
+    """Score 1 when the response equals the ground truth but for white space around both, else 0."""
     return _right_or_wrong(response.strip() == ground_truth.strip())
 
 
 def gsm8k(response: str, ground_truth: str) -> RewardResult:
-    """1 when both texts answer with the same number, else 0 (arXiv:2110.14168).
+    """Score 1 when both texts answer with the same number, else 0 (arXiv:2110.14168).
 
     The answer of a text is the number after its first `####`, else its last number; the ground
     truth may be the bare number or the data set's whole solution. Numbers are compared by value:
@@ -51,19 +51,21 @@ def gsm8k(response: str, ground_truth: str) -> RewardResult:
 
 
 RULES: dict[str, Rule] = {"exact_match": exact_match, "gsm8k": gsm8k}
-"""Rules by the name they have in `reward.rules`."""
+"""Name in `reward.rules` -> rule."""
 
 BUILTIN_RULES: dict[str, Rule] = {
     "arithmetic": exact_match,
     "gsm8k": gsm8k,
     "openai/gsm8k": gsm8k,
 }
-"""Data sources whose rule needs no configuration."""
+"""Data source -> rule that needs no configuration."""
 
 
 def register_rule(name: str) -> Callable[[Rule], Rule]:
-    """Decorator: the function becomes a choice of `reward.rules`. Raises ValueError for a name that
-    is taken."""
+    """Decorator that makes a function a choice of `reward.rules`.
+
+    Raises ValueError for a name that is taken.
+    """
 
     def register(rule: Rule) -> Rule:
         add(RULES, name, rule, "reward rule")
@@ -78,16 +80,14 @@ def _right_or_wrong(right: bool) -> RewardResult:
 
 
 def _final_number(text: str) -> Decimal | None:
-    """The number a text answers with, None when it has none."""
-    _, mark, answer = text.partition(_ANSWER_MARK)
-    if mark and (numbers := _numbers(answer)):
-        return numbers[0]
-    numbers = _numbers(text)
-    return numbers[-1] if numbers else None
+    """Return the number that a text answers with, None when it has none."""
+    marked = _find_numbers(text.partition(_ANSWER_MARK)[2])
+    numbers = marked[:1] or _find_numbers(text)[-1:]
+    return numbers[0] if numbers else None
 
 
-def _numbers(text: str) -> list[Decimal]:
-    """All numbers written in a text, in order."""
+def _find_numbers(text: str) -> list[Decimal]:
+    """List all numbers written in a text, in order."""
     values = []
     for match in _NUMBER.finditer(text):
         value = Decimal(match["digits"].replace(",", ""))

@@ -1,4 +1,4 @@
-"""How a run shapes scores: scaled, clipped, less the penalties of a response, in this order."""
+"""Shape scores: scale, clip, then subtract the penalties of a response."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class ScoreShaping:
         self.max_new_tokens = config.actor_rollout.max_new_tokens
 
     def shape(self, scores: Tensor) -> Tensor:
-        """Scores as two responses are compared by; NaN where one is no finite number.
+        """Scale and clip scores; NaN where a score is not finite.
 
         [batch] fp32 -> [batch] fp32
         """
         return shape_scores(scores, self.algorithm.reward_scale, self.algorithm.reward_clip)
 
-    def learnt(self, scores: Tensor, response_lengths: Tensor, has_eos: Tensor) -> Tensor:
-        """Shaped scores less the penalties for a missing EOS and for length.
+    def penalize(self, scores: Tensor, response_lengths: Tensor, has_eos: Tensor) -> Tensor:
+        """Shape scores and subtract the penalties for a missing EOS and for length.
 
         scores: [batch] fp32; response_lengths: [batch] int64; has_eos: [batch] bool
         """

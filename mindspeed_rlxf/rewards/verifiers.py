@@ -1,8 +1,8 @@
-"""Rule verifiers of the older toolkit, by the names that `algorithm.verifier_function` gives them.
+"""Rule verifiers of the older toolkit (`algorithm.verifier_function`).
 
-Pure functions of two texts, as in `rules`; the value of a response is the weighted sum of several.
-Answers are compared as numbers or as normalised LaTeX, without an algebra system and without a
-process for each sample: `x+1` and `1+x` are different answers here.
+Pure functions of two texts, as in `rules`. The score of a response is the weighted sum of several.
+Answers are compared as numbers or as normalised LaTeX, without an algebra system: `x+1` and `1+x`
+are different answers.
 """
 
 from __future__ import annotations
@@ -30,29 +30,27 @@ _DROPPED = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\ ", "\\$", "$", " ", "\
 
 
 def accuracy(response: str, ground_truth: str) -> Score:
-    """1 when the last \\boxed{} holds the ground truth, -0.5 when another answer, -1 without."""
-    answer = boxed(response)
+    """Score 1 when the last \\boxed{} has the ground truth, -0.5 another answer, -1 if none."""
+    answer = find_boxed(response)
     if answer is None:
         return -1.0
-    return 1.0 if same_answer(answer, ground_truth) else -0.5
+    return 1.0 if is_same_answer(answer, ground_truth) else -0.5
 
 
 def base_accuracy(response: str, ground_truth: str) -> Score:
-    """1 when the final answer is the ground truth, else 0: boxed, said ("the answer is"), or the
-    last number."""
-    return 1.0 if same_answer(final_answer(response), ground_truth) else 0.0
+    """Score 1 when the final answer is the ground truth, else 0; see `find_answer`."""
+    return 1.0 if is_same_answer(find_answer(response), ground_truth) else 0.0
 
 
 def think_format(response: str, ground_truth: str = "") -> Score:
-    """1 when the response is a <think> part and then an <answer> part, else 0."""
+    """Score 1 when the response is a <think> part and then an <answer> part, else 0."""
     return 1.0 if _FORMAT.fullmatch(response) else 0.0
 
 
 def strict_format(response: str, ground_truth: str = "") -> Score:
-    """1 when <think>, </think>, <answer>, \\boxed{ and </answer> stand in the response once each,
-    in this order, with nothing before and after; else -1.
+    """Score 1 when the response has each of _TAGS once, in order, and nothing around them, else -1.
 
-    (The older toolkit counts the tags too, and then lets the order alone decide.)
+    The older toolkit counts the tags too, but its result depends on the order alone.
     """
     text = response.strip()
     places = [text.find(tag) for tag in _TAGS]
@@ -62,7 +60,7 @@ def strict_format(response: str, ground_truth: str = "") -> Score:
 
 
 def steps(response: str, ground_truth: str = "") -> Score:
-    """A third for each mark of a step ("Step 1:", "1.", a bullet, "First,"), at most 1."""
+    """Score a third for each mark of a step ("Step 1:", "1.", a bullet, "First,"), at most 1."""
     return min(1.0, len(_STEP.findall(response)) / STEPS_FOR_ALL)
 
 
@@ -79,13 +77,13 @@ NEED_TRUTH = (Verifier.ACC, Verifier.BASE_ACC)
 def verify(
     verifiers: Sequence[tuple[Verifier, float]], response: str, ground_truth: str
 ) -> RewardResult:
-    """The weighted sum; each function's own score is a part."""
+    """Score a response by the weighted sum of verifiers; each one's own score is a part."""
     parts = {rule.value: FUNCTIONS[rule](response, ground_truth) for rule, _ in verifiers}
     return RewardResult(sum(parts[rule.value] * weight for rule, weight in verifiers), parts)
 
 
-def boxed(text: str) -> str | None:
-    """What the last \\boxed{...} holds, braces inside it balanced; None where there is none."""
+def find_boxed(text: str) -> str | None:
+    """Return the content of the last \\boxed{...}, with balanced braces; None without one."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -98,34 +96,31 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def final_answer(text: str) -> str:
-    """Boxed, or after the last "answer is", or the last number; empty where there is none."""
-    answer = boxed(text)
+def find_answer(text: str) -> str:
+    """Return the boxed answer, else the one after the last "answer is", else the last number."""
+    answer = find_boxed(text)
     if answer is not None:
         return answer
-    if said := _SAID.findall(text):
-        return str(said[-1])
-    numbers = _NUMBER.findall(text)
-    return str(numbers[-1]) if numbers else ""
+    return str((_SAID.findall(text) or _NUMBER.findall(text) or [""])[-1])
 
 
-def same_answer(answer: str, ground_truth: str) -> bool:
-    """Equal as numbers (1/2 = 0.5 = \\frac{1}{2}, 1,000 = 1000), or as LaTeX without its spacing.
+def is_same_answer(answer: str, ground_truth: str) -> bool:
+    """Compare as numbers (1/2 = 0.5 = \\frac{1}{2}, 1,000 = 1000), else as LaTeX without spacing.
 
-    The ground truth may be boxed, or end a solution as a final answer after `####`.
+    The ground truth may be boxed, or be the text after `####` of a solution.
     """
-    truth = boxed(ground_truth) or ground_truth.rpartition("####")[2]
-    mine, wanted = normalised(answer), normalised(truth)
+    truth = find_boxed(ground_truth) or ground_truth.rpartition("####")[2]
+    mine, wanted = normalise(answer), normalise(truth)
     if not mine or not wanted:
         return False
-    numbers = number(mine), number(wanted)
+    numbers = to_number(mine), to_number(wanted)
     if None not in numbers:
         return numbers[0] == numbers[1]
     return mine == wanted
 
 
-def normalised(text: str) -> str:
-    """LaTeX without spacing, dollar and percent signs, a unit at the end, variants of \\frac."""
+def normalise(text: str) -> str:
+    """Remove spacing, dollar and percent signs, a unit at the end and variants of \\frac."""
     text = _UNIT.sub("", text.strip().rstrip(".").strip())
     for word in _DROPPED:
         text = text.replace(word, "")
@@ -134,8 +129,8 @@ def normalised(text: str) -> str:
     return re.sub(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}", r"\1", text).lower()
 
 
-def number(text: str) -> Fraction | None:
-    """The number a normalised text is, exactly; None where it is none."""
+def to_number(text: str) -> Fraction | None:
+    """Convert a normalised text to an exact number; None where it is not one."""
     if len(text) > MAX_DIGITS:
         return None
     plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)

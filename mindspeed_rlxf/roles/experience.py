@@ -101,7 +101,7 @@ class ExperienceMaker:
         """[batch] shaped scores, penalties subtracted; NaN where steps are skipped."""
         if not self.skips:
             _check_finite(scores.scores, rollouts.sample_ids)
-        return self.shaping.learnt(scores.scores, rollouts.response_lengths, rollouts.has_eos)
+        return self.shaping.penalize(scores.scores, rollouts.response_lengths, rollouts.has_eos)
 
     def _experience(
         self, given: Rewarded, estimate: Estimate, old: Tensor, ref: Tensor

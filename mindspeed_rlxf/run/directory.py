@@ -21,8 +21,8 @@ from mindspeed_rlxf.files.plain_yaml import MAX_BYTES, parse_yaml
 from mindspeed_rlxf.files.safe import (
     PRIVATE,
     folder_mode,
+    make_private_folder,
     open_file,
-    private_folder,
     replace_file,
 )
 from mindspeed_rlxf.run import lock
@@ -100,7 +100,7 @@ class RunDirectory:
         directory = cls.choose(config)
         try:
             _make_folder(directory.path, directory.file_mode)
-            private_folder(directory.logs, directory.file_mode)
+            make_private_folder(directory.logs, directory.file_mode)
             lock.take(directory.path, directory.file_mode)
             differing = tuple(directory.changes_to(config))
             if not directory.config.exists():

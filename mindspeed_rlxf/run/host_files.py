@@ -18,10 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from mindspeed_rlxf.cluster.machine import machine
-from mindspeed_rlxf.files.safe import PRIVATE, new_file, open_file
+from mindspeed_rlxf.files.safe import PRIVATE, locate_inside, new_file, open_file
 from mindspeed_rlxf.run.store import MANIFEST, Manifest, RunStore
 from mindspeed_rlxf.weights.formats import COMMON, METADATA
-from mindspeed_rlxf.weights.inside import inside
 from mindspeed_rlxf.weights.state_files import (
     Entry,
     content_problem,
@@ -123,7 +122,7 @@ def _read_restricted(file: Path) -> None:
     if file.name == METADATA:
         open_torch_dist(file.parent)
     elif not (file.parent / METADATA).exists():
-        read_torch_file(inside(file.parent, file.name, COMMON))
+        read_torch_file(locate_inside(file.parent, file.name, COMMON))
 
 
 def read_chunk(file: Path, offset: int) -> bytes:

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.fields import Section
 from mindspeed_rlxf.config.suggest import shown
-from mindspeed_rlxf.weights.regular import read_json
+from mindspeed_rlxf.files.plain import read_json
 
 MAX_NUMBER = 1 << 53  # exact as a float
 Count = Annotated[int, Field(ge=0, le=MAX_NUMBER)]

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.files.plain import parse_json, read_pointer
+from mindspeed_rlxf.files.plain import MAX_JSON, open_plain, parse_json, read_pointer
 from mindspeed_rlxf.files.safe import is_plain_path, sync_folder
-from mindspeed_rlxf.weights.regular import MAX_JSON, open_regular
 from mindspeed_rlxf.weights.state_files import (
     HOST,
     Entry,
@@ -231,7 +230,7 @@ def _discard(path: Path) -> None:
 
 def _read_manifest(file: Path) -> Manifest:
     try:
-        with open_regular(file) as stream:
+        with open_plain(file) as stream:
             text = stream.read(MAX_JSON).decode("utf-8")
     except FileNotFoundError:
         raise ValueError(f"{file.name} is missing") from None

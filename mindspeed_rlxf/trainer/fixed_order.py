@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from mindspeed_rlxf.config.errors import Problem
-from mindspeed_rlxf.data.fixed_responses import FixedResponses, other_prompt
+from mindspeed_rlxf.data.fixed_responses import FixedResponses, other_prompt_problem
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 
@@ -31,7 +31,7 @@ def order_problems(
         if fixed.differs(sample_id, source.prompts[index].token_ids)
         or (texts and texts.differs(fixed.texts.get(sample_id), index))
     ]
-    return [other_prompt(wrong[0], len(wrong))] if wrong else []
+    return [other_prompt_problem(wrong[0], len(wrong))] if wrong else []
 
 
 def _samples(source: PromptSource, iterations: int) -> Iterator[tuple[int, int]]:

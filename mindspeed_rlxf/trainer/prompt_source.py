@@ -71,5 +71,5 @@ def as_rows(
         token_ids=token_ids,
         ground_truths=[p.ground_truth for p in prompts],
         data_sources=[p.data_source for p in prompts],
-        responses=fixed.of(sample_ids, token_ids) if fixed else [[] for _ in prompts],
+        responses=fixed.look_up(sample_ids, token_ids) if fixed else [[] for _ in prompts],
     )

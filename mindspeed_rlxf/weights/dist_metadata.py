@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_rlxf.files.plain import open_plain
+from mindspeed_rlxf.files.safe import locate_inside
 from mindspeed_rlxf.weights.boxes import Box, BoxedTensor, Shape, StoredBox
 from mindspeed_rlxf.weights.formats import COMMON, METADATA
 from mindspeed_rlxf.weights.inert_pickle import read_pickle
-from mindspeed_rlxf.weights.inside import inside
 from mindspeed_rlxf.weights.pickle_names import Inert, Refused, integers, shown
 from mindspeed_rlxf.weights.refusals import refusal, unreadable
-from mindspeed_rlxf.weights.regular import open_regular
 from mindspeed_rlxf.weights.torch_file import (
     MAX_AXES,
     MappedFile,
@@ -96,7 +96,7 @@ def open_torch_dist(folder: Path) -> Metadata:
     Errors: ValueError where it is missing, damaged, or does not fit the files.
     """
     with _named_errors(folder):
-        with open_regular(inside(folder, METADATA, METADATA)) as file:
+        with open_plain(locate_inside(folder, METADATA, METADATA)) as file:
             data = file.read(MAX_METADATA + 1)
         if len(data) > MAX_METADATA:
             raise Refused(f"more than {MAX_METADATA} bytes")
@@ -134,7 +134,7 @@ def _check_objects(metadata: Metadata) -> None:
             seen.add(data)
     common = metadata.folder / COMMON
     if common.exists():
-        read_torch_file(inside(metadata.folder, COMMON, METADATA))
+        read_torch_file(locate_inside(metadata.folder, COMMON, METADATA))
 
 
 def _find_windows(folder: Path, storage: dict[Any, Any]) -> tuple[dict[str, Window], list[Window]]:
@@ -146,7 +146,7 @@ def _find_windows(folder: Path, storage: dict[Any, Any]) -> tuple[dict[str, Wind
     for index, info in storage.items():
         name, start, length = place = _place(info)
         if name not in files:
-            files[name], used[name] = MappedFile(inside(folder, name, METADATA)), 0
+            files[name], used[name] = MappedFile(locate_inside(folder, name, METADATA)), 0
         offset = index.state.get("offset")  # torch sets none where it is None
         if place in objects and offset is None:
             continue

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mindspeed_rlxf.files.plain import parse_json
-from mindspeed_rlxf.files.safe import open_inside, read_inside, replace_file
+from mindspeed_rlxf.files.plain import MAX_JSON, parse_json
+from mindspeed_rlxf.files.safe import locate_inside, open_inside, replace_file
 from mindspeed_rlxf.weights.boxes import BoxedTensor, BoxedWeights, whole
 from mindspeed_rlxf.weights.formats import INDEX, SINGLE
-from mindspeed_rlxf.weights.inside import inside
 from mindspeed_rlxf.weights.reader import WeightReader
-from mindspeed_rlxf.weights.regular import MAX_JSON
 from mindspeed_rlxf.weights.safetensors_file import HEADER_ERRORS, SafetensorsFile
 
 
@@ -67,7 +65,8 @@ class HfFolder(BoxedWeights):
         index = self.folder / INDEX
         if index.exists():
             weight_map = _weight_map(self.folder)
-            paths = {f: inside(self.folder, f, INDEX) for f in sorted(set(weight_map.values()))}
+            files = sorted(set(weight_map.values()))
+            paths = {file: locate_inside(self.folder, file, INDEX) for file in files}
             missing = [file for file, path in paths.items() if not path.exists()]
             if missing:
                 raise ValueError(f"{index} names files that are missing: {', '.join(missing)}")
@@ -86,8 +85,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
     index = folder / INDEX
     try:
         text = read_inside(folder, INDEX, MAX_JSON)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{index} cannot be read ({error}); copy it again") from None
+    except OSError as error:
+        raise ValueError(f"{index} cannot be read ({error.strerror}); copy it again") from None
     try:
         found = parse_json(text)["weight_map"]
         return {str(name): str(file) for name, file in dict(found).items()}

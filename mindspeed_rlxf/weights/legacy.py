@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.files.safe import locate_inside
 from mindspeed_rlxf.models.parameters import EMBEDDING, RM_HEAD, Head
-from mindspeed_rlxf.weights.inside import inside
 from mindspeed_rlxf.weights.layout import (
     ITERATION,
     RANK_FILE,
@@ -69,7 +69,7 @@ def _grid(folder: Path, architecture: ArchitectureConfig) -> Grid:
     """The tensors of every rank. Errors: ValueError when one is missing."""
     matches = [(RANK_FOLDER.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
     found = {m.groups(): f"{path.name}/{RANK_FILE}" for m, path in matches if m is not None}
-    files = {parts: _chunks(inside(folder, file, "")) for parts, file in found.items()}
+    files = {parts: _chunks(locate_inside(folder, file, "")) for parts, file in found.items()}
     suffixes = {sum(part is not None for part in parts[1:]) for parts in files}
     if len(suffixes) != 1:
         raise ValueError(f"{folder} mixes checkpoints of different layouts; remove one of them")

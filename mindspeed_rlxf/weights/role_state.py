@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Protocol
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.files.safe import locate_inside
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.weights.boxes import Box, BoxedTensor, BoxedWeights, HeldBox
 from mindspeed_rlxf.weights.dist_metadata import open_torch_dist
 from mindspeed_rlxf.weights.formats import METADATA, STATE_FILES
 from mindspeed_rlxf.weights.hf_folder import shape_problems
-from mindspeed_rlxf.weights.inside import inside
 from mindspeed_rlxf.weights.pickle_names import shown
 from mindspeed_rlxf.weights.planned import PlannedTensor
 from mindspeed_rlxf.weights.reader import MegatronWeights, refuse
@@ -68,7 +68,7 @@ class RunState:
         self.folder = folder
         self._slots: dict[str, BoxedWeights] = {}
         names = sorted(path.name for path in folder.glob(STATE_FILES))
-        self._files = [SafetensorsFile(inside(folder, name, STATE_FILES)) for name in names]
+        self._files = [SafetensorsFile(locate_inside(folder, name, STATE_FILES)) for name in names]
         for file in self._files:
             try:
                 self._add_boxes(file)

@@ -17,11 +17,11 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from mindspeed_rlxf.files.plain import open_plain, parse_json
 from mindspeed_rlxf.files.safe import new_file
 from mindspeed_rlxf.weights.boxes import Box, Shape, StoredBox
 from mindspeed_rlxf.weights.pickle_names import shown
 from mindspeed_rlxf.weights.planned import PlannedTensor, Wrote
-from mindspeed_rlxf.weights.regular import open_regular, parse_json
 
 DTYPES = {
     torch.float64: "F64",
@@ -75,7 +75,7 @@ def aligned(tensors: dict[str, PlannedTensor]) -> dict[str, PlannedTensor]:
 class SafetensorsFile:
     """A file that is open while boxes of its tensors are read."""
 
-    def __init__(self, path: Path, open_file: Callable[[Path], IO[bytes]] = open_regular) -> None:
+    def __init__(self, path: Path, open_file: Callable[[Path], IO[bytes]] = open_plain) -> None:
         self.path, self._open_file = path, open_file
 
     @cached_property
@@ -90,7 +90,7 @@ class SafetensorsFile:
         length = int.from_bytes(self._read_bytes(0, 8), "little")
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"its header has {length} bytes")
-        header = parse_json(self._read_bytes(8, length), self.path)
+        header = parse_json(self._read_bytes(8, length))
         header.pop(METADATA, None)
         data, end = 8 + length, os.fstat(self.stream.fileno()).st_size
         for name, about in header.items():

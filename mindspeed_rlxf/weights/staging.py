@@ -27,7 +27,7 @@ from typing import IO, Any
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.files.safe import (
     is_plain_path,
-    leaves,
+    leads_outside,
     open_file,
     sync_folder,
 )
@@ -136,7 +136,8 @@ class StagedFolder:
         """Remove the files that the journal names, and the folders that this leaves empty."""
         for name in self._begun:
             path = self.folder / name
-            if not leaves(self.folder, path.parent) and (path.is_symlink() or not path.is_dir()):
+            is_file = path.is_symlink() or not path.is_dir()
+            if is_file and not leads_outside(self.folder, path.parent):
                 path.unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
                     for parent in path.relative_to(self.folder).parents[:-1]:

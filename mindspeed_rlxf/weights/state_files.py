@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.files.safe import (
+    make_private_folder,
     open_file,
-    private_folder,
     replace_file,
 )
 
@@ -98,5 +98,5 @@ def write_text(file: Path, text: str, mode: int | None = None) -> None:
     if mode is None:
         file.parent.mkdir(parents=True, exist_ok=True)
     else:
-        private_folder(file.parent, mode)
+        make_private_folder(file.parent, mode)
     replace_file(file, text, mode)

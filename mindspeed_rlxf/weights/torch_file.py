@@ -28,12 +28,12 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from mindspeed_rlxf.files.plain import open_plain
 from mindspeed_rlxf.weights.boxes import Box
 from mindspeed_rlxf.weights.inert_pickle import InertUnpickler
 from mindspeed_rlxf.weights.pickle_names import OF_STORAGE, TYPED, Refused, Storage
 from mindspeed_rlxf.weights.planned import PlannedTensor, Wrote
 from mindspeed_rlxf.weights.refusals import refusal, unreadable
-from mindspeed_rlxf.weights.regular import open_regular
 from mindspeed_rlxf.weights.zip_records import PADDING_FIELD, PICKLE, Record, records_of
 
 NO_SUM = 0  # torch.serialization.set_crc32_options(False) writes it in place of a CRC-32
@@ -55,7 +55,7 @@ class MappedFile:
         """Errors: ValueError when it cannot be opened or is empty."""
         self.path = path
         try:
-            with open_regular(path) as file:
+            with open_plain(path) as file:
                 # A private mapping: torch takes writable buffers only, and nothing is written.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except FileNotFoundError:

@@ -52,23 +52,19 @@ def deadline() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def fifo(place: Path) -> None:
-    os.mkfifo(place)
+def bind_socket(place: Path) -> None:
+    folder = os.open(place.parent, os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX) as made:  # its name may have at most 108 bytes
+        made.bind(f"/proc/self/fd/{folder}/{place.name}")
+    os.close(folder)
 
 
-def bound_socket(place: Path) -> None:
-    there = os.getcwd()
-    os.chdir(place.parent)  # the name of a socket has at most 108 bytes
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(place.name)
-    os.chdir(there)
-
-
-def device(place: Path) -> None:
-    place.symlink_to("/dev/zero")
-
-
-KINDS = {"fifo": fifo, "socket": bound_socket, "device": device, "folder": Path.mkdir}
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "fifo": os.mkfifo,
+    "socket": bind_socket,
+    "device": lambda place: place.symlink_to("/dev/zero"),
+    "folder": Path.mkdir,
+}
 
 
 def prompts(file: Path) -> Any:
@@ -83,18 +79,12 @@ def tokenizer(file: Path) -> Any:
     return load_tokenizer(str(file.parent))
 
 
-def hf(file: Path) -> Any:
-    return HfFolder(file.parent)
-
-
-def index_part(ending: str) -> Callable[[Path], Any]:
-    def opened(file: Path) -> Any:
-        for other in {".idx", ".bin"} - {ending}:
-            header = HEADER.pack(MAGIC, 1, 4, 0, 1) + bytes(8)
-            file.with_suffix(other).write_bytes(header if other == ".idx" else b"")
-        return IndexedReader(file.with_suffix(""))
-
-    return opened
+def indexed(file: Path) -> Any:
+    """Read an indexed data set, one file of which is there."""
+    header = HEADER.pack(MAGIC, 1, 4, 0, 1) + bytes(8)
+    other, content = (".bin", b"") if file.suffix == ".idx" else (".idx", header)
+    file.with_suffix(other).write_bytes(content)
+    return IndexedReader(file.with_suffix(""))
 
 
 def run_directory(file: Path) -> Any:
@@ -107,12 +97,9 @@ def run_directory(file: Path) -> Any:
         raise ValueError(problems[0])
 
 
-def written(file: Path) -> Any:
-    return preprocess(
-        PreprocessOptions(
-            (str(file),), str(file.parent / "set"), write_tokenizer(file.parent / "t")
-        )
-    )
+def preprocessed(file: Path) -> Any:
+    tokenizer = write_tokenizer(file.parent / "t")
+    return preprocess(PreprocessOptions((str(file),), str(file.parent / "set"), tokenizer))
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -120,18 +107,18 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "rows.json": prompts,
     "rows.parquet": prompts,
     "given.jsonl": lambda file: load_fixed_responses(str(file), byte_tokenizer(), [1], 99, 9, 1),
-    "input.jsonl": written,
+    "input.jsonl": preprocessed,
     "tokenizer.json": tokenizer,
     "tokenizer_config.json": tokenizer,
     "chat_template.jinja": tokenizer,
     "config.json": lambda file: read_hf_config(file.parent),
     "generation_config.json": lambda file: eos_token_ids(byte_tokenizer(), str(file.parent), []),
-    "model.safetensors": hf,
-    "model.safetensors.index.json": hf,
+    "model.safetensors": lambda file: HfFolder(file.parent),
+    "model.safetensors.index.json": lambda file: HfFolder(file.parent),
     "latest_checkpointed_iteration.txt": lambda file: find_weights(file.parent),
     "manifest.json": lambda file: Checkpoint(file.parent, 1).read(),
-    "a.idx": index_part(".idx"),
-    "a.bin": index_part(".bin"),
+    "a.idx": indexed,
+    "a.bin": indexed,
     "set_packed_meta.json": lambda file: read_sidecar(file.parent / "set"),
     "metrics.jsonl": run_directory,
     "run.lock": run_directory,
@@ -143,7 +130,7 @@ FOLDER_IS_FINE = ("metrics.jsonl", "run.lock", "chat_template.jinja", "tokenizer
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", READERS)
-def test_what_is_no_plain_file_is_refused_at_once(name: str, kind: str, tmp_path: Path) -> None:
+def test_other_kinds_of_files_are_refused_at_once(name: str, kind: str, tmp_path: Path) -> None:
     if kind == "folder" and name in FOLDER_IS_FINE:
         pytest.skip("a folder of that name is passed over, or fails later")
     place = tmp_path / "there"
@@ -158,9 +145,7 @@ def test_what_is_no_plain_file_is_refused_at_once(name: str, kind: str, tmp_path
 
 
 @pytest.mark.parametrize("name", ["exported_iteration.txt", "metrics.jsonl"])
-def test_a_fifo_in_a_run_that_is_only_looked_at_counts_as_nothing(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_fifo_in_a_run_counts_as_an_absent_file(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     assert RunStore(tmp_path).exported() is None
     assert current_iteration(tmp_path / "metrics.jsonl") == 1
@@ -200,15 +185,12 @@ def model_with(folder: Path, **keys: Any) -> Path:
     return folder
 
 
-def test_an_ordinary_model_is_read(tmp_path: Path) -> None:
-    assert read_architecture(model_with(tmp_path))[0].num_experts == 4
-
-
 @pytest.mark.parametrize("value", ABSURD, ids=lambda value: repr(value)[:9])
-@pytest.mark.parametrize("key", [key for key in MODEL if key != "tie_word_embeddings"])
+@pytest.mark.parametrize("key", [k for k in MODEL if k != "tie_word_embeddings"])
 def test_an_absurd_size_is_refused(key: str, value: Any, tmp_path: Path) -> None:
     if key == "rms_norm_eps" and value == 0.5:
-        pytest.skip("a number like others")
+        pytest.skip("a valid value")
+    assert read_architecture(model_with(tmp_path))[0].num_experts == 4
     with pytest.raises(ValueError) as error:
         read_architecture(model_with(tmp_path, **{key: value}))
     assert len(str(error.value)) < 9000
@@ -264,21 +246,28 @@ def test_an_index_of_terabytes_that_is_a_hole_is_not_read(tmp_path: Path) -> Non
         IndexedReader(prefix)
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "config.json", "a_packed_meta.json"])
-def test_a_file_that_is_a_hole_is_not_read(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("a.json", prompts),
+        ("a.jsonl", prompts),
+        ("config.json", READERS["config.json"]),
+        ("set_packed_meta.json", READERS["set_packed_meta.json"]),
+    ],
+)
+def test_a_file_that_is_a_hole_is_not_read(
+    name: str, read: Callable[[Path], Any], tmp_path: Path
+) -> None:
     (tmp_path / name).write_bytes(b"[")
     os.truncate(tmp_path / name, 2**38)
     with pytest.raises(ValueError):
-        if name.startswith("a."):
-            prompts(tmp_path / name)
-        elif name == "config.json":
-            read_hf_config(tmp_path)
-        else:
-            read_sidecar(tmp_path / "a")
+        read(tmp_path / name)
 
 
 @pytest.mark.parametrize("file", ["../../etc/passwd", "a/b", "", "x" * 200, "\0"])
-def test_a_sidecar_names_columns_and_no_places(file: str, tmp_path: Path) -> None:
+def test_a_column_of_a_sidecar_must_be_a_file_name_without_folders(
+    file: str, tmp_path: Path
+) -> None:
     column = {"name": "input_ids", "file": file, "dtype": "int32", "encoding": "token_ids"}
     content = {
         "format_version": 1, "handler": "h", "template": "t", "stop_token_ids": [], "counts": {},
@@ -306,7 +295,7 @@ def test_a_bundle_of_a_hostile_run_is_bounded(tmp_path: Path) -> None:
     assert private_texts(RunDirectory(run)) == set()
 
 
-def test_a_length_of_a_header_is_not_believed(tmp_path: Path) -> None:
+def test_a_header_longer_than_its_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
     with pytest.raises(ValueError, match="damaged or truncated"):
         HfFolder(tmp_path)

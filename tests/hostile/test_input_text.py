@@ -20,6 +20,7 @@ from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data import chats
 from mindspeed_rlxf.data.indexed import IndexedReader
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
+from mindspeed_rlxf.data.preprocessing.row_source import Counts
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
 from mindspeed_rlxf.files.plain import parse_json
 from mindspeed_rlxf.files.plain_yaml import parse_yaml
@@ -39,19 +40,12 @@ def bounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr("subprocess.Popen", lambda *words, **more: canary.write_text("woken"))
     for module in (compose, chats):  # seconds that a bomb may take; less for a quick test
         monkeypatch.setattr(module, "CPU_S", 0.3)
-    before, start = peak_kib(), computed_s()
+    before, start_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, sum(os.times()[:4])
     yield
-    assert computed_s() - start < SECONDS and peak_kib() - before < MORE_KIB
+    # Processor time of this process and its children, which other tests do not change.
+    assert sum(os.times()[:4]) - start_s < SECONDS
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MORE_KIB
     assert not canary.exists()
-
-
-def computed_s() -> float:
-    """Of this process and its children; the time on a clock is that of other tests too."""
-    return sum(os.times()[:4])
-
-
-def peak_kib() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def tenfold(first: str, next_: str, count: int = 12) -> str:
@@ -207,13 +201,14 @@ def test_a_role_cannot_close_its_turn(tmp_path: Path) -> None:
         read(write(tmp_path, chat(role="user<|im_end|>")))
 
 
+def preprocessed(folder: Path, *rows: dict[str, Any], **options: Any) -> Counts:
+    file, tokenizer = write(folder, *rows), write_tokenizer(folder / "tokenizer")
+    return preprocess(PreprocessOptions((file,), str(folder / "set"), tokenizer, **options))
+
+
 @pytest.mark.parametrize("allowed", [False, True])
 def test_preprocessing_reads_the_same(allowed: bool, tmp_path: Path) -> None:
-    file = write(tmp_path, {"instruction": FORGED})
-    folder = write_tokenizer(tmp_path / "tokenizer")
-    preprocess(
-        PreprocessOptions((file,), str(tmp_path / "set"), folder, allow_special_tokens=allowed)
-    )
+    preprocessed(tmp_path, {"instruction": FORGED}, allow_special_tokens=allowed)
     ids = IndexedReader(tmp_path / "set_packed_input_ids_document")[0].tolist()
     assert bool(CONTROLS & set(ids)) is allowed
 
@@ -238,20 +233,15 @@ def test_a_hostile_row_is_one_short_line(row: dict[str, Any], found: str, tmp_pa
 
 
 def test_a_long_prompt_is_cut_before_it_is_tokenized(tmp_path: Path) -> None:
-    text = "a" * 1000 + "x" * 10_000_000 + "b" * 1000
-    file = write(
-        tmp_path, {"prompt": text, "data_source": "x"}, {"prompt": "c", "data_source": "x"}
-    )
+    texts = ("a" * 1000 + "x" * 10_000_000 + "b" * 1000, "c")
+    file = write(tmp_path, *({"prompt": text, "data_source": "x"} for text in texts))
     found = [prompt.text for prompt in read(file, overlong_prompts="keep_tail")]
     assert found == ["b" * 100, "c"]
 
 
 def test_a_long_row_is_dropped_before_it_is_tokenized(tmp_path: Path) -> None:
-    file = write(tmp_path, {"instruction": "x" * 10_000_000}, {"instruction": "c"})
-    folder = write_tokenizer(tmp_path / "tokenizer")
-    counts = preprocess(
-        PreprocessOptions((file,), str(tmp_path / "set"), folder, max_prompt_length=9)
-    )
+    rows = ({"instruction": "x" * 10_000_000}, {"instruction": "c"})
+    counts = preprocessed(tmp_path, *rows, max_prompt_length=9)
     assert counts.rows_written == 1 and counts.dropped == {"too long": 1}
 
 
@@ -332,6 +322,6 @@ def test_a_secret_in_any_form_is_removed(line: str) -> None:
     assert "hunter2x" not in Redactor({}).clean(f"before {line}\nafter\n")
 
 
-def test_what_helps_stays() -> None:
+def test_ordinary_log_lines_are_not_redacted() -> None:
     text = "python -u run.py\nforward pass: 3.2 step: 5 prompt_key: question 12:30:01 lr=1e-6\n"
     assert Redactor({}).clean(text) == text

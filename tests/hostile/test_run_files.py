@@ -1,4 +1,4 @@
-"""What a run writes: modes, names that nobody knows, and nothing through a link."""
+"""Files that a run writes have private modes and unpredictable names, and follow no link."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mindspeed_rlxf.cluster.witness import GONE, Sighting, Watched, keep_logs
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.handlers import HANDLERS
 from mindspeed_rlxf.data.preprocessing.writer import PromptSetWriter, finish_interrupted
-from mindspeed_rlxf.files.safe import mode_within, private_folder, replace_file
+from mindspeed_rlxf.files.safe import make_private_folder, mode_within, replace_file
 from mindspeed_rlxf.ops.doctor.bundle import write_bundle
 from mindspeed_rlxf.ops.doctor.report import Report
 from mindspeed_rlxf.reporting.line_file import LineFile
@@ -28,7 +28,7 @@ from mindspeed_rlxf.reporting.timeline import Span, Timeline
 from mindspeed_rlxf.run import failure, host_files
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.stopping import StopRequest
-from mindspeed_rlxf.run.store import RunStore
+from mindspeed_rlxf.run.store import Manifest, RunStore
 from mindspeed_rlxf.trainer.run import _log_to
 from mindspeed_rlxf.weights.state_files import write_text
 
@@ -50,7 +50,7 @@ def mine(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     directory = RunDirectory(tmp_path / "run")
-    private_folder(directory.logs)
+    make_private_folder(directory.logs)
     return directory
 
 
@@ -97,36 +97,42 @@ REPLACERS: dict[str, Callable[[RunDirectory], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*WRITERS, *REPLACERS])
-def test_what_a_run_writes_is_private(run: RunDirectory, name: str) -> None:
+@pytest.fixture
+def no_umask() -> Iterator[None]:
     before = os.umask(0)
-    try:
-        (WRITERS | REPLACERS)[name](run)
-    finally:
-        os.umask(before)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("no_umask")
+@pytest.mark.parametrize("name", [*WRITERS, *REPLACERS])
+def test_files_of_a_run_are_private(run: RunDirectory, name: str) -> None:
+    (WRITERS | REPLACERS)[name](run)
     assert mode(run.path / name) == 0o600
     assert "/" not in name or mode((run.path / name).parent) == 0o700
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_nothing_is_appended_through_a_link(run: RunDirectory, mine: Path, name: str) -> None:
+def test_nothing_is_appended_to_or_cut_through_a_link(
+    run: RunDirectory, mine: Path, name: str
+) -> None:
     (run.path / name).parent.mkdir(exist_ok=True)
     (run.path / name).symlink_to(mine)
     with pytest.raises(OSError, match=r"is a link or a pipe|File exists"):
         WRITERS[name](run)
+    with pytest.raises(OSError, match="is a link or a pipe"):
+        LineFile(run.path / name).cut(0)
 
 
 @pytest.mark.parametrize("name", REPLACERS)
-def test_a_file_that_is_replaced_leaves_what_a_link_leads_to(
-    run: RunDirectory, mine: Path, name: str
-) -> None:
+def test_replacing_a_link_leaves_its_target(run: RunDirectory, mine: Path, name: str) -> None:
     (run.path / name).parent.mkdir(parents=True, exist_ok=True)
     (run.path / name).symlink_to(mine)
     REPLACERS[name](run)
     assert not (run.path / name).is_symlink()
 
 
-def test_temporary_names_are_not_known_beforehand(
+def test_temporary_names_cannot_be_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two writes of the same process use two names; a file that has one is not opened."""
@@ -157,12 +163,6 @@ def test_a_rotated_part_keeps_its_mode_and_a_planted_name_is_not_written_through
     assert not (tmp_path / ".x.jsonl.1.gz.0123456789abcdef.tmp").is_symlink(), "a leftover"
 
 
-def test_cutting_a_file_of_lines_cuts_nothing_elsewhere(tmp_path: Path, mine: Path) -> None:
-    (tmp_path / "x.jsonl").symlink_to(mine)
-    with pytest.raises(OSError, match="is a link or a pipe"):
-        LineFile(tmp_path / "x.jsonl").cut(0)
-
-
 def test_logs_of_other_hosts_are_private_too(run: RunDirectory) -> None:
     place = Place("node2", "10.0.0.2", 0, ())
     log = run.logs / "main" / "rank_00000.log"
@@ -172,19 +172,16 @@ def test_logs_of_other_hosts_are_private_too(run: RunDirectory) -> None:
     assert mode(log) == 0o600 == mode_within(run.logs)
 
 
-def test_a_bundle_is_private_unless_the_run_says_otherwise(
-    run: RunDirectory, tmp_path: Path
+@pytest.mark.usefixtures("no_umask")
+@pytest.mark.parametrize(
+    ("training", "expected"),
+    [("{}", 0o600), ("{file_mode: '0644'}", 0o644), ("{file_mode: '0777'}", 0o600)],
+)
+def test_a_bundle_is_private_unless_the_run_has_another_mode(
+    training: str, expected: int, run: RunDirectory, tmp_path: Path
 ) -> None:
-    before = os.umask(0)
-    try:
-        run.config.write_text("training: {}\n")
-        assert mode(write_bundle(run.path, REPORT, tmp_path)) == 0o600
-        run.config.write_text("training: {file_mode: '0644'}\n")
-        assert mode(write_bundle(run.path, REPORT, tmp_path)) == 0o644
-        run.config.write_text("training: {file_mode: '0777'}\n")
-        assert mode(write_bundle(run.path, REPORT, tmp_path)) == 0o600
-    finally:
-        os.umask(before)
+    run.config.write_text(f"training: {training}\n")
+    assert mode(write_bundle(run.path, REPORT, tmp_path)) == expected
 
 
 def test_a_part_of_another_host_is_not_written_through_a_link(tmp_path: Path, mine: Path) -> None:
@@ -203,8 +200,6 @@ def test_a_part_of_another_host_is_not_written_through_a_link(tmp_path: Path, mi
 
 
 def test_a_checkpoint_of_another_host_keeps_the_configuration_private(tmp_path: Path) -> None:
-    from mindspeed_rlxf.run.store import Manifest
-
     store = RunStore(tmp_path)
     store.begin(1)
     texts = {"trainer/config.yaml": "x"}
@@ -243,7 +238,7 @@ WRITES_ITSELF = {
 }  # fmt: skip
 
 
-def test_everything_is_written_by_way_of_one_module() -> None:
+def test_only_named_modules_open_files_for_writing() -> None:
     """No `open` for writing, `write_text` of a path, or name made from a process id elsewhere."""
     package = ROOT / "mindspeed_rlxf"
     found = set()

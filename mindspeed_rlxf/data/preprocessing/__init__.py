@@ -1,1 +1,1 @@
-"""Files of rows become an indexed prompt data set."""
+"""Make indexed prompt data sets from files of rows."""

@@ -1,15 +1,31 @@
-"""A row becomes what its handler encodes: the turns of the prompt, and the responses to it."""
+"""Convert a row into what its handler encodes: the turns of the prompt, and the responses to it.
+
+Alpaca rows have a column for each part. Sharegpt rows have one column with the list of messages,
+whose keys and roles `Tags` names.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mindspeed_rlxf.data.conversation import UnusableRow, conversation_of, messages_of
+from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.suggest import shown
 from mindspeed_rlxf.data.files import Row, describe_keys, look_up, unicode_problem
 from mindspeed_rlxf.data.handlers import Handler, Output
-from mindspeed_rlxf.data.preprocessing.map_keys import Keys, MapKeys, ShareGptKeys
-from mindspeed_rlxf.data.preprocessing.sharegpt import sharegpt_turn, sharegpt_turns
+from mindspeed_rlxf.data.preprocessing.map_keys import Keys, MapKeys, ShareGptKeys, Tags
 from mindspeed_rlxf.data.templates import Turn
+
+CHAT_TAGS = Tags("role", "content", "user", "assistant", observation_tag="", function_tag="")
+"""Names in chat messages of alpaca rows, which have no roles for tools."""
+
+
+class UnusableRow(ValueError):
+    """No example can be made of a row. reason: its name in the counts of dropped rows"""
+
+    def __init__(self, reason: str, rule: str, remedy: str) -> None:
+        self.reason, self.problem = reason, Problem("", rule, remedy=remedy)
+        super().__init__(str(self.problem))
 
 
 class Example(NamedTuple):
@@ -21,87 +37,177 @@ class Example(NamedTuple):
     responses: tuple[str, ...] = ()
 
 
-def example_of(row: Row, keys: Keys, handler: Handler) -> Example:
-    """Raises UnusableRow."""
+def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
+    """Read the parts of a row that the handler writes. Raises UnusableRow."""
     if isinstance(keys, MapKeys):
-        example = _alpaca(row, keys, handler)
+        example = _make_alpaca_example(row, keys, handler.output)
     else:
-        example = _sharegpt(row, keys, handler)
-    for response in example.responses:
-        if found := unicode_problem(response):
-            raise UnusableRow("invalid unicode", found.rule, found.remedy)
+        example = _make_sharegpt_example(row, keys, handler.output)
+    for text in (*(turn.text for turn in example.turns), *example.responses):
+        if problem := unicode_problem(text):
+            raise UnusableRow("invalid unicode", problem.rule, problem.remedy)
     if handler.output is Output.ANSWERED and example.responses and not example.responses[0].strip():
-        raise UnusableRow(
-            "empty response",
-            "an answer must hold more than white space, this one does not",
-            "complete or remove the row",
-        )
+        raise _empty("response", "an answer")
     return example
 
 
-def _alpaca(row: Row, keys: MapKeys, handler: Handler) -> Example:
-    turns = conversation_of(row, keys)
-    if handler.output is Output.PROMPT:
-        return Example(turns)
-    if handler.output is Output.PAIR:
-        pair = (_response(row, keys.chosen, turns), _response(row, keys.rejected, turns))
-        return Example(turns, pair)
-    if keys.response is None:
-        return Example(turns)
-    return Example(turns, (_response(row, keys.response, turns),))
+def _make_alpaca_example(row: Row, keys: MapKeys, output: Output) -> Example:
+    turns = [*_read_history(row, keys), *_read_prompt(row, keys)]
+    turns = _add_system(turns, _read_text(row, keys.system, "system"), keys.system)
+    _check_order(turns)
+    columns = {Output.PROMPT: (), Output.PAIR: (keys.chosen, keys.rejected)}
+    used = columns.get(output, (keys.response,))
+    return Example(turns, tuple(_read_response(row, c, turns) for c in used if c is not None))
 
 
-def _response(row: Row, column: str | None, turns: list[Turn]) -> str:
-    """Text, a list of one text, or a list of chat messages that ends with the assistant's."""
-    value = _present(row, column)
-    if isinstance(value, str):
-        return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)  # an answer that was written as a number
+def _make_sharegpt_example(row: Row, keys: ShareGptKeys, output: Output) -> Example:
+    """Refuse an empty prompt as in alpaca rows, but keep an empty response."""
+    messages = _require(row, keys.messages, "messages")
+    turns = _read_messages(messages, keys.tags, "messages must be")
+    turns = _add_system(turns, _read_text(row, keys.system, "system"), keys.system)
+    _check_order(turns)
+    if any(turn.role == "user" and not turn.text.strip() for turn in turns):
+        raise _empty("prompt", "a prompt")
+    if output is not Output.PAIR:
+        _check_last(turns, "assistant", "complete or remove the row")
+        return Example(turns[:-1], (turns[-1].text,))
+    _check_last(turns, "user", "complete or remove the row")
+    used = (keys.chosen, keys.rejected)
+    return Example(turns, tuple(_read_judged(row, c, keys.tags) for c in used if c is not None))
+
+
+def _read_history(row: Row, keys: MapKeys) -> Iterator[Turn]:
+    pairs = look_up(row, keys.history) if keys.history else None
+    rule = "a history must be a list of [user, assistant] pairs of text"
+    if pairs is not None and not isinstance(pairs, list):
+        raise UnusableRow("wrong type", f"{rule}, this one is {shown(pairs)}", "write [[..., ...]]")
+    for pair in pairs or ():
+        is_pair = isinstance(pair, list) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
+            raise UnusableRow("wrong type", f"{rule}, it has {shown(pair)}", "repair the row")
+        yield from (Turn("user", pair[0]), Turn("assistant", pair[1]))
+
+
+def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
+    """Read the turns of the prompt's column, and append the query to the last one."""
+    prompt, query = _require(row, keys.prompt, "prompt"), _read_text(row, keys.query, "query")
+    turns = [Turn("user", prompt)]
+    if not isinstance(prompt, str):
+        turns = _read_messages(prompt, CHAT_TAGS, "a prompt must be text or")
+        _check_last(turns, "user", "take the answer out of it")
+    text = "\n".join(part for part in (turns[-1].text, query) if part)
+    if not text.strip():
+        raise _empty("prompt", "a prompt")
+    return [*turns[:-1], Turn("user", text)]
+
+
+def _read_response(row: Row, column: str, turns: list[Turn]) -> str:
+    """Read text, a number, a list of one text, or messages that end with the assistant's."""
+    value = _require(row, column, "response")
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
-        return value[0]
-    *before, last = messages_of(value, "response", last="assistant")
-    if before and before != turns:
+        value = value[0]
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value)
+    messages = _read_messages(value, CHAT_TAGS, "a response must be text or")
+    _check_last(messages, "assistant", "complete the row")
+    if messages[:-1] and messages[:-1] != turns:
         problem = "messages of a response must begin with those of the prompt, or be one"
         raise UnusableRow(
             "another prompt",
             f"{problem}, {column!r} begins otherwise",
             'name the column of the prompt, and its system and history, or "" for none',
         )
-    return last.text
+    return messages[-1].text
 
 
-def _sharegpt(row: Row, keys: ShareGptKeys, handler: Handler) -> Example:
-    turns = sharegpt_turns(row, keys)
-    is_pair = handler.output is Output.PAIR
-    expected = "user" if is_pair else "assistant"
-    if turns[-1].role != expected:
-        problem = f"the last message must be of the {expected}, it is of the {turns[-1].role}"
-        raise UnusableRow("wrong roles", problem, "complete or remove the row")
-    if not is_pair:
-        return Example(turns[:-1], (turns[-1].text,))
-    pair = (_judged(row, keys.chosen, keys), _judged(row, keys.rejected, keys))
-    return Example(turns, pair)
-
-
-def _judged(row: Row, column: str | None, keys: ShareGptKeys) -> str:
-    value = _present(row, column)
+def _read_judged(row: Row, column: str, tags: Tags) -> str:
+    """Read the response of a pair: text, or one message of the assistant."""
+    value = _require(row, column, "response")
     if isinstance(value, str):
         return value
-    turn = sharegpt_turn(value, keys.tags, f"{column!r}")
-    if turn.role != "assistant":
-        problem = f"{column!r} must be a message of the assistant, this one is of the {turn.role}"
-        raise UnusableRow("wrong roles", problem, "mend the row")
+    turn = _read_message(value, tags, repr(column))
+    _check_last([turn], "assistant", "repair the row")
     return turn.text
 
 
-def _present(row: Row, column: str | None) -> Any:
-    assert column is not None, "checked with the map keys"
+def _require(row: Row, column: str, part: str) -> Any:
     value = look_up(row, column)
     if value is None:
         found = "here it is null" if column in row else f"this one has {describe_keys(row)}"
-        problem = f"a row must have the response {column!r}, {found}"
         raise UnusableRow(
-            "no response", problem, "name its column in --map-keys, or complete the row"
+            f"no {part}",
+            f"a row must have the {part} {column!r}, {found}",
+            f"name the column of the {part} in --map-keys, or complete the row",
         )
     return value
+
+
+def _read_text(row: Row, column: str | None, part: str) -> str:
+    """Read the text of a column, "" where the row has none."""
+    value = look_up(row, column) if column else None
+    if value is None or isinstance(value, str):
+        return value or ""
+    rule = f"a {part} must be text, this one is {shown(value)}"
+    raise UnusableRow("wrong type", rule, "write it as text")
+
+
+def _read_messages(value: Any, tags: Tags, rule: str) -> list[Turn]:
+    """Read a list of messages; only the first one may be the system's."""
+    if not isinstance(value, list) or not value:
+        rule = f"{rule} a list of messages that is not empty, here it is {shown(value)}"
+        raise UnusableRow("wrong type", rule, "write it as such a list")
+    turns = [
+        _read_message(message, tags, f"message {place}") for place, message in enumerate(value, 1)
+    ]
+    if any(turn.role == "system" for turn in turns[1:]):
+        rule = "only the first message may be of the system, a later one is too"
+        raise UnusableRow("wrong roles", rule, "repair the row")
+    return turns
+
+
+def _read_message(message: Any, tags: Tags, name: str) -> Turn:
+    found = message if isinstance(message, dict) else {}
+    role, text = found.get(tags.role_tag), found.get(tags.content_tag)
+    if not isinstance(role, str) or not isinstance(text, str):
+        rule = f"a message must be {{{tags.role_tag!r}: role, {tags.content_tag!r}: text}}"
+        remedy = "repair it, write it as text, or name its keys as tags of --map-keys"
+        raise UnusableRow("wrong type", f"{rule}, {name} is {shown(message)}", remedy)
+    if role and role in (tags.observation_tag, tags.function_tag):
+        rule = f"calls of tools are not rendered, {name} is of {role!r}"
+        raise UnusableRow("tool turns", rule, "remove the row")
+    roles = {tags.user_tag: "user", tags.assistant_tag: "assistant", tags.system_tag: "system"}
+    if role not in roles:
+        rule = f"a role must be one of {', '.join(roles)}, {name} is of {role!r}"
+        raise UnusableRow("wrong roles", rule, "correct the row, or the tags of --map-keys")
+    return Turn(roles[role], text)
+
+
+def _add_system(turns: Sequence[Turn], system: str, column: str | None) -> list[Turn]:
+    """Put the system text first: that of the messages, or that of the column."""
+    own = [turn for turn in turns if turn.role == "system"]
+    others = [turn for turn in turns if turn.role != "system"]
+    if own and system:
+        rule = f"a row must have one system text, its messages and {column!r} both have one"
+        raise UnusableRow("two system texts", rule, "keep one")
+    return [*own, *([Turn("system", system)] if system else []), *others]
+
+
+def _check_order(turns: Sequence[Turn]) -> None:
+    """Require that user and assistant alternate after the system."""
+    roles = [turn.role for turn in turns if turn.role != "system"]
+    for place, role in enumerate(roles):
+        expected = ("user", "assistant")[place % 2]
+        if role != expected:
+            rule = f"user and assistant must take turns, turn {place + 1} is of the {role}"
+            raise UnusableRow("wrong roles", f"{rule}, not of the {expected}", "repair the row")
+
+
+def _check_last(turns: Sequence[Turn], role: str, remedy: str) -> None:
+    if turns[-1].role != role:
+        rule = f"the last message must be of the {role}, it is of the {turns[-1].role}"
+        raise UnusableRow("wrong roles", rule, remedy)
+
+
+def _empty(part: str, name: str) -> UnusableRow:
+    rule = f"{name} must hold more than white space, this one does not"
+    return UnusableRow(f"empty {part}", rule, "complete or remove the row")

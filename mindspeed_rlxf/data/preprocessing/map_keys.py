@@ -1,4 +1,4 @@
-"""`--map-keys`: which columns of a row hold what."""
+"""Parse `--map-keys`, which names the columns for the parts of a row."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.data.files import describe_keys
 from mindspeed_rlxf.data.handlers import DEFAULT_HANDLER, Handler, Output, RowStyle
 
+FLAG = "--map-keys"
 NOT_RENDERED = {
     "tools": "descriptions of tools are not rendered; write them into the system text",
     "kto_tag": "single judged responses are not preprocessed; make pairs of them",
@@ -40,14 +41,13 @@ class MapKeys:
 
     @property
     def consumed(self) -> set[str]:
-        """The columns that the prompt is made of."""
-        used = (self.prompt, self.query, self.history, self.system)
-        return {column for column in used if column}
+        """Columns that become the prompt, and are not kept as columns."""
+        return {c for c in (self.prompt, self.query, self.history, self.system) if c}
 
 
 @dataclass(frozen=True)
 class Tags:
-    """How sharegpt messages name the role, the text, and each role."""
+    """Names of keys and roles in sharegpt messages."""
 
     role_tag: str = "from"
     content_tag: str = "value"
@@ -75,7 +75,7 @@ class ShareGptKeys:
 
     @property
     def consumed(self) -> set[str]:
-        return {column for column in (self.messages, self.system) if column}
+        return {c for c in (self.messages, self.system) if c}
 
 
 Keys = MapKeys | ShareGptKeys
@@ -86,16 +86,13 @@ def default_keys(handler: Handler) -> Keys:
 
 
 def known_keys(handler: Handler) -> list[str]:
-    """The keys that mean something to a handler."""
-    pairs = ("chosen", "rejected")
-    names = [key.name for key in fields(default_keys(handler))]
-    if handler.output is Output.PAIR:
-        return [name for name in names if name != "response"]
-    return [name for name in names if name not in pairs]
+    """List the keys that a handler reads."""
+    unused = ("response",) if handler.output is Output.PAIR else ("chosen", "rejected")
+    return [key.name for key in fields(default_keys(handler)) if key.name not in unused]
 
 
 def parse_map_keys(text: str, handler: Handler) -> Keys:
-    """`--map-keys` as JSON: {"prompt": "question", "query": ""}; "" = unused.
+    """Parse JSON such as {"prompt": "question", "query": ""}; "" = unused.
 
     Keys that are not given keep their defaults. Raises UserError.
     """
@@ -114,7 +111,7 @@ def parse_map_keys(text: str, handler: Handler) -> Keys:
     }
     if "tags" in columns:
         columns["tags"] = Tags(**(columns["tags"] or {}))
-    # A default column that another key names is that key's: it must not enter the prompt twice.
+    # A default column that another key names belongs to that key, as it must be used only once.
     for key, default in asdict(defaults).items():
         if key not in columns and default in columns.values():
             columns[key] = None
@@ -127,7 +124,7 @@ def parse_map_keys(text: str, handler: Handler) -> Keys:
 def missing_columns(
     keys: Keys, handler: Handler, columns: dict[str, None], extra: Iterable[str] = ()
 ) -> Iterator[Problem]:
-    """Problems of columns that were asked for and that no row has; no column, no problem.
+    """Report columns that the user named and no row has.
 
     The column of a response that is not read may be absent.
     """
@@ -148,20 +145,23 @@ def missing_columns(
 
 
 def _wrong(rule: str, remedy: str) -> Problem:
-    return Problem("--map-keys", rule, remedy=remedy, colon=True)
+    return Problem(FLAG, rule, remedy=remedy, colon=True)
+
+
+def _unknown(name: str, key: str, known: Iterable[str]) -> Problem:
+    guess = closest(key, known)
+    remedy = f"did you mean {guess}?" if guess else "remove it"
+    return _wrong(f"{name} must be one of {', '.join(known)}", remedy)
 
 
 def _json_object(text: str, rule: str) -> dict[str, Any]:
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            Problem(
-                "--map-keys", f"{rule}, {text!r} is not ({error})", remedy="put it in single quotes"
-            )
-        ) from error
+        rule = f"{rule}, {text!r} is not ({error})"
+        raise UserError(Problem(FLAG, rule, remedy="put it in single quotes")) from error
     if not isinstance(given, dict):
-        raise UserError(Problem("--map-keys", f"{rule}, {text!r} is not", remedy="write {...}"))
+        raise UserError(Problem(FLAG, f"{rule}, {text!r} is not", remedy="write {...}"))
     return given
 
 
@@ -176,11 +176,7 @@ def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[Problem]:
         if value:
             yield _wrong(f"{key!r} has no use here: {NOT_RENDERED[key]}", "")
     elif value or key not in MapKeys.__dataclass_fields__:
-        guess = closest(key, known)
-        yield _wrong(
-            f"{key!r} must be one of {', '.join(known)}",
-            f"did you mean {guess}?" if guess else "remove it",
-        )
+        yield _unknown(repr(key), key, known)
 
 
 def _tag_problems(tags: Any) -> Iterator[Problem]:
@@ -190,11 +186,7 @@ def _tag_problems(tags: Any) -> Iterator[Problem]:
         return
     for tag, value in (tags or {}).items():
         if tag not in known:
-            guess = closest(tag, known)
-            yield _wrong(
-                f"tag {tag!r} must be one of {', '.join(known)}",
-                f"did you mean {guess}?" if guess else "remove it",
-            )
+            yield _unknown(f"tag {tag!r}", tag, known)
         elif not isinstance(value, str) or not value:
             yield _wrong(f"tag {tag}={value!r} must be a word", "write it as text")
 
@@ -208,7 +200,7 @@ def _same_columns(keys: Keys) -> Iterator[Problem]:
 
 
 def _unnamed_responses(keys: Keys, handler: Handler) -> Iterator[Problem]:
-    """A handler whose output has responses needs the columns that hold them."""
+    """Require columns for the responses that the handler writes."""
     needed = {Output.PAIR: ("chosen", "rejected"), Output.INSTRUCTION: ("response",)}
     for key in needed.get(handler.output, ()):
         if getattr(keys, key, "messages") is None:

@@ -1,141 +1,129 @@
-"""`--merge-group-keys`: indexed data sets of a folder become one."""
+"""Merge the indexed data sets of a folder into one (`--merge-group-keys`).
+
+Sets that `preprocess_data.py` wrote have a sidecar. They must be made alike, and the merged set has
+a sidecar too, with the sum of their counts. Sets of the older toolkit are merged column by column.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.data.handlers import HANDLERS
 from mindspeed_rlxf.data.indexed import BrokenIndex, IndexedReader, IndexedWriter
-from mindspeed_rlxf.data.preprocessing.merge_own import KEYS, in_the_way, merge_own, own_prefixes
-from mindspeed_rlxf.data.preprocessing.writer import not_new, not_written
+from mindspeed_rlxf.data.preprocessing.writer import (
+    PromptSetWriter,
+    existing_files,
+    exists_problem,
+    finish_interrupted,
+    report_write_errors,
+)
+from mindspeed_rlxf.data.sidecar import Sidecar, data_path, read_sidecar, rejected_path
+
+KEYS = "--merge-group-keys"
+SIDECAR_ENDING = "_packed_meta.json"
+
+Readers = dict[Path, IndexedReader]
+"""Path without ending -> data set, in the order of their names."""
+
+
+@dataclass(frozen=True)
+class OwnSet:
+    """A set with a sidecar.
+
+    prefix:  as in data.data_path
+    readers: the columns that were found, by their file names
+    """
+
+    prefix: Path
+    sidecar: Sidecar
+    readers: dict[str, IndexedReader]
 
 
 def merge(
     folder: str, keys: Sequence[str], output_prefix: str, overwrite: bool = False
 ) -> dict[str, int]:
-    """Writes `{output_prefix}_{key}.bin/.idx` of all pairs in `folder` whose name holds the key.
+    """Write `{output_prefix}_{key}.bin/.idx` from all pairs in `folder` whose name has the key.
 
-    Pairs are taken in the order of their names. Of sets with a sidecar the merged one has one too.
+    Pairs are taken in the order of their names. Sets with a sidecar give a set with a sidecar.
     Returns output -> number of sequences. Raises UserError; then nothing is written.
     """
     place, prefix = Path(folder), Path(output_prefix).absolute()
     if not place.is_dir():
-        raise UserError(
-            Problem(
-                f"--input {folder}",
-                "with --merge-group-keys it must be one folder",
-                remedy="name it",
-                colon=True,
-            )
-        )
+        rule = "with --merge-group-keys it must be one folder"
+        raise UserError(_problem(f"--input {folder}", rule, "name it"))
     problems: list[Problem] = []
-    groups = {}
+    groups: dict[str, Readers] = {}
     for key in keys:
-        groups[key], found = _pairs(place, key, prefix.with_name(f"{prefix.name}_{key}"))
+        output = prefix.with_name(f"{prefix.name}_{key}")
+        groups[key], found = _open_pairs(place, key, output)
         problems += found
-        if prefix.with_name(f"{prefix.name}_{key}.idx").exists() and not overwrite:
-            problems.append(not_new(output_prefix, f"{prefix.name}_{key}.idx"))
-    own = own_prefixes(place, groups)
-    if own and not overwrite and not problems and (in_way := in_the_way(prefix)):
-        problems.append(not_new(output_prefix, in_way[0]))
+        if Path(f"{output}.idx").exists() and not overwrite:
+            problems.append(exists_problem(output_prefix, f"{output.name}.idx"))
+    own = _find_own_prefixes(place, groups)
+    if own and not overwrite and not problems:
+        finish_interrupted(prefix)
+        problems += [exists_problem(output_prefix, f.name) for f in existing_files(prefix)[:1]]
     if problems:
         raise UserError(problems)
-    sizes = {key: sum(len(reader) for _, reader in pairs) for key, pairs in groups.items()}
-    try:
+    with report_write_errors(output_prefix):
         if own:
-            merge_own(own, groups, prefix)
+            _merge_own(own, groups, prefix)
         else:
             _check_lengths(groups)
             prefix.parent.mkdir(parents=True, exist_ok=True)
-            for key, pairs in groups.items():
-                _write(prefix.with_name(f"{prefix.name}_{key}"), pairs)
-    except OSError as error:
-        raise UserError(not_written(output_prefix, error)) from error
-    return {f"{output_prefix}_{key}": size for key, size in sizes.items()}
+            for key, readers in groups.items():
+                _write(prefix.with_name(f"{prefix.name}_{key}"), list(readers.values()))
+    return {f"{output_prefix}_{key}": sum(map(len, r.values())) for key, r in groups.items()}
 
 
-def _pairs(
-    folder: Path, key: str, output: Path
-) -> tuple[list[tuple[Path, IndexedReader]], list[Problem]]:
-    """The data sets (paths without ending) whose name holds `key`, and what is wrong with them."""
+def _open_pairs(folder: Path, key: str, output: Path) -> tuple[Readers, list[Problem]]:
+    """Open the data sets whose name has `key`; return them, and what is wrong with them."""
     files = [f for f in folder.iterdir() if f.suffix in (".bin", ".idx") and f.is_file()]
-    stems = sorted({f.with_name(f.name[:-4]) for f in files if key in f.name[:-4]} - {output})
-    problems, pairs = [], []
+    stems = sorted({f.with_suffix("") for f in files if key in f.stem} - {output})
+    problems: list[Problem] = []
+    readers: Readers = {}
     for stem in stems:
         try:
-            pairs.append((stem, IndexedReader(stem)))
+            readers[stem] = IndexedReader(stem)
         except FileNotFoundError as error:
-            missing = Path(error.filename).name
-            problems.append(
-                Problem(
-                    f"{stem}",
-                    f"must be a pair, there is no {missing}",
-                    remedy="complete or remove it",
-                    colon=True,
-                )
-            )
+            rule = f"must be a pair, there is no {Path(error.filename).name}"
+            problems.append(_problem(stem, rule, "complete or remove it"))
         except (BrokenIndex, OSError) as error:
             problems.append(
-                Problem(
-                    f"{stem}",
-                    f"must be whole, {error}",
-                    remedy="write it again or remove it",
-                    colon=True,
-                )
+                _problem(stem, f"must be whole, {error}", "write it again or remove it")
             )
     if not stems:
-        names = sorted({f.name[:-4] for f in files})[:12]
-        there = ", ".join(names) or "no .bin and .idx files"
-        problems.append(
-            Problem(
-                KEYS,
-                f"{key!r} must be in the name of a file of {folder} (there are {there})",
-                remedy="correct the key",
-                colon=True,
-            )
-        )
-    kinds = {str(reader.dtype) for _, reader in pairs}
+        there = ", ".join(sorted({f.stem for f in files})[:12]) or "no .bin and .idx files"
+        rule = f"{key!r} must be in the name of a file of {folder} (there are {there})"
+        problems.append(_problem(KEYS, rule, "correct the key"))
+    kinds = sorted({str(reader.dtype) for reader in readers.values()})
     if len(kinds) > 1:
-        problems.append(
-            Problem(
-                KEYS,
-                f"the sets of {key!r} must be of one type, they are {' and '.join(sorted(kinds))}",
-                remedy="merge those of one type",
-                colon=True,
-            )
-        )
-    return pairs, problems
+        rule = f"the sets of {key!r} must be of one type, they are {' and '.join(kinds)}"
+        problems.append(_problem(KEYS, rule, "merge those of one type"))
+    return readers, problems
 
 
-def _check_lengths(groups: dict[str, list[tuple[Path, IndexedReader]]]) -> None:
-    """Raises UserError where rows of one column would stand beside those of another row."""
-    lengths = {key: [len(reader) for _, reader in pairs] for key, pairs in groups.items()}
-    first, *others = lengths.values()
-    if any(other != first for other in others):
+def _check_lengths(groups: Mapping[str, Readers]) -> None:
+    """Raise UserError unless all columns have the same number of rows from each set."""
+    lengths = {key: [len(reader) for reader in readers.values()] for key, readers in groups.items()}
+    if any(other != lengths[next(iter(lengths))] for other in lengths.values()):
         found = ", ".join(f"{key} {'+'.join(map(str, n))}" for key, n in lengths.items())
-        raise UserError(
-            Problem(
-                KEYS,
-                f"columns of one data set must have equally many sequences ({found})",
-                remedy="merge what belongs together",
-                colon=True,
-            )
-        )
+        rule = f"columns of one data set must have equally many sequences ({found})"
+        raise UserError(_problem(KEYS, rule, "merge what belongs together"))
 
 
-def _write(output: Path, pairs: Sequence[tuple[Path, IndexedReader]]) -> None:
-    """Under another name first, so that an older file is there until the new one is whole."""
+def _write(output: Path, readers: Sequence[IndexedReader]) -> None:
+    """Write under another name first, so that an older file stays until the new one is whole."""
     partial = output.with_name(f".{output.name}.partial")
-    writer = IndexedWriter(partial, pairs[0][1].dtype.type)
+    writer = IndexedWriter(partial, readers[0].dtype.type)
     try:
-        for _, reader in pairs:
-            for place in range(len(reader)):
-                sequence = reader[place]
-                writer.add(np.ascontiguousarray(sequence).tobytes(), [len(sequence)])
+        for reader in readers:
+            writer.add_all(reader)
         writer.close()
         output.with_name(f"{output.name}.idx").unlink(missing_ok=True)
         for ending in (".bin", ".idx"):
@@ -143,3 +131,135 @@ def _write(output: Path, pairs: Sequence[tuple[Path, IndexedReader]]) -> None:
     finally:
         for ending in (".bin", ".idx"):
             Path(f"{partial}{ending}").unlink(missing_ok=True)
+
+
+def _find_own_prefixes(folder: Path, groups: Mapping[str, Readers]) -> list[Path]:
+    """Find the sets with a sidecar that the groups have columns of; sort their prefixes."""
+    names = {stem.name for readers in groups.values() for stem in readers}
+    prefixes = (f.name[: -len(SIDECAR_ENDING)] for f in folder.glob(f"*{SIDECAR_ENDING}"))
+    own = sorted(p for p in prefixes if any(n.startswith(f"{p}_packed_") for n in names))
+    return [folder / prefix for prefix in own]
+
+
+def _merge_own(prefixes: Sequence[Path], groups: Mapping[str, Readers], output: Path) -> None:
+    """Write the set `output`, whole or not at all, in place of an older one.
+
+    Rows are in the order of the prefixes. Raises UserError with everything that differs or is
+    missing, OSError.
+    """
+    finish_interrupted(output)
+    sets = _open_own(prefixes, groups)
+    first = sets[0].sidecar
+    has_rejected = False
+    with PromptSetWriter(output, HANDLERS[first.handler]) as writer:
+        for each in sets:
+            writer.append({c.file: each.readers[c.file] for c in first.columns})
+            if rejected_path(each.prefix).exists():
+                writer.append_rejected(rejected_path(each.prefix))
+                has_rejected = True
+        counts = _sum([each.sidecar.counts for each in sets])
+        writer.commit(first.model_copy(update={"counts": counts}), has_rejected)
+
+
+def _open_own(prefixes: Sequence[Path], groups: Mapping[str, Readers]) -> list[OwnSet]:
+    readers = {stem: reader for group in groups.values() for stem, reader in group.items()}
+    sets: list[OwnSet] = []
+    problems: list[Problem] = []
+    for prefix in prefixes:
+        try:
+            sidecar = read_sidecar(prefix)
+        except UserError as error:
+            problems += error.problems
+            continue
+        assert sidecar is not None, "its name was found"
+        paths = {c.file: data_path(prefix, c.file) for c in sidecar.columns}
+        found = {file: readers.pop(path) for file, path in paths.items() if path in readers}
+        sets.append(OwnSet(prefix, sidecar, found))
+    if problems:
+        raise UserError(problems)
+    rule = f"no {SIDECAR_ENDING} says how it was made, as {prefixes[0].name}{SIDECAR_ENDING} does"
+    problems = [_problem(stem, rule, "merge sets of one kind") for stem in sorted(readers)]
+    problems += [*_differences(sets), *_key_problems(groups, sets[0].sidecar)]
+    problems = problems or [problem for each in sets for problem in _find_damage(each)]
+    if problems:
+        raise UserError(problems)
+    return sets
+
+
+def _differences(sets: Sequence[OwnSet]) -> Iterator[Problem]:
+    """Report what decides the token ids or the columns, and is not the same in all sets."""
+    first = sets[0]
+    remedy = f"train on data.data_path=[{','.join(str(each.prefix) for each in sets)}]"
+    for each in sets[1:]:
+        theirs = _describe_origin(each.sidecar)
+        for name, ours in _describe_origin(first.sidecar).items():
+            if ours != theirs[name]:
+                yield _problem(
+                    KEYS,
+                    f"sets must be made alike, {name} of {first.prefix.name} is "
+                    f"{_describe_value(ours, theirs[name])}, of {each.prefix.name} "
+                    f"{_describe_value(theirs[name], ours)}",
+                    f"preprocess them alike, or {remedy}",
+                )
+    if first.sidecar.handler not in HANDLERS:
+        rule = f"handler {first.sidecar.handler!r} is not known here"
+        yield _problem(first.prefix, rule, "write it again")
+
+
+def _describe_origin(sidecar: Sidecar) -> dict[str, Any]:
+    return {
+        "handler": sidecar.handler,
+        "template": sidecar.template,
+        "allow_special_tokens": sidecar.allow_special_tokens,
+        "stop_token_ids": sorted(sidecar.stop_token_ids),
+        "tokenizer sha256": sidecar.tokenizer.sha256[:12],
+        "columns": {f"{c.name!r} ({c.file}, {c.dtype}, {c.encoding})" for c in sidecar.columns},
+    }
+
+
+def _describe_value(value: Any, other: Any) -> str:
+    """Format a value; of a set of columns those that `other` lacks."""
+    if not isinstance(value, set):
+        return str(value)
+    return f"with {', '.join(sorted(value - other))}" if value - other else "without more"
+
+
+def _key_problems(groups: Mapping[str, Readers], sidecar: Sidecar) -> Iterator[Problem]:
+    """Report keys that are not exactly the columns: the merged set could not be read."""
+    keys = [f"packed_{column.file}_document" for column in sidecar.columns]
+    if set(groups) != set(keys):
+        rule = f"must name all columns of sets with {SIDECAR_ENDING}, it is {' '.join(groups)}"
+        yield Problem(KEYS, rule, remedy=f"give {' '.join(keys)}")
+
+
+def _find_damage(each: OwnSet) -> Iterator[Problem]:
+    """Report columns that are missing, of another dtype, or of different lengths."""
+    rules = []
+    for column in each.sidecar.columns:
+        if column.file not in each.readers:
+            path = data_path(each.prefix, column.file)
+            rules.append(f"must be whole, there is no {path.name}.idx")
+        elif str(each.readers[column.file].dtype) != column.dtype:
+            kind = each.readers[column.file].dtype
+            rules.append(f"{column.file} must be {column.dtype}, not {kind}")
+    lengths = {file: len(reader) for file, reader in each.readers.items()}
+    if len(set(lengths.values())) > 1:
+        found = ", ".join(f"{file} {length}" for file, length in lengths.items())
+        rules.append(f"columns must have equally many rows ({found})")
+    yield from (_problem(each.prefix, rule, "write it again") for rule in rules)
+
+
+def _problem(key: str | Path, rule: str, remedy: str) -> Problem:
+    return Problem(f"{key}", rule, remedy=remedy, colon=True)
+
+
+def _sum(all_counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Add up counts, also nested ones. An id that is in two sets does not count as repeated."""
+    total: dict[str, Any] = {}
+    for counts in all_counts:
+        for name, value in counts.items():
+            if isinstance(value, dict):
+                total[name] = _sum([total.get(name, {}), value])
+            else:
+                total[name] = total.get(name, 0) + value
+    return total

@@ -1,10 +1,14 @@
-"""Files of rows become an indexed prompt data set: read, tokenize in processes, write in order."""
+"""Make an indexed prompt data set of files: read rows, tokenize in processes, write in order."""
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
+import threading
+import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -28,17 +32,16 @@ from mindspeed_rlxf.data.preprocessing.row_source import (
     Progress,
     Refusals,
     RowSource,
-    chunks_of,
     find_files,
+    make_chunks,
     readable,
 )
-from mindspeed_rlxf.data.preprocessing.worker import start_worker, work
 from mindspeed_rlxf.data.preprocessing.writer import (
     PromptSetWriter,
     existing_files,
+    exists_problem,
     finish_interrupted,
-    not_new,
-    not_written,
+    report_write_errors,
 )
 from mindspeed_rlxf.data.prompt_encoder import PromptEncoder
 from mindspeed_rlxf.data.sidecar import Sidecar, TokenizerId
@@ -47,7 +50,11 @@ from mindspeed_rlxf.data.tokenizer import load_slow_tokenizer, load_tokenizer, v
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TOKENIZER = "--tokenizer-name-or-path"
 CHUNKS_AHEAD = 2  # per process, so that memory stays bounded
+WATCH_S = 0.5
+
+_encoder: RowEncoder | None = None  # of a worker process
 
 
 @dataclass(frozen=True)
@@ -81,48 +88,45 @@ class PreprocessOptions:
 
 
 def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: None) -> Counts:
-    """Writes the data set of `options.output_prefix`, whole or not at all.
+    """Write the data set of `options.output_prefix`, whole or not at all.
 
     progress: called with the number of rows read so far.
-    Raises UserError: what cannot be read or written, no row left, and with `strict` (or
-    `overlong` ERROR) every row that is dropped.
+    Raises UserError for files that cannot be read or written, when no row is left, and for every
+    row that is dropped with `strict` (or `overlong` ERROR).
     """
-    prefix = _checked_prefix(options)
-    counts = Counts()
+    prefix = _check_prefix(options)
+    counts, refusals = Counts(), Refusals()
     files = find_files(options.inputs, counts.skipped)
-    tokenizer = _tokenizer(options, counts)
+    if options.slow_tokenizer:
+        tokenizer, counts.not_slow = load_slow_tokenizer(options.tokenizer_path, TOKENIZER)
+    else:
+        tokenizer = load_tokenizer(options.tokenizer_path, TOKENIZER)
     handler = HANDLERS[options.handler]
-    encoder = _row_encoder(options, handler, tokenizer)
+    encoder = _make_encoder(options, handler, tokenizer)
     rows = RowSource(files, options.max_samples, counts, progress)
-    try:
-        with PromptSetWriter(prefix, handler) as writer:
-            _write_rows(rows, encoder, options, counts, writer)
-            sidecar = Sidecar(
-                handler=handler.name,
-                template=options.template,
-                allow_special_tokens=options.allow_special_tokens,
-                stop_token_ids=tuple(encoder.prompts.stop_token_ids),
-                tokenizer=TokenizerId(
-                    path=readable(options.tokenizer_path), sha256=vocabulary_hash(tokenizer)
-                ),
-                columns=writer.columns(),
-                counts=counts.numbers(),
-            )
-            writer.commit(sidecar, has_rejected=bool(counts.dropped))
-    except OSError as error:
-        raise UserError(not_written(readable(str(prefix)), error)) from error
+    with report_write_errors(readable(str(prefix))), PromptSetWriter(prefix, handler) as writer:
+        with closing(_encode(make_chunks(iter(rows)), encoder, options.workers)) as chunks:
+            for chunk in chunks:
+                writer.add(chunk)
+                counts.add(chunk)
+                refusals.add(chunk.rejected)
+        _check_result(options, counts, refusals, rows.columns)
+        sidecar = Sidecar(
+            handler=handler.name,
+            template=options.template,
+            allow_special_tokens=options.allow_special_tokens,
+            stop_token_ids=tuple(encoder.prompts.stop_token_ids),
+            tokenizer=TokenizerId(
+                path=readable(options.tokenizer_path), sha256=vocabulary_hash(tokenizer)
+            ),
+            columns=writer.columns(),
+            counts=counts.as_dict(),
+        )
+        writer.commit(sidecar, has_rejected=bool(counts.dropped))
     return counts
 
 
-def _tokenizer(options: PreprocessOptions, counts: Counts) -> PreTrainedTokenizerBase:
-    flag = "--tokenizer-name-or-path"
-    if not options.slow_tokenizer:
-        return load_tokenizer(options.tokenizer_path, flag)
-    tokenizer, counts.not_slow = load_slow_tokenizer(options.tokenizer_path, flag)
-    return tokenizer
-
-
-def _row_encoder(
+def _make_encoder(
     options: PreprocessOptions, handler: Handler, tokenizer: PreTrainedTokenizerBase
 ) -> RowEncoder:
     eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
@@ -149,24 +153,7 @@ def _row_encoder(
     )
 
 
-def _write_rows(
-    rows: RowSource,
-    encoder: RowEncoder,
-    options: PreprocessOptions,
-    counts: Counts,
-    writer: PromptSetWriter,
-) -> None:
-    refusals = Refusals()
-    with closing(_encoded(chunks_of(iter(rows)), encoder, options.workers)) as chunks:
-        for chunk in chunks:
-            writer.add(chunk)
-            counts.add(chunk)
-            for reject in chunk.rejected:
-                refusals.add(reject)
-    _check_result(options, counts, refusals, rows.columns)
-
-
-def _checked_prefix(options: PreprocessOptions) -> Path:
+def _check_prefix(options: PreprocessOptions) -> Path:
     shown = readable(options.output_prefix)
     if not os.path.basename(options.output_prefix):
         raise UserError(
@@ -176,16 +163,16 @@ def _checked_prefix(options: PreprocessOptions) -> Path:
     finish_interrupted(prefix)
     found = existing_files(prefix)
     if found and not options.overwrite:
-        raise UserError(not_new(shown, readable(found[0].name)))
+        raise UserError(exists_problem(shown, readable(found[0].name)))
     return prefix
 
 
-def _encoded(
+def _encode(
     chunks: Iterator[list[NumberedRow]], encoder: RowEncoder, workers: int
 ) -> Generator[EncodedChunk]:
-    """The chunks in order; one process works in this one.
+    """Encode the chunks in order, with one worker in this process.
 
-    The others are forked: they share the tokenizer, and import nothing again.
+    More workers are forked, so that they share the tokenizer and import nothing again.
     """
     if workers == 1:
         yield from map(encoder.encode, chunks)
@@ -194,11 +181,11 @@ def _encoded(
     if first is None:
         return
     fork = get_context("fork")
-    with ProcessPoolExecutor(workers, fork, start_worker, (encoder, os.getpid())) as pool:
-        pending: deque[Future[EncodedChunk]] = deque([pool.submit(work, first)])
+    with ProcessPoolExecutor(workers, fork, _start_worker, (encoder, os.getpid())) as pool:
+        pending: deque[Future[EncodedChunk]] = deque([pool.submit(_work, first)])
         try:
             for chunk in chunks:
-                pending.append(pool.submit(work, chunk))
+                pending.append(pool.submit(_work, chunk))
                 if len(pending) > workers * CHUNKS_AHEAD:
                     yield pending.popleft().result()
             while pending:
@@ -207,35 +194,50 @@ def _encoded(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _start_worker(encoder: RowEncoder, parent: int) -> None:
+    """Keep the encoder for `_work`. An interrupt is the parent's to handle."""
+    global _encoder
+    _encoder = encoder
+    gc.disable()  # a chunk's many small objects have no cycles, and looking for them costs 5%
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
+
+
+def _exit_with(parent: int) -> None:
+    """End this process when its parent is gone: a killed parent does not close the queue."""
+    while os.getppid() == parent:
+        time.sleep(WATCH_S)
+    os._exit(1)
+
+
+def _work(rows: Sequence[NumberedRow]) -> EncodedChunk:
+    assert _encoder is not None, "_start_worker runs first"
+    return _encoder.encode(rows)
+
+
 def _check_result(
     options: PreprocessOptions, counts: Counts, refusals: Refusals, columns: dict[str, None]
 ) -> None:
-    """Raises UserError when what was read must not become a data set."""
+    """Raise UserError when the rows that were read must not become a data set."""
     if options.overlong is OverlongPrompts.ERROR and counts.dropped[TOO_LONG]:
-        raise UserError(refusals.located(TOO_LONG))
+        raise UserError(refusals.list_problems(TOO_LONG))
     if not counts.rows_written:
         reasons = ", ".join(f"{number} {reason}" for reason, number in counts.dropped.items())
         found = f"dropped: {reasons}" if reasons else "the files hold none"
         remedy = "correct --map-keys or the rows" if reasons else "name files that have rows"
         summary = fault(f"a row must be left, of {counts.rows_read} rows none is ({found})", remedy)
-        raise UserError([summary, *refusals.located()])
+        raise UserError([summary, *refusals.list_problems()])
     if options.strict and counts.dropped:
         rule = f"no row may be dropped, {counts.dropped.total()} are"
         summary = Problem("--strict", rule, remedy="mend them", colon=True)
-        raise UserError([summary, *refusals.located()])
+        raise UserError([summary, *refusals.list_problems()])
     handler, extra = HANDLERS[options.handler], options.additional_columns or ()
     own = {LABELS} if handler.output is Output.ANSWERED else set()
-    problems = list(
-        missing_columns(options.map_keys, handler, columns, [c for c in extra if c not in own])
-    )
+    others = [column for column in extra if column not in own]
+    problems = list(missing_columns(options.map_keys, handler, columns, others))
     response = getattr(options.map_keys, "response", "")
     if own & columns.keys() and response not in (None, LABELS):
-        problems.append(
-            Problem(
-                handler.name,
-                f"writes the answers as {LABELS!r}, the rows have such a column",
-                remedy='map "response" to it or rename it',
-            )
-        )
+        rule = f"writes the answers as {LABELS!r}, the rows have such a column"
+        problems.append(Problem(handler.name, rule, remedy='map "response" to it or rename it'))
     if problems:
         raise UserError(problems)

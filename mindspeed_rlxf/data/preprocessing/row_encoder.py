@@ -1,4 +1,4 @@
-"""A chunk of rows becomes what is written of it: token ids, labels, other columns, rejects."""
+"""Encode a chunk of rows: token ids, labels, other columns, and the rows that are rejected."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import numpy as np
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.errors import Problem
-from mindspeed_rlxf.data.conversation import UnusableRow
-from mindspeed_rlxf.data.files import BadRow, Row, fault
+from mindspeed_rlxf.data.files import BadRow, Row
 from mindspeed_rlxf.data.handlers import LABELS, Handler, Output
-from mindspeed_rlxf.data.lengths import CUTTING, cut, most_characters
-from mindspeed_rlxf.data.preprocessing.examples import Example, example_of
+from mindspeed_rlxf.data.lengths import CUTTING, NO_TOKEN, cut, most_characters
+from mindspeed_rlxf.data.preprocessing.examples import Example, UnusableRow, make_example
 from mindspeed_rlxf.data.preprocessing.map_keys import Keys
 from mindspeed_rlxf.data.prompt_encoder import IGNORED, PromptEncoder
 from mindspeed_rlxf.data.sidecar import TOKEN_IDS
@@ -29,7 +28,7 @@ MAX_RAW = 2000  # characters of a rejected row that are kept
 
 @dataclass(frozen=True)
 class NumberedRow:
-    """row: from 1, in its file."""
+    """number: of the row in its file, from 1"""
 
     file: str
     number: int
@@ -38,7 +37,10 @@ class NumberedRow:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A row that is not written, and why."""
+    """A row that is not written, and the reason.
+
+    raw: the row as it is in the file, cut to MAX_RAW characters
+    """
 
     file: str
     row: int
@@ -49,17 +51,17 @@ class Rejected:
 
 @dataclass
 class Sequences:
-    """One column: int32 bytes of all rows behind each other, `lengths` [rows] in tokens."""
+    """One column: int32 bytes of all rows, concatenated; `lengths` [rows] in tokens."""
 
-    items: bytes = b""
-    lengths: list[int] = field(default_factory=list)
+    items: bytes
+    lengths: list[int]
 
 
 @dataclass
 class EncodedChunk:
     """sequences:   name -> token ids or labels of the rows
     columns:     name -> JSON bytes [rows]; None where the row lacks the column
-    num_unknown: tokens that stand for what the tokenizer does not know, of `num_tokens`
+    num_unknown: tokens, out of `num_tokens`, that are the tokenizer's unknown token
     """
 
     num_rows: int = 0
@@ -70,6 +72,10 @@ class EncodedChunk:
     num_unknown: int = 0
     num_tokens: int = 0
 
+    def reject(self, row: NumberedRow, reason: str, problem: Problem) -> None:
+        raw = row.row.raw if isinstance(row.row, BadRow) else to_json(row.row).decode("utf-8")
+        self.rejected.append(Rejected(row.file, row.number, reason, problem, raw[:MAX_RAW]))
+
 
 IdRows = tuple[list[int], ...]
 """Of one row, a list of ids for each of the handler's sequences."""
@@ -77,9 +83,11 @@ IdRows = tuple[list[int], ...]
 
 @dataclass(frozen=True)
 class RowEncoder:
-    """max_length:   longest sequence in tokens, None = any; `overlong` says what becomes of others
+    """Encodes rows with one template, handler and tokenizer.
+
+    max_length:   longest sequence in tokens, None = any; `overlong` decides about longer ones
     kept_columns: of the rows' other columns, None = all
-    end_id:       put behind a conversation that does not end with it, None = nothing
+    end_id:       appended to a conversation that does not end with it, None = nothing
     unknown_id:   the tokenizer's, None = it has none
     """
 
@@ -93,19 +101,26 @@ class RowEncoder:
     unknown_id: int | None = None
 
     def encode(self, rows: Sequence[NumberedRow]) -> EncodedChunk:
-        chunk, usable, examples = EncodedChunk(), [], []
+        chunk = EncodedChunk()
+        usable: list[tuple[NumberedRow, Example]] = []
         for row in rows:
-            example = self._example(row, chunk.rejected)
-            if example is not None:
-                usable.append(row)
-                examples.append(example)
+            if isinstance(row.row, BadRow):
+                chunk.reject(row, row.row.reason, row.row.problem)
+                continue
+            try:
+                usable.append((row, self._read(row.row)))
+            except UnusableRow as error:
+                chunk.reject(row, error.reason, error.problem)
         written: list[tuple[NumberedRow, Example]] = []
         kept: list[IdRows] = []
-        for row, example, ids in zip(usable, examples, self._id_rows(examples), strict=True):
-            fitting = self._fitting(row, ids, chunk.rejected)
-            if fitting is not None:
-                chunk.num_cut += len(fitting[0]) < len(ids[0])
-                kept.append(fitting)
+        id_rows = self._id_rows([example for _, example in usable])
+        for (row, example), ids in zip(usable, id_rows, strict=True):
+            try:
+                kept.append(self._fit(ids))
+            except UnusableRow as error:
+                chunk.reject(row, error.reason, error.problem)
+            else:
+                chunk.num_cut += len(kept[-1][0]) < len(ids[0])
                 written.append((row, example))
         self._fill(chunk, kept)
         chunk.columns = self._columns(written)
@@ -113,21 +128,13 @@ class RowEncoder:
         chunk.rejected.sort(key=lambda reject: order[reject.file, reject.row])
         return chunk
 
-    def _example(self, row: NumberedRow, rejected: list[Rejected]) -> Example | None:
-        if isinstance(row.row, BadRow):
-            rejected.append(_rejected(row, row.row.reason, row.row.problem))
-            return None
-        try:
-            example = example_of(row.row, self.keys, self.handler)
-        except UnusableRow as error:
-            rejected.append(_rejected(row, error.reason, error.problem))
-            return None
-        if self.max_length is None or self.overlong in CUTTING:
-            return example
-        length = sum(len(turn.text) for turn in example.turns)
-        if length > most_characters(self.max_length):  # not worth tokenizing
-            rejected.append(self._too_long(row, f"{length} characters", bool(example.responses)))
-            return None
+    def _read(self, row: Row) -> Example:
+        """Read an example. Raises UnusableRow, also for a prompt that is surely too long."""
+        example = make_example(row, self.keys, self.handler)
+        if self.max_length is not None and self.overlong not in CUTTING:
+            length = sum(len(turn.text) for turn in example.turns)
+            if length > most_characters(self.max_length):
+                raise self._too_long(f"{length} characters", bool(example.responses))
         return example
 
     def _id_rows(self, examples: Sequence[Example]) -> list[IdRows]:
@@ -140,7 +147,7 @@ class RowEncoder:
         ]
         labelled = self.prompts.encode_labelled(conversations)
         if self.handler.output is Output.PAIR:
-            judged = [(found.token_ids, last_response_only(found.labels)) for found in labelled]
+            judged = [(found.token_ids, label_last_response(found.labels)) for found in labelled]
             return [(*judged[i], *judged[i + 1]) for i in range(0, len(judged), 2)]
         for found in labelled:
             if self.end_id is not None and found.token_ids[-1:] != [self.end_id]:
@@ -148,34 +155,23 @@ class RowEncoder:
                 found.labels.append(self.end_id)
         return [(found.token_ids, found.labels) for found in labelled]
 
-    def _fitting(self, row: NumberedRow, ids: IdRows, rejected: list[Rejected]) -> IdRows | None:
+    def _fit(self, ids: IdRows) -> IdRows:
+        """Return the sequences to write, cut if the policy says so. Raises UnusableRow."""
         if not all(ids):
-            rejected.append(
-                _rejected(
-                    row,
-                    "no token",
-                    fault(
-                        "a prompt must have a token, the tokenizer makes none of this one",
-                        "remove the row",
-                    ),
-                )
-            )
-            return None
+            raise UnusableRow("no token", NO_TOKEN.rule, NO_TOKEN.remedy)
         longest = max(map(len, ids))
         if self.max_length is None or longest <= self.max_length:
             return ids
         kept = None if len(ids) > 1 else cut(ids[0], self.max_length, self.overlong)
         if kept is None:
-            rejected.append(self._too_long(row, f"{longest} tokens", len(ids) > 1))
-            return None
+            raise self._too_long(f"{longest} tokens", len(ids) > 1)
         return (kept,)
 
-    def _too_long(self, row: NumberedRow, length: str, is_conversation: bool) -> Rejected:
-        name, remedy = "prompt", "raise it or use --overlong keep-tail"
-        if is_conversation:
-            name, remedy = "conversation", "raise it"
+    def _too_long(self, length: str, is_conversation: bool) -> UnusableRow:
+        name = "conversation" if is_conversation else "prompt"
+        remedy = "raise it" if is_conversation else "raise it or use --overlong keep-tail"
         rule = f"a {name} must fit --seq-length={self.max_length}, this one has {length}"
-        return _rejected(row, TOO_LONG, fault(rule, remedy))
+        return UnusableRow(TOO_LONG, rule, remedy)
 
     def _fill(self, chunk: EncodedChunk, kept: Sequence[IdRows]) -> None:
         chunk.num_rows = len(kept)
@@ -200,37 +196,30 @@ class RowEncoder:
                 values = {**values, LABELS: example.responses[0]}
             for name, value in values.items():
                 if name not in consumed and (kept is None or name in kept):
-                    if name not in columns:
-                        columns[name] = [None] * len(rows)
-                    columns[name][place] = json_bytes(value)
+                    columns.setdefault(name, [None] * len(rows))[place] = to_json(value)
         return columns
 
 
-def last_response_only(labels: list[int]) -> list[int]:
-    """Of a conversation that ends with a response: the earlier ones are ignored too."""
+def label_last_response(labels: list[int]) -> list[int]:
+    """Ignore the labels of all responses but the last, with which the conversation ends."""
     start = len(labels)
     while start and labels[start - 1] != IGNORED:
         start -= 1
     return [IGNORED] * start + labels[start:]
 
 
-def json_bytes(value: Any) -> bytes:
-    """UTF-8 JSON. What JSON lacks and parquet has becomes text: ISO dates, base64 bytes."""
+def to_json(value: Any) -> bytes:
+    """Encode as UTF-8 JSON. Types that only parquet has become text: ISO dates, base64 bytes."""
     try:
         return _UTF8_JSON.encode(value).encode("utf-8")
-    except UnicodeEncodeError:  # half a character: JSON can escape it, UTF-8 has no bytes for it
-        return json.dumps(value, default=_as_text).encode("ascii")
+    except UnicodeEncodeError:  # half a surrogate pair, which only JSON can escape
+        return json.dumps(value, default=_to_text).encode("ascii")
 
 
-def _as_text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
     return base64.b64encode(value).decode("ascii") if isinstance(value, bytes) else str(value)
 
 
-_UTF8_JSON = json.JSONEncoder(ensure_ascii=False, default=_as_text)
-
-
-def _rejected(row: NumberedRow, reason: str, problem: Problem) -> Rejected:
-    raw = row.row.raw if isinstance(row.row, BadRow) else json_bytes(row.row).decode("utf-8")
-    return Rejected(row.file, row.number, reason, problem, raw[:MAX_RAW])
+_UTF8_JSON = json.JSONEncoder(ensure_ascii=False, default=_to_text)

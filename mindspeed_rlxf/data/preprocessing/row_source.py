@@ -1,4 +1,4 @@
-"""The rows of all input files, in chunks, and the counts of what became of them."""
+"""Read the rows of all input files in chunks, and count how many are written and dropped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Progress = Callable[[int], None]
 
 @dataclass
 class Counts:
-    """What became of the rows.
+    """How many rows were read, written, dropped and cut.
 
     skipped:  files of a folder that are of no known type
     not_slow: why the tokenizer is fast though a slow one was asked for, "" = it is not
@@ -46,8 +46,8 @@ class Counts:
         self.unknown_tokens += chunk.num_unknown
         self.dropped.update(reject.reason for reject in chunk.rejected)
 
-    def numbers(self) -> dict[str, int | dict[str, int]]:
-        """For the sidecar."""
+    def as_dict(self) -> dict[str, int | dict[str, int]]:
+        """Return the counts for the sidecar."""
         return {
             "rows_read": self.rows_read,
             "rows_written": self.rows_written,
@@ -60,30 +60,24 @@ class Counts:
 
 
 def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
-    """The data files among `inputs`, a folder's sorted by name; its others go to `skipped`."""
+    """List the data files of `inputs`, those of a folder by name; its others go to `skipped`."""
     files, problems = [], []
     endings = ", ".join(READERS)
     for name in inputs:
         path = Path(name)
         if path.is_dir():
             inside = sorted(str(entry) for entry in path.iterdir())
-            good = [entry for entry in inside if _is_readable_kind(entry)]
+            good = [e for e in inside if Path(e).suffix.lower() in READERS and Path(e).is_file()]
             skipped += [readable(entry) for entry in inside if entry not in good]
             files += good
             if not good:
-                problems.append(
-                    _of_input(name, f"the folder must hold {endings} files, it has none")
-                )
+                rule = f"the folder must hold {endings} files, it has none"
+                problems.append(_input_problem(name, rule, "name another"))
         elif not path.exists():
-            problems.append(_of_input(name, "no such file or folder", "correct the path"))
+            problems.append(_input_problem(name, "no such file or folder", "correct the path"))
         elif path.suffix.lower() not in READERS:
-            problems.append(
-                _of_input(
-                    name,
-                    f"a data file must end in {endings}, not in {readable(path.suffix)!r}",
-                    "convert or rename it",
-                )
-            )
+            rule = f"a data file must end in {endings}, not in {readable(path.suffix)!r}"
+            problems.append(_input_problem(name, rule, "convert or rename it"))
         else:
             files.append(name)
     if problems:
@@ -91,21 +85,17 @@ def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
     return files
 
 
-def _of_input(name: str, rule: str, remedy: str = "") -> Problem:
+def _input_problem(name: str, rule: str, remedy: str) -> Problem:
     return Problem(f"--input {readable(name)}", rule, remedy=remedy, colon=True)
 
 
 def readable(path: str) -> str:
-    """The path as text, also where the locale could not decode its bytes."""
+    """Return a path as printable text, even if the locale could not decode its bytes."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def _is_readable_kind(entry: str) -> bool:
-    return Path(entry).suffix.lower() in READERS and Path(entry).is_file()
-
-
 class RowSource:
-    """The rows of all files, counted, with the names of all columns seen."""
+    """Reads and counts the rows of all files, and collects the names of their columns."""
 
     def __init__(
         self, files: list[str], max_rows: int | None, counts: Counts, progress: Progress
@@ -116,47 +106,39 @@ class RowSource:
         self.columns: dict[str, None] = {}  # in the order of their first row
 
     def __iter__(self) -> Iterator[NumberedRow]:
-        return islice(self._all(), self._max_rows)
+        return islice(self._read_all(), self._max_rows)
 
-    def _all(self) -> Iterator[NumberedRow]:
+    def _read_all(self) -> Iterator[NumberedRow]:
         for file in self._files:
             name, before = readable(file), self._counts.rows_read
-            for number, row in self._rows_of(file):
+            for number, row in self._read(file):
                 self._counts.rows_read += 1
                 if not isinstance(row, BadRow):
                     if not row.keys() <= self.columns.keys():
                         self.columns |= dict.fromkeys(row)
-                    self._note_id(row.get("id"))
+                    if isinstance(row.get("id"), (str, int)):
+                        self._counts.repeated_ids += repr(row["id"]) in self._ids
+                        self._ids.add(repr(row["id"]))
                 yield NumberedRow(name, number, row)
                 self._progress(self._counts.rows_read)
             if self._counts.rows_read == before:
                 self._counts.empty_files.append(name)
 
-    def _rows_of(self, file: str) -> Iterator[tuple[int, Any]]:
+    def _read(self, file: str) -> Iterator[tuple[int, Any]]:
         try:
-            if not os.path.isfile(file) or os.path.getsize(file):  # an empty file is of no type
+            if not os.path.isfile(file) or os.path.getsize(file):  # an empty file fits every type
                 yield from scan_rows(file)
         except BrokenFile as error:
             name = f"{file}:{error.row}" if error.row else file
-            found = _of_input(name, error.problem.rule, error.problem.remedy)
+            found = _input_problem(name, error.problem.rule, error.problem.remedy)
             raise UserError(found) from error
         except OSError as error:
-            raise UserError(
-                _of_input(
-                    file,
-                    f"cannot be read ({error.strerror or error})",
-                    "check the path and its rights",
-                )
-            ) from error
-
-    def _note_id(self, value: Any) -> None:
-        if isinstance(value, (str, int)):
-            self._counts.repeated_ids += repr(value) in self._ids
-            self._ids.add(repr(value))
+            rule = f"cannot be read ({error.strerror or error})"
+            raise UserError(_input_problem(file, rule, "check the path and its rights")) from error
 
 
-def chunks_of(rows: Iterator[NumberedRow]) -> Iterator[list[NumberedRow]]:
-    """The same chunks whatever the number of processes."""
+def make_chunks(rows: Iterator[NumberedRow]) -> Iterator[list[NumberedRow]]:
+    """Group rows into chunks, which do not depend on the number of processes."""
     chunk: list[NumberedRow] = []
     size = 0
     for row in rows:
@@ -180,16 +162,17 @@ def _num_characters(value: Any) -> int:
 
 
 class Refusals:
-    """Problems of the dropped rows, by reason and file."""
+    """Collects the problems of dropped rows by reason and file."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str], FileProblems] = {}
 
-    def add(self, reject: Rejected) -> None:
-        found = self._found.setdefault((reject.reason, reject.file), FileProblems(reject.file))
-        found.add(reject.row, reject.problem)
+    def add(self, rejected: Sequence[Rejected]) -> None:
+        for row in rejected:
+            found = self._found.setdefault((row.reason, row.file), FileProblems(row.file))
+            found.add(row.row, row.problem)
 
-    def located(self, only: str | None = None) -> list[Problem]:
-        """Keyed by `file:row`; `only`: of this reason."""
+    def list_problems(self, only: str | None = None) -> list[Problem]:
+        """Return the problems keyed by `file:row`. only: the reason to select, None = all."""
         chosen = [f for (reason, _), f in self._found.items() if only in (None, reason)]
-        return [problem for found in chosen for problem in found.located()]
+        return [problem for found in chosen for problem in found.list_problems()]

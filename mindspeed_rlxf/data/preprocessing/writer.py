@@ -1,7 +1,7 @@
-"""Writes an indexed data set beside its final names and moves it there when it is whole.
+"""Write an indexed data set under other names, and move it to its final names once it is whole.
 
-Once it is whole, a list of the moves lies beside it: a writer that is killed between them loses
-neither the older data set of the prefix nor the new one, as the next writer makes the rest of them.
+A list of the moves is written before the first one. If the writer is killed between two moves, the
+next writer of the prefix makes the others, so neither the older nor the new data set is lost.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import io
 import json
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Literal
 
 import numpy as np
@@ -43,41 +43,42 @@ from mindspeed_rlxf.files.safe import is_plain_path, new_file, open_file, replac
 logger = logging.getLogger(__name__)
 
 PREFIX = "--output-prefix"
-MAX_COLUMNS = 256  # each holds a file open
+MAX_COLUMNS = 256  # each keeps a file open
 
 
 def existing_files(prefix: Path) -> list[Path]:
-    """Files of a data set under this prefix, the sidecar first, the index of the prompts next.
+    """List the files of the data set of this prefix, first the sidecar, then the prompts' index.
 
-    In this order a removal that is interrupted leaves nothing that could be taken for a data set.
+    A removal in this order that is interrupted leaves no files that could pass for a data set.
     """
     columns = sorted(column_files(prefix), key=lambda name: not name.endswith(TOKEN_IDS))
-    parts = [_part(prefix, name, ending) for name in columns for ending in (".idx", ".bin")]
+    paths = [data_path(prefix, name) for name in columns]
+    parts = [Path(f"{path}{ending}") for path in paths for ending in (".idx", ".bin")]
     return [f for f in (sidecar_path(prefix), *parts, rejected_path(prefix)) if f.exists()]
 
 
 def finish_interrupted(prefix: Path) -> None:
-    """Puts a data set in place whose writer was killed after it was whole."""
+    """Move a data set to its final names if its writer was killed when it was already whole."""
     folder = partial_folder(prefix)
     if (folder / MOVES).exists():
-        with _locked(folder, prefix):
+        with _lock_folder(folder, prefix):
             _make_moves(folder, prefix)
             shutil.rmtree(folder, ignore_errors=True)
-        logger.warning("%s: the data set of an interrupted run was whole, it is in place", prefix)
+        logger.warning("%s: moved the whole data set of an interrupted run in place", prefix)
 
 
 class PromptSetWriter:
-    """Use as a context: without `commit` nothing is left.
+    """Writes one data set. A context manager, which removes everything unless `commit` was called.
 
-    Raises UserError when another process writes to the prefix, OSError when the disk refuses.
+    Raises UserError when another process writes to the prefix, OSError.
     """
 
     def __init__(self, prefix: Path, handler: Handler) -> None:
         self._prefix, self._handler = prefix, handler
         prefix.parent.mkdir(parents=True, exist_ok=True)
         self._folder = partial_folder(prefix)
-        self._folder.mkdir(exist_ok=True)  # of a run that was killed: its files are replaced
-        self._lock = _locked(self._folder, prefix)  # held until __exit__
+        self._folder.mkdir(exist_ok=True)  # a killed run may have left it; its files are replaced
+        self._lock = _lock_folder(self._folder, prefix)  # held until __exit__
         self._own = [*handler.sequences, *([MASK] if handler.has_mask else [])]
         self._writers = {name: IndexedWriter(self._folder / name, np.int32) for name in self._own}
         self._files: dict[str, str] = {}  # column -> name in file names
@@ -89,12 +90,7 @@ class PromptSetWriter:
     def __enter__(self) -> PromptSetWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._rejected.close()
         if not (self._folder / MOVES).exists():
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -118,56 +114,49 @@ class PromptSetWriter:
         self.num_rows += chunk.num_rows
 
     def append(self, columns: Mapping[str, IndexedReader]) -> None:
-        """Add the rows of another data set; columns: all that it has, by their file names."""
+        """Append the rows of another data set. columns: all of its columns, by file name."""
         for file, reader in columns.items():
             if file not in self._writers:
                 self._writers[file] = IndexedWriter(self._folder / file, reader.dtype.type)
-            for place in range(len(reader)):
-                sequence = reader[place]
-                self._writers[file].add(sequence.tobytes(), [len(sequence)])
+            self._writers[file].add_all(reader)
 
     def append_rejected(self, file: Path) -> None:
-        """Add the lines of another data set's rejected rows."""
+        """Append the rejected rows of another data set."""
         with open_plain(file) as lines:
             text = io.TextIOWrapper(lines, encoding="utf-8", errors="backslashreplace")
             shutil.copyfileobj(text, self._rejected)
 
     def commit(self, sidecar: Sidecar, has_rejected: bool) -> None:
-        """Puts the files in place of those of an older data set, the sidecar last."""
+        """Replace an older data set of the prefix by the files written, the sidecar last."""
         for writer in self._writers.values():
             writer.close()
         self._rejected.close()
-        text = sidecar.json_text().encode("utf-8", "backslashreplace")  # half characters of names
+        # Names of columns may have half a surrogate pair, which UTF-8 cannot encode.
+        text = sidecar.json_text().encode("utf-8", "backslashreplace")
         replace_file(self._folder / "meta", text)
         moves = [("rejected", rejected_path(self._prefix).name)] if has_rejected else []
-        for name in reversed(self._writers):  # the prompts' index last: without it there is no set
-            for ending in (".bin", ".idx"):
-                moves.append((f"{name}{ending}", _part(self._prefix, name, ending).name))
+        for name in reversed(self._writers):  # the prompts' index last
+            target = data_path(self._prefix, name).name
+            moves += [(f"{name}{ending}", f"{target}{ending}") for ending in (".bin", ".idx")]
         moves.append(("meta", sidecar_path(self._prefix).name))
-        replace_file(self._folder / f"{MOVES}.new", json.dumps(moves))
-        (self._folder / f"{MOVES}.new").rename(self._folder / MOVES)
+        replace_file(self._folder / MOVES, json.dumps(moves))
         _make_moves(self._folder, self._prefix)
 
     def columns(self) -> list[Column]:
-        """Every indexed data set that was written, for the sidecar."""
-        own = [
+        """Describe every column that was written, for the sidecar."""
+        return [
             Column(name=name, file=name, dtype="int32", encoding=_encoding(name))
             for name in self._own
-        ]
-        return own + [
+        ] + [
             Column(name=name, file=file, dtype="uint8", encoding="json")
             for name, file in self._files.items()
         ]
 
     def _start_column(self, name: str) -> None:
         if len(self._files) == MAX_COLUMNS:
-            raise UserError(
-                Problem(
-                    "rows",
-                    f"must have at most {MAX_COLUMNS} different columns, {name!r} is one more",
-                    remedy="put what differs from row to row into one nested column",
-                )
-            )
+            rule = f"must have at most {MAX_COLUMNS} different columns, {name!r} is one more"
+            remedy = "put columns that differ from row to row into one nested column"
+            raise UserError(Problem("rows", rule, remedy=remedy))
         self._files[name] = file_name(name, set(self._writers))
         writer = IndexedWriter(self._folder / self._files[name], np.uint8)
         _add_values(writer, [None] * self.num_rows)
@@ -179,11 +168,6 @@ def _add_values(writer: IndexedWriter, values: Sequence[bytes | None]) -> None:
     writer.add(b"".join(whole), [len(value) for value in whole])
 
 
-def _part(prefix: Path, column: str, ending: str) -> Path:
-    path = data_path(prefix, column)
-    return path.with_name(path.name + ending)
-
-
 def _encoding(name: str) -> Literal["token_ids", "labels", "mask"]:
     if name == MASK:
         return "mask"
@@ -191,8 +175,8 @@ def _encoding(name: str) -> Literal["token_ids", "labels", "mask"]:
 
 
 def _make_moves(folder: Path, prefix: Path) -> None:
-    """Removes the older data set and makes the moves that were not made yet."""
-    moves = [(folder / name, prefix.with_name(to)) for name, to in _moves(folder)]
+    """Remove the older data set, and make the moves that are not made yet."""
+    moves = [(folder / name, prefix.with_name(to)) for name, to in _read_moves(folder)]
     made = {target for source, target in moves if not source.exists()}
     for file in existing_files(prefix):
         if file not in made:
@@ -203,7 +187,7 @@ def _make_moves(folder: Path, prefix: Path) -> None:
     (folder / MOVES).unlink()
 
 
-def _moves(folder: Path) -> list[list[str]]:
+def _read_moves(folder: Path) -> list[list[str]]:
     with open_file(folder / MOVES, "r", encoding="ascii") as stream:
         moves: list[list[str]] = json.load(stream)
     names = [name for move in moves for name in move]
@@ -212,27 +196,24 @@ def _moves(folder: Path) -> list[list[str]]:
     return moves
 
 
-def not_new(output_prefix: str, found: str) -> Problem:
-    """A data set is in the way."""
-    return Problem(
-        PREFIX,
-        f"must be new, {found} exists",
-        output_prefix,
-        "take another prefix or give --overwrite",
-    )
+def exists_problem(output_prefix: str, name: str) -> Problem:
+    """Make the problem of a file that only `--overwrite` may replace."""
+    remedy = "take another prefix or give --overwrite"
+    return Problem(PREFIX, f"must be new, {name} exists", output_prefix, remedy)
 
 
-def not_written(output_prefix: str, error: OSError) -> Problem:
-    """What the disk refuses."""
-    return Problem(
-        PREFIX,
-        f"cannot be written: {error.strerror or error}",
-        output_prefix,
-        "check the folder, its rights and the space on the disk",
-    )
+@contextmanager
+def report_write_errors(output_prefix: str) -> Iterator[None]:
+    """Raise UserError for an OSError inside."""
+    try:
+        yield
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror or error}"
+        remedy = "check the folder, its rights and the space on the disk"
+        raise UserError(Problem(PREFIX, rule, output_prefix, remedy)) from error
 
 
-def _locked(folder: Path, prefix: Path) -> IO[str]:
+def _lock_folder(folder: Path, prefix: Path) -> IO[str]:
     if folder.is_symlink():
         raise OSError(errno.ELOOP, f"{folder.name} is a link; remove it", str(folder))
     lock = open_file(folder / "lock", "w", None)
@@ -240,12 +221,7 @@ def _locked(folder: Path, prefix: Path) -> IO[str]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         lock.close()
-        raise UserError(
-            Problem(
-                PREFIX,
-                "must have one writer, another process is writing it",
-                prefix,
-                "wait for it or take another prefix",
-            )
-        ) from error
+        rule = "must have one writer, another process is writing it"
+        remedy = "wait for it or take another prefix"
+        raise UserError(Problem(PREFIX, rule, prefix, remedy)) from error
     return lock

@@ -11,12 +11,26 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from tests.unit.data.bench import Bench
+from tests.unit.data.byte_tokenizer import write_tokenizer
+
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz 0123456789+=:"
 TOKENS = ["<unk>", "<bos>", "<eos>", "<user>", "<assistant>", *CHARACTERS]
 CHAT_TEMPLATE = (
     "<bos>{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def bench(tmp_path: Path, tokenizer_folder: str) -> Bench:
+    return Bench(tmp_path, tokenizer_folder)
+
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 WriteJsonl = Callable[..., str]

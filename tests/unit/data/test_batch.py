@@ -40,12 +40,9 @@ def test_select_takes_rows_in_the_order_asked_for() -> None:
     assert got.num_rows == 3 and got.names == ["3", "0", "3"]
     assert got.ids.tolist() == [[31, 32], [1, 2], [31, 32]]
     assert got.scores.tolist() == [3.0, 0.0, 3.0]
-
-
-def test_select_of_no_rows_keeps_types_and_widths() -> None:
-    got = sample(4, 2).select([])
-    assert got.num_rows == 0 and got.names == []
-    assert got.ids.shape == (0, 2) and got.mask.dtype == torch.bool
+    none = sample(4, 2).select([])
+    assert none.num_rows == 0 and none.names == []
+    assert none.ids.shape == (0, 2) and none.mask.dtype == torch.bool
 
 
 def test_joining_pads_narrower_parts_with_zeros() -> None:
@@ -64,11 +61,6 @@ def test_empty_parts_join_without_a_trace() -> None:
     assert Sample.concat([sample(0, 0), sample(0, 0)]).num_rows == 0
 
 
-def test_one_part_is_joined_without_a_copy() -> None:
-    part = sample(2, 3)
-    assert Sample.concat([part]) is part
-
-
 @given(rows=st.integers(0, 12), parts=st.integers(1, 6))
 def test_split_parts_are_even_and_join_to_the_whole(rows: int, parts: int) -> None:
     whole = sample(rows, 3)
@@ -78,8 +70,9 @@ def test_split_parts_are_even_and_join_to_the_whole(rows: int, parts: int) -> No
     assert_equal(Sample.concat(pieces), whole)
 
 
-def test_selection_does_not_share_memory_with_its_source() -> None:
+def test_selections_are_copies_and_a_single_part_is_not() -> None:
     whole = sample(3, 2)
+    assert Sample.concat([whole]) is whole
     whole.select([1]).ids.zero_()
     assert whole.ids[1].tolist() == [11, 12]
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.data.conversation import UnusableRow, conversation_of
 from mindspeed_rlxf.data.handlers import HANDLERS
+from mindspeed_rlxf.data.preprocessing.examples import UnusableRow, make_example
 from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys, parse_map_keys
 
 PPO = HANDLERS["PPOAlpacaStyleInstructionHandler"]
@@ -16,7 +16,7 @@ KEYS = MapKeys("p", "q", "r", "h", "s")
 
 
 def turns_of(row: dict[str, Any], keys: MapKeys = KEYS) -> list[tuple[str, str]]:
-    return [tuple(turn) for turn in conversation_of(row, keys)]  # type: ignore[misc]
+    return [tuple(turn) for turn in make_example(row, keys, PPO).turns]  # type: ignore[misc]
 
 
 def message(role: str, content: str) -> dict[str, str]:
@@ -64,6 +64,7 @@ def test_a_row_becomes_turns(row: dict[str, Any], expected: list[tuple[str, str]
         ({"p": [{"role": "user"}]}, "wrong type"),
         ({"p": [message("user", "A"), message("assistant", "B")]}, "wrong roles"),
         ({"p": [message("tool", "A")]}, "wrong roles"),
+        ({"p": [message("user", "A"), message("user", "B")]}, "wrong roles"),
         ({"p": [message("user", "A"), message("system", "B")]}, "wrong roles"),
         ({"p": "A", "q": ["B"]}, "wrong type"),
         ({"p": "A", "s": 5}, "wrong type"),
@@ -77,7 +78,7 @@ def test_a_row_becomes_turns(row: dict[str, Any], expected: list[tuple[str, str]
 )
 def test_a_row_that_makes_no_prompt_has_a_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnusableRow) as error:
-        conversation_of(row, KEYS)
+        make_example(row, KEYS, PPO)
     assert error.value.reason == reason
     assert "; " in str(error.value)  # rule, value; remedy
 
@@ -92,32 +93,36 @@ def test_the_keys_of_the_guide_are_read() -> None:
     assert keys.consumed == {"prompt"}
 
 
-def test_keys_that_are_not_given_keep_their_defaults() -> None:
-    assert parse_map_keys("{}", PPO) == MapKeys("instruction", "input", "output", None, None)
+ALPACA, SHAREGPT = "AlpacaStyleInstructionHandler", "SharegptStyleInstructionHandler"
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("handler", "text", "problem"),
     [
-        ("{prompt: x}", "--map-keys must be a JSON object such as"),
-        ("[1]", "--map-keys must be a JSON object such as"),
-        ('{"promt": "x"}', "did you mean prompt?"),
-        ('{"chosen": "x"}', "'chosen' must be one of prompt, query, response, history, system"),
-        ('{"query": 3}', "query=3 must name a column"),
-        ('{"prompt": ""}', "prompt must name a column, it is empty"),
+        (PPO.name, "{prompt: x}", "--map-keys must be a JSON object such as"),
+        (PPO.name, "[1]", "--map-keys must be a JSON object such as"),
+        (PPO.name, '{"promt": "x"}', "did you mean prompt?"),
+        (PPO.name, '{"chosen": "x"}', "must be one of prompt, query, response, history, system"),
+        (PPO.name, '{"query": 3}', "query=3 must name a column"),
+        (PPO.name, '{"prompt": ""}', "prompt must name a column, it is empty"),
+        (PPO.name, '{"prompt": "a", "system": "a"}', "'a' is named twice"),
+        (SHAREGPT, '{"mesages": "x"}', "did you mean messages?"),
+        (SHAREGPT, '{"tags": {"user": "x"}}', "did you mean user_tag?"),
+        (SHAREGPT, '{"tags": {"user_tag": 1}}', "must be a word"),
+        (SHAREGPT, '{"tools": "tools"}', "descriptions of tools are not"),
+        (SHAREGPT, '{"kto_tag": "k"}', "single judged responses"),
+        (SHAREGPT, '{"messages": ""}', "messages must name a column"),
+        ("AlpacaStylePairwiseHandler", '{"rejected": ""}', "rejected must name a column for"),
+        (f"R1{ALPACA}", '{"prompt": "p", "response": "p"}', "both are 'p'"),
     ],
 )
-def test_wrong_map_keys_are_named(text: str, problem: str) -> None:
+def test_wrong_map_keys_are_named(handler: str, text: str, problem: str) -> None:
     with pytest.raises(UserError) as error:
-        parse_map_keys(text, PPO)
+        parse_map_keys(text, HANDLERS[handler])
     assert problem in str(error.value)
 
 
-def test_a_default_column_enters_the_prompt_once() -> None:
+def test_defaults_are_kept_unless_another_key_names_their_column() -> None:
+    assert parse_map_keys("{}", PPO) == MapKeys("instruction", "input", "output", None, None)
     assert parse_map_keys('{"prompt": "input"}', PPO).query is None
     assert parse_map_keys('{"prompt": "question"}', PPO).query == "input"
-
-
-def test_a_column_that_is_named_twice_is_an_error() -> None:
-    with pytest.raises(UserError, match="'a' is named twice"):
-        parse_map_keys('{"prompt": "a", "system": "a"}', PPO)

@@ -31,32 +31,28 @@ def load(tmp_path: Path, *rows: Any, num_samples: int = 0, name: str = "r.jsonl"
     return load_fixed_responses(str(file), Letters(), (EOS, 9), 12, 4, num_samples)  # type: ignore[arg-type]
 
 
-def test_rows_answer_the_samples_in_order(tmp_path: Path) -> None:
+def test_rows_answer_the_samples_in_order_or_by_their_ids(tmp_path: Path) -> None:
     found = load(tmp_path, {"response_ids": [5, 2]}, {"response_ids": [6]}, num_samples=2)
-    assert found.of([1, 0], PROMPTS) == [[6], [5, 2]]
-
-
-def test_sample_ids_name_what_a_row_answers(tmp_path: Path) -> None:
+    assert found.look_up([1, 0], PROMPTS) == [[6], [5, 2]]
     rows = [{"sample_id": 1, "response_ids": [6], "iteration": 1}]
     rows += [{"sample_id": 0, "response_ids": [5]}]
-    assert load(tmp_path, *rows, num_samples=2).of([0, 1], PROMPTS) == [[5], [6]]
+    assert load(tmp_path, *rows, num_samples=2).look_up([0, 1], PROMPTS) == [[5], [6]]
 
 
-def test_text_is_ended_by_eos_where_there_is_room(tmp_path: Path) -> None:
-    found = load(tmp_path, {"response": "ab"}, {"response": "abab"})
-    assert found.of([0, 1], PROMPTS) == [[3, 4, EOS], [3, 4, 3, 4]]
+def test_text_is_ended_by_one_eos_where_there_is_room(tmp_path: Path) -> None:
+    found = load(tmp_path, *({"response": text} for text in ("ab", "abab", "ag")))
+    assert found.look_up([0, 1], PROMPTS) == [[3, 4, EOS], [3, 4, 3, 4]]
+    assert found.look_up([2], PROMPTS[:1]) == [[3, 9]]  # g is token 9, an EOS
 
 
-def test_text_that_spells_eos_gets_no_second_one(tmp_path: Path) -> None:
-    assert load(tmp_path, {"response": "ag"}).of([0], PROMPTS[:1]) == [[3, 9]]  # g is token 9
-
-
-def test_a_response_to_another_prompt_is_refused(tmp_path: Path) -> None:
+def test_responses_to_another_prompt_and_other_files_are_refused(tmp_path: Path) -> None:
     rows = [{"response_ids": [3], "prompt_ids": [7]}, {"response_ids": [4], "prompt_ids": [7, 9]}]
+    with pytest.raises(UserError, match=r"must be a \.jsonl file"):
+        load(tmp_path, *rows, name="r.txt")
     found = load(tmp_path, *rows)
-    assert found.of([0], PROMPTS[:1]) == [[3]]
+    assert found.look_up([0], PROMPTS[:1]) == [[3]]
     with pytest.raises(UserError, match="the response to sample 1 must answer its prompt"):
-        found.of([0, 1], PROMPTS)
+        found.look_up([0, 1], PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +99,3 @@ def test_a_file_that_does_not_answer_every_sample_once_is_refused(
     with pytest.raises(UserError) as caught:
         load(tmp_path, *rows, num_samples=3)
     assert problem in str(caught.value)
-
-
-def test_other_kinds_of_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"must be a \.jsonl file"):
-        load(tmp_path, {"response_ids": [3]}, name="r.txt")

@@ -13,13 +13,12 @@ import pytest
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DataConfig
-from mindspeed_rlxf.data.indexed import IndexedWriter
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
 from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
-from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
 from mindspeed_rlxf.data.sidecar import data_path, partial_folder, sidecar_path
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
+from tests.unit.data.bench import Bench
 from tests.unit.data.byte_tokenizer import SPECIAL, byte_tokenizer, write_tokenizer
 from tests.unit.data.plain_pairs import write_pair
 
@@ -43,11 +42,10 @@ def config(**keys: Any) -> DataConfig:
 
 
 def make(folder: Path, tokenizer: str, rows: list[Any], name: str = "set", **options: Any) -> str:
-    file = folder / f"{name}.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    values = {"map_keys": MapKeys("prompt", None), **options}
-    preprocess(PreprocessOptions((str(file),), str(folder / name), tokenizer, **values))
-    return str(folder / name)
+    bench, prefix = Bench(folder, tokenizer), str(folder / name)
+    values = {"map_keys": MapKeys("prompt", None), "output_prefix": prefix, **options}
+    bench.run(bench.write(f"{name}.jsonl", *rows), **values)
+    return prefix
 
 
 def load(tokenizer: str, *prefixes: str, limit: int = 100, **keys: Any) -> IndexedPrompts:
@@ -115,6 +113,8 @@ def test_long_prompts_follow_the_policy_in_both_forms(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     prefix = make(tmp_path, tokenizer_folder, [{"prompt": "abc"}, {"prompt": "abcdef"}])
+    (problem,) = problems_of(tokenizer_folder, prefix, limit=4)
+    assert problem.startswith(f"{prefix}:2: a prompt must fit actor_rollout.max_prompt_length=4")
     data = config(overlong_prompts=policy)
     tokenizer = load_tokenizer(tokenizer_folder)
     with caplog.at_level(logging.WARNING):
@@ -123,12 +123,6 @@ def test_long_prompts_follow_the_policy_in_both_forms(
     assert [p.text for p in of_index] == texts
     assert essence(of_index) == essence(of_files)
     assert caplog.text.count(said) == 2 and caplog.text.count(f"overlong_prompts={policy}") == 2
-
-
-def test_a_long_prompt_is_an_error_by_default(tokenizer_folder: str, tmp_path: Path) -> None:
-    prefix = make(tmp_path, tokenizer_folder, [{"prompt": "abc"}, {"prompt": "abcdef"}])
-    (problem,) = problems_of(tokenizer_folder, prefix, limit=4)
-    assert problem.startswith(f"{prefix}:2: a prompt must fit actor_rollout.max_prompt_length=4")
 
 
 def test_another_tokenizer_is_an_error_that_names_both(
@@ -223,9 +217,7 @@ def test_old_conversations_and_pairs_give_the_prompt_before_the_last_response(
         assert [p.text for p in found.prompts] == ["qansQ"]
 
 
-def test_a_data_set_that_waits_to_be_put_in_place_is_told(
-    tokenizer_folder: str, tmp_path: Path
-) -> None:
+def test_a_data_set_that_is_not_moved_yet_is_named(tokenizer_folder: str, tmp_path: Path) -> None:
     prefix = tmp_path / "set"
     partial_folder(prefix).mkdir()
     (partial_folder(prefix) / "moves").write_text("[]")
@@ -233,80 +225,52 @@ def test_a_data_set_that_waits_to_be_put_in_place_is_told(
     assert problem.endswith("run the same preprocess_data.py again, which puts it there")
 
 
-def test_ids_that_the_tokenizer_does_not_have_are_named(
+def test_ids_that_the_tokenizer_lacks_and_empty_sequences_are_named(
     tokenizer_folder: str, tmp_path: Path
 ) -> None:
-    prefix = write_old(tmp_path / "old", {"input_ids": [[1, 2], [3, 99_999], [-1]]})
+    prefix = write_old(tmp_path / "old", {"input_ids": [[1, 2], [3, 99_999], [-1], []]})
     problems = problems_of(tokenizer_folder, prefix)
-    assert [problem.split(": ")[0] for problem in problems] == [f"{prefix}:2", f"{prefix}:3"]
-
-
-def test_an_empty_sequence_is_named(tokenizer_folder: str, tmp_path: Path) -> None:
-    prefix = write_old(tmp_path / "old", {"input_ids": [[1, 2], []]})
-    (problem,) = problems_of(tokenizer_folder, prefix)
-    assert problem.startswith(f"{prefix}:2: a prompt must have a token")
-
-
-def remove_sidecar(prefix: str) -> None:
-    sidecar_path(Path(prefix)).unlink()
-
-
-def cut_bin(prefix: str) -> None:
-    Path(f"{prefix}_packed_input_ids_document.bin").write_bytes(b"")
-
-
-def drop_column(prefix: str) -> None:
-    Path(f"{prefix}_packed_ground_truth_document.idx").unlink()
-
-
-def shorten_column(prefix: str) -> None:
-    writer = IndexedWriter(data_path(Path(prefix), "ground_truth"), np.uint8)
-    writer.add(b"1", [1])
-    writer.close()
-
-
-def newer_version(prefix: str) -> None:
-    text = (
-        sidecar_path(Path(prefix)).read_text().replace('format_version": 1', 'format_version": 2')
-    )
-    sidecar_path(Path(prefix)).write_text(text)
-
-
-def break_sidecar(prefix: str) -> None:
-    sidecar_path(Path(prefix)).write_text("[")
-
-
-def empty_sidecar(prefix: str) -> None:
-    sidecar_path(Path(prefix)).write_text('{"format_version": 1}')
+    rules = ("a token id must be", "a token id must be", "a prompt must have a token")
+    for row, (problem, rule) in enumerate(zip(problems, rules, strict=True), start=2):
+        assert problem.startswith(f"{prefix}:{row}: {rule}")
 
 
 @pytest.mark.parametrize(
-    ("damage", "problem"),
+    ("file", "damage", "problem"),
     [
-        (remove_sidecar, "must be whole, there is no set_packed_meta.json"),
-        (cut_bin, "must be whole, "),
-        (drop_column, "there is no set_packed_ground_truth_document.idx"),
-        (shorten_column, "set_packed_ground_truth_document must have 3 rows, it has 1"),
-        (newer_version, "format_version must be 1, this one is 2"),
-        (break_sidecar, "set_packed_meta.json: must be a JSON object"),
-        (empty_sidecar, "set_packed_meta.json: handler is not valid"),
+        ("meta.json", Path.unlink, "must be whole, there is no set_packed_meta.json"),
+        ("input_ids_document.bin", lambda file: file.write_bytes(b""), "must be whole, "),
+        ("ground_truth_document.idx", Path.unlink, "no set_packed_ground_truth_document.idx"),
+        (
+            "ground_truth_document",
+            lambda path: write_pair(path, [[1]], code=1),
+            "set_packed_ground_truth_document must have 3 rows, it has 1",
+        ),
+        (
+            "meta.json",
+            lambda file: file.write_text('{"format_version": 2}'),
+            "format_version must be 1, this one is 2",
+        ),
+        ("meta.json", lambda file: file.write_text("["), "meta.json: must be a JSON object"),
+        (
+            "meta.json",
+            lambda file: file.write_text('{"format_version": 1}'),
+            "set_packed_meta.json: handler is not valid",
+        ),
     ],
 )
 def test_a_damaged_data_set_is_named(
-    damage: Any, problem: str, tokenizer_folder: str, tmp_path: Path
+    file: str, damage: Any, problem: str, tokenizer_folder: str, tmp_path: Path
 ) -> None:
     prefix = make(tmp_path, tokenizer_folder, ROWS)
-    damage(prefix)
+    damage(Path(f"{prefix}_packed_{file}"))
     (found,) = problems_of(tokenizer_folder, prefix)
     assert problem in found and "; " in found
 
 
 def test_every_absent_data_set_is_named(tokenizer_folder: str, tmp_path: Path) -> None:
+    assert load(tokenizer_folder) == IndexedPrompts()
     prefixes = [str(tmp_path / "a"), str(tmp_path / "none" / "b")]
     problems = problems_of(tokenizer_folder, *prefixes)
     assert [problem.split(": ")[0] for problem in problems] == prefixes
     assert all("must be the --output-prefix of an indexed data set" in p for p in problems)
-
-
-def test_no_data_sets_give_no_prompts(tokenizer_folder: str) -> None:
-    assert load(tokenizer_folder) == IndexedPrompts()

@@ -53,10 +53,18 @@ def test_the_beginning_of_text_is_there_once() -> None:
     assert ids[0] == bos and ids.count(bos) == 1
 
 
-def test_a_token_that_the_tokenizer_lacks_is_named() -> None:
-    tokenizer = byte_tokenizer([token for token in SPECIAL if token != "<|eot_id|>"])
-    with pytest.raises(UserError, match=r"--prompt-type=llama3 needs the token '<\|eot_id\|>'"):
-        PromptEncoder(tokenizer, "llama3")
+@pytest.mark.parametrize(
+    ("name", "special", "problem"),
+    [
+        ("llama3", SPECIAL[:-1], r"--prompt-type=llama3 needs the token '<\|eot_id\|>'"),
+        ("mistral", [*SPECIAL, "[INST]"], r"--prompt-type=mistral writes '\[INST\]' as text"),
+    ],
+)
+def test_a_tokenizer_of_another_family_is_refused(
+    name: str, special: list[str], problem: str
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        PromptEncoder(byte_tokenizer(special), name)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -92,12 +100,6 @@ def test_a_response_gets_no_second_blank_from_the_tokenizer() -> None:
     assert tokenizer.convert_ids_to_tokens([i for i in found.labels if i != IGNORED]) == [
         "\u2581", "b", "</s>",
     ]  # fmt: skip
-
-
-def test_a_template_of_text_refuses_a_tokenizer_that_has_it_as_tokens() -> None:
-    tokenizer = byte_tokenizer([*SPECIAL, "[INST]"])
-    with pytest.raises(UserError, match=r"--prompt-type=mistral writes '\[INST\]' as text"):
-        PromptEncoder(tokenizer, "mistral")
 
 
 def test_responses_need_an_end() -> None:

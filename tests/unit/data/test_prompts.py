@@ -19,7 +19,6 @@ from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.prompts import load_prompts
 
 REPO = Path(__file__).parents[3]
-GSM8K = Path(os.environ.get("RLXF_DATA", REPO / "../shared/data")) / "gsm8k"
 
 
 def data(**keys):
@@ -49,63 +48,42 @@ def test_rows_of_several_files_come_in_order_with_all_fields(make_tokenizer, ids
     assert prompts[0].token_ids.tolist() == ids_of("1+1=")
 
 
-def test_no_files_give_no_prompts(make_tokenizer):
-    assert load_prompts([], make_tokenizer(), data(), 10) == []
+@pytest.mark.parametrize(
+    ("template", "prompt", "expected"),
+    [
+        ("<bos> $A <eos>", "ab", ("<bos>", "a", "b")),
+        ("$A", "ab<eos>", ("a", "b", "<eos>")),
+        ("$A <eos>", "ab<eos>", ("a", "b", "<eos>")),
+    ],
+)
+def test_special_tokens_are_added_but_only_an_eos_of_the_text_stays(
+    template, prompt, expected, make_tokenizer, ids_of, write_jsonl
+):
+    file, allowed = write_jsonl({"prompt": prompt}), data(allow_special_tokens=True)
+    (found,) = load_prompts(file, make_tokenizer(template), allowed, 100)
+    assert found.token_ids.tolist() == ids_of(*expected)
 
 
-def test_one_file_may_be_given_as_a_string(make_tokenizer, write_jsonl):
-    assert len(load_prompts(write_jsonl({"prompt": "a"}), make_tokenizer(), data(), 10)) == 1
-
-
-def test_special_tokens_are_added_but_no_eos_is_appended(make_tokenizer, ids_of, write_jsonl):
-    tokenizer = make_tokenizer("<bos> $A <eos>")
-    (prompt,) = load_prompts(write_jsonl({"prompt": "ab"}), tokenizer, data(), 100)
-    assert prompt.token_ids.tolist() == ids_of("<bos>", "a", "b")
-
-
-@pytest.mark.parametrize("template", ["$A", "$A <eos>"])
-def test_an_eos_that_the_text_spells_out_stays(template, make_tokenizer, ids_of, write_jsonl):
-    file = write_jsonl({"prompt": "ab<eos>"})
-    allowed = data(allow_special_tokens=True)
-    (prompt,) = load_prompts(file, make_tokenizer(template), allowed, 100)
-    assert prompt.token_ids.tolist() == ids_of("a", "b", "<eos>")
-
-
-def test_chat_messages_go_through_the_template_once(make_tokenizer, ids_of, write_jsonl):
+def test_chats_between_texts_are_read_by_the_template_alone(make_tokenizer, ids_of, write_jsonl):
     """The tokenizer's own <bos> is not put before the template's."""
     tokenizer = make_tokenizer("<bos> $A <eos>")
     messages = [{"role": "user", "content": "hi"}]
-    (prompt,) = load_prompts(write_jsonl({"prompt": messages}), tokenizer, data(), 100)
+    file = write_jsonl(*({"prompt": prompt} for prompt in ("a", messages, "c")))
+    first, prompt, last = load_prompts(file, tokenizer, data(), 100)
+    assert [first.token_ids.tolist(), last.token_ids.tolist()] == [
+        ids_of("<bos>", "a"), ids_of("<bos>", "c"),
+    ]  # fmt: skip
     assert prompt.text == "<bos><user>hi<assistant>"
     assert prompt.token_ids.tolist() == ids_of("<bos>", "<user>", "h", "i", "<assistant>")
     official = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
     assert prompt.token_ids.tolist() == official["input_ids"]
 
 
-def test_texts_and_chats_may_mix_in_a_file(make_tokenizer, ids_of, write_jsonl):
-    chat = [{"role": "user", "content": "b"}]
-    file = write_jsonl({"prompt": "a"}, {"prompt": chat}, {"prompt": "c"})
-    prompts = load_prompts(file, make_tokenizer(), data(), 100)
-    assert [p.text for p in prompts] == ["a", "<bos><user>b<assistant>", "c"]
-    assert [p.token_ids.tolist() for p in prompts] == [
-        ids_of("a"),
-        ids_of("<bos>", "<user>", "b", "<assistant>"),
-        ids_of("c"),
-    ]
-
-
 def test_dotted_keys_reach_nested_columns_of_parquet(make_tokenizer, tmp_path):
+    chats = [[{"role": "user", "content": text, "tool": None}] for text in ("one", "two")]
     rows = [
-        {
-            "question": [{"role": "user", "content": "one", "tool": None}],
-            "reward": {"truth": {"text": "1"}},
-            "data_source": "a",
-        },
-        {
-            "question": [{"role": "user", "content": "two", "tool": None}],
-            "reward": {"truth": {"text": "2"}},
-            "data_source": "b",
-        },
+        {"question": chats[0], "reward": {"truth": {"text": "1"}}, "data_source": "a"},
+        {"question": chats[1], "reward": {"truth": {"text": "2"}}, "data_source": "b"},
     ]
     file = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist(rows), file)
@@ -117,7 +95,7 @@ def test_dotted_keys_reach_nested_columns_of_parquet(make_tokenizer, tmp_path):
     ]
 
 
-def test_a_literal_dotted_key_wins(make_tokenizer, write_jsonl):
+def test_a_key_that_has_a_dot_itself_is_used(make_tokenizer, write_jsonl):
     file = write_jsonl({"a.b": "literal", "a": {"b": "nested"}})
     (prompt,) = load_prompts(file, make_tokenizer(), data(prompt_key="a.b"), 100)
     assert prompt.text == "literal"
@@ -189,37 +167,31 @@ def test_all_problems_of_all_files_come_at_once(make_tokenizer, write_jsonl, tmp
     assert "must be .jsonl, .json or .parquet, not '.csv'" in problems[5]
 
 
-def test_a_folder_in_place_of_a_file_cannot_be_read(make_tokenizer, tmp_path):
-    folder = tmp_path / "folder.jsonl"
-    folder.mkdir()
-    (problem,) = problems_of(str(folder), make_tokenizer())
-    assert "cannot be read: Is a directory" in problem
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (Path.mkdir, "cannot be read: it is a folder, not a plain file"),
+        (lambda file: file.write_bytes(b"not parquet"), "must be a parquet file ("),
+        (
+            lambda file: pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), file),
+            "a data file must hold at least one row, this one is empty",
+        ),
+    ],
+)
+def test_a_file_without_rows_is_named(make, problem, make_tokenizer, tmp_path):
+    make(tmp_path / "rows.parquet")
+    (found,) = problems_of(str(tmp_path / "rows.parquet"), make_tokenizer())
+    assert found.startswith(f"{tmp_path / 'rows.parquet'}: {problem}")
 
 
-def test_a_broken_parquet_file_is_named(make_tokenizer, tmp_path):
-    file = tmp_path / "rows.parquet"
-    file.write_bytes(b"not parquet at all")
-    (problem,) = problems_of(str(file), make_tokenizer())
-    assert problem.startswith(f"{file}: must be a parquet file (")
-
-
-def test_an_empty_parquet_file_is_named(make_tokenizer, tmp_path):
-    file = tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), file)
-    (problem,) = problems_of(str(file), make_tokenizer())
-    assert "this one is empty" in problem
-
-
-def test_equal_problems_are_one_line_with_a_count(make_tokenizer, write_jsonl):
-    file = write_jsonl(*[{"question": "a"}] * 50)
-    (problem,) = problems_of(file, make_tokenizer())
-    assert problem.startswith(f"{file}:1: ")
-    assert problem.endswith("(49 more rows have the same problem)")
-
-
-def test_many_different_problems_are_cut_short(make_tokenizer, write_jsonl):
-    file = write_jsonl(*[{"prompt": "a" * (11 + i)} for i in range(15)])
+def test_equal_problems_are_one_line_and_many_different_ones_are_cut_short(
+    make_tokenizer, write_jsonl
+):
+    rows = [{"question": "a"}] * 50 + [{"prompt": "a" * (11 + i)} for i in range(14)]
+    file = write_jsonl(*rows)
     problems = problems_of(file, make_tokenizer(), max_prompt_length=10)
+    assert problems[0].startswith(f"{file}:1: ")
+    assert problems[0].endswith("(49 more rows have the same problem)")
     assert len(problems) == 11
     assert problems[-1] == f"{file}: 5 more rows with problems like these"
 
@@ -230,17 +202,12 @@ def test_a_prompt_of_exactly_the_limit_fits(make_tokenizer, write_jsonl):
     assert len(problems_of(file, make_tokenizer("<bos> $A"), max_prompt_length=3)) == 1
 
 
-def test_dropped_prompts_are_counted_and_the_rest_numbered_anew(
-    make_tokenizer, write_jsonl, caplog
-):
+def test_dropped_prompts_are_counted_and_one_must_be_left(make_tokenizer, write_jsonl, caplog):
     file = write_jsonl({"prompt": "aaaa"}, {"prompt": "b"}, {"prompt": "cccc"}, {"prompt": "d"})
     with caplog.at_level(logging.WARNING):
         prompts = load_prompts(file, make_tokenizer(), data(overlong_prompts="drop"), 3)
     assert [(p.index, p.text) for p in prompts] == [(0, "b"), (1, "d")]
     assert f"{file}: 2 of 4 prompts are over 3 tokens and dropped" in caplog.text
-
-
-def test_a_file_of_which_nothing_is_left_is_a_problem(make_tokenizer, write_jsonl):
     file = write_jsonl({"prompt": "aaaa"}, {"prompt": "bbbb"})
     (problem,) = problems_of(file, make_tokenizer(), data(overlong_prompts="drop"), 3)
     assert problem == (
@@ -249,18 +216,21 @@ def test_a_file_of_which_nothing_is_left_is_a_problem(make_tokenizer, write_json
     )
 
 
-def test_messages_without_a_chat_template_are_a_problem(make_tokenizer, write_jsonl):
-    file = write_jsonl({"prompt": [{"role": "user", "content": "hi"}]})
-    (problem,) = problems_of(file, make_tokenizer(chat_template=None))
-    assert problem.startswith(f"{file}:1: the tokenizer's chat template must accept the messages: ")
-
-
-def test_a_prompt_without_a_token_is_a_problem(make_tokenizer, write_jsonl):
-    tokenizer = make_tokenizer()
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ([{"role": "user", "content": "a"}], "the tokenizer's chat template must accept the mess"),
+        ("xx", "a prompt must have a token"),
+    ],
+)
+def test_a_prompt_that_the_tokenizer_cannot_read_is_named(
+    prompt, problem, make_tokenizer, write_jsonl
+):
+    tokenizer = make_tokenizer(chat_template=None)
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("x", "")
-    file = write_jsonl({"prompt": "xx"})
-    (problem,) = problems_of(file, tokenizer)
-    assert problem.startswith(f"{file}:1: a prompt must have a token")
+    file = write_jsonl({"prompt": prompt})
+    (found,) = problems_of(file, tokenizer)
+    assert found.startswith(f"{file}:1: {problem}")
 
 
 def test_absent_fields_of_a_message_do_not_reach_the_template(
@@ -293,15 +263,3 @@ def test_text_is_utf8_under_an_ascii_locale(tmp_path):
     subprocess.run(
         [sys.executable, "-c", program], cwd=REPO, env={**os.environ, **environment}, check=True
     )
-
-
-@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no GSM8K in {GSM8K}; set RLXF_DATA")
-def test_gsm8k_loads_whole(make_tokenizer):
-    config = data(
-        prompt_key="question", ground_truth_key="answer", default_data_source="openai/gsm8k"
-    )
-    prompts = load_prompts(str(GSM8K / "test.jsonl"), make_tokenizer(), config, 2000)
-    assert len(prompts) == 1319
-    assert prompts[0].text.startswith("Janet’s ducks lay 16 eggs")  # noqa: RUF001
-    assert prompts[0].ground_truth.endswith("#### 18")
-    assert len(prompts[0].token_ids) == len(prompts[0].text)  # one token per character

@@ -44,19 +44,18 @@ def test_a_missing_folder_is_a_user_error(path):
     assert "there is no such folder" in problem_of(path)
 
 
-def test_a_folder_without_tokenizer_files_is_a_user_error(tmp_path):
-    problem_of(tmp_path)
-
-
-@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
-def test_a_model_folder_without_tokenizer_files_is_a_user_error(model_type, tmp_path):
-    """For qwen2 transformers builds a tokenizer that knows one special token and nothing else."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    problem_of(tmp_path)
-
-
-def test_a_broken_tokenizer_file_is_a_user_error(tmp_path):
-    (tmp_path / "tokenizer.json").write_text("{broken")
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("README.md", ""),
+        ("config.json", '{"model_type": "llama"}'),
+        # For qwen2 transformers makes a tokenizer with one special token and nothing else.
+        ("config.json", '{"model_type": "qwen2"}'),
+        ("tokenizer.json", "{broken"),
+    ],
+)
+def test_a_folder_without_a_whole_tokenizer_is_a_user_error(file, text, tmp_path):
+    (tmp_path / file).write_text(text)
     problem_of(tmp_path)
 
 
@@ -71,13 +70,12 @@ def test_code_in_the_folder_is_not_run(tmp_path):
 
 def test_importing_the_driver_side_does_not_import_transformers():
     modules = (
-        "data.prompts data.indexed_prompts data.preprocessing.pipeline data.tokenizer data.sampler "
-    )
-    modules += "rewards.manager run.directory"
-    imports = "; ".join(f"import mindspeed_rlxf.{name}" for name in modules.split())
-    program = (
-        f"{imports}; import sys; assert not {{'transformers', 'torch', 'ray'}} & set(sys.modules)"
-    )
+        "data.prompts", "data.indexed_prompts", "data.preprocessing.pipeline", "data.tokenizer",
+        "data.sampler", "rewards.manager", "run.directory",
+    )  # fmt: skip
+    imports = "; ".join(f"import mindspeed_rlxf.{name}" for name in modules)
+    absent = "assert not {'transformers', 'torch', 'ray'} & set(sys.modules)"
+    program = f"{imports}; import sys; {absent}"
     subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], check=True)
 
 
@@ -99,10 +97,6 @@ def test_eos_ids_are_the_union_of_their_sources(
     assert eos_token_ids(make_tokenizer(), str(tmp_path), [9]) == expected
 
 
-def test_eos_ids_need_no_model_folder(make_tokenizer):
-    assert eos_token_ids(make_tokenizer(), None, []) == (2,)
-
-
 @pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": ["x"]}'])
 def test_a_broken_generation_config_is_a_user_error(text, make_tokenizer, tmp_path):
     file = tmp_path / "generation_config.json"
@@ -114,6 +108,7 @@ def test_a_broken_generation_config_is_a_user_error(text, make_tokenizer, tmp_pa
 
 def test_no_eos_at_all_is_logged(make_tokenizer, caplog):
     tokenizer = make_tokenizer()
+    assert eos_token_ids(tokenizer, None, []) == (2,)
     tokenizer.eos_token = None
     with caplog.at_level(logging.WARNING):
         assert eos_token_ids(tokenizer, None, []) == ()
@@ -131,7 +126,7 @@ def test_the_vocabulary_has_to_hold_the_largest_id(make_tokenizer):
     assert problem.endswith(f"vocab_size >= {largest + 1}")
 
 
-def test_what_ends_a_response_is_said_with_who_named_it(tmp_path):
+def test_stop_tokens_are_described_with_their_sources(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
     tokenizer = byte_tokenizer(eos="</s>")
     line = describe_stop_tokens(tokenizer, str(tmp_path), [4], [4, 9])

@@ -12,9 +12,9 @@ from mindspeed_rlxf.rewards.verifiers import (
     FUNCTIONS,
     accuracy,
     base_accuracy,
-    boxed,
-    final_answer,
-    same_answer,
+    find_answer,
+    find_boxed,
+    is_same_answer,
     steps,
     strict_format,
     think_format,
@@ -60,16 +60,16 @@ def test_base_accuracy_needs_no_box(response: str, score: float) -> None:
 def test_answers_are_compared_as_numbers_or_as_normalised_text(
     mine: str, truth: str, same: bool
 ) -> None:
-    assert same_answer(mine, truth) is same
+    assert is_same_answer(mine, truth) is same
 
 
 def test_a_box_may_hold_braces() -> None:
-    assert boxed("a \\boxed{\\frac{1}{2}} b") == "\\frac{1}{2}"
-    assert final_answer("a \\boxed{\\frac{1}{2}} b 7") == "\\frac{1}{2}"
+    text = "a \\boxed{\\frac{1}{2}} b 7"
+    assert find_boxed(text) == find_answer(text) == "\\frac{1}{2}"
 
 
 def test_a_number_of_a_million_digits_costs_nothing() -> None:
-    assert not same_answer("9" * 1_000_000, "9")
+    assert not is_same_answer("9" * 1_000_000, "9")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def in_order(iterations: int) -> list[Prompt]:
 
 def check(prompts: Any = None, texts: Any = None, after: int = 0) -> list[str]:
     """Problems of four iterations less those that a checkpoint has."""
-    fixed = FixedResponses({i: [1] for i in range(16)}, prompts, texts)
+    fixed = FixedResponses({i: [1] for i in range(16)}, prompts or {}, texts or {})
     resumed, drawn = source(), source()
     for _ in range(after):
         drawn.next_prompts()

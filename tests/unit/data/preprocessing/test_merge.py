@@ -36,24 +36,17 @@ def test_pairs_are_joined_in_the_order_of_their_names(tmp_path: Path) -> None:
     ]
 
 
-def test_a_pair_without_its_other_half_is_named(tmp_path: Path) -> None:
+def test_a_key_of_no_file_and_a_pair_without_its_other_half_are_named(tmp_path: Path) -> None:
     write_pair(tmp_path / "a_ids", [[1]])
+    (problem,) = problems_of(tmp_path, "idz")
+    assert "'idz' must be in the name of a file" in problem and "(there are a_ids)" in problem
     (tmp_path / "a_ids.bin").unlink()
     (problem,) = problems_of(tmp_path, "ids")
     assert "must be a pair, there is no a_ids.bin; complete or remove it" in problem
 
 
-def test_a_key_of_no_file_lists_what_there_is(tmp_path: Path) -> None:
-    write_pair(tmp_path / "a_ids", [[1]])
-    (problem,) = problems_of(tmp_path, "idz")
-    assert "'idz' must be in the name of a file" in problem and "(there are a_ids)" in problem
-
-
-def test_columns_of_different_length_or_type_are_not_merged(tmp_path: Path) -> None:
+def test_columns_of_different_types_are_not_merged(tmp_path: Path) -> None:
     write_pair(tmp_path / "a_ids", [[1], [2]])
-    write_pair(tmp_path / "a_mask", [[1]])
-    (problem,) = problems_of(tmp_path, "ids", "mask")
-    assert "equally many sequences (ids 2, mask 1)" in problem
     write_pair(tmp_path / "b_ids", [[1]], code=1)
     (problem,) = problems_of(tmp_path, "ids")
     assert "must be of one type, they are int32 and uint8" in problem

@@ -7,20 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DataConfig
-from mindspeed_rlxf.data.indexed import IndexedWriter
 from mindspeed_rlxf.data.indexed_prompts import load_indexed_prompts
 from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
 from mindspeed_rlxf.data.preprocessing.merge import merge
-from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from mindspeed_rlxf.data.preprocessing.writer import PromptSetWriter
-from mindspeed_rlxf.data.sidecar import Sidecar, read_sidecar
+from mindspeed_rlxf.data.sidecar import read_sidecar
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
-from tests.unit.data.byte_tokenizer import write_tokenizer
+from tests.unit.data.bench import Bench
 from tests.unit.data.plain_pairs import write_pair
 
 COLUMNS = ("input_ids", "attention_mask", "answer")
@@ -31,27 +28,13 @@ ROWS: dict[str, list[Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
 @pytest.fixture
-def sets(tmp_path: Path, tokenizer: str) -> Path:
-    """A folder with the sets `a`, of whose rows one is rejected, and `b`."""
+def sets(bench: Bench, tmp_path: Path) -> Path:
+    """A folder with the sets `a`, one of whose rows is rejected, and `b`."""
     for name, rows in ROWS.items():
-        file = tmp_path / f"{name}.jsonl"
-        file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-        prefix = str(tmp_path / "sets" / name)
-        keys = MapKeys("prompt", None)
-        preprocess(PreprocessOptions((str(file),), prefix, tokenizer, "qwen", keys))
+        file, prefix = bench.write(f"{name}.jsonl", *rows), str(tmp_path / "sets" / name)
+        bench.run(file, output_prefix=prefix, template="qwen", map_keys=MapKeys("prompt", None))
     return tmp_path / "sets"
-
-
-def sidecar(prefix: Path) -> Sidecar:
-    found = read_sidecar(prefix)
-    assert found is not None
-    return found
 
 
 def change(sets: Path, name: str, edit: Callable[[dict[str, Any]], Any]) -> None:
@@ -70,23 +53,24 @@ def problems_of(sets: Path, keys: tuple[str, ...] = KEYS) -> list[str]:
     return list(map(str, error.value.problems))
 
 
-def test_the_merged_set_is_trained_on_as_its_parts_are(sets: Path, tokenizer: str) -> None:
+def test_the_merged_set_is_trained_on_as_its_parts_are(sets: Path, tokenizer_folder: str) -> None:
     output = sets.parent / "out" / "all"
+    change(sets, "b", lambda t: t["tokenizer"].update(path="elsewhere"))  # has the same sha256
     merged = merge(str(sets), KEYS, str(output))
     assert merged == {f"{output}_{key}": 3 for key in KEYS}
     keys = DataConfig(data_path=("unused",), default_data_source="x", ground_truth_key="answer")
 
     def prompts(*prefixes: Path) -> Any:
         names = [str(prefix) for prefix in prefixes]
-        found = load_indexed_prompts(names, load_tokenizer(tokenizer), keys, 1000)
+        found = load_indexed_prompts(names, load_tokenizer(tokenizer_folder), keys, 1000)
         rows = [(p.index, p.text, p.token_ids.tolist(), p.ground_truth) for p in found.prompts]
         return rows, found.stop_token_ids
 
     assert prompts(output) == prompts(sets / "a", sets / "b")
     assert [truth for *_, truth in prompts(output)[0]] == ["2", "4", "6"]
-    ours, first = sidecar(output), sidecar(sets / "a")
+    ours, first = read_sidecar(output), read_sidecar(sets / "a")
     assert ours.model_copy(update={"counts": first.counts}) == first
-    tokens = [sidecar(sets / name).counts.pop("tokens") for name in "ab"]
+    tokens = [read_sidecar(sets / name).counts.pop("tokens") for name in "ab"]
     assert ours.counts.pop("tokens") == sum(tokens)  # type: ignore[arg-type]
     assert ours.counts == {
         "rows_read": 4, "rows_written": 3, "dropped": first.counts["dropped"], "cut": 0,
@@ -122,11 +106,6 @@ def test_what_differs_between_sets_is_named(sets: Path, said: str) -> None:
     assert problem.endswith(f"or train on data.data_path=[{sets / 'a'},{sets / 'b'}]")
 
 
-def test_the_same_tokenizer_of_another_folder_is_the_same(sets: Path) -> None:
-    change(sets, "b", lambda t: t["tokenizer"].update(path="elsewhere"))
-    assert merge(str(sets), KEYS, str(sets / "all"))
-
-
 def test_all_columns_have_to_be_named_by_their_whole_name(sets: Path) -> None:
     for keys in (KEYS[:1], ("input_ids",)):
         (problem,) = problems_of(sets, keys)
@@ -141,30 +120,36 @@ def test_sets_of_both_kinds_are_not_mixed(sets: Path) -> None:
     assert "old_packed_answer_document: no _packed_meta.json says how it was made" in problems[0]
 
 
-def test_a_set_that_is_not_whole_is_named(sets: Path) -> None:
-    for file in sets.glob("b_packed_answer_*"):
-        file.unlink()
-    (problem,) = problems_of(sets)
-    assert problem == (
-        f"{sets / 'b'}: must be whole, there is no b_packed_answer_document.idx; write it again"
-    )
+@pytest.mark.parametrize(
+    ("file", "damage", "problem"),
+    [
+        (
+            "b_packed_answer_document.idx",
+            lambda index: [index.unlink(), index.with_suffix(".bin").unlink()],
+            "b: must be whole, there is no b_packed_answer_document.idx; write it again",
+        ),
+        (
+            "a_packed_meta.json",
+            lambda file: file.write_text("{}"),
+            "a_packed_meta.json: format_version must be 1",
+        ),
+    ],
+)
+def test_a_damaged_set_is_named(
+    file: str, damage: Callable[[Path], Any], problem: str, sets: Path
+) -> None:
+    damage(sets / file)
+    (found,) = problems_of(sets)
+    assert found.startswith(f"{sets}/{problem}")
 
 
 def test_rows_of_a_set_that_do_not_stand_side_by_side_are_not_merged(sets: Path) -> None:
     """a has 2 rows and 1 answer, b 1 row and 2 answers: the sums agree."""
     for name, rows in (("a", 1), ("b", 2)):
-        writer = IndexedWriter(sets / f"{name}_packed_answer_document", np.uint8)
-        writer.add(b"0" * rows, [1] * rows)
-        writer.close()
+        write_pair(sets / f"{name}_packed_answer_document", [[48]] * rows, code=1)
     problems = problems_of(sets)
     assert "a: columns must have equally many rows (input_ids 2, " in problems[0]
     assert "b: columns must have equally many rows (input_ids 1, " in problems[1]
-
-
-def test_a_sidecar_that_is_damaged_is_named(sets: Path) -> None:
-    (sets / "a_packed_meta.json").write_text("{}")
-    (problem,) = problems_of(sets)
-    assert "a_packed_meta.json: format_version must be 1" in problem
 
 
 def test_a_merged_set_is_kept_unless_told_and_until_the_new_one_is_whole(

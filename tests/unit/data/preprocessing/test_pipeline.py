@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,74 +14,13 @@ import pytest
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.handlers import HANDLERS
-from mindspeed_rlxf.data.indexed import IndexedReader
 from mindspeed_rlxf.data.preprocessing import row_source
 from mindspeed_rlxf.data.preprocessing import writer as prompt_set_writer
 from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
-from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
-from mindspeed_rlxf.data.preprocessing.row_source import Counts
 from mindspeed_rlxf.data.preprocessing.writer import PromptSetWriter
-from mindspeed_rlxf.data.sidecar import Sidecar, data_path, read_sidecar
-from tests.unit.data.byte_tokenizer import byte_tokenizer, write_tokenizer
+from tests.unit.data.bench import Bench
 
-KEYS = MapKeys(prompt="prompt")
 PPO = HANDLERS["PPOAlpacaStyleInstructionHandler"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-class Bench:
-    """Runs the preprocessing of files in a folder."""
-
-    def __init__(self, folder: Path, tokenizer: str) -> None:
-        self.folder, self._tokenizer = folder, tokenizer
-        self.prefix = folder / "out" / "set"
-
-    def write(self, name: str, *rows: Any) -> str:
-        """Rows, or whole lines as bytes."""
-        lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
-        (self.folder / name).write_bytes(b"".join(line + b"\n" for line in lines))
-        return str(self.folder / name)
-
-    def run(self, *inputs: str, **options: Any) -> Counts:
-        values = {"map_keys": KEYS, "output_prefix": str(self.prefix), **options}
-        return preprocess(PreprocessOptions(inputs, tokenizer_path=self._tokenizer, **values))
-
-    def problems(self, *inputs: str, **options: Any) -> list[str]:
-        """Of a refused run, which must leave nothing new."""
-        before = self.files()
-        with pytest.raises(UserError) as error:
-            self.run(*inputs, **options)
-        assert self.files() == before
-        return list(map(str, error.value.problems))
-
-    def files(self) -> list[Path]:
-        return [path for path in self.prefix.parent.rglob("*") if path.is_file()]
-
-    def texts(self) -> list[str]:
-        reader = IndexedReader(data_path(self.prefix, "input_ids"))
-        return [byte_tokenizer().decode(reader[i].tolist()) for i in range(len(reader))]
-
-    def column(self, file: str) -> list[Any]:
-        reader = IndexedReader(data_path(self.prefix, file))
-        return [json.loads(reader[i].tobytes()) for i in range(len(reader))]
-
-    def rejected(self) -> list[dict[str, Any]]:
-        lines = Path(f"{self.prefix}_rejected.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
-
-    def sidecar(self) -> Sidecar:
-        sidecar = read_sidecar(self.prefix)
-        assert sidecar is not None
-        return sidecar
-
-
-@pytest.fixture
-def bench(tmp_path: Path, tokenizer_folder: str) -> Bench:
-    return Bench(tmp_path, tokenizer_folder)
 
 
 def test_prompts_masks_and_columns_have_a_sequence_for_every_row(bench: Bench) -> None:
@@ -100,9 +39,8 @@ def test_prompts_masks_and_columns_have_a_sequence_for_every_row(bench: Bench) -
     assert bench.column("answer") == ["2", 7, None]
     assert bench.column("extra") == [{"x": [1.5, None, "数"]}, None, None]
     assert bench.column("late") == [None, None, "\ud800"]
-    ids = IndexedReader(data_path(bench.prefix, "input_ids"))
-    mask = IndexedReader(data_path(bench.prefix, "attention_mask"))
-    assert [m.tolist() for m in (mask[0], mask[2])] == [[1] * len(ids[0]), [1] * len(ids[2])]
+    masks = [[1] * len(ids) for ids in bench.sequences("input_ids")]
+    assert [mask.tolist() for mask in bench.sequences("attention_mask")] == masks
     sidecar = bench.sidecar()
     assert sidecar.stop_token_ids == (9,)  # <|eot_id|>
     assert [(c.name, c.dtype) for c in sidecar.columns] == [
@@ -173,32 +111,44 @@ def test_long_prompts_follow_the_policy(
     bench: Bench, overlong: OverlongPrompts, texts: list[str], cut: int
 ) -> None:
     file = bench.write("a.jsonl", {"prompt": "abc"}, {"prompt": "abcdef"})
+    (problem,) = bench.problems(file, max_prompt_length=3, overlong=OverlongPrompts.ERROR)
+    assert problem.startswith(f"{file}:2: a prompt must fit --seq-length=3, this one has 6 tokens")
     counts = bench.run(file, max_prompt_length=3, overlong=overlong)
     assert bench.texts() == texts
     assert (counts.cut, counts.dropped.total()) == (cut, 2 - len(texts))
 
 
-def test_a_long_prompt_may_be_an_error(bench: Bench) -> None:
-    file = bench.write("a.jsonl", {"prompt": "abc"}, {"prompt": "abcdef"}, {"prompt": 1})
-    (problem,) = bench.problems(file, max_prompt_length=3, overlong=OverlongPrompts.ERROR)
-    assert problem.startswith(f"{file}:2: a prompt must fit --seq-length=3, this one has 6 tokens")
-
-
-def test_strict_refuses_every_dropped_row(bench: Bench) -> None:
-    file = bench.write("a.jsonl", {"prompt": "a"}, {"prompt": 1}, b"{")
-    summary, *rows = bench.problems(file, strict=True)
-    assert summary == "--strict: no row may be dropped, 2 are; mend them"
-    assert [row.split(": ")[0] for row in rows] == [f"{file}:2", f"{file}:3"]
-
-
-def test_no_row_left_is_an_error_that_says_why(bench: Bench) -> None:
-    file = bench.write("a.jsonl", {"question": "a"}, {"question": "b"})
-    summary, row = bench.problems(file)
-    assert summary.startswith("a row must be left, of 2 rows none is (dropped: 2 no prompt); ")
-    assert "this one has question" in row
-    empty = bench.write("b.jsonl")
-    (problem,) = bench.problems(empty)
-    assert problem.startswith("a row must be left, of 0 rows none is (the files hold none); ")
+@pytest.mark.parametrize(
+    ("rows", "options", "problem", "places"),
+    [
+        (
+            [{"prompt": "a"}, {"prompt": 1}, b"{"],
+            {"strict": True},
+            "--strict: no row may be dropped, 2 are; ",
+            [2, 3],
+        ),
+        (
+            [{"question": "a"}, {"question": "b"}],
+            {},
+            "a row must be left, of 2 rows none is (dropped: 2 no prompt); ",
+            [1],
+        ),
+        ([], {}, "a row must be left, of 0 rows none is (the files hold none); ", []),
+        (
+            [{"prompt": "a", **{f"c{i}": i for i in range(257)}}],
+            {},
+            "rows must have at most 256 different columns, 'c256' is one more; ",
+            [],
+        ),
+    ],
+)
+def test_rows_that_make_no_data_set_are_named(
+    rows: list[Any], options: dict[str, Any], problem: str, places: list[int], bench: Bench
+) -> None:
+    file = bench.write("a.jsonl", *rows)
+    summary, *found = bench.problems(file, **options)
+    assert summary.startswith(problem)
+    assert [line.split(": ")[0] for line in found] == [f"{file}:{place}" for place in places]
 
 
 def test_a_column_that_no_row_has_is_named_but_not_that_of_the_response(bench: Bench) -> None:
@@ -232,12 +182,11 @@ def test_an_input_that_cannot_be_read_is_named(
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_huge_prompt_is_a_row_like_others(bench: Bench, workers: int) -> None:
+def test_a_huge_prompt_is_read_and_later_samples_are_not(bench: Bench, workers: int) -> None:
     text = "数 x" * 100_000
-    file = bench.write("a.jsonl", {"prompt": "a"}, {"prompt": text}, {"prompt": "b"})
-    bench.run(file, workers=workers)
-    reader = IndexedReader(data_path(bench.prefix, "input_ids"))
-    assert [len(reader[i]) for i in range(3)] == [1, 500_000, 1]
+    file = bench.write("a.jsonl", *({"prompt": prompt} for prompt in ("a", text, "b", "c")))
+    assert bench.run(file, workers=workers, max_samples=3).rows_read == 3
+    assert [len(ids) for ids in bench.sequences("input_ids")] == [1, 500_000, 1]
 
 
 def test_the_output_does_not_depend_on_the_number_of_processes(
@@ -254,34 +203,15 @@ def test_the_output_does_not_depend_on_the_number_of_processes(
     assert len(bench.texts()) == 139  # 200 less 16 empty ones and 3 x 15 of 10, 11 and 12
 
 
-def test_only_the_first_rows_are_read(bench: Bench) -> None:
-    file = bench.write("a.jsonl", {"prompt": "a"}, {"prompt": 1}, {"prompt": "c"})
-    counts = bench.run(file, max_samples=2)
-    assert (counts.rows_read, bench.texts()) == (2, ["a"])
-
-
 def test_column_names_are_made_safe_and_stay_apart(bench: Bench) -> None:
     names = ["答案", "a/b", "a b", "A_B", "input_ids", "x" * 300, "_packed_"]
     file = bench.write("a.jsonl", {"prompt": "a", **dict.fromkeys(names, 1)})
     bench.run(file)
     files = {c.name: c.file for c in bench.sidecar().columns if c.encoding == "json"}
     assert list(files) == names
-    assert list(files.values()) == [
-        "__",
-        "a_b",
-        "a_b_2",
-        "A_B_3",
-        "input_ids_2",
-        "x" * 80,
-        "_pack_",
-    ]
+    expected = ["__", "a_b", "a_b_2", "A_B_3", "input_ids_2", "x" * 80, "_pack_"]
+    assert list(files.values()) == expected
     assert all(bench.column(file) == [1] for file in files.values())
-
-
-def test_too_many_columns_are_an_error(bench: Bench) -> None:
-    file = bench.write("a.jsonl", {"prompt": "a", **{f"c{i}": i for i in range(257)}})
-    (problem,) = bench.problems(file)
-    assert problem.startswith("rows must have at most 256 different columns, 'c256' is one more; ")
 
 
 def test_an_older_data_set_is_replaced_whole_or_not_touched(bench: Bench) -> None:
@@ -314,11 +244,11 @@ def test_a_failure_leaves_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch)
     assert list(bench.prefix.parent.iterdir()) == []
 
 
-@pytest.mark.parametrize("kill_at", range(11))
+@pytest.mark.parametrize("kill_at", range(1, 13))
 def test_a_kill_while_the_files_are_moved_loses_neither_data_set(
     kill_at: int, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replacing has 5 removals (sidecar, 2 pairs), 7 moves with the list's own, 1 last removal."""
+    """Count 2 replaced files (sidecar, list of moves), 5 removals and 5 moves, 1 last removal."""
     bench.run(bench.write("a.jsonl", {"prompt": "old"}))
     new = bench.write("b.jsonl", {"prompt": "new"})
 
@@ -338,13 +268,14 @@ def test_a_kill_while_the_files_are_moved_loses_neither_data_set(
         return act
 
     with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", counted(os.replace))
         patched.setattr(Path, "rename", counted(Path.rename))
         patched.setattr(Path, "unlink", counted(Path.unlink))
         # The lock goes with the process, the folder stays.
         patched.setattr(prompt_set_writer.shutil, "rmtree", lambda *_, **__: None)
         with pytest.raises(Killed):
             bench.run(new, overwrite=True)
-    if kill_at == 0:  # the list of moves is not there yet
+    if kill_at == 1:  # the list of moves is not there yet
         assert bench.texts() == ["old"]
         return
     with pytest.raises(UserError, match="exists; take another prefix"):
@@ -360,13 +291,9 @@ def test_a_second_writer_of_a_prefix_is_refused(bench: Bench) -> None:
     assert "must have one writer, another process is writing it" in problem
 
 
-def test_a_prefix_must_end_in_a_name(bench: Bench) -> None:
+def test_a_prefix_must_be_a_name_in_a_folder(bench: Bench) -> None:
     file = bench.write("a.jsonl", {"prompt": "a"})
     (problem,) = bench.problems(file, output_prefix=f"{bench.folder}/")
     assert problem.endswith("must end in a name, not in a folder; add a name")
-
-
-def test_a_file_in_place_of_the_output_folder_is_an_error(bench: Bench) -> None:
-    file = bench.write("a.jsonl", {"prompt": "a"})
     (problem,) = bench.problems(file, output_prefix=f"{file}/set")
     assert "cannot be written: " in problem
