@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from mindspeed_rlxf.files.plain import MAX_JSON, parse_json
-from mindspeed_rlxf.files.safe import locate_inside, open_inside, replace_file
+from mindspeed_rlxf.files.safe import locate_inside, open_inside, read_inside, replace_file
 from mindspeed_rlxf.weights.boxes import BoxedTensor, BoxedWeights, whole
 from mindspeed_rlxf.weights.formats import INDEX, SINGLE
 from mindspeed_rlxf.weights.reader import WeightReader
