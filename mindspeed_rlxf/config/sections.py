@@ -43,6 +43,8 @@ CONSOLE_METRICS = (
     "timing/all",
 )
 
+CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
+
 
 class PluginConfig(Section):
     """A Python file that adds parts by name. In the YAML its path alone will do."""
@@ -148,19 +150,12 @@ class TrainingConfig(Section):
     @field_validator("max_wall_time", mode="before")
     @classmethod
     def _as_schedulers_write_it(cls, value: Any) -> Any:
-        return _seconds(value)
-
-
-_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
-
-
-def _seconds(value: Any) -> Any:
-    """`1-02:00:00`, as schedulers write times, in seconds; anything else unchanged."""
-    found = _CLOCK.fullmatch(value.strip()) if isinstance(value, str) else None
-    if found is None:
-        return value
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+        """Turn `1-02:00:00`, as schedulers write times, into seconds."""
+        found = CLOCK.fullmatch(value.strip()) if isinstance(value, str) else None
+        if found is None:
+            return value
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 class KlControlConfig(Section):

@@ -22,7 +22,7 @@ from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_a
 
 def check(config: RunConfig) -> list[Problem]:
     """Find every broken rule across sections. Nothing here looks at the host."""
-    problems = [*_pools(config), *_lengths(config), *_validation(config)]
+    problems = [*_pools(config), *_lengths_and_validation(config)]
     problems += [*check_stage(config), *check_split(config)]
     for role in config.roles:
         if config.role(role).architecture is not None:  # the reward may be a rule
@@ -124,8 +124,9 @@ def _experts(config: RunConfig, role: Role, dp: int | None) -> Iterator[Problem]
         yield Problem(key, f"must divide the data-parallel size {dp}", ep, remedy)
 
 
-def _lengths(config: RunConfig) -> Iterator[Problem]:
+def _lengths_and_validation(config: RunConfig) -> Iterator[Problem]:
     actor, total = config.actor_rollout, config.training.seq_length
+    data, interval = config.data, config.validation.interval
     if actor.max_prompt_length + actor.max_new_tokens > total:
         prompt, new = ref("actor_rollout.max_prompt_length"), ref("actor_rollout.max_new_tokens")
         yield Problem(
@@ -134,10 +135,6 @@ def _lengths(config: RunConfig) -> Iterator[Problem]:
             total,
             f"use {actor.max_prompt_length + actor.max_new_tokens} or more",
         )
-
-
-def _validation(config: RunConfig) -> Iterator[Problem]:
-    data, interval = config.data, config.validation.interval
     if interval and not data.val_files and not data.val_data_path:
         yield Problem(
             "validation.interval",
