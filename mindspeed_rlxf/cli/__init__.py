@@ -12,7 +12,7 @@ COMMANDS = ("train", "preprocess", "convert", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the named command with the rest of the line; 2 for a command that is not there."""
+    """Run the named command with the rest of the line; return 2 for an unknown command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
     if name in COMMANDS:
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: list[str]) -> int:
-    """Imported only now: the process that supervises a run needs none of them."""
+    # Imported here, as the process that supervises a run needs none of the commands.
     from mindspeed_rlxf.cli import convert, doctor, preprocess, train
 
     commands = {"train": train, "preprocess": preprocess, "convert": convert, "doctor": doctor}

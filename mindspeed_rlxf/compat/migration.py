@@ -111,12 +111,9 @@ def _listed(values: Sequence[Any]) -> str:
 
 def _table(head: str, rows: Any) -> str:
     columns = head.split(" | ")
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(_escape(cell) for cell in line)} |" for line in lines)
-
-
-def _escape(cell: str) -> str:
-    return cell.replace("|", "\\|")
+    cells = ([cell.replace("|", "\\|") for cell in row] for row in rows)
+    lines = [columns, ["---"] * len(columns), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -44,6 +44,13 @@ MOST = {
 }
 """The largest value of each size in a config.json."""
 
+RESOLVED = {
+    "num_query_groups": "kv_heads",
+    "kv_channels": "head_dim",
+    "moe_ffn_hidden_size": "mlp_hidden_size",
+}
+"""Fields that may be null -> the property with the number that null stands for."""
+
 OF_MODEL = "the folder of a Hugging Face model"
 OF_WEIGHTS = f"{OF_MODEL}, or of Megatron's weights and a config.json"
 
@@ -192,21 +199,11 @@ def disagreements(
     if found := unsupported(config):
         return found
     for name, theirs in hf_architecture(config).items():
-        ours = _resolved(architecture, name)
+        ours = getattr(architecture, RESOLVED.get(name, name))
+        ours = getattr(ours, "value", ours)
         may_differ = scored and name == "untie_embeddings_and_output_weights"
         if name == "max_position_embeddings" and theirs is not None:
             may_differ = ours <= theirs
         if ours != theirs and not may_differ:
             found.append(f"{name}: {ours}, {theirs}")
     return found
-
-
-def _resolved(architecture: ArchitectureConfig, name: str) -> Any:
-    """A field as a number or text, with the value that null stands for."""
-    names = {
-        "num_query_groups": "kv_heads",
-        "kv_channels": "head_dim",
-        "moe_ffn_hidden_size": "mlp_hidden_size",
-    }
-    value = getattr(architecture, names.get(name, name))
-    return getattr(value, "value", value)
