@@ -17,7 +17,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = arguments[0] if arguments else "--help"
     if name in COMMANDS:
         code = supervise() if name == "train" and argv is None else None
-        return _run(name, arguments[1:]) if code is None else code
+        if code is not None:
+            return code
+        # Imported here, as the process that supervises a run needs none of the commands.
+        from mindspeed_rlxf.cli import convert, doctor, preprocess, train
+
+        commands = {"train": train, "preprocess": preprocess, "convert": convert, "doctor": doctor}
+        return commands[name].main(arguments[1:])
     speak_utf8()
     usage = f"usage: mindspeed-rlxf {{{','.join(COMMANDS)}}} ..."
     if name in ("-h", "--help"):
@@ -25,11 +31,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print(f"error: {name}: no such command; {usage}", file=sys.stderr)
     return 2
-
-
-def _run(name: str, arguments: list[str]) -> int:
-    # Imported here, as the process that supervises a run needs none of the commands.
-    from mindspeed_rlxf.cli import convert, doctor, preprocess, train
-
-    commands = {"train": train, "preprocess": preprocess, "convert": convert, "doctor": doctor}
-    return commands[name].main(arguments)

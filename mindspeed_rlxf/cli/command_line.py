@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeAlias
 
-from tqdm import tqdm
-
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.files.printable import RawStream, protect
@@ -74,6 +72,8 @@ def progress_bar(print_line: Callable[..., None], **options: Any) -> Iterator[Ca
     if not sys.stderr.isatty():
         yield print_line
         return
+    from tqdm import tqdm  # the process that supervises a run imports this module too
+
     with tqdm(unit_scale=True, file=RawStream(sys.stderr), **options) as bar:
 
         def move(done: int, total: int | None = None) -> None:

@@ -22,7 +22,7 @@ from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS, fields
 from mindspeed_rlxf.config.roles import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.sections import KlControlConfig, PoolSettings, TrainingConfig
-from mindspeed_rlxf.config.suggest import written
+from mindspeed_rlxf.config.suggest import format_value
 
 MARK = "<!-- Everything below is made by: python -m mindspeed_rlxf.compat.migration -->"
 
@@ -105,7 +105,7 @@ def _no_op(entry: NoOp) -> list[str]:
 
 def _listed(values: Sequence[Any]) -> str:
     """Values as the YAML spells them, in code quotes."""
-    texts = (value if isinstance(value, str) else written(value) for value in values)
+    texts = (value if isinstance(value, str) else format_value(value) for value in values)
     return ", ".join(f"`{text}`" for text in texts).replace("`()`", "`[]`")
 
 

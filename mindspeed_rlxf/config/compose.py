@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mindspeed_rlxf.config.errors import ConfigError, Problem
-from mindspeed_rlxf.config.quoting import quoted
+from mindspeed_rlxf.config.quoting import quote
 from mindspeed_rlxf.config.secret_words import withhold_interpolated
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.files.bounded import OutOfBoundsError, run_bounded
@@ -110,10 +110,12 @@ def _explain(error: Exception, config_name: str, directories: Sequence[Path]) ->
             colon=True,
         )
     if isinstance(error, OverrideParseException):
-        remedy = "write key=value, and quotes around a value with unusual signs, as in "
-        remedy += "key='\"a(b)\"'"
         return Problem(
-            error.override.removeprefix("++"), "cannot be read", remedy=remedy, colon=True
+            error.override.removeprefix("++"),
+            "cannot be read",
+            remedy="write key=value, and quotes around a value with unusual signs, as in "
+            "key='\"a(b)\"'",
+            colon=True,
         )
     if isinstance(error, RecursionError):
         return Problem(name, "must not nest so deep", remedy="flatten it")
@@ -180,7 +182,7 @@ def _add_if_new(override: str, directories: Sequence[Path]) -> str:
     if override.startswith(("+", "~")) or "=" not in override or is_group:
         return override
     if not value.isascii() and value[0] not in "[{'\"":  # hydra's grammar is ASCII outside quotes
-        value = quoted(value)
+        value = quote(value)
     return f"++{name}={value}"
 
 

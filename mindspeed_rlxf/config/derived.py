@@ -52,7 +52,7 @@ def has_critic(stage: object, section: object) -> bool:
     return stage is None or bool(section)
 
 
-def stage_defaults(draft: Draft) -> None:
+def set_stage_defaults(draft: Draft) -> None:
     """Set keys that the YAML leaves out to what the stage and the estimator call for."""
     stage, algorithm = draft.payload["training"].get("stage"), draft.payload["algorithm"]
     actor = draft.payload[Role.ACTOR_ROLLOUT.value]

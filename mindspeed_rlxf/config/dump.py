@@ -34,7 +34,7 @@ def to_yaml(config: RunConfig) -> str:
 def _role_tree(
     role: RoleConfig, values: dict[str, Any], models: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """The section of a role. Adds its architecture to `models`; keys that differ there stay here."""
+    """The section of a role. Adds its architecture to `models`; keys that differ stay here."""
     architecture, optimizer = values.pop("architecture"), values.pop("optimizer", {})
     if isinstance(role, RewardConfig) and architecture is None:
         return {key: values[key] for key in RULE_KEYS}

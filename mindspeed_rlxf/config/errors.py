@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 
-from mindspeed_rlxf.config.suggest import written
+from mindspeed_rlxf.config.suggest import format_value
 from mindspeed_rlxf.files.printable import printable
 
 MAX_LINE = 8000  # characters of a line for people, whatever value it quotes
@@ -44,23 +44,23 @@ class Problem:
         named = [part for part in (self.key, *self.reads) if part]
         return (*named, *self.rule.split(REF)[1::2])
 
-    def judges(self, paths: Collection[str]) -> bool:
+    def depends_on(self, paths: Collection[str]) -> bool:
         """Whether the rule depends on one of these keys, or on a key in one of these sections."""
         return any(key == path or key.startswith(f"{path}.") for key in self.keys for path in paths)
 
-    def spelled(self, spell: Callable[[str], str]) -> Problem:
+    def rename_keys(self, spell: Callable[[str], str]) -> Problem:
         """The same problem with every key as `spell` writes it."""
         return replace(
             self,
             key=spell(self.key),
-            rule=_spelled(self.rule, spell),
-            remedy=_spelled(self.remedy, spell),
+            rule=_rename(self.rule, spell),
+            remedy=_rename(self.remedy, spell),
             reads=tuple(map(spell, self.reads)),
         )
 
     def __str__(self) -> str:
         value = getattr(self.value, "value", self.value)
-        shown = str(value) if isinstance(value, (str, PathLike)) else written(value)
+        shown = str(value) if isinstance(value, (str, PathLike)) else format_value(value)
         head = self.key if self.value is None else f"{self.key}={shown}"
         head += (":" if self.colon else "") + (" " if head else "")
         text = f"{head}{self.rule}; {self.remedy}" if self.remedy else f"{head}{self.rule}"
@@ -68,7 +68,7 @@ class Problem:
         return printable(line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 3]}...")
 
 
-def _spelled(text: str, spell: Callable[[str], str]) -> str:
+def _rename(text: str, spell: Callable[[str], str]) -> str:
     parts = text.split(REF)
     return "".join(ref(spell(part)) if place % 2 else part for place, part in enumerate(parts))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """Quote a text so that hydra reads it unchanged in `key=value`.
 
     For hydra a backslash is an escape only before a quote, and the closing quote is one.

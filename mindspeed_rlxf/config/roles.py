@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.enums import (
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.fields import Integers, Section, Word, key
 from mindspeed_rlxf.config.rules.tensor_parallel import find_uneven
-from mindspeed_rlxf.config.suggest import around, divisors, use
+from mindspeed_rlxf.config.suggest import divisors, neighbours, use
 
 PIPELINE, CHUNK = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 
@@ -112,7 +112,7 @@ class RoleConfig(Section):
                 PIPELINE,
                 f"must divide the {layers} layers of {self.model}",
                 pp,
-                use(around(pp, divisors(layers))),
+                use(neighbours(pp, divisors(layers))),
                 reads=reads,
             )
         elif per_chunk is not None and pp == 1:
@@ -127,7 +127,7 @@ class RoleConfig(Section):
                 CHUNK,
                 f"must divide the {layers // pp} layers of a pipeline stage of {self.model}",
                 per_chunk,
-                use(around(per_chunk, divisors(layers // pp))),
+                use(neighbours(per_chunk, divisors(layers // pp))),
                 reads=(*reads, PIPELINE),
             )
 

@@ -22,7 +22,7 @@ def closest(word: str, words: Iterable[str]) -> str | None:
     return next(iter(matches + longer), None)
 
 
-def around(value: int, good: Iterable[int]) -> list[int]:
+def neighbours(value: int, good: Iterable[int]) -> list[int]:
     """The good numbers next below and next above `value`; either may be absent."""
     below = [number for number in good if 0 < number < value]
     above = [number for number in good if number > value]
@@ -48,7 +48,7 @@ def use(numbers: Iterable[int]) -> str:
     return "use " + " or ".join(map(str, numbers))
 
 
-def written(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as it stands in the YAML: null and true rather than None and True."""
     if value is None:
         return "null"
@@ -61,5 +61,5 @@ def written(value: Any) -> str:
 
 def shown(value: Any) -> str:
     """A value of any size for an error message, cut short."""
-    text = written(value)
+    text = format_value(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

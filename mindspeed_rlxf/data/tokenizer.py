@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.hf_config import absurd_fields
+from mindspeed_rlxf.config.hf_config import find_bad_fields
 from mindspeed_rlxf.files.plain import folder_problem, parse_json, read_json
 from mindspeed_rlxf.files.safe import is_plain_path, leading_out, leaves, read_inside
 
@@ -146,7 +146,7 @@ def _size_problem(config: Path) -> str | None:
         found = read_json(config)
     except (OSError, ValueError) as error:
         return f"config.json is not valid JSON ({_first_line(error)})"
-    return next(absurd_fields(found), None) if isinstance(found, dict) else None
+    return next(find_bad_fields(found), None) if isinstance(found, dict) else None
 
 
 def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mindspeed_rlxf.config.quoting import quoted
+from mindspeed_rlxf.config.quoting import quote
 from mindspeed_rlxf.files.plain import open_plain, parse_json, read_pointer
 from mindspeed_rlxf.files.printable import protect
 from mindspeed_rlxf.ops.restarts import Failure, Restarts, smaller_pools
@@ -134,7 +134,7 @@ class Supervisor:
         """Of the command when it is given again: the same directory, whatever characters are in
         its name, gone on from whatever was asked for; nodes in place of lost ones."""
         changes = ["training.new_run=false", "training.resume=auto"]
-        changes.append(f"training.output_dir={quoted(self._facts['directory'])}")
+        changes.append(f"training.output_dir={quote(self._facts['directory'])}")
         if self._facts.get("joined"):
             wait_s = self._facts["node_wait_s"]
             changes += [f"++resource_pool.wait_s={wait_s}", "++resource_pool.bad_nodes=leave_out"]

@@ -29,7 +29,7 @@ from mindspeed_rlxf.config.enums import (
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.rules.host import joined_address
 from mindspeed_rlxf.config.schema import OptimizerConfig, RunConfig
-from mindspeed_rlxf.config.suggest import written
+from mindspeed_rlxf.config.suggest import format_value
 
 YAML_NAMES = {"pool_settings": "resource_pool"}
 FROM_FOLDER = "model.auto."
@@ -397,7 +397,7 @@ def find_idle_keys(
         value, default = _value_and_default(config, section, key)
         if idle and value != default:
             plain = list(value) if isinstance(value, tuple) else getattr(value, "value", value)
-            yield f"no effect {reason}", f"{path}={written(plain)}"
+            yield f"no effect {reason}", f"{path}={format_value(plain)}"
 
 
 def _noted_keys(config: RunConfig) -> dict[tuple[str, str], str]:

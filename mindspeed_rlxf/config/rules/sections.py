@@ -10,14 +10,14 @@ from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.rules.batch import (
     TITLES,
     check_batches,
-    loss_by_micro_batch,
-    token_budget,
+    check_loss_normalizer,
+    check_token_budget,
 )
 from mindspeed_rlxf.config.rules.split import ROLLOUT_TP, TRAIN, check_split
 from mindspeed_rlxf.config.rules.stages import check_stage
 from mindspeed_rlxf.config.rules.tensor_parallel import find_uneven
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_around, use
+from mindspeed_rlxf.config.suggest import closest, divisors, multiples_around, neighbours, use
 
 
 def check(config: RunConfig) -> list[Problem]:
@@ -28,7 +28,7 @@ def check(config: RunConfig) -> list[Problem]:
         if config.role(role).architecture is not None:  # the reward may be a rule
             problems += _model(config, role)
         problems += _parallel(config, role)
-    problems += loss_by_micro_batch(config)
+    problems += check_loss_normalizer(config)
     # Without whole replicas of every role there is no data-parallel size to check batches by.
     if not any(_pools(config)) and not any(_replicas(config, role) for role in config.roles):
         problems += check_batches(config)
@@ -94,7 +94,7 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
     if role is Role.ACTOR_ROLLOUT and config.rollout_tp != tp:
         a = section.architecture
         yield from find_uneven(ROLLOUT_TP, config.rollout_tp, a, section.model, f"{role.value}.")
-    yield from token_budget(config, role)
+    yield from check_token_budget(config, role)
     if not known or misplaced or config.pool_settings.tensor_parallel_spans_nodes:
         return
     for processes in (count for count in config.processes_of(role) if count % tp):
@@ -116,7 +116,7 @@ def _experts(config: RunConfig, role: Role, dp: int | None) -> Iterator[Problem]
     if experts is None:
         return
     key = f"{role.value}.expert_model_parallel_size"
-    remedy = use(around(ep, divisors(gcd(experts, dp or experts))))
+    remedy = use(neighbours(ep, divisors(gcd(experts, dp or experts))))
     if experts % ep:
         number = ref(f"model.{section.model}.num_experts")
         yield Problem(key, f"must divide {number}={experts}", ep, remedy)

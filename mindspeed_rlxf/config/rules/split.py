@@ -8,7 +8,7 @@ from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.layout import part_of
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.suggest import around, divisors, multiples_around, use
+from mindspeed_rlxf.config.suggest import divisors, multiples_around, neighbours, use
 
 TRAIN, INFER = "actor_rollout.num_gpus_for_train", "actor_rollout.num_gpus_for_infer"
 ROLLOUT_TP = "rollout.tensor_model_parallel_size"
@@ -69,7 +69,10 @@ def _replicas(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
         )
     elif infer % tp:
         yield Problem(
-            ROLLOUT_TP, f"must divide {ref(INFER)}={infer}", tp, use(around(tp, divisors(infer)))
+            ROLLOUT_TP,
+            f"must divide {ref(INFER)}={infer}",
+            tp,
+            use(neighbours(tp, divisors(infer))),
         )
     else:
         for processes in part_of(config.resource_pool.get(pool, []), train, infer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_around, use
+from mindspeed_rlxf.config.suggest import closest, divisors, multiples_around, neighbours, use
 
 
 def test_divisors_are_all_and_in_order() -> None:
@@ -13,8 +13,8 @@ def test_divisors_are_all_and_in_order() -> None:
 
 
 def test_neighbours_leave_out_what_is_not_positive() -> None:
-    assert around(5, [1, 4, 6, 12]) == [4, 6]
-    assert around(1, [1, 2]) == [2]
+    assert neighbours(5, [1, 4, 6, 12]) == [4, 6]
+    assert neighbours(1, [1, 2]) == [2]
     assert multiples_around(100, 8) == [96, 104]
     assert multiples_around(3, 8) == [8]
     assert use([96, 104]) == "use 96 or 104"
