@@ -1,4 +1,4 @@
-"""Commands: parse, compose, call; no logic. `mindspeed-rlxf <command> ...` enters here."""
+"""Entry point of `mindspeed-rlxf <command> ...`. Commands parse, compose and call."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Option: TypeAlias = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def option(*names: str, **settings: Any) -> Option:
-    """The arguments of `ArgumentParser.add_argument`."""
+    """Describe an option by the arguments of `ArgumentParser.add_argument`."""
     return names, settings
 
 

@@ -1,4 +1,4 @@
-"""`convert`: weights between Hugging Face folders and Megatron layouts.
+"""`convert`: convert weights between Hugging Face folders and Megatron layouts.
 
 Two spellings: `convert SOURCE TARGET --to mg`, and that of MindSpeed-LLM's convert_ckpt.py.
 
@@ -255,7 +255,7 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
 
 
 def _check_source(arguments: argparse.Namespace, source: Path, place: Path, is_hf: bool) -> None:
-    """Raise UserError where the source is no folder of weights as the flags say.
+    """Check that the source is a folder of weights of the given kind. Errors: UserError.
 
     place: where in the source the weights lie
     """

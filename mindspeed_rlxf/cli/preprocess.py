@@ -1,4 +1,4 @@
-"""`preprocess`: files of rows become an indexed data set.
+"""`preprocess`: turn files of rows into an indexed data set.
 
 Exit codes: 0 = written; 2 = the user's mistake, one `error:` line per problem; 75 = interrupted;
 1 = a process was lost. Unless it is 0, no data set is left.

@@ -32,7 +32,7 @@ REWARD_POOL = "its pool; absent with reward.kind=rule = that of the actor, or of
 
 
 def tables() -> str:
-    """Markdown: every key that works, is moved, has no effect, or is refused."""
+    """Return Markdown tables of keys that work, are moved, have no effect, or are refused."""
     parts = [
         "## Keys that work",
         *(f"### `{title}`\n\n{_section(names)}" for title, names in _sections().items()),

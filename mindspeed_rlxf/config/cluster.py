@@ -56,7 +56,7 @@ def choose_cluster(address: str | None) -> Cluster:
 
 
 def find_local_cluster() -> str | None:
-    """The address that the last `ray start` on this host noted, if it is this user's and answers.
+    """Return the address that the last `ray start` noted, if it is this user's and answers.
 
     Other users may write in the folder of the note, so the kernel is asked whose process listens.
     """
@@ -98,7 +98,7 @@ def connect_once(address: str, timeout_s: float = KNOCK_S) -> None:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of `host:port`; ValueError for anything else."""
+    """Split `host:port`. Errors: ValueError for anything else."""
     found = ADDRESS.fullmatch(address)
     if found is None or not 0 < int(found["port"]) < 65536:
         raise ValueError("it is not host:port")
@@ -112,7 +112,7 @@ def is_here(host: str) -> bool:
 
 
 def find_owners(address: str) -> frozenset[int]:
-    """User ids of this host's sockets that listen at the port of this host or of all hosts."""
+    """User ids of this host's sockets that listen at `host:port` or at the port of any address."""
     host, port = host_and_port(address)
     wanted = _addresses(host)
     return frozenset(

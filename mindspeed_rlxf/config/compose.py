@@ -1,4 +1,4 @@
-"""From a config name and command-line overrides to one plain tree. Nothing is written to disk.
+"""Compose a config name and command-line overrides into one plain tree. Writes nothing to disk.
 
 Hydra composes; its `compose` API is used rather than `@hydra.main`, which makes folders and moves
 into them. A plain `key=value` also works for keys that the YAML does not mention.
@@ -48,13 +48,13 @@ _REFUSED = (
 
 
 def builtin_config_dir() -> Path:
-    """`configs/rlxf` of the clone, or the copy that was installed with the package."""
+    """The folder `configs/rlxf` of the clone, or its copy in the installed package."""
     clone = PACKAGE.parent / "configs" / "rlxf"
     return clone if clone.is_dir() else PACKAGE / "configs" / "rlxf"
 
 
 def config_names(directories: Sequence[Path], group: str = "") -> list[str]:
-    """Names that can be given without `.yaml`, over all directories."""
+    """List the names of configs in all directories, without `.yaml`."""
     files = [path for directory in directories for path in (directory / group).glob("*.yaml")]
     return sorted({path.stem for path in files})
 
@@ -62,10 +62,10 @@ def config_names(directories: Sequence[Path], group: str = "") -> list[str]:
 def compose(
     config_name: str, overrides: Sequence[str] = (), config_dir: str | Path | None = None
 ) -> dict[str, Any]:
-    """The tree of `config_name` with `overrides` applied and interpolations resolved.
+    """Return the tree of `config_name` with `overrides` applied and interpolations resolved.
 
     config_dir: searched before the built-in directory, whose model files stay in reach.
-    Raises ConfigError for a name that is not there, bad YAML and overrides that make no sense.
+    Errors: ConfigError for an unknown name, bad YAML and overrides that cannot be applied.
     """
     directories = _directories(config_dir)
     _check_name(config_name, directories)
@@ -176,7 +176,7 @@ def _check_name(config_name: str, directories: Sequence[Path]) -> None:
 
 
 def _add_if_new(override: str, directories: Sequence[Path]) -> str:
-    """`key=value` becomes `++key=value`, unless hydra's own sign or a config group leads it."""
+    """Turn `key=value` into `++key=value`, unless it has a hydra sign or names a config group."""
     name, _, value = override.partition("=")
     is_group = any((directory / name).is_dir() for directory in directories) if name else False
     if override.startswith(("+", "~")) or "=" not in override or is_group:
@@ -187,7 +187,7 @@ def _add_if_new(override: str, directories: Sequence[Path]) -> str:
 
 
 class PlainFileSource(FileConfigSource):
-    """Hydra's source of files, which checks them first."""
+    """Hydra's source of files, with a check of every file before it is parsed."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         name = self._normalize_file_name(config_path)

@@ -31,7 +31,7 @@ class Draft:
     notes: dict[str, list[str]] = field(default_factory=dict)  # what it means -> of which keys
 
     def reject(self, problem: Problem, path: str = "") -> None:
-        """path: what is broken, where it is not the problem's key"""
+        """Add a problem and mark its key as broken. path: the broken key, if it is another"""
         self.problems.append(problem)
         self.broken.add(path or problem.key)
 
@@ -78,10 +78,14 @@ class Draft:
 
 
 class Dialect(Protocol):
-    """Words of another toolkit, translated before the values are typed; see `compat`."""
+    """Translates the YAML of another toolkit before the values are typed; see `compat`."""
 
     def translate(self, draft: Draft, sections: Tree, nested: bool) -> None:
-        """sections: underscored, roles at the top. nested: the tree has `actor_rollout_ref`."""
+        """Change the sections in place.
+
+        sections: keys with underscores, roles at the top level
+        nested:   the tree has `actor_rollout_ref`
+        """
 
     def tokenizer_vocabulary(
         self, draft: Draft, sections: Tree, model: str, architecture: Tree

@@ -14,7 +14,7 @@ from mindspeed_rlxf.config.schema import RewardConfig, RoleConfig, RunConfig
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
-    """Plain values by YAML key: architectures once per model, optimizers flat in their role."""
+    """Return plain values by YAML key: architectures per model, optimizers flat in their role."""
     values = config.model_dump(mode="json", exclude={"name"})
     models: dict[str, dict[str, Any]] = {}
     if config.critic is None:

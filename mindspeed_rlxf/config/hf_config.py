@@ -103,7 +103,7 @@ def find_bad_fields(config: dict[str, Any]) -> Iterator[str]:
 
 
 def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of ArchitectureConfig that config.json determines; None for those it leaves out.
+    """Return the fields of ArchitectureConfig in config.json; None for those it leaves out.
 
     Errors: ValueError when a field is of another type than transformers writes.
     """
@@ -150,7 +150,7 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expert_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 calls the number of experts `num_local_experts` in both families."""
+    """Fields of experts. transformers 5 writes `num_local_experts` for both families."""
     family = config.get("model_type")
     if family not in ("qwen3_moe", "mixtral"):
         return {"num_experts": None}

@@ -1,4 +1,4 @@
-"""From the composed YAML tree to one plain dict per typed section, with the layers laid over.
+"""Turn the composed YAML tree into one plain dict per typed section, and merge the layers.
 
 Per role the rightmost wins: `model.<name>` < `training` < the role's own section. The origin of
 each value is kept, so that an error names the line that the user wrote.

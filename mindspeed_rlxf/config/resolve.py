@@ -1,4 +1,4 @@
-"""From the composed YAML tree to the typed, checked configuration, or every problem at once."""
+"""Turn the composed YAML tree into the typed, checked configuration, or report all problems."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ STAND_INS: Mapping[str, Any] = {
 
 
 def resolve(tree: Mapping[str, Any], name: str, dialect: Dialect | None = None) -> RunConfig:
-    """The configuration that `tree` (see `compose`) describes.
+    """Return the typed, checked configuration of a composed tree (see `compose`).
 
-    name:    config name, which the run is called by unless `training.run_name` is given
-    dialect: words of another toolkit that the tree may use, as the commands accept them
-    Raises ConfigError with every problem found: unknown keys, types, limits, rules across
-    sections, and devices that this host does not have (of a dry run its command asks for these).
+    name:    config name, the default of `training.run_name`
+    dialect: translator of another toolkit's keys, which the commands accept
+    Errors: ConfigError with every problem: unknown keys, types, limits, rules across sections, and
+    devices that this host does not have (a dry run checks those after it has shown its plan).
     """
     return resolve_with_notes(tree, name, dialect)[0]
 

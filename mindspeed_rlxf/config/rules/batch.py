@@ -131,7 +131,7 @@ class _Share:
 
 
 def _shares(config: RunConfig) -> dict[_Share, Role]:
-    """The first role of each share."""
+    """Return each share with the first role that has it."""
     return {_Share.of(config, role): role for role in reversed(config.roles)}
 
 

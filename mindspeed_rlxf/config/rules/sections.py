@@ -1,4 +1,4 @@
-"""Rules across sections. Those between the keys of one section are `Section.broken_rules`."""
+"""Rules across sections. `Section.broken_rules` has the rules within one section."""
 
 from __future__ import annotations
 
