@@ -140,7 +140,7 @@ def test_each_field_that_differs_is_named_with_both_values(keys: dict[str, Any],
         assert find_disagreements(architecture(**keys), config, scored=False) == [line]
 
 
-def test_what_config_json_leaves_out_is_a_difference() -> None:
+def test_a_field_missing_in_config_json_is_a_difference() -> None:
     config = older(rope_scaling={"rope_type": "llama3"})
     del config["hidden_size"]
     assert find_disagreements(architecture(**LLAMA3_KEYS), config, scored=False) == [
@@ -183,7 +183,7 @@ def test_tying_does_not_matter_to_a_score_head() -> None:
         ),
     ],
 )
-def test_what_the_model_cannot_do_is_named(keys: dict[str, Any], line: str) -> None:
+def test_an_unsupported_field_of_config_json_is_named(keys: dict[str, Any], line: str) -> None:
     assert line in find_disagreements(architecture(), older(**keys), scored=False)
 
 

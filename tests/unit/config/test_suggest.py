@@ -12,7 +12,7 @@ def test_divisors_are_all_and_in_order() -> None:
     assert len(divisors(10**9)) == 100  # 2^9 * 5^9: no long wait for a mistyped batch size
 
 
-def test_neighbours_leave_out_what_is_not_positive() -> None:
+def test_neighbours_are_positive_numbers() -> None:
     assert neighbours(5, [1, 4, 6, 12]) == [4, 6]
     assert neighbours(1, [1, 2]) == [2]
     assert multiples_around(100, 8) == [96, 104]
@@ -20,7 +20,7 @@ def test_neighbours_leave_out_what_is_not_positive() -> None:
     assert use([96, 104]) == "use 96 or 104"
 
 
-def test_misspelt_and_shortened_words_find_theirs() -> None:
+def test_the_closest_word_of_a_misspelt_or_shortened_one_is_found() -> None:
     known = ["actor_rollout_ref", "actor_rollout", "critic", "ref"]
     assert closest("critc", known) == "critic"
     assert closest("actor", known) == "actor_rollout"
