@@ -1,4 +1,4 @@
-"""Commands: parse, compose, call; no logic. `mindspeed-rlxf <command> ...` enters here."""
+"""Entry point of `mindspeed-rlxf <command> ...`. Commands parse, compose and call."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ COMMANDS = ("train", "preprocess", "convert", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the named command with the rest of the line; 2 for a command that is not there."""
+    """Run the named command with the rest of the line; return 2 for an unknown command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
     if name in COMMANDS:
         code = supervise() if name == "train" and argv is None else None
-        return _run(name, arguments[1:]) if code is None else code
+        if code is not None:
+            return code
+        # Imported here, as the process that supervises a run needs none of the commands.
+        from mindspeed_rlxf.cli import convert, doctor, preprocess, train
+
+        commands = {"train": train, "preprocess": preprocess, "convert": convert, "doctor": doctor}
+        return commands[name].main(arguments[1:])
     speak_utf8()
     usage = f"usage: mindspeed-rlxf {{{','.join(COMMANDS)}}} ..."
     if name in ("-h", "--help"):
@@ -25,11 +31,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print(f"error: {name}: no such command; {usage}", file=sys.stderr)
     return 2
-
-
-def _run(name: str, arguments: list[str]) -> int:
-    """Imported only now: the process that supervises a run needs none of them."""
-    from mindspeed_rlxf.cli import convert, doctor, preprocess, train
-
-    commands = {"train": train, "preprocess": preprocess, "convert": convert, "doctor": doctor}
-    return commands[name].main(arguments)

@@ -16,7 +16,7 @@ Option: TypeAlias = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def option(*names: str, **settings: Any) -> Option:
-    """The arguments of `ArgumentParser.add_argument`."""
+    """Describe an option by the arguments of `ArgumentParser.add_argument`."""
     return names, settings
 
 
@@ -72,7 +72,7 @@ def progress_bar(print_line: Callable[..., None], **options: Any) -> Iterator[Ca
     if not sys.stderr.isatty():
         yield print_line
         return
-    from tqdm import tqdm  # the supervising process imports the standard library only
+    from tqdm import tqdm  # the process that supervises a run imports this module too
 
     with tqdm(unit_scale=True, file=RawStream(sys.stderr), **options) as bar:
 

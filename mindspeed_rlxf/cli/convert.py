@@ -1,4 +1,4 @@
-"""`convert`: weights between Hugging Face folders and Megatron layouts.
+"""`convert`: convert weights between Hugging Face folders and Megatron layouts.
 
 Two spellings: `convert SOURCE TARGET --to mg`, and that of MindSpeed-LLM's convert_ckpt.py.
 
@@ -35,11 +35,12 @@ from mindspeed_rlxf.compat.older_flags import (
 )
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.schema import SAVED_AS, ArchitectureConfig
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.files.plain_yaml import read_yaml
+from mindspeed_rlxf.weights.formats import Format, find_weights
 
 if TYPE_CHECKING:
-    from mindspeed_rlxf.config.schema import ArchitectureConfig
     from mindspeed_rlxf.weights.convert import Conversion
     from mindspeed_rlxf.weights.layout import MegatronLayout
 
@@ -170,7 +171,6 @@ def plan(arguments: argparse.Namespace) -> Conversion:
         open_source,
         read_architecture,
     )
-    from mindspeed_rlxf.weights.formats import Format
 
     source, target, config = _folders(arguments)
     to = Format.HF if arguments.to == "hf" else Format(arguments.format or "torch")
@@ -197,8 +197,6 @@ def plan(arguments: argparse.Namespace) -> Conversion:
 
 def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
     """Return the source, the target, and the folder of config.json."""
-    from mindspeed_rlxf.weights.formats import Format, find_weights
-
     problems = _choice_problems(arguments)
     for role, flag in (("source", "load_dir"), ("target", "save_dir")):
         if (getattr(arguments, role) is None) == (getattr(arguments, flag) is None):
@@ -237,8 +235,13 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
                 )
             )
     if config == source and not is_hf and not (source / "config.json").exists():
-        rule, remedy = "has no config.json that describes the model", _original_of(source)
-        raise UserError(Problem(f"{source}", rule, remedy=f"give {remedy}"))
+        raise UserError(
+            Problem(
+                f"{source}",
+                "has no config.json that describes the model",
+                remedy=f"give {_original_of(source)}",
+            )
+        )
     here, there = source.resolve(), target.resolve()
     if here == there or there in here.parents:
         raise UserError(
@@ -252,11 +255,14 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
 
 
 def _check_source(arguments: argparse.Namespace, source: Path, place: Path, is_hf: bool) -> None:
-    """Raise UserError where the source is no folder of weights as the flags say.
+    """Check that the source is a folder of weights of the given kind. Errors: UserError.
 
     place: where in the source the weights lie
     """
-    if roles := _roles_in(place):
+    from mindspeed_rlxf.run.store import MANIFEST
+
+    roles = [name for name in SAVED_AS.values() if (place / name).is_dir()]
+    if roles and (place / MANIFEST).is_file():
         raise UserError(
             Problem(
                 f"{place}",
@@ -280,21 +286,11 @@ def _check_source(arguments: argparse.Namespace, source: Path, place: Path, is_h
         )
 
 
-def _roles_in(folder: Path) -> list[str]:
-    """Names of the folders of weights in a checkpoint of a run; empty for another folder."""
-    from mindspeed_rlxf.config.schema import SAVED_AS
-    from mindspeed_rlxf.run.store import MANIFEST
-
-    is_run = (folder / MANIFEST).is_file()
-    return [name for name in SAVED_AS.values() if is_run and (folder / name).is_dir()]
-
-
 def _original_of(source: Path) -> str:
     """Name the flags that describe a folder of Megatron weights without config.json.
 
     A checkpoint of a run names the folders that the run has loaded.
     """
-    from mindspeed_rlxf.config.schema import SAVED_AS
     from mindspeed_rlxf.run.driver_state import CONFIG, TRAINER
     from mindspeed_rlxf.weights.folders import described_by
 

@@ -1,4 +1,4 @@
-"""`preprocess`: files of rows become an indexed data set.
+"""`preprocess`: turn files of rows into an indexed data set.
 
 Exit codes: 0 = written; 2 = the user's mistake, one `error:` line per problem; 75 = interrupted;
 1 = a process was lost. Unless it is 0, no data set is left.
@@ -155,11 +155,13 @@ def _options(arguments: argparse.Namespace) -> PreprocessOptions:
         if value is not None and value < 1:
             name = f"--{flag.replace('_', '-')}"
             problems.append(Problem(name, "must be at least 1", value, "use 1 or more"))
-    overlong = arguments.overlong
-    if overlong and arguments.seq_length is None:
+    if arguments.overlong and arguments.seq_length is None:
         problems.append(
             Problem(
-                "--overlong", "needs --seq-length", overlong, "give the longest prompt in tokens"
+                "--overlong",
+                "needs --seq-length",
+                arguments.overlong,
+                "give the longest prompt in tokens",
             )
         )
     handler = HANDLERS.get(arguments.handler_name, HANDLERS[DEFAULT_HANDLER])
@@ -168,13 +170,13 @@ def _options(arguments: argparse.Namespace) -> PreprocessOptions:
         keys = parse_map_keys(arguments.map_keys, handler)
     except UserError as error:
         problems += error.problems
-    if handler.has_responses and overlong in CUTS:
+    if handler.has_responses and arguments.overlong in CUTS:
         problems.append(
             Problem(
                 "--overlong",
                 f"is for prompts, {handler.name} writes responses too, which lose their end or "
                 "their prompt when they are cut",
-                overlong,
+                arguments.overlong,
                 "use drop or error",
             )
         )

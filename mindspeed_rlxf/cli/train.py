@@ -83,10 +83,8 @@ def _dry_run(config: RunConfig) -> int:
     try:
         prepare(config)
     except UserError as error:
-        raise UserError([*problems, *error.problems]) from error
-    if problems:
-        raise UserError(problems)
-    return 0
+        problems += error.problems
+    return fail(problems) if problems else 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

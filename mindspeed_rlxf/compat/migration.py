@@ -22,7 +22,7 @@ from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS, fields
 from mindspeed_rlxf.config.roles import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.sections import KlControlConfig, PoolSettings, TrainingConfig
-from mindspeed_rlxf.config.suggest import written
+from mindspeed_rlxf.config.suggest import format_value
 
 MARK = "<!-- Everything below is made by: python -m mindspeed_rlxf.compat.migration -->"
 
@@ -32,7 +32,7 @@ REWARD_POOL = "its pool; absent with reward.kind=rule = that of the actor, or of
 
 
 def tables() -> str:
-    """Markdown: every key that works, is moved, has no effect, or is refused."""
+    """Return Markdown tables of keys that work, are moved, have no effect, or are refused."""
     parts = [
         "## Keys that work",
         *(f"### `{title}`\n\n{_section(names)}" for title, names in _sections().items()),
@@ -105,18 +105,15 @@ def _no_op(entry: NoOp) -> list[str]:
 
 def _listed(values: Sequence[Any]) -> str:
     """Values as the YAML spells them, in code quotes."""
-    texts = (value if isinstance(value, str) else written(value) for value in values)
+    texts = (value if isinstance(value, str) else format_value(value) for value in values)
     return ", ".join(f"`{text}`" for text in texts).replace("`()`", "`[]`")
 
 
 def _table(head: str, rows: Any) -> str:
     columns = head.split(" | ")
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(_escape(cell) for cell in line)} |" for line in lines)
-
-
-def _escape(cell: str) -> str:
-    return cell.replace("|", "\\|")
+    cells = ([cell.replace("|", "\\|") for cell in row] for row in rows)
+    lines = [columns, ["---"] * len(columns), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Keys of MindSpeed-LLM's Ray PPO that are no keys here: reviewed lists of what becomes of each.
+"""Keys of MindSpeed-LLM's Ray PPO that do not exist here, with the treatment of each.
 
 A key of that toolkit is exactly one of: a key of the schema, or moved to one (`older_toolkit`);
 in NO_OPS; in REFUSED. All others are unknown.
@@ -14,7 +14,7 @@ ANY = "any value"
 
 @dataclass(frozen=True)
 class NoOp:
-    """Keys that ask for what happens anyway.
+    """Keys without effect: their values ask for behaviour that cannot be changed here.
 
     allowed: the values that do, ANY where no value changes a number
     meaning: one line for the user, after `key=value: `
@@ -27,7 +27,7 @@ class NoOp:
     remedy: str | None = None
 
     def allows(self, value: Any) -> bool:
-        """True and 1 are different values, 0 and 0.0 are not."""
+        """Whether a value is accepted. True and 1 differ, 0 and 0.0 are equal."""
         if isinstance(self.allowed, str):
             return value is None or isinstance(value, (bool, int, float, str))
         return any(
@@ -38,7 +38,7 @@ class NoOp:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Keys that ask for what is not there.
+    """Keys that ask for features that do not exist here.
 
     neutral: values that ask for nothing, besides false and null
     """

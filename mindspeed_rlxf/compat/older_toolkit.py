@@ -24,7 +24,7 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.hf_config import read_hf_config
-from mindspeed_rlxf.config.suggest import written
+from mindspeed_rlxf.config.suggest import format_value
 
 ACTOR = Role.ACTOR_ROLLOUT.value
 GROUP_NORM = "group_norm"
@@ -79,7 +79,7 @@ def tokenizer_vocabulary(draft: Draft, sections: Tree, model: str, architecture:
     try:
         found = read_hf_config(place).get("vocab_size")
         if type(found) is not int:
-            raise ValueError(f"its config.json has vocab_size={written(found)}; correct it")
+            raise ValueError(f"its config.json has vocab_size={format_value(found)}; correct it")
     except ValueError as error:
         tokenizer = f"{ref('training.tokenizer_name_or_path')}={folder}"
         draft.reject(
@@ -106,13 +106,16 @@ def _query_groups(draft: Draft, path: str, values: Tree) -> None:
     elif groups not in (None, values.get("num_attention_heads")):
         draft.reject(
             Problem(
-                path, f"contradicts num_query_groups={written(groups)}", False, "remove one of them"
+                path,
+                f"contradicts num_query_groups={format_value(groups)}",
+                False,
+                "remove one of them",
             )
         )
 
 
 def _reject_non_flag(draft: Draft, path: str, value: Any) -> None:
-    draft.reject(Problem(path, "must be true or false", written(value), "use true"))
+    draft.reject(Problem(path, "must be true or false", format_value(value), "use true"))
 
 
 def _strongest(draft: Draft, sections: Tree, key: str) -> tuple[str, Any] | None:
@@ -147,7 +150,7 @@ def _move(draft: Draft, sections: Tree, path: str, value: Any, target: str) -> N
     draft.reject(
         Problem(
             path,
-            f"and {ref(target)}={written(there)} say the same thing differently",
+            f"and {ref(target)}={format_value(there)} say the same thing differently",
             remedy="keep one",
         )
     )
@@ -164,7 +167,7 @@ def _seeds(draft: Draft, sections: Tree) -> None:
         if other not in (None, training.get("seed")):
             draft.note(
                 "one seed for the run, that of training or of the actor's model",
-                f"model.{name}.seed={written(other)}",
+                f"model.{name}.seed={format_value(other)}",
             )
 
 
@@ -183,7 +186,9 @@ def _data(draft: Draft, sections: Tree) -> None:
         path, value = found
         names = value.replace(",", " ").split() if isinstance(value, str) else value
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            draft.reject(Problem(path, "must be names of columns", written(value), "use labels"))
+            draft.reject(
+                Problem(path, "must be names of columns", format_value(value), "use labels")
+            )
             return
         if "labels" in names:
             set_default(data, "ground_truth_key", "labels")
@@ -199,7 +204,7 @@ def _value_clip(draft: Draft, sections: Tree) -> None:
     value = critic.get("cliprange_value")
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
         critic["cliprange_value"] = None
-        draft.note("values are not clipped (null)", f"critic.cliprange_value={written(value)}")
+        draft.note("values are not clipped (null)", f"critic.cliprange_value={format_value(value)}")
 
 
 def _prefixes(draft: Draft, path: str, value: Any) -> Any:
@@ -249,7 +254,7 @@ def _category(draft: Draft, sections: Tree) -> None:
                 Problem(
                     path,
                     "one reward scores every prompt here",
-                    written(value),
+                    format_value(value),
                     f"use {wanted} (1 = reward.verifier, 0 = reward model), or reward.kind=rule "
                     "with a rule for each data source",
                     colon=True,
@@ -293,7 +298,7 @@ def _group_norm(draft: Draft, algorithm: Tree) -> None:
             Problem(
                 "algorithm.gamma",
                 f"must be 1 with {estimator}, where a score counts for every token alike",
-                written(gamma),
+                format_value(gamma),
                 "use 1.0, or reinforce_plus_plus",
             )
         )
@@ -321,17 +326,17 @@ def _note_or_reject(draft: Draft, path: str, key: str, value: Any) -> None:
     refusal, entry = REFUSED.get(key), NO_OPS.get(key)
     if refusal and not refusal.is_neutral(value):
         draft.reject(
-            Problem(path, f"is not supported: {refusal.why}", written(value), refusal.remedy)
+            Problem(path, f"is not supported: {refusal.why}", format_value(value), refusal.remedy)
         )
     elif entry and entry.allows(value):
-        draft.note(entry.meaning, f"{key}={written(value)}")
+        draft.note(entry.meaning, f"{key}={format_value(value)}")
     elif entry:
-        good = " or ".join(written(word) for word in entry.allowed[:2])
+        good = " or ".join(format_value(word) for word in entry.allowed[:2])
         draft.reject(
             Problem(
                 path,
                 f"must be {good}: {entry.meaning}",
-                written(value),
+                format_value(value),
                 f"use {entry.remedy or good}",
             )
         )

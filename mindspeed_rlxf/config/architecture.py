@@ -8,7 +8,7 @@ from typing import Annotated
 from mindspeed_rlxf.config.enums import LoadBalancing, RopeScaling
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.fields import Section, Word, key
-from mindspeed_rlxf.config.suggest import around, divisors, use
+from mindspeed_rlxf.config.suggest import divisors, neighbours, use
 
 OF_EXPERTS = (
     "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
@@ -113,7 +113,7 @@ class ArchitectureConfig(Section):
                 "num_attention_heads",
                 f"must divide hidden_size={width} where kv_channels is not given",
                 heads,
-                use(around(heads, divisors(width))),
+                use(neighbours(heads, divisors(width))),
                 reads=sizes,
             )
         elif self.head_dim % 2:
@@ -129,7 +129,7 @@ class ArchitectureConfig(Section):
                 "num_query_groups",
                 f"must divide num_attention_heads={heads}",
                 self.kv_heads,
-                use(around(self.kv_heads, divisors(heads))),
+                use(neighbours(self.kv_heads, divisors(heads))),
                 reads=("num_attention_heads",),
             )
 

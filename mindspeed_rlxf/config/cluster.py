@@ -43,27 +43,29 @@ def choose_cluster(address: str | None) -> Cluster:
     named = {"runtime.address": address, "RAY_ADDRESS": os.environ.get("RAY_ADDRESS")}
     for source, given in named.items():
         if given == AUTO:
-            return Cluster(started_here() or AUTO, f"{source}={given}, `ray start` of this user")
+            return Cluster(
+                find_local_cluster() or AUTO, f"{source}={given}, `ray start` of this user"
+            )
         if given:
             return Cluster(None if given == LOCAL else given, f"{source}={given}")
-    if found := started_here():
+    if found := find_local_cluster():
         return Cluster(
             found, "`ray start` of this user on this host; runtime.address=local ignores it"
         )
     return Cluster(None, "no cluster is named, and none of this user runs here")
 
 
-def started_here() -> str | None:
-    """The address that the last `ray start` on this host noted, if it is this user's and answers.
+def find_local_cluster() -> str | None:
+    """Return the address that the last `ray start` noted, if it is this user's and answers.
 
     Other users may write in the folder of the note, so the kernel is asked whose process listens.
     """
     try:
         address = _read_note(address_file())
         host, _ = host_and_port(address)
-        if is_here(host) and owners(address) != {os.getuid()}:
+        if is_here(host) and find_owners(address) != {os.getuid()}:
             return None
-        knock(address)
+        connect_once(address)
     except (OSError, ValueError):
         return None
     return address
@@ -87,7 +89,7 @@ def address_file() -> Path:
     return Path(root) / "ray" / "ray_current_cluster"
 
 
-def knock(address: str, timeout_s: float = KNOCK_S) -> None:
+def connect_once(address: str, timeout_s: float = KNOCK_S) -> None:
     """Connect once to `host:port`, as Ray would retry for minutes.
 
     Errors: OSError when nobody listens there, ValueError when it is no `host:port`.
@@ -96,7 +98,7 @@ def knock(address: str, timeout_s: float = KNOCK_S) -> None:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of `host:port`; ValueError for anything else."""
+    """Split `host:port`. Errors: ValueError for anything else."""
     found = ADDRESS.fullmatch(address)
     if found is None or not 0 < int(found["port"]) < 65536:
         raise ValueError("it is not host:port")
@@ -109,8 +111,8 @@ def is_here(host: str) -> bool:
     return all(ip.is_loopback or ip in own for ip in _addresses(host))
 
 
-def owners(address: str) -> frozenset[int]:
-    """User ids of this host's sockets that listen at the port of this host or of all hosts."""
+def find_owners(address: str) -> frozenset[int]:
+    """User ids of this host's sockets that listen at `host:port` or at the port of any address."""
     host, port = host_and_port(address)
     wanted = _addresses(host)
     return frozenset(

@@ -1,4 +1,4 @@
-"""From a config name and command-line overrides to one plain tree. Nothing is written to disk.
+"""Compose a config name and command-line overrides into one plain tree. Writes nothing to disk.
 
 Hydra composes; its `compose` API is used rather than `@hydra.main`, which makes folders and moves
 into them. A plain `key=value` also works for keys that the YAML does not mention.
@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mindspeed_rlxf.config.errors import ConfigError, Problem
-from mindspeed_rlxf.config.quoting import quoted
+from mindspeed_rlxf.config.quoting import quote
 from mindspeed_rlxf.config.secret_words import withhold_interpolated
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.files.bounded import OutOfBoundsError, run_bounded
@@ -48,13 +48,13 @@ _REFUSED = (
 
 
 def builtin_config_dir() -> Path:
-    """`configs/rlxf` of the clone, or the copy that was installed with the package."""
+    """The folder `configs/rlxf` of the clone, or its copy in the installed package."""
     clone = PACKAGE.parent / "configs" / "rlxf"
     return clone if clone.is_dir() else PACKAGE / "configs" / "rlxf"
 
 
 def config_names(directories: Sequence[Path], group: str = "") -> list[str]:
-    """Names that can be given without `.yaml`, over all directories."""
+    """List the names of configs in all directories, without `.yaml`."""
     files = [path for directory in directories for path in (directory / group).glob("*.yaml")]
     return sorted({path.stem for path in files})
 
@@ -62,10 +62,10 @@ def config_names(directories: Sequence[Path], group: str = "") -> list[str]:
 def compose(
     config_name: str, overrides: Sequence[str] = (), config_dir: str | Path | None = None
 ) -> dict[str, Any]:
-    """The tree of `config_name` with `overrides` applied and interpolations resolved.
+    """Return the tree of `config_name` with `overrides` applied and interpolations resolved.
 
     config_dir: searched before the built-in directory, whose model files stay in reach.
-    Raises ConfigError for a name that is not there, bad YAML and overrides that make no sense.
+    Errors: ConfigError for an unknown name, bad YAML and overrides that cannot be applied.
     """
     directories = _directories(config_dir)
     _check_name(config_name, directories)
@@ -110,10 +110,12 @@ def _explain(error: Exception, config_name: str, directories: Sequence[Path]) ->
             colon=True,
         )
     if isinstance(error, OverrideParseException):
-        remedy = "write key=value, and quotes around a value with unusual signs, as in "
-        remedy += "key='\"a(b)\"'"
         return Problem(
-            error.override.removeprefix("++"), "cannot be read", remedy=remedy, colon=True
+            error.override.removeprefix("++"),
+            "cannot be read",
+            remedy="write key=value, and quotes around a value with unusual signs, as in "
+            "key='\"a(b)\"'",
+            colon=True,
         )
     if isinstance(error, RecursionError):
         return Problem(name, "must not nest so deep", remedy="flatten it")
@@ -174,18 +176,18 @@ def _check_name(config_name: str, directories: Sequence[Path]) -> None:
 
 
 def _add_if_new(override: str, directories: Sequence[Path]) -> str:
-    """`key=value` becomes `++key=value`, unless hydra's own sign or a config group leads it."""
+    """Turn `key=value` into `++key=value`, unless it has a hydra sign or names a config group."""
     name, _, value = override.partition("=")
     is_group = any((directory / name).is_dir() for directory in directories) if name else False
     if override.startswith(("+", "~")) or "=" not in override or is_group:
         return override
     if not value.isascii() and value[0] not in "[{'\"":  # hydra's grammar is ASCII outside quotes
-        value = quoted(value)
+        value = quote(value)
     return f"++{name}={value}"
 
 
 class PlainFileSource(FileConfigSource):
-    """Hydra's source of files, which checks them first."""
+    """Hydra's source of files, with a check of every file before it is parsed."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         name = self._normalize_file_name(config_path)

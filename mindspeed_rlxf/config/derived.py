@@ -1,4 +1,4 @@
-"""Values that follow from other keys: pools and placement, response length, absolute paths."""
+"""Set values that follow from other keys: placement, response length, absolute paths."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def has_critic(stage: object, section: object) -> bool:
     return stage is None or bool(section)
 
 
-def stage_defaults(draft: Draft) -> None:
-    """Set keys that the YAML leaves out to what the stage and the estimator call for."""
+def set_stage_defaults(draft: Draft) -> None:
+    """Set absent keys to the defaults of the stage and of the estimator."""
     stage, algorithm = draft.payload["training"].get("stage"), draft.payload["algorithm"]
     actor = draft.payload[Role.ACTOR_ROLLOUT.value]
     if stage == Stage.RAY_ONLINE_DPO.value:
@@ -198,7 +198,7 @@ def _node_sizes(draft: Draft, path: str, size: Any, per_node: Any) -> list[int]:
 
 
 def set_max_new_tokens(draft: Draft) -> None:
-    """Let responses fill what prompts leave of the sequence, where the YAML gives no length."""
+    """Set an absent `max_new_tokens` to the sequence length minus the prompt length."""
     actor, training = draft.payload[Role.ACTOR_ROLLOUT.value], draft.payload["training"]
     if actor.get("max_new_tokens") is not None:
         return
@@ -220,7 +220,7 @@ def set_max_new_tokens(draft: Draft) -> None:
 
 
 def make_paths_absolute(payload: Tree) -> None:
-    """Make paths absolute from the working directory, as workers have others."""
+    """Make paths absolute, as workers have other working directories."""
     for section, keys in PATHS.items():
         for key in keys if payload[section] is not None else ():
             value = payload[section].get(key)

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.keys import unknown_key
-from mindspeed_rlxf.config.suggest import written
+from mindspeed_rlxf.config.suggest import format_value
 
 Tree: TypeAlias = dict[str, Any]
 
@@ -31,7 +31,7 @@ class Draft:
     notes: dict[str, list[str]] = field(default_factory=dict)  # what it means -> of which keys
 
     def reject(self, problem: Problem, path: str = "") -> None:
-        """path: what is broken, where it is not the problem's key"""
+        """Add a problem and mark its key as broken. path: the broken key, if it is another"""
         self.problems.append(problem)
         self.broken.add(path or problem.key)
 
@@ -41,11 +41,11 @@ class Draft:
         if key not in keys:
             keys.append(key)
 
-    def judge(self, found: Iterable[Problem]) -> None:
+    def add_problems(self, found: Iterable[Problem]) -> None:
         """Keep the problems that depend on no broken key, with keys as the user wrote them."""
         for problem in found:
-            if not problem.judges(self.broken):
-                self.problems.append(problem.spelled(lambda key: self.path(key.split("."))))
+            if not problem.depends_on(self.broken):
+                self.problems.append(problem.rename_keys(lambda key: self.path(key.split("."))))
 
     def path(self, loc: Sequence[int | str]) -> str:
         """Return the YAML key of a place in the payload."""
@@ -63,7 +63,9 @@ class Draft:
         if value is None or isinstance(value, dict):
             return value or {}
         self.reject(
-            Problem(path, "must be a section of keys", written(value), "write `key: value` lines")
+            Problem(
+                path, "must be a section of keys", format_value(value), "write `key: value` lines"
+            )
         )
         return {}
 
@@ -76,10 +78,14 @@ class Draft:
 
 
 class Dialect(Protocol):
-    """Words of another toolkit, translated before the values are typed; see `compat`."""
+    """Translates the YAML of another toolkit before the values are typed; see `compat`."""
 
     def translate(self, draft: Draft, sections: Tree, nested: bool) -> None:
-        """sections: underscored, roles at the top. nested: the tree has `actor_rollout_ref`."""
+        """Change the sections in place.
+
+        sections: keys with underscores, roles at the top level
+        nested:   the tree has `actor_rollout_ref`
+        """
 
     def tokenizer_vocabulary(
         self, draft: Draft, sections: Tree, model: str, architecture: Tree

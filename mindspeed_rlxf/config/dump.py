@@ -1,6 +1,6 @@
-"""The typed configuration as complete YAML, in the keys that a user writes.
+"""Write the typed configuration as complete YAML, in the keys that a user writes.
 
-Loading it again gives the same configuration, so the file in a run directory starts the same run.
+Loading that YAML gives the same configuration, so the file in a run directory starts the same run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mindspeed_rlxf.config.schema import RewardConfig, RoleConfig, RunConfig
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
-    """Plain values by YAML key: architectures once per model, optimizers flat in their role."""
+    """Return plain values by YAML key: architectures per model, optimizers flat in their role."""
     values = config.model_dump(mode="json", exclude={"name"})
     models: dict[str, dict[str, Any]] = {}
     if config.critic is None:
@@ -26,7 +26,7 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """`to_tree` as text."""
+    """Format `to_tree` as text."""
     text = yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True, width=100)
     return str(text)
 
@@ -34,7 +34,7 @@ def to_yaml(config: RunConfig) -> str:
 def _role_tree(
     role: RoleConfig, values: dict[str, Any], models: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """The role's section; its architecture goes to `models`, save for keys that differ there."""
+    """The section of a role. Adds its architecture to `models`; keys that differ stay here."""
     architecture, optimizer = values.pop("architecture"), values.pop("optimizer", {})
     if isinstance(role, RewardConfig) and architecture is None:
         return {key: values[key] for key in RULE_KEYS}

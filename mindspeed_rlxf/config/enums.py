@@ -1,4 +1,4 @@
-"""Every choice of the configuration; the value is the word that stands in the YAML."""
+"""Choices of the configuration; each value is the word in the YAML."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Role(str, Enum):
-    """An object in the workers' processes with a place in the loop."""
+    """A part of the PPO loop that runs in worker processes."""
 
     ACTOR_ROLLOUT = "actor_rollout"  # the policy that learns
     ROLLOUT = "rollout"  # generates with the actor's weights, in the actor's pool
@@ -20,7 +20,7 @@ CONFIGURED = tuple(role for role in Role if role is not Role.ROLLOUT)
 
 
 class LoadBalancing(str, Enum):
-    """What keeps the experts of a layer equally busy."""
+    """Method that balances the load of the experts of a layer."""
 
     AUX_LOSS = "aux_loss"  # a loss on the router, times moe_aux_loss_coeff
     NONE = "none"
@@ -35,7 +35,7 @@ class Stage(str, Enum):
 
 
 class AdvEstimator(str, Enum):
-    """Advantage estimators of the package; what they need: `config.estimators`."""
+    """Advantage estimators of the package; `config.estimators` lists their needs."""
 
     GAE = "gae"  # needs a critic
     GRPO = "grpo"  # z-score within the group of a prompt
@@ -81,14 +81,14 @@ class DpoLoss(str, Enum):
 
 
 class KlControl(str, Enum):
-    """How the KL coefficient moves."""
+    """Schedule of the KL coefficient."""
 
     FIXED = "fixed"
     ADAPTIVE = "adaptive"
 
 
 class AdvantageWhiten(str, Enum):
-    """Over which tokens advantages are whitened."""
+    """Set of tokens over which advantages are whitened."""
 
     BATCH = "batch"
     MINIBATCH = "minibatch"
@@ -96,21 +96,21 @@ class AdvantageWhiten(str, Enum):
 
 
 class ScorePosition(str, Enum):
-    """Which slot takes the score of a response that ended."""
+    """Slot that takes the score of a response that ended."""
 
     AFTER_EOS = "after_eos"
     EOS = "eos"
 
 
 class ScoreSlotLimit(str, Enum):
-    """Up to which width the slot after EOS exists."""
+    """Width up to which the slot after EOS exists."""
 
     MAX_NEW_TOKENS = "max_new_tokens"
     BATCH_WIDTH = "batch_width"
 
 
 class LossNormalizer(str, Enum):
-    """What the token losses are divided by."""
+    """Divisor of the token losses."""
 
     MINIBATCH_TOKENS = "minibatch_tokens"
     MICRO_BATCH_MEAN = "micro_batch_mean"
@@ -119,14 +119,14 @@ class LossNormalizer(str, Enum):
 
 
 class OldLogProbs(str, Enum):
-    """Where the log-probs of the behaviour policy come from."""
+    """Source of the log-probs of the behaviour policy."""
 
     RECOMPUTE = "recompute"
     ROLLOUT = "rollout"
 
 
 class RewardKind(str, Enum):
-    """What gives the score."""
+    """Source of the score."""
 
     RULE = "rule"
     MODEL = "model"
@@ -151,14 +151,14 @@ class LrDecayStyle(str, Enum):
 
 
 class RopeScaling(str, Enum):
-    """How rotary frequencies are stretched for long contexts."""
+    """Scaling of rotary frequencies for long contexts."""
 
     LINEAR = "linear"
     LLAMA3 = "llama3"
 
 
 class OverlongPrompts(str, Enum):
-    """What becomes of a prompt longer than `max_prompt_length`."""
+    """Treatment of a prompt longer than `max_prompt_length`."""
 
     ERROR = "error"
     DROP = "drop"
@@ -167,21 +167,21 @@ class OverlongPrompts(str, Enum):
 
 
 class NanPolicy(str, Enum):
-    """What becomes of an optimizer step whose loss, gradients or rewards are not finite."""
+    """Treatment of an optimizer step with NaN or inf in loss, gradients or rewards."""
 
     RAISE = "raise"
     SKIP = "skip"
 
 
 class RuntimeKind(str, Enum):
-    """What starts the workers."""
+    """Launcher of the workers."""
 
     RAY = "ray"
     LOCAL = "local"
 
 
 class DeviceKind(str, Enum):
-    """What the workers compute on."""
+    """Kind of device that the workers compute on."""
 
     AUTO = "auto"
     CPU = "cpu"

@@ -1,4 +1,4 @@
-"""Mistakes of the user in parts, as opposed to failures of the run: key, rule, value, remedy."""
+"""Mistakes of the user, in parts: key, rule, value, remedy."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 
-from mindspeed_rlxf.config.suggest import written
+from mindspeed_rlxf.config.suggest import format_value
 from mindspeed_rlxf.files.printable import printable
 
 MAX_LINE = 8000  # characters of a line for people, whatever value it quotes
 REF = "\0"
-"""Stands before and after a key inside a text, see `ref`. No YAML, path or flag has it."""
+"""Marks the start and end of a key inside a text, see `ref`. No YAML, path or flag has it."""
 
 
 def ref(key: object) -> str:
-    """A key inside the text of a rule or a remedy, so that it can be found and renamed there."""
+    """Mark a key inside the text of a rule or a remedy, so that it can be found and renamed."""
     return f"{REF}{key}{REF}"
 
 
@@ -23,10 +23,10 @@ def ref(key: object) -> str:
 class Problem:
     """One mistake of the user; `str` gives the line for people: `key=value rule; remedy`.
 
-    key:    of the configuration, a flag, a file or `file:row`; "" where nothing has a name
-    rule:   what must hold, the clause after `key=value`; other keys in it by `ref`
-    value:  what stands there, None = it is not shown; text is shown as it is
-    remedy: what to do about it, other keys in it by `ref`; "" where nobody knows
+    key:    a key of the configuration, a flag, a file or `file:row`; "" where there is no name
+    rule:   the condition, as the clause after `key=value`; other keys in it by `ref`
+    value:  the given value; None is not shown; text is shown without quotes
+    remedy: how to correct it, other keys in it by `ref`; "" where there is none
     colon:  the rule is a sentence of its own and stands after a colon
     reads:  keys that the rule depends on and does not name
     """
@@ -44,40 +44,37 @@ class Problem:
         named = [part for part in (self.key, *self.reads) if part]
         return (*named, *self.rule.split(REF)[1::2])
 
-    def judges(self, paths: Collection[str]) -> bool:
-        """True where the rule depends on one of these keys, or on one inside these sections."""
+    def depends_on(self, paths: Collection[str]) -> bool:
+        """Whether the rule depends on one of these keys, or on a key in one of these sections."""
         return any(key == path or key.startswith(f"{path}.") for key in self.keys for path in paths)
 
-    def spelled(self, spell: Callable[[str], str]) -> Problem:
+    def rename_keys(self, spell: Callable[[str], str]) -> Problem:
         """The same problem with every key as `spell` writes it."""
         return replace(
             self,
             key=spell(self.key),
-            rule=_spelled(self.rule, spell),
-            remedy=_spelled(self.remedy, spell),
+            rule=_rename(self.rule, spell),
+            remedy=_rename(self.remedy, spell),
             reads=tuple(map(spell, self.reads)),
         )
 
     def __str__(self) -> str:
-        head = self.key if self.value is None else f"{self.key}={_shown(self.value)}"
+        value = getattr(self.value, "value", self.value)
+        shown = str(value) if isinstance(value, (str, PathLike)) else format_value(value)
+        head = self.key if self.value is None else f"{self.key}={shown}"
         head += (":" if self.colon else "") + (" " if head else "")
         text = f"{head}{self.rule}; {self.remedy}" if self.remedy else f"{head}{self.rule}"
         line = " ".join(text.replace(REF, "").split())
         return printable(line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 3]}...")
 
 
-def _spelled(text: str, spell: Callable[[str], str]) -> str:
+def _rename(text: str, spell: Callable[[str], str]) -> str:
     parts = text.split(REF)
     return "".join(ref(spell(part)) if place % 2 else part for place, part in enumerate(parts))
 
 
-def _shown(value: object) -> str:
-    word = getattr(value, "value", value)
-    return str(word) if isinstance(word, (str, PathLike)) else written(word)
-
-
 class UserError(ValueError):
-    """Something the user can put right: every problem found, and as text a line for each.
+    """A mistake that the user can correct: all problems; as text one line for each.
 
     The command prints one `error:` line per problem and exits with 2.
     """
@@ -93,4 +90,4 @@ class UserError(ValueError):
 
 
 class ConfigError(UserError):
-    """The configuration does not say a run that can be started."""
+    """The configuration does not describe a run that can start."""

@@ -1,4 +1,4 @@
-"""What rules of the configuration have to know about an advantage estimator, by its name."""
+"""Traits of advantage estimators that rules of the configuration depend on, by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from mindspeed_rlxf.config.enums import AdvEstimator, KlIn, LossNormalizer
 
 @dataclass(frozen=True)
 class EstimatorTraits:
-    """needs_critic:   reads values; for stage ray_ppo, the others for ray_grpo
+    """
+    needs_critic:   reads values; for stage ray_ppo, the others for ray_grpo
     compares_group: needs several responses to a prompt, which stay on one rank
     reads_greedy:   needs the score of a greedy response to each prompt
     discounts:      works with the reward of each token; the others with the total of a response
@@ -27,7 +28,7 @@ class EstimatorTraits:
 
 
 KL_IN_LOSS = {"kl_in": KlIn.LOSS.value}
-"""Of estimators whose authors put the KL there."""
+"""Default of estimators whose papers put the KL penalty in the loss."""
 
 TRAITS: dict[str, EstimatorTraits] = {
     AdvEstimator.GAE.value: EstimatorTraits(needs_critic=True, discounts=True, whitens=True),

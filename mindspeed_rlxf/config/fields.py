@@ -1,4 +1,4 @@
-"""What every section of the schema is made of: a frozen, strict base and documented fields."""
+"""Base of the sections of the schema: frozen, strict, with documented fields."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationInfo, model
 from mindspeed_rlxf.config.errors import ConfigError, Problem
 
 Resume: TypeAlias = Literal["fixed", "reshard", "free"]
-"""May a resumed run change the key: never, with the layout, or freely."""
+"""Whether a resumed run may change the key: never, with the layout, or freely."""
 
-# Strict mode refuses what a string or a list stands for; these two are converted all the same.
+# Strict mode refuses strings for enums and lists for tuples; these types accept them.
 Word = Strict(False)
 Strings: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
 Integers: TypeAlias = Annotated[tuple[int, ...], Strict(False)]
 
 RULES_LATER = "rules later"
-"""As the context of a validation: types and limits alone; who asks for it judges `broken_rules`."""
+"""Context of a validation that checks types and limits only; the caller checks `broken_rules`."""
 
 
 class Section(BaseModel):
@@ -29,7 +29,7 @@ class Section(BaseModel):
     )
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Rules between the section's own keys that it breaks; keys are named as fields here."""
+        """Yield broken rules between keys of this section; keys are named as fields."""
         yield from ()
 
     @model_validator(mode="after")
@@ -40,5 +40,5 @@ class Section(BaseModel):
 
 
 def key(default: Any, description: str, resume: Resume = "fixed", **limits: Any) -> Any:
-    """A field with its default (`...` = required), meaning, resume rule and limits."""
+    """Define a field: default (`...` = required), meaning, resume rule and limits."""
     return Field(default, description=description, json_schema_extra={"resume": resume}, **limits)

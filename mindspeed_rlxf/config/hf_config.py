@@ -44,6 +44,13 @@ MOST = {
 }
 """The largest value of each size in a config.json."""
 
+RESOLVED = {
+    "num_query_groups": "kv_heads",
+    "kv_channels": "head_dim",
+    "moe_ffn_hidden_size": "mlp_hidden_size",
+}
+"""Fields that may be null -> the property with the number that null stands for."""
+
 OF_MODEL = "the folder of a Hugging Face model"
 OF_WEIGHTS = f"{OF_MODEL}, or of Megatron's weights and a config.json"
 
@@ -67,12 +74,12 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON ({error}); copy it again") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a JSON object ({type(config).__name__}); copy it again")
-    if found := next(absurd_fields(config), None):
+    if found := next(find_bad_fields(config), None):
         raise ValueError(f"config.json: a field has a wrong type or size ({found}); correct it")
     return config
 
 
-def absurd_fields(config: dict[str, Any]) -> Iterator[str]:
+def find_bad_fields(config: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each single field of a config.json with a wrong type or size.
 
     Readers make a list per layer and a table per token, so sizes are bounded first.
@@ -89,14 +96,14 @@ def absurd_fields(config: dict[str, Any]) -> Iterator[str]:
             yield f"{name} must be text, not {shown(config[name])}"
     for name, part in config.items():
         if name.endswith("_config") and isinstance(part, dict):  # of a model of several parts
-            yield from (f"{name}: {found}" for found in absurd_fields(part))
+            yield from (f"{name}: {found}" for found in find_bad_fields(part))
     kinds = config.get("architectures")
     if kinds is not None and not (isinstance(kinds, list) and all(type(k) is str for k in kinds)):
         yield f"architectures must be a list of names, not {shown(kinds)}"
 
 
-def hf_architecture(config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of ArchitectureConfig that config.json determines; None for those it leaves out.
+def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of ArchitectureConfig in config.json; None for those it leaves out.
 
     Errors: ValueError when a field is of another type than transformers writes.
     """
@@ -143,7 +150,7 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expert_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 calls the number of experts `num_local_experts` in both families."""
+    """Fields of experts. transformers 5 writes `num_local_experts` for both families."""
     family = config.get("model_type")
     if family not in ("qwen3_moe", "mixtral"):
         return {"num_experts": None}
@@ -156,7 +163,7 @@ def _expert_fields(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def unsupported(config: dict[str, Any]) -> list[str]:
+def find_unsupported(config: dict[str, Any]) -> list[str]:
     """List what config.json asks for and no model here has, as `name: possible, config.json`."""
     if config.get("model_type") not in FAMILIES:
         return [f"model_type: one of {', '.join(FAMILIES)}, {config.get('model_type')}"]
@@ -181,7 +188,7 @@ def unsupported(config: dict[str, Any]) -> list[str]:
     ]
 
 
-def disagreements(
+def find_disagreements(
     architecture: ArchitectureConfig, config: dict[str, Any], scored: bool
 ) -> list[str]:
     """List fields in which the model YAML and config.json differ, as `name: yaml, config.json`.
@@ -189,24 +196,14 @@ def disagreements(
     A YAML may allow shorter sequences than config.json: that changes no number.
     scored: the role has a score head, for which tying does not matter
     """
-    if found := unsupported(config):
+    if found := find_unsupported(config):
         return found
-    for name, theirs in hf_architecture(config).items():
-        ours = _resolved(architecture, name)
+    for name, theirs in parse_architecture(config).items():
+        ours = getattr(architecture, RESOLVED.get(name, name))
+        ours = getattr(ours, "value", ours)
         may_differ = scored and name == "untie_embeddings_and_output_weights"
         if name == "max_position_embeddings" and theirs is not None:
             may_differ = ours <= theirs
         if ours != theirs and not may_differ:
             found.append(f"{name}: {ours}, {theirs}")
     return found
-
-
-def _resolved(architecture: ArchitectureConfig, name: str) -> Any:
-    """A field as a number or text, with the value that null stands for."""
-    names = {
-        "num_query_groups": "kv_heads",
-        "kv_channels": "head_dim",
-        "moe_ffn_hidden_size": "mlp_hidden_size",
-    }
-    value = getattr(architecture, names.get(name, name))
-    return getattr(value, "value", value)

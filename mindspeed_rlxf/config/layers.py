@@ -1,4 +1,4 @@
-"""From the composed YAML tree to one plain dict per typed section, with the layers laid over.
+"""Turn the composed YAML tree into one plain dict per typed section, and merge the layers.
 
 Per role the rightmost wins: `model.<name>` < `training` < the role's own section. The origin of
 each value is kept, so that an error names the line that the user wrote.
@@ -16,16 +16,16 @@ from mindspeed_rlxf.config.derived import (
     make_paths_absolute,
     place_roles,
     set_max_new_tokens,
-    stage_defaults,
+    set_stage_defaults,
 )
 from mindspeed_rlxf.config.draft import Dialect, Draft, Tree, set_default
 from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind, Role
 from mindspeed_rlxf.config.errors import Problem, UserError, ref
 from mindspeed_rlxf.config.hf_config import (
     OF_WEIGHTS,
-    hf_architecture,
+    find_unsupported,
+    parse_architecture,
     read_hf_config,
-    unsupported,
 )
 from mindspeed_rlxf.config.keys import (
     ARCHITECTURE_KEYS,
@@ -42,7 +42,7 @@ from mindspeed_rlxf.config.keys import (
 )
 from mindspeed_rlxf.config.plugins import read_and_load
 from mindspeed_rlxf.config.schema import KlControlConfig, TrainingConfig
-from mindspeed_rlxf.config.suggest import closest, written
+from mindspeed_rlxf.config.suggest import closest, format_value
 
 AUTO = "auto"
 """`model: auto` takes the architecture from the folder that a role loads."""
@@ -69,7 +69,7 @@ def make_draft(tree: Mapping[str, Any], name: str, dialect: Dialect | None = Non
         algorithm["kl_ctrl"] = draft.known("algorithm.kl_ctrl", keys, fields(KlControlConfig))
     draft.payload["training"] = _training(draft, sections["training"], name)
     _roles(draft, sections, dialect)
-    stage_defaults(draft)
+    set_stage_defaults(draft)
     place_roles(draft, sections)
     set_max_new_tokens(draft)
     make_paths_absolute(draft.payload)
@@ -158,7 +158,9 @@ def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
         if own.get("kind") == RewardKind.RULE.value:  # a rule has no model: the rest is not read
             draft.payload[role.value] = {key: own[key] for key in RULE_KEYS if key in own}
             for key in sorted(own.keys() - {*RULE_KEYS}):
-                draft.note("no effect with reward.kind=rule", f"reward.{key}={written(own[key])}")
+                draft.note(
+                    "no effect with reward.kind=rule", f"reward.{key}={format_value(own[key])}"
+                )
             continue
         chosen = own.get("model", training.get("model"))
         if chosen == AUTO:
@@ -187,7 +189,9 @@ def _note_unread(draft: Draft, training: Tree, models: Mapping[str, Tree]) -> No
     used = {f"model.{name}": models[name] for name in roles.values() if name in models}
     for section, values in {**used, "training": training}.items():
         for key in sorted(values.keys() - read):
-            draft.note("no role of this run reads it", f"{section}.{key}={written(values[key])}")
+            draft.note(
+                "no role of this run reads it", f"{section}.{key}={format_value(values[key])}"
+            )
     for name in models.keys() - set(roles.values()):
         draft.note("no role uses it", f"model.{name}")
 
@@ -199,12 +203,12 @@ def _from_folder(draft: Draft, role: Role, load: Any) -> Tree | None:
         if not isinstance(load, str):
             raise ValueError("must name a folder with config.json with model=auto; set it")
         config = read_hf_config(Path(load).expanduser(), OF_WEIGHTS)
-        if found := unsupported(config):
+        if found := find_unsupported(config):
             raise ValueError(
                 "config.json asks for what no model here has (field: possible, config.json): "
                 f"{'; '.join(found)}; use another model"
             )
-        architecture = hf_architecture(config)
+        architecture = parse_architecture(config)
     except ValueError as error:
         draft.reject(Problem(path, str(error), f"{load}", colon=True))
         return None

@@ -1,4 +1,4 @@
-"""Where a rank of one role stands in its tensor, data and pipeline parallel groups."""
+"""The place of a rank in the tensor, data and pipeline parallel groups of its role."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ParallelLayout:
         return rank // (self.tp * self.dp)
 
     def is_leader(self, rank: int) -> bool:
-        """The one rank of a replica whose results count: TP rank 0 of the last pipeline stage."""
+        """Whether a rank returns the results of its replica: TP rank 0 of the last stage."""
         return self.tp_rank(rank) == 0 and self.pp_rank(rank) == self.pp - 1
 
     def leaders(self) -> list[int]:
@@ -44,9 +44,9 @@ class ParallelLayout:
 
 
 def part_of(processes: Sequence[int], first: int, count: int) -> list[int]:
-    """Of `count` ranks from `first` on: how many stand on each node that has any.
+    """Count the ranks `first` to `first + count - 1` on each node that has any of them.
 
-    processes: of each node; ranks fill one node after the other
+    processes: number of ranks of each node; ranks fill one node after the other
     """
     ends = list(accumulate(processes))
     spans = zip((0, *ends), ends, strict=False)

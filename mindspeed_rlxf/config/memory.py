@@ -1,4 +1,4 @@
-"""How many bytes each part of a run takes: one function for each row of `docs/memory.md`.
+"""Bytes that each part of a run takes: one function for each row of `docs/memory.md`.
 
 `numbers` are parameters that one rank holds, `itemsize` the bytes of a weight or an activation (2
 in bf16, 4 in fp32). Results are bytes on one rank unless a docstring says otherwise.
@@ -44,7 +44,7 @@ def weight_bytes(numbers: int, itemsize: int) -> int:
 
 
 def gradient_bytes(numbers: int) -> int:
-    """The fp32 buffer that micro-batches are summed in, never sharded."""
+    """The fp32 buffer that sums the gradients of micro-batches; it is never sharded."""
     return numbers * FP32
 
 
@@ -62,14 +62,14 @@ def optimizer_number_bytes(itemsize: int) -> int:
 
 
 def optimizer_step_bytes(numbers: int, shards: int) -> int:
-    """The roots of all second moments, which torch's Adam makes at once."""
+    """Square roots of all second moments, which torch's Adam holds at once."""
     return numbers // shards * FP32
 
 
 def layer_activation_bytes(
     a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
 ) -> int:
-    """What one layer keeps for its backward pass; also more than it works with without one.
+    """Activations that one layer keeps for its backward pass; an upper bound for a forward pass.
 
     Two norms keep their input in fp32, the normed value and the output; attention its projections,
     rotated queries and keys, cosines and sines, the output twice and the log of the normaliser; the
@@ -161,12 +161,12 @@ def log_prob_head_bytes(tokens: int, vocab: int, chunk: int) -> int:
 
 
 def score_head_bytes(tokens: int, hidden_size: int) -> int:
-    """The read hidden states in fp32."""
+    """The hidden states that are read, in fp32."""
     return FP32 * tokens * hidden_size
 
 
 def weight_gradient_bytes(sizes: Sequence[int], itemsize: int) -> int:
-    """The largest parameter's gradient, before it is added to the buffer."""
+    """Gradient of the largest parameter, before it is added to the buffer."""
     return max(sizes) * itemsize
 
 
@@ -197,8 +197,8 @@ def prefill_tokens(rows: int, prompt: int) -> int:
 
 
 def sampling_bytes(rows: int, vocab: int, do_sample: bool) -> int:
-    """Choosing the next tokens: logits and scaled logits in fp32, then a log-softmax, or what top_p
-    sorts (values, ids of 8 bytes, probabilities, their running sum; without it half of that).
+    """Sampling of the next tokens: logits and scaled logits in fp32, then a log-softmax, or the
+    arrays that top_p sorts (values, ids of 8 bytes, probabilities, their running sum).
 
     vocab: the whole vocabulary, which every tensor-parallel rank gathers
     """
@@ -238,7 +238,7 @@ def sample_bytes(prompt: int, response: int) -> int:
 
 
 def store_bytes(samples: int, sample_bytes: int) -> int:
-    """Host memory of the rows of an iteration; those of the one before go as they are replaced."""
+    """Host memory of the rows of an iteration, and of those of the last one until replaced."""
     return 2 * samples * sample_bytes
 
 

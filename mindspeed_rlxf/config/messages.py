@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from mindspeed_rlxf.config.errors import Problem
-from mindspeed_rlxf.config.suggest import closest, written
+from mindspeed_rlxf.config.suggest import closest, format_value
 
 TYPES = {
     "int": ("must be an integer", "write a whole number without quotes"),
@@ -39,7 +39,7 @@ def explain(path: str, errors: list[ErrorDetails]) -> Problem:
     return Problem(
         path,
         " or ".join(dict.fromkeys(rules)).replace(" or must be ", " or "),
-        written(errors[0]["input"]),
+        format_value(errors[0]["input"]),
         remedies[0],
     )
 

@@ -1,14 +1,14 @@
-"""Words of a command line that are to be taken as they are. Imports nothing heavy."""
+"""Quote words of a command line for hydra. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import re
 
 
-def quoted(text: str) -> str:
-    """The text as hydra reads it in `key=value`, whatever characters are in it.
+def quote(text: str) -> str:
+    """Quote a text so that hydra reads it unchanged in `key=value`.
 
-    A backslash is an escape before a quote only, which the end of the text is followed by.
+    For hydra a backslash is an escape only before a quote, and the closing quote is one.
     """
     return "'" + re.sub(r"(\\*)('|\Z)", _escaped, text) + "'"
 

@@ -1,4 +1,4 @@
-"""Dictionaries of parts by the name that the configuration gives them."""
+"""Register parts, such as estimators, under the name that the configuration uses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def add(registry: dict[str, T], name: str, part: T, what: str) -> None:
-    """Put a part under its name. Raises ValueError for a name that is taken."""
+    """Register a part. Errors: ValueError for a name that is taken."""
     if name in registry:
         taken = ", ".join(sorted(registry))
         raise ValueError(f"{what} {name!r} is there already; choose a name other than {taken}")

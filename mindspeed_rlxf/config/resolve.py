@@ -1,4 +1,4 @@
-"""From the composed YAML tree to the typed, checked configuration, or every problem at once."""
+"""Turn the composed YAML tree into the typed, checked configuration, or report all problems."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ STAND_INS: Mapping[str, Any] = {
 
 
 def resolve(tree: Mapping[str, Any], name: str, dialect: Dialect | None = None) -> RunConfig:
-    """The configuration that `tree` (see `compose`) describes.
+    """Return the typed, checked configuration of a composed tree (see `compose`).
 
-    name:    config name, which the run is called by unless `training.run_name` is given
-    dialect: words of another toolkit that the tree may use, as the commands accept them
-    Raises ConfigError with every problem found: unknown keys, types, limits, rules across
-    sections, and devices that this host does not have (of a dry run its command asks for these).
+    name:    config name, the default of `training.run_name`
+    dialect: translator of another toolkit's keys, which the commands accept
+    Errors: ConfigError with every problem: unknown keys, types, limits, rules across sections, and
+    devices that this host does not have (a dry run checks those after it has shown its plan).
     """
     return resolve_with_notes(tree, name, dialect)[0]
 
@@ -54,10 +54,10 @@ def resolve_with_notes(
     """As `resolve`, with notes on keys without effect and keys that mean something else here."""
     draft = make_draft(tree, name, dialect)
     if (config := _typed(draft)) is not None:
-        draft.judge(_section_rules(draft, config))
+        draft.add_problems(_section_rules(draft, config))
         if not any(key in path for path in draft.broken for key in LAYOUT_KEYS):
             # A dry run shows its plan before what this host lacks: see `cli.train`.
-            draft.judge([*check(config), *([] if config.dry_run else check_host(config))])
+            draft.add_problems([*check(config), *([] if config.dry_run else check_host(config))])
     if draft.problems:
         raise ConfigError(list({str(problem): problem for problem in draft.problems}.values()))
     assert config is not None, "no problems, hence a configuration"
@@ -105,7 +105,7 @@ def _typed(draft: Draft) -> RunConfig | None:
 def _section_rules(draft: Draft, section: Section, loc: tuple[str, ...] = ()) -> Iterator[Problem]:
     """Yield broken rules between the keys of one section, with keys as the user wrote them."""
     for problem in section.broken_rules():
-        yield problem.spelled(lambda key: draft.path((*loc, *key.split("."))))
+        yield problem.rename_keys(lambda key: draft.path((*loc, *key.split("."))))
     for name, value in section:
         if isinstance(value, Section):
             yield from _section_rules(draft, value, (*loc, name))

@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.enums import (
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.fields import Integers, Section, Word, key
 from mindspeed_rlxf.config.rules.tensor_parallel import find_uneven
-from mindspeed_rlxf.config.suggest import around, divisors, use
+from mindspeed_rlxf.config.suggest import divisors, neighbours, use
 
 PIPELINE, CHUNK = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 
@@ -45,7 +45,7 @@ class OptimizerConfig(Section):
 
 
 class RoleConfig(Section):
-    """What every role with a model has."""
+    """Keys of every role with a model."""
 
     model: str = key(..., "name of the architecture in the model section")
     architecture: ArchitectureConfig = key(..., "architecture, the role's own keys laid over it")
@@ -70,7 +70,7 @@ class RoleConfig(Section):
 
     @property
     def model_chunks(self) -> int:
-        """Runs of consecutive layers that a pipeline rank holds; several = virtual pipeline."""
+        """Number of chunks of layers of a pipeline rank; several = virtual pipeline."""
         per_chunk = self.num_layers_per_virtual_pipeline_stage
         if per_chunk is None:
             return 1
@@ -78,7 +78,7 @@ class RoleConfig(Section):
 
     @property
     def micro_batch_multiple(self) -> int:
-        """What the interleaved schedule wants the number of micro-batches to be a multiple of."""
+        """Factor of the number of micro-batches that the interleaved schedule needs, else 1."""
         return self.pipeline_model_parallel_size if self.model_chunks > 1 else 1
 
     def broken_rules(self) -> Iterator[Problem]:
@@ -112,7 +112,7 @@ class RoleConfig(Section):
                 PIPELINE,
                 f"must divide the {layers} layers of {self.model}",
                 pp,
-                use(around(pp, divisors(layers))),
+                use(neighbours(pp, divisors(layers))),
                 reads=reads,
             )
         elif per_chunk is not None and pp == 1:
@@ -127,13 +127,13 @@ class RoleConfig(Section):
                 CHUNK,
                 f"must divide the {layers // pp} layers of a pipeline stage of {self.model}",
                 per_chunk,
-                use(around(per_chunk, divisors(layers // pp))),
+                use(neighbours(per_chunk, divisors(layers // pp))),
                 reads=(*reads, PIPELINE),
             )
 
 
 def _rules_of_learning(section: RoleConfig) -> Iterator[Problem]:
-    """Rules of roles that are trained, which the layers of a mixture of experts bring."""
+    """Yield broken rules of training a mixture of experts."""
     a, tp = section.architecture, section.tensor_model_parallel_size
     if a.num_experts is not None and tp > 1 and not section.sequence_parallel:
         yield Problem(
@@ -210,8 +210,7 @@ class ActorConfig(RoleConfig):
 
     @property
     def logit_temperature(self) -> float:
-        """What logits are divided by: greedy decoding leaves them alone, in generation and in
-        training alike."""
+        """Divisor of the logits in generation and training; 1 for greedy decoding."""
         return self.temperature if self.do_sample else 1.0
 
     def broken_rules(self) -> Iterator[Problem]:
@@ -275,7 +274,7 @@ class CriticConfig(RoleConfig):
 
 
 class RewardConfig(RoleConfig):
-    """What scores responses; a rule needs no model and computes on the CPU."""
+    """The reward. A rule needs no model and computes on the CPU."""
 
     load: str | None = key(None, "folder of the reward model, Hugging Face's or Megatron's")
     kind: Annotated[RewardKind, Word] = key(RewardKind.MODEL, "reward model or rules")

@@ -1,4 +1,4 @@
-"""The typed configuration of a run. Every default lives in the sections; YAML holds differences.
+"""The typed configuration of a run. The sections hold every default; YAML holds differences.
 
 `resolve` builds it from a composed YAML tree; nothing changes it afterwards.
 """
@@ -60,7 +60,7 @@ SAVED_AS = {Role.ACTOR_ROLLOUT: "actor", Role.CRITIC: "critic"}
 
 
 class RunConfig(Section):
-    """Everything a run needs, complete and checked."""
+    """The complete, checked configuration of a run."""
 
     name: str = key(..., "config name", "free")
     training: TrainingConfig = key(..., "the run as a whole")
@@ -92,7 +92,7 @@ class RunConfig(Section):
 
     @property
     def value_model(self) -> CriticConfig:
-        """The critic of a run that has one."""
+        """The critic. The run must have one."""
         assert self.critic is not None, f"stage {self.training.stage.value} has no critic"
         return self.critic
 
@@ -131,7 +131,7 @@ class RunConfig(Section):
         return section
 
     def pool_of(self, role: Role) -> str:
-        """The pool a role lives in."""
+        """The pool of a role."""
         return self.placement[role]
 
     def roles_of(self, pool: str) -> list[Role]:

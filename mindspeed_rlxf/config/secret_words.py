@@ -110,7 +110,7 @@ def withhold(name: str, value: str) -> str:
     return Withheld(MASK, value)
 
 
-def masked(name: str, shown: Any) -> Any:
+def mask_secret(name: str, shown: Any) -> Any:
     """The value of a variable in a file, as `withhold` would have written it."""
     if isinstance(shown, str) and not BY_NAME.fullmatch(shown) and looks_secret(name, shown):
         return MASK

@@ -1,4 +1,4 @@
-"""Sections of the run that belong to no role."""
+"""Sections of the configuration that belong to no role."""
 
 from __future__ import annotations
 
@@ -43,9 +43,11 @@ CONSOLE_METRICS = (
     "timing/all",
 )
 
+CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
+
 
 class PluginConfig(Section):
-    """A Python file that adds parts by name. In the YAML its path alone will do."""
+    """A Python file that registers parts. In the YAML its path alone is enough."""
 
     file: str = key(..., "path, absolute")
     sha256: str = key(..., "of its text; a run is not resumed with another")
@@ -128,12 +130,12 @@ class TrainingConfig(Section):
 
     @property
     def file_mode_bits(self) -> int:
-        """`file_mode` as the system counts it."""
+        """`file_mode` as a number, for `os.chmod`."""
         return int(self.file_mode, 8)
 
     @property
     def seconds_between_saves(self) -> float:
-        """0 = none by time."""
+        """Seconds between checkpoints by time; 0 = none."""
         if self.save_interval_s is not None:
             return self.save_interval_s
         return 0.0 if 0 < self.save_interval <= self.train_iters else 1800.0
@@ -148,19 +150,12 @@ class TrainingConfig(Section):
     @field_validator("max_wall_time", mode="before")
     @classmethod
     def _as_schedulers_write_it(cls, value: Any) -> Any:
-        return _seconds(value)
-
-
-_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
-
-
-def _seconds(value: Any) -> Any:
-    """`1-02:00:00`, as schedulers write times, in seconds; anything else unchanged."""
-    found = _CLOCK.fullmatch(value.strip()) if isinstance(value, str) else None
-    if found is None:
-        return value
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+        """Turn `1-02:00:00`, as schedulers write times, into seconds."""
+        found = CLOCK.fullmatch(value.strip()) if isinstance(value, str) else None
+        if found is None:
+            return value
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 class KlControlConfig(Section):
@@ -233,7 +228,7 @@ class AlgorithmConfig(Section):
 
     @property
     def estimator(self) -> EstimatorTraits:
-        """What `adv_estimator` needs."""
+        """Traits of `adv_estimator`."""
         return TRAITS[self.adv_estimator]
 
     @field_validator("adv_estimator")
@@ -271,8 +266,7 @@ class AlgorithmConfig(Section):
 
 
 class RolloutConfig(Section):
-    """What generates, and how it is laid out on devices of its own
-    (`actor_rollout.num_gpus_for_infer`)."""
+    """The rollout engine, and its layout on `actor_rollout.num_gpus_for_infer` devices."""
 
     engine: str = key("native", "what generates: native, or the name that a plugin gave its engine")
     tensor_model_parallel_size: int | None = key(
@@ -324,7 +318,7 @@ class DataConfig(Section):
 
 
 class ValidationConfig(Section):
-    """When the validation prompts are answered and scored."""
+    """Times at which the validation prompts are answered and scored."""
 
     interval: int = key(
         0, "iterations between validations; 0 = never during training", "free", ge=0
@@ -335,7 +329,7 @@ class ValidationConfig(Section):
 
 
 class LoggingConfig(Section):
-    """What is written down."""
+    """Contents of log files and of the console."""
 
     samples: Annotated[int, Field(ge=0)] | Literal["all"] = key(
         32, "responses per iteration in samples.jsonl, or `all`", "free"
@@ -351,7 +345,7 @@ class LoggingConfig(Section):
 
 
 class DeviceConfig(Section):
-    """What the workers compute on."""
+    """Devices of the workers."""
 
     kind: Annotated[DeviceKind, Word] = key(DeviceKind.AUTO, "npu, cuda, cpu, or auto", "reshard")
     resource_name: str | None = key(None, "Ray resource of one device; null = the kind's", "free")
@@ -383,7 +377,7 @@ class PoolSettings(Section):
 
 
 class RuntimeConfig(Section):
-    """What starts the workers; `runtime: local` is short for `runtime: {kind: local}`."""
+    """Launcher of the workers; `runtime: local` is short for `runtime: {kind: local}`."""
 
     kind: Annotated[RuntimeKind, Word] = key(RuntimeKind.RAY, "ray or local", "free")
     address: str | None = key(

@@ -22,15 +22,15 @@ def closest(word: str, words: Iterable[str]) -> str | None:
     return next(iter(matches + longer), None)
 
 
-def around(value: int, good: Iterable[int]) -> list[int]:
-    """The good numbers next below and next above `value`; either may be absent."""
+def neighbours(value: int, good: Iterable[int]) -> list[int]:
+    """The nearest legal numbers below and above `value`; either may be absent."""
     below = [number for number in good if 0 < number < value]
     above = [number for number in good if number > value]
     return ([max(below)] if below else []) + ([min(above)] if above else [])
 
 
 def multiples_around(value: int, step: int) -> list[int]:
-    """The positive multiples of `step` next below and next above `value`."""
+    """The nearest positive multiples of `step` around `value`; `value` itself counts as below."""
     lower = value // step * step
     return [number for number in (lower, lower + step) if number > 0]
 
@@ -44,12 +44,12 @@ def divisors(number: int) -> list[int]:
 
 
 def use(numbers: Iterable[int]) -> str:
-    """The remedy: `use 96 or 104`."""
+    """Format a remedy: `use 96 or 104`."""
     return "use " + " or ".join(map(str, numbers))
 
 
-def written(value: Any) -> str:
-    """A value as it stands in the YAML: null and true rather than None and True."""
+def format_value(value: Any) -> str:
+    """Format a value as in YAML: null and true for None and True."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -60,6 +60,6 @@ def written(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of any size for an error message, cut short."""
-    text = written(value)
+    """Format a value for an error message, cut to `MAX_SHOWN` characters."""
+    text = format_value(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

@@ -1,8 +1,8 @@
-"""Values that are used and never written down: secrets among the variables of the workers.
+"""Secret variables of the workers, which are used and never written to a file.
 
-In configuration, plan and logs such a value is the text that stands for it: `${oc.env:NAME}` as
-the user wrote it, or `***`. A configuration that says `***` takes the variable of the driver, so
-the file in a run directory starts the same run again without having the value.
+Configuration, plan and logs show a placeholder: `${oc.env:NAME}` as the user wrote it, or `***`.
+A configuration with `***` takes the variable of the driver, so the file in a run directory starts
+the same run again without the value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MASK = "***"
 
 
 class Withheld(str):
-    """Reads as what stands for the value, wherever it is shown, compared or sent."""
+    """A placeholder string that carries the secret; copies, pickles and prints show no secret."""
 
     secret: str
 
@@ -37,19 +37,19 @@ def _keep(value: Any, validate: ValidatorFunctionWrapHandler) -> str:
 
 
 Variable: TypeAlias = Annotated[str, WrapValidator(_keep)]
-"""Of the workers, in the schema: text, or text that is withheld."""
+"""Type of a worker's variable in the schema: text, or a withheld text."""
 
 
 def reveal(variables: Mapping[str, str]) -> dict[str, str]:
-    """All variables with their values."""
+    """Return all variables with their values, secrets included."""
     return {n: v.secret if isinstance(v, Withheld) else v for n, v in variables.items()}
 
 
 def open_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those whose values may be seen."""
+    """Return the variables that are no secrets."""
     return {n: v for n, v in variables.items() if not isinstance(v, Withheld)}
 
 
 def secret_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """The others, with their values."""
+    """Return the secret variables with their values."""
     return {n: v.secret for n, v in variables.items() if isinstance(v, Withheld)}

@@ -15,7 +15,7 @@ import numpy as np
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DataConfig
-from mindspeed_rlxf.config.suggest import written
+from mindspeed_rlxf.config.suggest import format_value
 from mindspeed_rlxf.data.files import FileProblems, fault
 from mindspeed_rlxf.data.handlers import LABELS, SEQUENCES, Output
 from mindspeed_rlxf.data.indexed import BrokenIndex, IndexedReader
@@ -228,8 +228,8 @@ class _DataSet:
         made, wanted = sidecar.allow_special_tokens, self._data.allow_special_tokens
         if made != wanted:
             raise self._error(
-                f"must be made as {key}={written(wanted)} says, it was made "
+                f"must be made as {key}={format_value(wanted)} says, it was made "
                 f"{'with' if made else 'without'} {flag}",
-                f"set {key}={written(made)} or run preprocess_data.py "
+                f"set {key}={format_value(made)} or run preprocess_data.py "
                 f"{'without' if made else 'with'} {flag}",
             )

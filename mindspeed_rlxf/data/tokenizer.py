@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.hf_config import absurd_fields
+from mindspeed_rlxf.config.hf_config import find_bad_fields
 from mindspeed_rlxf.files.plain import folder_problem, parse_json, read_text
 from mindspeed_rlxf.files.safe import is_plain_path, leads_outside, outside_message, read_inside
 
@@ -135,7 +135,7 @@ def _check_model_config(file: Path) -> None:
         config = parse_json(read_text(file))
     except ValueError as error:
         raise ValueError(f"config.json is not valid JSON ({_first_line(error)})") from None
-    if isinstance(config, dict) and (found := next(absurd_fields(config), None)):
+    if isinstance(config, dict) and (found := next(find_bad_fields(config), None)):
         raise ValueError(found)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mindspeed_rlxf.config.quoting import quoted
+from mindspeed_rlxf.config.quoting import quote
 from mindspeed_rlxf.files.plain import open_plain, parse_json, read_pointer
 from mindspeed_rlxf.files.printable import protect
 from mindspeed_rlxf.ops.restarts import Failure, Restarts, smaller_pools
@@ -134,7 +134,7 @@ class Supervisor:
 
     def _changes(self) -> list[str]:
         """Keys of a restart: same directory, newest checkpoint, nodes in place of lost ones."""
-        directory = quoted(self._facts["directory"])
+        directory = quote(self._facts["directory"])
         changes = ["training.new_run=false", "training.resume=auto"]
         changes.append(f"training.output_dir={directory}")
         if self._facts.get("joined"):

@@ -17,7 +17,7 @@ from mindspeed_rlxf.config.schema import (
     PoolSettings,
     RunConfig,
 )
-from mindspeed_rlxf.config.secret_words import masked
+from mindspeed_rlxf.config.secret_words import mask_secret
 
 ABSENT = object()
 NOT_OF_THE_RUN = {"training.new_run", "training.resume", "dry_run"}
@@ -53,7 +53,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
             was, will = (default if v is ABSENT else v for v in (was, will))
         key = ".".join(path)
         if path[:-1] == VARIABLES:  # an older version of the package wrote their values
-            was, will = masked(path[-1], was), masked(path[-1], will)
+            was, will = mask_secret(path[-1], was), mask_secret(path[-1], will)
         if was != will and key not in NOT_OF_THE_RUN:
             found.append(Change(key, was, will, _rule(field)))
     return found

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from mindspeed_rlxf.cluster import environment
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, disagreements, read_hf_config
+from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
@@ -227,7 +227,7 @@ def _broken_by(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[st
     described = described_by(section.load, tokenizer)
     check_side_files(described)
     hf_config = read_hf_config(described, OF_WEIGHTS)
-    differing = disagreements(section.architecture, hf_config, scored=head is Head.SCORE)
+    differing = find_disagreements(section.architecture, hf_config, scored=head is Head.SCORE)
     if differing:
         fields = f"(field: model.{section.model}, config.json): {'; '.join(differing)}"
         rule = f"config.json must agree with the model YAML {fields}"

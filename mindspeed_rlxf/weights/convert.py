@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.hf_config import hf_architecture, read_hf_config, unsupported
+from mindspeed_rlxf.config.hf_config import find_unsupported, parse_architecture, read_hf_config
 from mindspeed_rlxf.config.messages import problems_of
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import (
@@ -92,12 +92,12 @@ def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]
     try:
         check_side_files(folder)
         config = read_hf_config(folder)
-        if found := unsupported(config):
+        if found := find_unsupported(config):
             rule = "asks for what no model here has (field: possible, config.json)"
             raise UserError(
                 Problem(file, f"{rule}: {'; '.join(found)}", remedy="use another model")
             )
-        fields = {k: v for k, v in hf_architecture(config).items() if v is not None}
+        fields = {k: v for k, v in parse_architecture(config).items() if v is not None}
         return ArchitectureConfig(**fields), config
     except ValidationError as error:
         wrong = "; ".join(map(str, problems_of(error)))

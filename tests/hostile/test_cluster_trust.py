@@ -17,7 +17,7 @@ from mindspeed_rlxf.cluster.ray import cluster as ray_cluster
 from mindspeed_rlxf.cluster.ray import trust as ray_trust
 from mindspeed_rlxf.cluster.ray.trust import View, check
 from mindspeed_rlxf.config import cluster
-from mindspeed_rlxf.config.cluster import choose_cluster, started_here
+from mindspeed_rlxf.config.cluster import choose_cluster, find_local_cluster
 from mindspeed_rlxf.config.errors import UserError
 
 LONG = pytest.param("x" * 100_000, id="long")
@@ -78,14 +78,14 @@ def refusal(address: str, allow: bool = False) -> str:
 
 def test_the_owner_of_a_listener_is_known(port: int) -> None:
     mine = {os.getuid()}
-    assert cluster.owners(f"127.0.0.1:{port}") == mine
-    assert cluster.owners(f"localhost:{port}") == mine
-    assert cluster.owners(f"127.0.0.2:{port}") == set()
+    assert cluster.find_owners(f"127.0.0.1:{port}") == mine
+    assert cluster.find_owners(f"localhost:{port}") == mine
+    assert cluster.find_owners(f"127.0.0.2:{port}") == set()
     with socket.create_server(("", 0)) as everywhere:
-        assert cluster.owners(f"127.0.0.1:{everywhere.getsockname()[1]}") == mine
+        assert cluster.find_owners(f"127.0.0.1:{everywhere.getsockname()[1]}") == mine
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as both:
         at = both.getsockname()[1]
-        assert cluster.owners(f"127.0.0.1:{at}") == cluster.owners(f"[::1]:{at}") == mine
+        assert cluster.find_owners(f"127.0.0.1:{at}") == cluster.find_owners(f"[::1]:{at}") == mine
     assert cluster.is_here("127.0.0.1") and not cluster.is_here("198.51.100.7")
 
 
@@ -107,22 +107,22 @@ def test_a_listener_of_another_user_gets_no_token(
 def test_a_note_that_names_a_listener_of_another_user_is_not_followed(tmp_path: Path) -> None:
     with listener_of(ANOTHER) as port:
         note(tmp_path, f"127.0.0.1:{port}\n")
-        assert started_here() is None and choose_cluster(None).address is None
+        assert find_local_cluster() is None and choose_cluster(None).address is None
 
 
 def test_a_note_that_is_a_link_a_pipe_or_a_folder_is_not_read(tmp_path: Path, port: int) -> None:
     file = note(tmp_path, f"127.0.0.1:{port}")
-    assert started_here() == f"127.0.0.1:{port}"
+    assert find_local_cluster() == f"127.0.0.1:{port}"
     elsewhere = file.rename(tmp_path / "elsewhere")
     file.symlink_to(elsewhere)
-    assert started_here() is None
+    assert find_local_cluster() is None
     file.unlink()
     os.mkfifo(file)
     began = time.monotonic()
-    assert started_here() is None and time.monotonic() - began < 1  # it is not waited for
+    assert find_local_cluster() is None and time.monotonic() - began < 1  # it is not waited for
     file.unlink()
     file.mkdir()
-    assert started_here() is None
+    assert find_local_cluster() is None
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_note_that_is_a_link_a_pipe_or_a_folder_is_not_read(tmp_path: Path, po
 )
 def test_a_note_that_is_no_address_is_not_believed(tmp_path: Path, text: str) -> None:
     note(tmp_path, text)
-    assert started_here() is None
+    assert find_local_cluster() is None
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_note_that_is_no_address_is_not_believed(tmp_path: Path, text: str) ->
 def test_what_is_no_address_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
-    monkeypatch.setattr(cluster, "started_here", lambda: None)
+    monkeypatch.setattr(cluster, "find_local_cluster", lambda: None)
     began = time.monotonic()
     with pytest.raises(UserError) as refused:
         ray_cluster.open_cluster(address, {})

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.hf_config import disagreements
+from mindspeed_rlxf.config.hf_config import find_disagreements
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.indexed_prompts import load_indexed_prompts
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
@@ -63,7 +63,7 @@ def mutated_bytes(content: bytes, dice: random.Random) -> bytes:
 def model(folder: Path) -> Any:
     architecture, config = read_architecture(folder)
     choose_head(config, False)
-    disagreements(architecture, config, scored=False)
+    find_disagreements(architecture, config, scored=False)
     return eos_token_ids(byte_tokenizer(), str(folder), [])
 
 

@@ -24,7 +24,7 @@ import psutil  # type: ignore[import-untyped]
 from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.cluster.ray import trust as ray_trust
 from mindspeed_rlxf.cluster.ray.orphans import OrphanGuard
-from mindspeed_rlxf.config.cluster import AUTO, choose_cluster, knock
+from mindspeed_rlxf.config.cluster import AUTO, choose_cluster, connect_once
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DeviceConfig
 
@@ -107,7 +107,7 @@ def _join(address: str, allow_unauthenticated: bool) -> RayCluster:
     try:
         if address == AUTO:
             raise ValueError("no `ray start` of this user runs on this host")
-        knock(address, KNOCK_S)
+        connect_once(address, KNOCK_S)
         if ray_trust.check(address, allow_unauthenticated):
             _ask_with_token()
         import ray

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rlxf.config.cluster import host_and_port, is_here, owners
+from mindspeed_rlxf.config.cluster import find_owners, host_and_port, is_here
 from mindspeed_rlxf.config.errors import Problem, UserError, ref
 
 logger = logging.getLogger(__name__)
@@ -43,12 +43,12 @@ def check(address: str, allow_unauthenticated: bool) -> bool:
     Raises UserError where it may not, OSError or ValueError where nothing answers as Ray does.
     """
     view, here = ask(address), is_here(host_and_port(address)[0])
-    strangers = owners(address) - {os.getuid(), ROOT} if here else frozenset()
+    strangers = find_owners(address) - {os.getuid(), ROOT} if here else frozenset()
     if strangers and not allow_unauthenticated:
         raise UserError(_of_another_user(address, min(strangers)))
     if view.tokens:
         return True
-    alone = here and owners(address) == {os.getuid()} and all(map(is_here, view.nodes))
+    alone = here and find_owners(address) == {os.getuid()} and all(map(is_here, view.nodes))
     if not alone and not allow_unauthenticated:
         raise UserError(_without_tokens(address))
     others = "every user of this host" if alone else "whoever reaches it"

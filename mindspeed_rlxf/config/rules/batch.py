@@ -9,7 +9,7 @@ from math import gcd, lcm
 from mindspeed_rlxf.config.enums import LossNormalizer, Role, Stage
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, RunConfig
-from mindspeed_rlxf.config.suggest import around, divisors, multiples_around, use
+from mindspeed_rlxf.config.suggest import divisors, multiples_around, neighbours, use
 
 TITLES = {
     Role.ACTOR_ROLLOUT: "the actor",
@@ -25,7 +25,7 @@ def check_batches(config: RunConfig) -> list[Problem]:
     return [*_batch(config), *_mini_batches(config)]
 
 
-def token_budget(config: RunConfig, role: Role) -> Iterator[Problem]:
+def check_token_budget(config: RunConfig, role: Role) -> Iterator[Problem]:
     """Check `max_tokens_per_micro_batch` of one role with a model."""
     limit, longest = config.role(role).max_tokens_per_micro_batch, config.training.seq_length
     if limit is not None and limit < longest:
@@ -37,7 +37,7 @@ def token_budget(config: RunConfig, role: Role) -> Iterator[Problem]:
         )
 
 
-def loss_by_micro_batch(config: RunConfig) -> Iterator[Problem]:
+def check_loss_normalizer(config: RunConfig) -> Iterator[Problem]:
     """Check that a mean of micro-batch means is taken over micro-batches of one size."""
     if config.algorithm.loss_normalizer is not LossNormalizer.MICRO_BATCH_MEAN:
         return
@@ -131,7 +131,7 @@ class _Share:
 
 
 def _shares(config: RunConfig) -> dict[_Share, Role]:
-    """The first role of each share."""
+    """Return each share with the first role that has it."""
     return {_Share.of(config, role): role for role in reversed(config.roles)}
 
 
@@ -194,8 +194,8 @@ class _Step:
 
     def remedy(self, size: int) -> str:
         if good := self.sizes(self.micro):
-            return use(around(size, good))
-        fits = around(self.micro, self.micros())[0]
+            return use(neighbours(size, good))
+        fits = neighbours(self.micro, self.micros())[0]
         return (
             f"no size fits, so use {ref(f'{self.role.value}.micro_batch_size')}={fits} and a "
             f"mini-batch of {fits * self.share}"
@@ -206,7 +206,7 @@ def _odd_micro_batch(step: _Step, key: str, size: int) -> Problem:
     """Propose a micro-batch of whole pairs that fits the mini-batch, or one of both."""
     near = sorted(step.micros(), key=lambda micro: abs(micro - step.micro))
     fitting = [micro for micro in near if size in step.sizes(micro)]
-    good = around(size, step.sizes(near[0])) or [size]
+    good = neighbours(size, step.sizes(near[0])) or [size]
     change_both = f"use {near[0]}, and {ref(f'{step.role.value}.{key}')}={good[0]}"
     return Problem(
         f"{step.role.value}.micro_batch_size",

@@ -35,7 +35,7 @@ def check_host(config: RunConfig) -> list[Problem]:
 
 
 def joined_address(config: RunConfig) -> str | None:
-    """The Ray cluster to join; None = start one for this run."""
+    """Address of the Ray cluster to join; None = start one for this run."""
     return choose_cluster(config.runtime.address).address
 
 
@@ -44,7 +44,7 @@ def _pool_sizes(config: RunConfig) -> dict[str, int]:
 
 
 def _local_world(config: RunConfig) -> Iterator[Problem]:
-    """The local runtime runs every pool on the processes that torchrun started."""
+    """With the local runtime every pool runs on all processes that torchrun started."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     for pool, size in _pool_sizes(config).items():
         if size != world:
@@ -57,7 +57,7 @@ def _local_world(config: RunConfig) -> Iterator[Problem]:
 
 
 def _shared_groups(config: RunConfig) -> Iterator[Problem]:
-    """More tensor-parallel ranks than key-value groups need a megatron-core that shares a group."""
+    """More tensor-parallel ranks than key-value groups need a recent megatron-core."""
     sizes = [
         (f"{role.value}.tensor_model_parallel_size", section.tensor_model_parallel_size, section)
         for role in config.roles
@@ -83,7 +83,7 @@ def _shared_groups(config: RunConfig) -> Iterator[Problem]:
 
 
 def _resource(config: RunConfig) -> Iterator[Problem]:
-    """Ray gives each worker a device of its own for its own resources only."""
+    """Ray assigns single devices only for its own resource names."""
     from mindspeed_rlxf import device
 
     kind, name = device.resolve_kind(config.device.kind), config.device.resource_name

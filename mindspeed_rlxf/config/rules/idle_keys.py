@@ -1,4 +1,4 @@
-"""Keys that this configuration does not read, because of what another key says.
+"""Find keys without effect, because another key switches their feature off.
 
 `REFUSED` contradict the stage or the method: they are errors. The others are keys that people leave
 in a YAML while they switch something on and off: they are legal, and listed in a note. A key that
@@ -29,7 +29,7 @@ from mindspeed_rlxf.config.enums import (
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.rules.host import joined_address
 from mindspeed_rlxf.config.schema import OptimizerConfig, RunConfig
-from mindspeed_rlxf.config.suggest import written
+from mindspeed_rlxf.config.suggest import format_value
 
 YAML_NAMES = {"pool_settings": "resource_pool"}
 FROM_FOLDER = "model.auto."
@@ -397,11 +397,11 @@ def find_idle_keys(
         value, default = _value_and_default(config, section, key)
         if idle and value != default:
             plain = list(value) if isinstance(value, tuple) else getattr(value, "value", value)
-            yield f"no effect {reason}", f"{path}={written(plain)}"
+            yield f"no effect {reason}", f"{path}={format_value(plain)}"
 
 
 def _noted_keys(config: RunConfig) -> dict[tuple[str, str], str]:
-    """(section, key) -> reason, of all keys without effect, also those that have their default."""
+    """Map (section, key) to the reason, for all keys without effect, with any value."""
     found = {
         (idle.section, key): idle.reason.format(config=config)
         for idle in NOTED
@@ -420,7 +420,7 @@ def _noted_keys(config: RunConfig) -> dict[tuple[str, str], str]:
 
 
 def _value_and_default(config: RunConfig, section: str, key: str) -> tuple[Any, Any]:
-    """Of a key in a section, or in the architecture or optimizer of a role's section."""
+    """Value and default of a key of a section, or of its architecture or optimizer."""
     holder: BaseModel = attrgetter(section)(config)
     if key not in type(holder).model_fields:
         nested = [getattr(holder, name, None) for name in ("architecture", "optimizer")]

@@ -1,4 +1,4 @@
-"""Rules across sections. Those between the keys of one section are `Section.broken_rules`."""
+"""Rules across sections. `Section.broken_rules` has the rules within one section."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.rules.batch import (
     TITLES,
     check_batches,
-    loss_by_micro_batch,
-    token_budget,
+    check_loss_normalizer,
+    check_token_budget,
 )
 from mindspeed_rlxf.config.rules.split import ROLLOUT_TP, TRAIN, check_split
 from mindspeed_rlxf.config.rules.stages import check_stage
 from mindspeed_rlxf.config.rules.tensor_parallel import find_uneven
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_around, use
+from mindspeed_rlxf.config.suggest import closest, divisors, multiples_around, neighbours, use
 
 
 def check(config: RunConfig) -> list[Problem]:
     """Find every broken rule across sections. Nothing here looks at the host."""
-    problems = [*_pools(config), *_lengths(config), *_validation(config)]
+    problems = [*_pools(config), *_lengths_and_validation(config)]
     problems += [*check_stage(config), *check_split(config)]
     for role in config.roles:
         if config.role(role).architecture is not None:  # the reward may be a rule
             problems += _model(config, role)
         problems += _parallel(config, role)
-    problems += loss_by_micro_batch(config)
+    problems += check_loss_normalizer(config)
     # Without whole replicas of every role there is no data-parallel size to check batches by.
     if not any(_pools(config)) and not any(_replicas(config, role) for role in config.roles):
         problems += check_batches(config)
@@ -94,7 +94,7 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
     if role is Role.ACTOR_ROLLOUT and config.rollout_tp != tp:
         a = section.architecture
         yield from find_uneven(ROLLOUT_TP, config.rollout_tp, a, section.model, f"{role.value}.")
-    yield from token_budget(config, role)
+    yield from check_token_budget(config, role)
     if not known or misplaced or config.pool_settings.tensor_parallel_spans_nodes:
         return
     for processes in (count for count in config.processes_of(role) if count % tp):
@@ -116,7 +116,7 @@ def _experts(config: RunConfig, role: Role, dp: int | None) -> Iterator[Problem]
     if experts is None:
         return
     key = f"{role.value}.expert_model_parallel_size"
-    remedy = use(around(ep, divisors(gcd(experts, dp or experts))))
+    remedy = use(neighbours(ep, divisors(gcd(experts, dp or experts))))
     if experts % ep:
         number = ref(f"model.{section.model}.num_experts")
         yield Problem(key, f"must divide {number}={experts}", ep, remedy)
@@ -124,8 +124,9 @@ def _experts(config: RunConfig, role: Role, dp: int | None) -> Iterator[Problem]
         yield Problem(key, f"must divide the data-parallel size {dp}", ep, remedy)
 
 
-def _lengths(config: RunConfig) -> Iterator[Problem]:
+def _lengths_and_validation(config: RunConfig) -> Iterator[Problem]:
     actor, total = config.actor_rollout, config.training.seq_length
+    data, interval = config.data, config.validation.interval
     if actor.max_prompt_length + actor.max_new_tokens > total:
         prompt, new = ref("actor_rollout.max_prompt_length"), ref("actor_rollout.max_new_tokens")
         yield Problem(
@@ -134,10 +135,6 @@ def _lengths(config: RunConfig) -> Iterator[Problem]:
             total,
             f"use {actor.max_prompt_length + actor.max_new_tokens} or more",
         )
-
-
-def _validation(config: RunConfig) -> Iterator[Problem]:
-    data, interval = config.data, config.validation.interval
     if interval and not data.val_files and not data.val_data_path:
         yield Problem(
             "validation.interval",

@@ -8,7 +8,7 @@ from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.layout import part_of
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.suggest import around, divisors, multiples_around, use
+from mindspeed_rlxf.config.suggest import divisors, multiples_around, neighbours, use
 
 TRAIN, INFER = "actor_rollout.num_gpus_for_train", "actor_rollout.num_gpus_for_infer"
 ROLLOUT_TP = "rollout.tensor_model_parallel_size"
@@ -38,7 +38,14 @@ def check_split(config: RunConfig) -> Iterator[Problem]:
             train,
             f"use {other}{key}={train + infer}",
         )
-    yield from _alone(config)
+    for role in (role for role in config.roles_of(pool) if role is not Role.ACTOR_ROLLOUT):
+        # The ranks of a split pool form two process groups, which fit no other role.
+        yield Problem(
+            f"placement.{role.value}",
+            f"must be another pool, {ref(INFER)} splits this one between training and generation",
+            pool,
+            f"add resource_pool.{role.value} and use it, or remove {ref(TRAIN)} and {ref(INFER)}",
+        )
     yield from _replicas(config, train, infer)
     if config.runtime.kind is RuntimeKind.LOCAL:
         yield Problem(
@@ -48,21 +55,6 @@ def check_split(config: RunConfig) -> Iterator[Problem]:
             "local",
             f"use {ref('runtime.kind')}=ray, or remove {ref(TRAIN)} and {ref(INFER)}",
         )
-
-
-def _alone(config: RunConfig) -> Iterator[Problem]:
-    """No other role fits on a split pool, whose ranks form two process groups."""
-    pool = config.pool_of(Role.ACTOR_ROLLOUT)
-    for role in config.roles_of(pool):
-        if role is not Role.ACTOR_ROLLOUT:
-            yield Problem(
-                f"placement.{role.value}",
-                f"must be another pool, {ref(INFER)} splits this one between training and "
-                "generation",
-                pool,
-                f"add resource_pool.{role.value} and use it, or remove {ref(TRAIN)} and "
-                f"{ref(INFER)}",
-            )
 
 
 def _replicas(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
@@ -77,7 +69,10 @@ def _replicas(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
         )
     elif infer % tp:
         yield Problem(
-            ROLLOUT_TP, f"must divide {ref(INFER)}={infer}", tp, use(around(tp, divisors(infer)))
+            ROLLOUT_TP,
+            f"must divide {ref(INFER)}={infer}",
+            tp,
+            use(neighbours(tp, divisors(infer))),
         )
     else:
         for processes in part_of(config.resource_pool.get(pool, []), train, infer):

@@ -11,7 +11,7 @@ from math import gcd
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.suggest import around, divisors, use
+from mindspeed_rlxf.config.suggest import divisors, neighbours, use
 
 SHARED_GROUPS_SINCE = (0, 16)
 """First release of megatron-core in which ranks can share a key-value group."""
@@ -47,7 +47,7 @@ def find_uneven(
     model:   name of the architecture
     section: prefix of `architecture` in the keys of the model's sizes
     """
-    good = use(around(tp, possible_sizes(a)))
+    good = use(neighbours(tp, possible_sizes(a)))
     width = "moe_ffn_hidden_size" if a.num_experts and a.moe_ffn_hidden_size else "ffn_hidden_size"
     heads, groups, mlp = (
         f"{ref(f'{section}architecture.{name}')}={size}"

@@ -95,7 +95,7 @@ def test_a_megatron_folder_without_config_json_needs_one(
     assert main([*arguments, "--hf-config", str(model)]) == 0
 
 
-def test_a_checkpoint_without_config_json_names_what_described_the_model_in_its_run(
+def test_a_checkpoint_without_config_json_names_the_folder_that_its_run_loaded(
     model: Path, tmp_path: Path, capsys: Any
 ) -> None:
     """The critic has loaded a folder of Megatron's, which the tokenizer's config.json describes."""

@@ -97,7 +97,7 @@ def test_defaults_are_those_of_alpaca_rows(
     assert output.err.startswith("2 rows read in ") and len(output.err.splitlines()) == 1
 
 
-def test_what_was_dropped_skipped_and_empty_is_said(
+def test_dropped_rows_skipped_files_and_empty_files_are_reported(
     required: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "folder").mkdir()
@@ -211,7 +211,7 @@ def test_lines_of_progress_are_seconds_apart(
     assert capsys.readouterr().err == ""
 
 
-def test_every_wrong_flag_is_told_at_once(
+def test_all_wrong_flags_are_reported_at_once(
     required: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*required, "--workers", "-1", "--prompt-type", "x", "--handler-name", "y"]) == 2
@@ -239,7 +239,7 @@ def test_a_required_flag_is_asked_for(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--input, --tokenizer-name-or-path, --output-prefix" in line
 
 
-def test_an_existing_data_set_is_kept_unless_told(
+def test_an_existing_data_set_is_replaced_only_with_overwrite(
     required: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(required) == 0

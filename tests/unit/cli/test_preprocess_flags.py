@@ -103,7 +103,7 @@ def test_a_flag_without_effect_gets_one_line(
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_a_flag_that_asks_for_what_is_not_there_is_refused(
+def test_a_flag_of_an_unsupported_feature_is_refused(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*words.split()) == 2

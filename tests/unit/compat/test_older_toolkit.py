@@ -113,7 +113,7 @@ def ours(section: str) -> set[str]:
 
 
 @pytest.mark.parametrize("section", THEIRS)
-def test_every_key_of_theirs_is_ours_or_moved_or_on_one_list(section: str) -> None:
+def test_every_older_key_exists_here_or_is_moved_or_on_one_list(section: str) -> None:
     unsorted = []
     for key in THEIRS[section]:
         homes = [key in ours(section), key in NO_OPS, key in REFUSED]
@@ -160,7 +160,7 @@ OTHER_VALUES = [
 
 
 @pytest.mark.parametrize(("key", "value"), OTHER_VALUES)
-def test_a_no_op_takes_only_values_that_say_what_happens_anyway(
+def test_a_key_without_effect_accepts_only_values_that_match_the_behaviour(
     problems: Problems, key: str, value: Any
 ) -> None:
     (problem,) = problems({f"actor_rollout.{key}": value})
@@ -169,7 +169,7 @@ def test_a_no_op_takes_only_values_that_say_what_happens_anyway(
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_is_not_there_is_refused_by_name_unless_it_asks_for_nothing(
+def test_an_unsupported_key_is_refused_by_name_unless_its_value_is_neutral(
     problems: Problems, key: str
 ) -> None:
     (problem,) = problems({f"training.{key}": 16})
@@ -262,7 +262,7 @@ def test_group_norm_is_grpo_whitened_with_their_kl(make_tree: MakeTree) -> None:
     assert whiten is AdvantageWhiten.NONE
 
 
-def test_a_verifier_has_no_model_and_says_so(make_tree: MakeTree) -> None:
+def test_a_verifier_has_no_model_and_a_note_says_so(make_tree: MakeTree) -> None:
     reward = {"verifier": True, "load": "ckpt", "model": "small", "tensor_model_parallel_size": 2}
     pools = {"main": 8, "reward": []}
     tree = make_tree({"reward": reward, "resource_pool": pools})
@@ -313,7 +313,7 @@ def test_their_default_of_a_key_that_a_stage_never_reads_stops_no_run(
          "algorithm.verifier_function.0='accc' must be one of acc, base_acc, format"),
     ],
 )  # fmt: skip
-def test_what_contradicts_itself_is_named(
+def test_contradictory_keys_are_refused(
     check_case: Callable[..., None], changes: dict[str, Any], start: str
 ) -> None:
     check_case(changes, [start])
@@ -343,7 +343,7 @@ def in_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("ppo_trainer_llama2_7b", 1, [(4, 1), (2, 1), (4, 1), (2, 1)], 1, 32000),
     ],
 )
-def test_their_ppo_configurations_mean_here_what_they_meant(
+def test_older_ppo_configurations_keep_their_meaning(
     in_their_folder: Path, name: str, prompts: int, layouts: list[Any], mini_batch: int,
     vocabulary: int,
 ) -> None:  # fmt: skip

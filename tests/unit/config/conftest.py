@@ -53,7 +53,7 @@ WITHOUT_CRITIC = ("critic", "placement.critic")
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the rules independent of the host that runs the tests."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(cluster, "started_here", lambda: None)
+    monkeypatch.setattr(cluster, "find_local_cluster", lambda: None)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setitem(packages.SOURCES, packages.MEGATRON, lambda: "0.16.1")
 

@@ -65,7 +65,7 @@ def test_keys_of_the_role_are_laid_over_it(make_tree: Callable[..., Any], tmp_pa
         ({"hidden_act": "gelu"}, "hidden_act: silu, gelu; use another model"),
     ],
 )
-def test_what_no_model_here_has_is_named(
+def test_an_unsupported_architecture_is_refused(
     problems: Callable[..., list[str]], tmp_path: Path, keys: dict[str, Any], end: str
 ) -> None:
     folder = write_config(tmp_path / "a", **keys)
@@ -85,7 +85,7 @@ def test_what_no_model_here_has_is_named(
         (None, "must name a folder with config.json with model=auto; set it"),
     ],
 )
-def test_a_folder_that_is_not_there_is_one_problem(
+def test_a_missing_folder_is_one_problem(
     problems: Callable[..., list[str]], load: str | None, end: str
 ) -> None:
     (problem,) = problems({"critic.model": "auto", "critic.load": load, "training.load": None})

@@ -28,7 +28,7 @@ def left_by_ray_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         yield note
 
 
-def test_what_is_named_comes_before_what_runs_here(
+def test_a_named_cluster_takes_precedence_over_a_running_one(
     left_by_ray_start: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = choose_cluster(None)

@@ -49,14 +49,18 @@ def test_an_error_takes_problems_and_no_text() -> None:
 def test_a_problem_judges_the_keys_of_its_rule_and_not_of_its_remedy() -> None:
     problem = Problem("a.b", f"needs {ref('c.d')}=1", 2, f"use {ref('e.f')}", reads=("g.h",))
     assert problem.keys == ("a.b", "g.h", "c.d")
-    assert problem.judges(["c.d"]) and problem.judges({"g"}) and problem.judges(["x", "a.b"])
-    assert not problem.judges(["e.f"])
-    assert not problem.judges(["a.bc", "c.d.e", "a.b.c"])  # another key, and keys inside one
+    assert (
+        problem.depends_on(["c.d"])
+        and problem.depends_on({"g"})
+        and problem.depends_on(["x", "a.b"])
+    )
+    assert not problem.depends_on(["e.f"])
+    assert not problem.depends_on(["a.bc", "c.d.e", "a.b.c"])  # another key, and keys inside one
 
 
 def test_keys_are_renamed_wherever_they_stand() -> None:
     problem = Problem("a", f"needs {ref('b')}=b", 1, f"use {ref('a')}=2", reads=("b",))
-    renamed = problem.spelled({"a": "old.a", "b": "old.b"}.__getitem__)
+    renamed = problem.rename_keys({"a": "old.a", "b": "old.b"}.__getitem__)
     assert str(renamed) == "old.a=1 needs old.b=b; use old.a=2"
     assert renamed.keys == ("old.a", "old.b", "old.b")
 

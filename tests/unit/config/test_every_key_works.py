@@ -344,7 +344,7 @@ def test_every_key_of_the_schema_has_a_case(section: str) -> None:
 
 
 @pytest.mark.parametrize(("section", "key", "case"), cases())
-def test_a_key_changes_what_it_says(
+def test_a_key_changes_what_its_observer_returns(
     make_tree: MakeTree, section: str, key: str, case: Case | Shown
 ) -> None:
     if isinstance(case, Shown):
@@ -381,7 +381,7 @@ OBSERVERS = sorted({p.values[2].see for p in cases() if isinstance(p.values[2], 
 
 
 @pytest.mark.parametrize("observe", OBSERVERS, ids=lambda observe: observe.__name__)
-def test_what_is_seen_repeats(make_tree: MakeTree, observe: see.Observer) -> None:
+def test_an_observer_returns_the_same_twice(make_tree: MakeTree, observe: see.Observer) -> None:
     """Else any key would seem to change it."""
     config = resolve(make_tree(), "test")
     assert str(observe(config)) == str(observe(config))

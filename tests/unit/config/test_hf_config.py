@@ -11,7 +11,7 @@ import transformers
 from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3MoeConfig
 
 from mindspeed_rlxf.config.enums import RopeScaling
-from mindspeed_rlxf.config.hf_config import disagreements, hf_architecture, read_hf_config
+from mindspeed_rlxf.config.hf_config import find_disagreements, parse_architecture, read_hf_config
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 
 VERSION_5 = int(transformers.__version__.split(".")[0]) >= 5
@@ -81,7 +81,7 @@ def test_config_of_the_installed_transformers_agrees(rope: dict[str, Any] | None
     written = json.loads(LlamaConfig(**config).to_json_string())
     assert ("rope_parameters" in written, "rope_theta" in written) == (VERSION_5, not VERSION_5)
     ours = architecture(**(LLAMA3_KEYS if rope else {}))
-    assert disagreements(ours, written, scored=False) == []
+    assert find_disagreements(ours, written, scored=False) == []
 
 
 LINEAR = {"rope_scaling_type": RopeScaling.LINEAR, "rope_scaling_factor": 2.0}
@@ -98,7 +98,7 @@ AGREEING: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("ours", "config"), AGREEING)
 def test_a_config_that_says_the_same_agrees(ours: dict[str, Any], config: dict[str, Any]) -> None:
-    assert disagreements(architecture(**ours), config, scored=False) == []
+    assert find_disagreements(architecture(**ours), config, scored=False) == []
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,12 @@ def test_a_config_that_says_the_same_agrees(ours: dict[str, Any], config: dict[s
     ids=["rope_parameters", "rope_scaling"],
 )
 def test_llama3_scaling_is_compared_in_both_spellings(config: dict[str, Any]) -> None:
-    assert disagreements(architecture(**LLAMA3_KEYS), config, scored=False) == []
+    assert find_disagreements(architecture(**LLAMA3_KEYS), config, scored=False) == []
     wrong = architecture(**(LLAMA3_KEYS | {"rope_scaling_factor": 4.0}))
-    assert disagreements(wrong, config, scored=False) == ["rope_scaling_factor: 4.0, 8.0"]
-    assert "rope_scaling_type: None, llama3" in disagreements(architecture(), config, scored=False)
+    assert find_disagreements(wrong, config, scored=False) == ["rope_scaling_factor: 4.0, 8.0"]
+    assert "rope_scaling_type: None, llama3" in find_disagreements(
+        architecture(), config, scored=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,13 +137,13 @@ def test_llama3_scaling_is_compared_in_both_spellings(config: dict[str, Any]) ->
 )
 def test_each_field_that_differs_is_named_with_both_values(keys: dict[str, Any], line: str) -> None:
     for config in (newer(), older()):
-        assert disagreements(architecture(**keys), config, scored=False) == [line]
+        assert find_disagreements(architecture(**keys), config, scored=False) == [line]
 
 
-def test_what_config_json_leaves_out_is_a_difference() -> None:
+def test_a_field_missing_in_config_json_is_a_difference() -> None:
     config = older(rope_scaling={"rope_type": "llama3"})
     del config["hidden_size"]
-    assert disagreements(architecture(**LLAMA3_KEYS), config, scored=False) == [
+    assert find_disagreements(architecture(**LLAMA3_KEYS), config, scored=False) == [
         "hidden_size: 32, None",
         "kv_channels: 8, None",
         "rope_scaling_factor: 8.0, None",
@@ -153,8 +155,8 @@ def test_what_config_json_leaves_out_is_a_difference() -> None:
 
 def test_tying_does_not_matter_to_a_score_head() -> None:
     tied = newer(tie_word_embeddings=True)
-    assert disagreements(architecture(), tied, scored=False)
-    assert disagreements(architecture(), tied, scored=True) == []
+    assert find_disagreements(architecture(), tied, scored=False)
+    assert find_disagreements(architecture(), tied, scored=True) == []
 
 
 @pytest.mark.parametrize(
@@ -181,8 +183,8 @@ def test_tying_does_not_matter_to_a_score_head() -> None:
         ),
     ],
 )
-def test_what_the_model_cannot_do_is_named(keys: dict[str, Any], line: str) -> None:
-    assert line in disagreements(architecture(), older(**keys), scored=False)
+def test_an_unsupported_field_of_config_json_is_named(keys: dict[str, Any], line: str) -> None:
+    assert line in find_disagreements(architecture(), older(**keys), scored=False)
 
 
 @pytest.mark.parametrize(
@@ -209,8 +211,10 @@ def test_qwen2_has_a_bias_that_config_json_does_not_mention() -> None:
     config = json.loads(Qwen2Config(**{**older(), "model_type": "qwen2"}).to_json_string())
     config["rope_theta"] = config.pop("rope_parameters", config)["rope_theta"]
     assert "attention_bias" not in config
-    assert hf_architecture(config)["add_qkv_bias"]
-    assert disagreements(architecture(add_qkv_bias=True), older(model_type="qwen2"), False) == []
+    assert parse_architecture(config)["add_qkv_bias"]
+    assert (
+        find_disagreements(architecture(add_qkv_bias=True), older(model_type="qwen2"), False) == []
+    )
 
 
 EXPERTS = {"num_experts": 4, "moe_router_topk": 3}
@@ -225,10 +229,10 @@ def test_a_qwen3_moe_is_read_in_both_spellings(normed: bool) -> None:
     ours = {"qk_layernorm": True, "kv_channels": 16, "moe_ffn_hidden_size": 20, **EXPERTS}
     ours["moe_router_pre_softmax"] = not normed
     for config in (published, saved | {"rope_theta": 500000.0, "rope_parameters": None}):
-        assert disagreements(architecture(**ours), config, scored=False) == []
+        assert find_disagreements(architecture(**ours), config, scored=False) == []
     wrong = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": None}
     wrong["moe_router_pre_softmax"] = normed
-    assert disagreements(architecture(**(ours | wrong)), published, scored=False) == [
+    assert find_disagreements(architecture(**(ours | wrong)), published, scored=False) == [
         "num_experts: 8, 4",
         "moe_router_topk: 2, 3",
         "moe_ffn_hidden_size: 48, 20",
@@ -241,8 +245,8 @@ def test_a_mixtral_has_experts_as_wide_as_a_dense_mlp() -> None:
     published["sliding_window"] = 512  # as long as the model's sequences: no window
     saved = json.loads(MixtralConfig(**published).to_json_string())
     for config in (published, saved | {"rope_theta": 500000.0, "rope_parameters": None}):
-        assert disagreements(architecture(**EXPERTS), config, scored=False) == []
-        assert disagreements(architecture(), config, scored=False) == [
+        assert find_disagreements(architecture(**EXPERTS), config, scored=False) == []
+        assert find_disagreements(architecture(), config, scored=False) == [
             "num_experts: None, 4",
             "moe_router_topk: 2, 3",
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_rlxf.config.suggest import around, closest, divisors, multiples_around, use
+from mindspeed_rlxf.config.suggest import closest, divisors, multiples_around, neighbours, use
 
 
 def test_divisors_are_all_and_in_order() -> None:
@@ -12,15 +12,15 @@ def test_divisors_are_all_and_in_order() -> None:
     assert len(divisors(10**9)) == 100  # 2^9 * 5^9: no long wait for a mistyped batch size
 
 
-def test_neighbours_leave_out_what_is_not_positive() -> None:
-    assert around(5, [1, 4, 6, 12]) == [4, 6]
-    assert around(1, [1, 2]) == [2]
+def test_neighbours_are_positive_numbers() -> None:
+    assert neighbours(5, [1, 4, 6, 12]) == [4, 6]
+    assert neighbours(1, [1, 2]) == [2]
     assert multiples_around(100, 8) == [96, 104]
     assert multiples_around(3, 8) == [8]
     assert use([96, 104]) == "use 96 or 104"
 
 
-def test_misspelt_and_shortened_words_find_theirs() -> None:
+def test_the_closest_word_of_a_misspelt_or_shortened_one_is_found() -> None:
     known = ["actor_rollout_ref", "actor_rollout", "critic", "ref"]
     assert closest("critc", known) == "critic"
     assert closest("actor", known) == "actor_rollout"

@@ -42,7 +42,7 @@ def variables(config: RunConfig) -> dict[str, Any]:
         ("VALUE", f"sk-{CANARY}{CANARY}"),
     ],
 )
-def test_what_looks_like_a_secret_is_used_and_not_written(
+def test_a_variable_that_looks_like_a_secret_is_used_and_not_written(
     make_tree: Callable[..., Any], name: str, value: str
 ) -> None:
     tree = make_tree({"resource_pool.env": {name: value, "HCCL_BUFFSIZE": 256}})

@@ -115,7 +115,7 @@ def test_an_unknown_stage_is_a_wrong_argument(stub: Path) -> None:
         ({"a": [1.0, 2.0], "b": 1}, "b is not in the trace"),
     ],
 )
-def test_what_differs_is_said(found: dict[str, Any], message: str | None) -> None:
+def test_differences_are_reported(found: dict[str, Any], message: str | None) -> None:
     lines = list(bring_up.differences({"a": [1.0, 2.0]}, found, 1e-3))
     assert lines == [] if message is None else lines[0].startswith(message)
 

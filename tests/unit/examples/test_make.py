@@ -31,7 +31,7 @@ def taught(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return models
 
 
-def test_the_reward_model_is_made_on_request_beside_what_is_there(
+def test_the_reward_model_is_made_on_request_beside_the_other_models(
     taught: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--output", str(tmp_path / "tiny")]

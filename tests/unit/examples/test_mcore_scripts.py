@@ -159,6 +159,6 @@ def test_another_configuration_drops_the_scripts_own_changes() -> None:
         ({"MASTER_ADDR": "a", "DEVICE": "gpu"}, "DEVICE=gpu must be npu, cuda or cpu"),
     ],
 )
-def test_what_is_missing_is_said(variables: dict[str, str], message: str) -> None:
+def test_a_missing_variable_is_named(variables: dict[str, str], message: str) -> None:
     done = start(MULTI_NODE, DRY_RUN="1", **variables)
     assert done.returncode == 2 and f"error: {message}" in done.stderr

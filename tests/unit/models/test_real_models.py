@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from mindspeed_rlxf.config.compose import builtin_config_dir
-from mindspeed_rlxf.config.hf_config import disagreements
+from mindspeed_rlxf.config.hf_config import find_disagreements
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import (
     Head,
@@ -102,7 +102,7 @@ def test_every_shipped_model_is_checked_here() -> None:
 def test_the_yaml_says_what_config_json_says(name: str) -> None:
     _, (config_class, _, _), numbers = MODELS[name]
     json = {**numbers, "model_type": config_class.model_type}
-    assert disagreements(architecture(name), json, scored=False) == []
+    assert find_disagreements(architecture(name), json, scored=False) == []
 
 
 @pytest.mark.parametrize("head", list(Head))

@@ -57,7 +57,7 @@ def test_a_hundred_iterations_share_a_file_and_five_files_are_kept(tmp_path: Pat
 
 
 @pytest.mark.parametrize("cut", [1, 3, 50, 100, 200])
-def test_a_part_of_an_event_is_dropped_by_the_next_one_who_writes(tmp_path: Path, cut: int) -> None:
+def test_a_partial_event_is_dropped_by_the_next_write(tmp_path: Path, cut: int) -> None:
     Timeline(tmp_path).write(1, spans(1))
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-cut])

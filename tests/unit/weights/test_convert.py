@@ -144,7 +144,8 @@ def test_the_old_spelling_writes_where_the_old_tool_did(tmp_path: Path, capsys: 
     there = ["--load-model-type", "hf", "--save-model-type", "mg", "--tokenizer-model", "x.json"]
     run(*shared, *there, *sizes, *folders)
     said = capsys.readouterr().err
-    assert "note: without effect: --use-mcore-models (always), --model-type (GPT" in said
+    assert "note: without effect: --model-type (GPT is the only one), " in said
+    assert ", --use-mcore-models (always)" in said
     back = ["--load-model-type", "mg", "--save-model-type", "hf"]
     run(*shared, *back, "--load-dir", tmp_path / "mg", "--save-dir", tmp_path / "hf")
     assert_same(read_folder(tmp_path / "hf" / "mg2hf"), tensors)

@@ -145,7 +145,7 @@ CASES: list[tuple[Changes, str, Changes]] = [
 
 
 @pytest.mark.parametrize(("changes", "line", "mended"), CASES, ids=[c[1][:40] for c in CASES])
-def test_an_idle_key_is_told_until_what_it_waits_for_is_there(
+def test_an_idle_key_is_noted_until_its_condition_is_met(
     make_tree: MakeTree, changes: Changes, line: str, mended: Changes
 ) -> None:
     assert line in resolve_with_notes(make_tree(changes), "test")[1]
@@ -153,7 +153,7 @@ def test_an_idle_key_is_told_until_what_it_waits_for_is_there(
     assert not [note for note in notes if note.endswith(line.partition(": ")[2])]
 
 
-def test_keys_of_a_role_that_the_run_has_not_are_told(make_tree: MakeTree) -> None:
+def test_keys_of_a_role_that_the_run_does_not_have_are_noted(make_tree: MakeTree) -> None:
     shared = {"training.cliprange_value": 0.5, "model.small.critic_update_epochs": 2}
     unused = {"model.other": {"num_layers": 2}}
     tree = make_tree({**GRPO, **shared, **unused}, ("critic", "placement.critic"))
@@ -165,6 +165,6 @@ def test_keys_of_a_role_that_the_run_has_not_are_told(make_tree: MakeTree) -> No
     assert resolve_with_notes(make_tree(shared), "test")[1] == []
 
 
-def test_a_default_that_is_written_down_is_not_told(make_tree: MakeTree) -> None:
+def test_an_explicit_default_is_not_noted(make_tree: MakeTree) -> None:
     tree = make_tree({f"{ACTOR}temperature": 1.0, "model.small.low_freq_factor": 1.0})
     assert resolve_with_notes(tree, "test")[1] == []

@@ -55,7 +55,7 @@ def test_a_critic_section_that_nothing_reads_is_refused(
     ]
 
 
-def test_the_stage_chooses_what_the_yaml_leaves_open(config: Callable[..., RunConfig]) -> None:
+def test_the_stage_sets_keys_that_the_yaml_leaves_out(config: Callable[..., RunConfig]) -> None:
     ppo = config().algorithm
     assert (ppo.adv_estimator, ppo.kl_in) == (AdvEstimator.GAE, KlIn.REWARD)
     assert (ppo.kl_penalty, ppo.advantage_whiten) == (KlPenalty.KL, AdvantageWhiten.BATCH)
@@ -251,7 +251,7 @@ def test_an_unknown_stage_is_the_only_error(
     assert problem.startswith(f"training.stage={stage!r} must be one of")
 
 
-def test_what_to_remove_for_a_stage_without_a_critic_is_named(problems: Problems) -> None:
+def test_a_stage_without_a_critic_names_the_keys_to_remove(problems: Problems) -> None:
     section, place = problems(GRPO)
     assert "('~critic' on the command line)" in section
     assert place == (
