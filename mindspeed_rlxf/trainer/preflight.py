@@ -31,9 +31,9 @@ from mindspeed_rlxf.run.driver_state import beyond, newest_state, reached
 from mindspeed_rlxf.run.exports import save_problems
 from mindspeed_rlxf.trainer.fixed_order import order_problems
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
+from mindspeed_rlxf.weights.boxes import BoxedWeights
 from mindspeed_rlxf.weights.folders import check_side_files, described_by, open_weights
 from mindspeed_rlxf.weights.hf_folder import shape_problems
-from mindspeed_rlxf.weights.reader import WeightReader
 
 T = TypeVar("T")
 TINY_MODELS = ("outputs", "tiny", "models")  # of examples/tiny/make.py
@@ -129,7 +129,7 @@ def _notices(config: RunConfig) -> list[str]:
     return notices
 
 
-def _weights(section: RoleConfig) -> WeightReader:
+def _weights(section: RoleConfig) -> BoxedWeights:
     assert section.load is not None and section.architecture is not None, "checked beforehand"
     return open_weights(section.load, section.architecture)
 

@@ -199,7 +199,7 @@ class BoxedTensor:
 
 
 class BoxedWeights:
-    """Tensors by their Hugging Face names, as a `WeightReader`."""
+    """Tensors by their Hugging Face names, of which boxes are read."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, BoxedTensor] = {}

@@ -10,7 +10,6 @@ from mindspeed_rlxf.files.safe import open_inside, read_inside, replace_file
 from mindspeed_rlxf.weights.boxes import BoxedTensor, BoxedWeights, whole
 from mindspeed_rlxf.weights.formats import INDEX, SINGLE
 from mindspeed_rlxf.weights.inside import inside
-from mindspeed_rlxf.weights.reader import WeightReader
 from mindspeed_rlxf.weights.regular import MAX_JSON
 from mindspeed_rlxf.weights.safetensors_file import HEADER_ERRORS, SafetensorsFile
 
@@ -95,7 +94,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
         raise ValueError(f"{index} has no readable weight_map ({error!r}); copy it again") from None
 
 
-def shape_problems(folder: WeightReader, expected: dict[str, tuple[int, ...]]) -> list[str]:
+def shape_problems(folder: BoxedWeights, expected: dict[str, tuple[int, ...]]) -> list[str]:
     """One line for each tensor that is missing or has another shape; reads headers only."""
     problems = []
     for name, shape in expected.items():

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
@@ -32,16 +31,6 @@ from mindspeed_rlxf.weights.torch_dist import read_torch_dist
 
 WEIGHT = "weight"
 BUFFER_BYTES = 8 << 20
-
-
-class StateReader(Protocol):
-    """What a role saved. slot: the tensors of that name, none where it saved none"""
-
-    folder: Path
-
-    def slot(self, name: str) -> BoxedWeights: ...
-
-    def close(self) -> None: ...
 
 
 def file_of(folder: Path, rank: int) -> Path:
@@ -120,6 +109,10 @@ class ShardedRunState:
 
     def close(self) -> None:
         self._slots.clear()
+
+
+StateReader = RunState | ShardedRunState
+"""What a role saved: `slot` has the tensors of that name, none where it saved none."""
 
 
 def open_state(folder: Path, architecture: ArchitectureConfig, head: Head) -> StateReader:
