@@ -35,7 +35,7 @@ SIDE_FILES = (
 )
 
 
-def described_by(weights: str | Path, tokenizer: str | Path) -> Path:
+def find_description(weights: str | Path, tokenizer: str | Path) -> Path:
     """The folder whose config.json and generation_config.json describe the weights.
 
     Megatron's folders of other tools have neither; those of the tokenizer count then.

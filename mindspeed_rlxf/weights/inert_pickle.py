@@ -37,7 +37,7 @@ from mindspeed_rlxf.weights.pickle_names import (
     is_fields,
     kind_of,
     named_value,
-    shown,
+    shorten,
 )
 from mindspeed_rlxf.weights.pickle_operations import SCALARS, Operation
 
@@ -78,7 +78,7 @@ class InertUnpickler:
         except (IndexError, struct.error):
             raise ValueError("damaged pickle: it ends early") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"damaged pickle: {shown(error)}") from None
+            raise ValueError(f"damaged pickle: {shorten(error)}") from None
         finally:
             if collects:
                 gc.enable()

@@ -23,10 +23,14 @@ from mindspeed_rlxf.weights.dist_metadata import open_torch_dist
 from mindspeed_rlxf.weights.formats import METADATA, STATE_FILES
 from mindspeed_rlxf.weights.hf_folder import shape_problems
 from mindspeed_rlxf.weights.inside import inside
-from mindspeed_rlxf.weights.pickle_names import shown
+from mindspeed_rlxf.weights.pickle_names import shorten
 from mindspeed_rlxf.weights.planned import PlannedTensor
 from mindspeed_rlxf.weights.reader import MegatronWeights, refuse
-from mindspeed_rlxf.weights.safetensors_file import SafetensorsFile, aligned, write_safetensors
+from mindspeed_rlxf.weights.safetensors_file import (
+    SafetensorsFile,
+    sort_by_width,
+    write_safetensors,
+)
 from mindspeed_rlxf.weights.torch_dist import read_torch_dist
 
 WEIGHT = "weight"
@@ -44,7 +48,7 @@ def write_boxes(file: Path, boxes: Iterable[HeldBox]) -> None:
         key = f"{held.slot}/{held.name}@{','.join(map(str, held.box.starts))}"
         assert key not in planned, f"{key} is written twice"
         planned[key] = PlannedTensor.of(held.tensor)
-    write_safetensors(file, aligned(planned), lambda _: None)
+    write_safetensors(file, sort_by_width(planned), lambda _: None)
 
 
 class RunState:
@@ -75,11 +79,13 @@ class RunState:
             box = Box(tuple(map(int, numbers)), shape)
             axes = len(shape)
             if not name or axes not in (1, 2) or axes != len(numbers) or min(box.starts) < 0:
-                raise ValueError(f"{shown(key)} is no box of a tensor")
+                raise ValueError(f"{shorten(key)} is no box of a tensor")
             tensors = self.slot(slot).tensors
             known = tensors.get(name) or BoxedTensor(f"{slot} of {name}", dtype, shape, [])
             if len(known.size) != axes or known.dtype != dtype:
-                raise ValueError(f"{shown(key)} differs from other boxes in its axes or its dtype")
+                raise ValueError(
+                    f"{shorten(key)} differs from other boxes in its axes or its dtype"
+                )
             known.boxes.append(file.stored_box(first_byte, dtype, box))
             tensors[name] = replace(known, size=tuple(map(max, known.size, box.stops)))
 

@@ -23,7 +23,7 @@ from mindspeed_rlxf.weights.boxes import BoxedWeights, shard_boxes
 from mindspeed_rlxf.weights.folders import copy_side_files, open_weights
 from mindspeed_rlxf.weights.hf_folder import hf_file_name, write_index
 from mindspeed_rlxf.weights.planned import PlannedTensor
-from mindspeed_rlxf.weights.safetensors_file import aligned, write_safetensors
+from mindspeed_rlxf.weights.safetensors_file import sort_by_width, write_safetensors
 
 Files = list[tuple[str, dict[str, int]]]
 """Name of each file, and the bytes of each tensor in it."""
@@ -123,7 +123,7 @@ class StageWeights:
         planned = {hf_name: PlannedTensor.of(tensors[hf_name]) for hf_name in sorted(tensors)}
         if writes:
             target.mkdir(parents=True, exist_ok=True)
-            write_safetensors(target / name, aligned(planned), lambda _: None)
+            write_safetensors(target / name, sort_by_width(planned), lambda _: None)
         sizes = {hf_name: tensor.num_bytes for hf_name, tensor in planned.items()}
         gathered = _gather(_gather([(name, sizes)], ep), pp)
         if writes and first and pp.rank() == 0:
