@@ -1,4 +1,4 @@
-"""Boxes of tensors: what a rank holds, what a file stores, what is read.
+"""Boxes of tensors: the parts that a rank holds, that a file stores, that are read.
 
 A `Box` says which numbers of a tensor are meant, a `StoredBox` how to read those of a file, a
 `BoxedTensor` is the tensor that stored boxes make up, and `BoxedWeights` are such tensors by name.

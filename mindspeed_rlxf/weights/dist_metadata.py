@@ -181,7 +181,7 @@ def _place(info: Any) -> tuple[str, int, int]:
 
 
 def _key(name: Any, offsets: Any) -> str:
-    """A text, whose hash no file can foresee."""
+    """A key as text, because a file cannot choose the hash of a text."""
     if type(name) is not str or not _are_sizes(offsets):
         raise TypeError("an index of another kind")
     return f"{name}@{offsets}"

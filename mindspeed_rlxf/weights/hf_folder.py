@@ -106,7 +106,7 @@ def shape_problems(folder: BoxedWeights, expected: dict[str, tuple[int, ...]]) -
 
 
 def hf_file_name(number: int, count: int) -> str:
-    """The name of a file of weights, by its number from 0 and how many there are."""
+    """The name of a file of weights. number: from 0; count: of all files"""
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 

@@ -94,7 +94,7 @@ class MegatronWeights(BoxedWeights):
 
 
 def spellings(name: str) -> list[str]:
-    """The names a parameter may have: with local layers, with fused ones, in our own checkpoints.
+    """The names of a parameter with local layers, with fused ones, and in our own checkpoints.
 
     Megatron stores the norm before a linear layer under that layer's name where both are one
     module (Transformer Engine), and always so in sharded checkpoints.
@@ -123,7 +123,7 @@ def unknown_names(names: Iterable[str], used: set[str]) -> list[str]:
 
 
 def refuse(folder: Path, problems: list[str]) -> None:
-    """Raises ValueError that lists how the folder differs from the model, if it does."""
+    """Raise a ValueError that lists how the folder differs from the model, if it does."""
     if not problems:
         return
     more = len(problems) - MAX_PROBLEMS

@@ -108,7 +108,10 @@ class SafetensorsFile:
         return StoredBox(box, partial(self._read_box, first_byte, dtype, box))
 
     def _read_box(self, first_byte: int, dtype: torch.dtype, stored: Box, wanted: Box) -> Tensor:
-        """first_byte: of the stored box in the file. Reads at once where whole rows are wanted."""
+        """Read a box inside a stored one, at once where whole rows are wanted, else row by row.
+
+        first_byte: of the stored box in the file
+        """
         result = torch.empty(wanted.shape, dtype=dtype)
         if not result.numel():
             return result
