@@ -112,6 +112,7 @@ class SafetensorsFile:
 
         first_byte: of the stored box in the file
         """
+        assert 1 <= len(stored.shape) <= 2, f"a parameter has one axis or two, not {stored.shape}"
         result = torch.empty(wanted.shape, dtype=dtype)
         if not result.numel():
             return result
