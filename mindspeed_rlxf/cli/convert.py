@@ -292,13 +292,13 @@ def _original_of(source: Path) -> str:
     A checkpoint of a run names the folders that the run has loaded.
     """
     from mindspeed_rlxf.run.driver_state import CONFIG, TRAINER
-    from mindspeed_rlxf.weights.folders import described_by
+    from mindspeed_rlxf.weights.folders import find_description
 
     folder = source.resolve()
     section = next((role.value for role, name in SAVED_AS.items() if name == folder.name), "")
     try:
         tree = read_yaml(folder.parent / TRAINER / CONFIG)
-        load = described_by(tree[section]["load"], tree["training"]["tokenizer_name_or_path"])
+        load = find_description(tree[section]["load"], tree["training"]["tokenizer_name_or_path"])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         return "the original Hugging Face folder as --hf-config"
     orm = " --orm" if section == Role.CRITIC.value else ""

@@ -47,7 +47,7 @@ from mindspeed_rlxf.engine.train_state import StateSaver, TrainState, load_state
 from mindspeed_rlxf.models.experts import weigh_balance_loss
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
-from mindspeed_rlxf.weights.folders import copy_side_files, described_by, open_weights
+from mindspeed_rlxf.weights.folders import copy_side_files, find_description, open_weights
 from mindspeed_rlxf.weights.stage import StageWeights
 from mindspeed_rlxf.weights.state_files import Written
 
@@ -80,7 +80,7 @@ class MegatronEngine:
         device.set_deterministic(deterministic)
         device.seed_all(seed + dist.get_rank())  # Python's and numpy's would be the system's
         self.role, self.head = role, head
-        self.source = described_by(role.load, tokenizer) if tokenizer else Path(role.load)
+        self.source = find_description(role.load, tokenizer) if tokenizer else Path(role.load)
         self.skipped = skipped or SkippedSteps(NanPolicy.RAISE, 0, role.model)
         self._mini_batch = 0  # steps of this iteration
         self.groups = ParallelGroups(

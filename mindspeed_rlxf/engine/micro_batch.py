@@ -61,18 +61,19 @@ def make_micro_batches(
 
 
 def _sequences(rollouts: Rollouts, rows: list[int]) -> list[Tensor]:
-    sequences, lengths = [], rollouts.response_lengths.tolist()
-    for row in rows:
-        prompt = rollouts.prompt_ids[row, : int(rollouts.prompt_lengths[row])]
-        response = rollouts.response_ids[row, : lengths[row]]
-        sequences.append(torch.cat((prompt, response)))
-    return sequences
+    prompts, responses = rollouts.prompt_lengths.tolist(), rollouts.response_lengths.tolist()
+    return [
+        torch.cat(
+            (rollouts.prompt_ids[row, : prompts[row]], rollouts.response_ids[row, : responses[row]])
+        )
+        for row in rows
+    ]
 
 
 def _lengths_and_targets(
     rollouts: Rollouts, rows: list[int], device: torch.device
 ) -> dict[str, Tensor]:
-    """Fields of a MicroBatch that packed and padded rows have in common."""
+    """Fields of a MicroBatch that are the same for packed and padded rows."""
     trained = rollouts.trained_mask[rows]
     return {
         "prompt_lengths": rollouts.prompt_lengths[rows],

@@ -44,7 +44,7 @@ def _set(state: dict[str, Any], random_states: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _restored() -> Iterator[None]:
-    """Megatron's globals and random streams are after the block what they were before."""
+    """Restore Megatron's globals and random streams after the block."""
     outside, outside_random = _globals(), _random_states()
     try:
         yield
@@ -88,7 +88,7 @@ class ParallelGroups:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Megatron sees these groups and random streams inside the block."""
+        """Give Megatron these groups and random streams inside the block."""
         with _restored():
             _set(self._state, self.random_states)
             try:

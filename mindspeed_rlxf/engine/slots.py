@@ -41,14 +41,14 @@ class HeldSlots:
         return range(start, start + next(iter(self.slots.values())).numel())
 
 
-def chained(optimizer: MegatronOptimizer) -> list[Any]:
+def single_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
     """Megatron's optimizers of a model: one, or with experts one more for these."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def held_slots(optimizer: MegatronOptimizer) -> Iterator[HeldSlots]:
     """The slots of every parameter on this rank; zeros where no step has been taken."""
-    for each in chained(optimizer):
+    for each in single_optimizers(optimizer):
         for parameter, main, start in _held(each):
             state = each.optimizer.state.get(main, {})
             slots = {k: state[k] if k in state else torch.zeros_like(main) for k in MOMENTS}
@@ -59,7 +59,7 @@ def held_slots(optimizer: MegatronOptimizer) -> Iterator[HeldSlots]:
 
 def make_slots(optimizer: MegatronOptimizer, step: int) -> None:
     """Add moments of zero where a parameter has none, and set the number of steps taken."""
-    for each in chained(optimizer):
+    for each in single_optimizers(optimizer):
         for _, main, _ in _held(each):
             state = each.optimizer.state[main]
             for name in MOMENTS:
@@ -70,7 +70,7 @@ def make_slots(optimizer: MegatronOptimizer, step: int) -> None:
 
 def step_of(optimizer: MegatronOptimizer) -> int:
     """Number of optimizer steps taken, the same for all parameters; for Adam's bias correction."""
-    steps = {step for each in chained(optimizer) for step in _steps(each.optimizer)}
+    steps = {step for each in single_optimizers(optimizer) for step in _steps(each.optimizer)}
     assert len(steps) <= 1, f"parameters have taken different numbers of steps: {sorted(steps)}"
     return steps.pop() if steps else 0
 

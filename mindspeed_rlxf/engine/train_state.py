@@ -264,7 +264,7 @@ def _fill(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, flat: ra
                 "has it; set the role's bf16 as it was in the run that wrote the checkpoint"
             )
         for rows in held.box.split(BUFFER_BYTES // tensor.itemsize):
-            held.tensor[rows.within(held.box).slices] = stored.read(held.name, rows)
+            held.tensor[rows.relative_to(held.box).slices] = stored.read(held.name, rows)
         filled += held.box.numel
     tensor[filled:].zero_()
 

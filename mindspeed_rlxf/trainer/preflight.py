@@ -36,9 +36,9 @@ from mindspeed_rlxf.run.driver_state import (
 from mindspeed_rlxf.run.exports import save_problems
 from mindspeed_rlxf.trainer.fixed_order import order_problems
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
-from mindspeed_rlxf.weights.folders import check_side_files, described_by, open_weights
+from mindspeed_rlxf.weights.boxes import BoxedWeights
+from mindspeed_rlxf.weights.folders import check_side_files, find_description, open_weights
 from mindspeed_rlxf.weights.hf_folder import shape_problems
-from mindspeed_rlxf.weights.reader import WeightReader
 
 T = TypeVar("T")
 TINY_MODELS = ("outputs", "tiny", "models")  # of examples/tiny/make.py
@@ -117,7 +117,7 @@ def _described(config: RunConfig) -> str | None:
     """The folder with the actor's generation_config.json."""
     load = config.actor_rollout.load
     try:
-        return load and str(described_by(load, config.training.tokenizer_name_or_path))
+        return load and str(find_description(load, config.training.tokenizer_name_or_path))
     except ValueError:  # told with the weights
         return load
 
@@ -135,7 +135,7 @@ def _notices(config: RunConfig) -> list[str]:
     return notices
 
 
-def _weights(section: RoleConfig) -> WeightReader:
+def _weights(section: RoleConfig) -> BoxedWeights:
     assert section.load is not None and section.architecture is not None, "checked beforehand"
     return open_weights(section.load, section.architecture)
 
@@ -224,7 +224,7 @@ def _broken_by(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[st
     """Rules that the role's folder breaks, and the remedy for all of them."""
     assert section.load is not None and section.architecture is not None
     head = HEADS[role]
-    described = described_by(section.load, tokenizer)
+    described = find_description(section.load, tokenizer)
     check_side_files(described)
     hf_config = read_hf_config(described, OF_WEIGHTS)
     differing = find_disagreements(section.architecture, hf_config, scored=head is Head.SCORE)

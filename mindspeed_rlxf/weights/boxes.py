@@ -1,4 +1,4 @@
-"""Boxes of tensors: what a rank holds, what a file stores, what is read.
+"""Boxes of tensors: the parts that a rank holds, that a file stores, that are read.
 
 A `Box` says which numbers of a tensor are meant, a `StoredBox` how to read those of a file, a
 `BoxedTensor` is the tensor that stored boxes make up, and `BoxedWeights` are such tensors by name.
@@ -46,10 +46,10 @@ class Box:
         shape = tuple(map(sub, map(min, self.stops, other.stops), starts))
         return Box(starts, shape) if all(size > 0 for size in shape) else None
 
-    def moved(self, steps: Shape) -> Box:
+    def shift(self, steps: Shape) -> Box:
         return Box(tuple(map(add, self.starts, steps)), self.shape)
 
-    def within(self, outer: Box) -> Box:
+    def relative_to(self, outer: Box) -> Box:
         """The same box of the tensor that `outer` is."""
         return Box(tuple(map(sub, self.starts, outer.starts)), self.shape)
 
@@ -108,11 +108,11 @@ class ShardBox:
 
     def to_source(self, place: Box) -> Box:
         """The box of the tensor that a box inside `place` is."""
-        return place.within(self.place).moved(self.box.starts)
+        return place.relative_to(self.place).shift(self.box.starts)
 
     def to_shard(self, box: Box) -> Box:
         """The box of the parameter that a box inside `box` is."""
-        return box.within(self.box).moved(self.place.starts)
+        return box.relative_to(self.box).shift(self.place.starts)
 
 
 def shard_boxes(
@@ -133,7 +133,7 @@ def shard_boxes(
             steps = tuple(
                 offset - part.start if axis == part.dim else 0 for axis in range(len(box.shape))
             )
-            yield ShardBox(part.source, box, box.moved(steps))
+            yield ShardBox(part.source, box, box.shift(steps))
             offset += part.size
 
 
@@ -188,7 +188,7 @@ class BoxedTensor:
             if shared == wanted:
                 return stored.read(shared).view(box.shape)
             if shared is not None:
-                result[shared.within(wanted).slices] = stored.read(shared)
+                result[shared.relative_to(wanted).slices] = stored.read(shared)
                 filled += shared.numel
         if filled != box.numel:
             raise ValueError(
@@ -199,7 +199,7 @@ class BoxedTensor:
 
 
 class BoxedWeights:
-    """Tensors by their Hugging Face names, as a `WeightReader`."""
+    """Tensors by their Hugging Face names, of which boxes are read."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, BoxedTensor] = {}

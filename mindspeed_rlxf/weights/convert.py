@@ -26,7 +26,7 @@ from mindspeed_rlxf.models.parameters import (
     hf_shapes,
     shard_shape,
 )
-from mindspeed_rlxf.weights.boxes import shard_boxes, whole
+from mindspeed_rlxf.weights.boxes import BoxedWeights, shard_boxes, whole
 from mindspeed_rlxf.weights.folders import (
     check_side_files,
     copy_side_files,
@@ -38,7 +38,7 @@ from mindspeed_rlxf.weights.hf_folder import hf_file_name, shape_problems, write
 from mindspeed_rlxf.weights.layout import ITERATION, TRACKER, MegatronLayout
 from mindspeed_rlxf.weights.legacy import legacy_files
 from mindspeed_rlxf.weights.planned import PlannedFile, PlannedTensor, Wrote
-from mindspeed_rlxf.weights.reader import WeightReader, refuse, unknown_names
+from mindspeed_rlxf.weights.reader import refuse, unknown_names
 from mindspeed_rlxf.weights.safetensors_file import write_safetensors
 from mindspeed_rlxf.weights.staging import StagedFolder
 from mindspeed_rlxf.weights.torch_dist import dist_files, write_metadata
@@ -70,7 +70,7 @@ class Conversion:
     to: Format
     architecture: ArchitectureConfig
     head: Head
-    weights: WeightReader
+    weights: BoxedWeights
     layout: MegatronLayout | None
     dtype: torch.dtype | None
     shard_size: int
@@ -113,7 +113,7 @@ def choose_head(config: dict[str, Any], orm: bool) -> Head:
     return Head.SCORE if orm or is_scorer(config) else Head.LANGUAGE_MODEL
 
 
-def open_source(source: Path, architecture: ArchitectureConfig, head: Head) -> WeightReader:
+def open_source(source: Path, architecture: ArchitectureConfig, head: Head) -> BoxedWeights:
     """The weights to convert. Errors: UserError when they do not fit the model in any way."""
     try:
         weights = open_weights(source, architecture)

@@ -20,7 +20,7 @@ from mindspeed_rlxf.files.safe import locate_inside
 from mindspeed_rlxf.weights.boxes import Box, BoxedTensor, Shape, StoredBox
 from mindspeed_rlxf.weights.formats import COMMON, METADATA
 from mindspeed_rlxf.weights.inert_pickle import read_pickle
-from mindspeed_rlxf.weights.pickle_names import Inert, Refused, integers, shown
+from mindspeed_rlxf.weights.pickle_names import Inert, Refused, integers, shorten
 from mindspeed_rlxf.weights.refusals import refusal, unreadable
 from mindspeed_rlxf.weights.torch_file import (
     MAX_AXES,
@@ -66,14 +66,18 @@ class Metadata:
         dtype = properties[0] if type(properties) is tuple else properties["dtype"]
         if type(dtype) is not torch.dtype or not _are_sizes(size):
             raise TypeError("a tensor of another kind")
-        tensor = BoxedTensor(f"{shown(name)!r} of {self.folder}", dtype, size, [])
+        tensor = BoxedTensor(f"{shorten(name)!r} of {self.folder}", dtype, size, [])
         for box, window in self._boxes(name, entry.field("chunks"), size):
             if box.numel * dtype.itemsize > window.length:
-                raise ValueError(f"it has boxes of {shown(name)!r} that are longer than their data")
+                raise ValueError(
+                    f"it has boxes of {shorten(name)!r} that are longer than their data"
+                )
             tensor.boxes.append(StoredBox(box, partial(_read_box, window, box, dtype)))
         held, needed = sum(stored.box.numel for stored in tensor.boxes), Box((), size).numel
         if held != needed:
-            raise ValueError(f"it has {held} numbers in the boxes of {shown(name)!r}, not {needed}")
+            raise ValueError(
+                f"it has {held} numbers in the boxes of {shorten(name)!r}, not {needed}"
+            )
         return tensor
 
     def _boxes(self, name: str, chunks: Any, size: Shape) -> Iterator[tuple[Box, Window]]:
@@ -86,7 +90,7 @@ class Metadata:
             key = _key(name, offsets)
             box = Box(offsets, sizes)
             if any(stop > end for stop, end in zip(box.stops, size, strict=True)):
-                raise ValueError(f"it has a box of {shown(name)!r} that lies outside of it")
+                raise ValueError(f"it has a box of {shorten(name)!r} that lies outside of it")
             yield box, self._windows[key]
 
 
@@ -116,7 +120,7 @@ def _named_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error}); copy the folder again") from None
     except (AttributeError, TypeError, KeyError, IndexError) as error:
-        other = f"it is not as torch.distributed.checkpoint writes it ({shown(repr(error))})"
+        other = f"it is not as torch.distributed.checkpoint writes it ({shorten(repr(error))})"
         raise unreadable(path, ValueError(other)) from None
     except ValueError as error:
         if str(error).startswith(str(folder)):  # a sentence about another file
@@ -156,12 +160,12 @@ def _find_windows(folder: Path, storage: dict[Any, Any]) -> tuple[dict[str, Wind
         else:
             key = _key(index.state["fqn"], offset)
             if key in boxes:
-                raise ValueError(f"it names the box {shown(key)!r} twice")
+                raise ValueError(f"it names the box {shorten(key)!r} twice")
             boxes[key] = window
         used[name] += length
     for name, length in used.items():
         if length > files[name].size:
-            raise ValueError(f"it has parts of {shown(name)!r} that lie over each other")
+            raise ValueError(f"it has parts of {shorten(name)!r} that lie over each other")
     return boxes, list(objects.values())
 
 
@@ -177,7 +181,7 @@ def _place(info: Any) -> tuple[str, int, int]:
 
 
 def _key(name: Any, offsets: Any) -> str:
-    """A text, whose hash no file can foresee."""
+    """A key as text, because a file cannot choose the hash of a text."""
     if type(name) is not str or not _are_sizes(offsets):
         raise TypeError("an index of another kind")
     return f"{name}@{offsets}"
@@ -197,4 +201,4 @@ def _read_box(window: Window, box: Box, dtype: torch.dtype, wanted: Box) -> Tens
             f"{window.file.path}: no tensor of shape {list(box.shape)} where {METADATA} has one; "
             "copy the folder again"
         )
-    return stored.read(wanted.within(box))
+    return stored.read(wanted.relative_to(box))

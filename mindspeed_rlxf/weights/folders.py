@@ -13,11 +13,11 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.files.plain import parse_json
 from mindspeed_rlxf.files.safe import open_inside, read_inside, replace_file
 from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.weights.boxes import BoxedWeights
 from mindspeed_rlxf.weights.dist_metadata import open_torch_dist
 from mindspeed_rlxf.weights.formats import Format, find_weights
 from mindspeed_rlxf.weights.hf_folder import HfFolder
 from mindspeed_rlxf.weights.legacy import read_legacy
-from mindspeed_rlxf.weights.reader import WeightReader
 from mindspeed_rlxf.weights.role_state import WEIGHT, RunState
 from mindspeed_rlxf.weights.torch_dist import read_torch_dist
 
@@ -35,7 +35,7 @@ SIDE_FILES = (
 )
 
 
-def described_by(weights: str | Path, tokenizer: str | Path) -> Path:
+def find_description(weights: str | Path, tokenizer: str | Path) -> Path:
     """The folder whose config.json and generation_config.json describe the weights.
 
     Megatron's folders of other tools have neither; those of the tokenizer count then.
@@ -52,7 +52,7 @@ def described_by(weights: str | Path, tokenizer: str | Path) -> Path:
     )
 
 
-def open_weights(folder: str | Path, architecture: ArchitectureConfig) -> WeightReader:
+def open_weights(folder: str | Path, architecture: ArchitectureConfig) -> BoxedWeights:
     """Open the weights of a folder of any format.
 
     Errors: ValueError when something is missing or damaged, or, for a Megatron folder, when it

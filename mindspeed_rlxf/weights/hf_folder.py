@@ -9,7 +9,6 @@ from mindspeed_rlxf.files.plain import MAX_JSON, parse_json
 from mindspeed_rlxf.files.safe import locate_inside, open_inside, read_inside, replace_file
 from mindspeed_rlxf.weights.boxes import BoxedTensor, BoxedWeights, whole
 from mindspeed_rlxf.weights.formats import INDEX, SINGLE
-from mindspeed_rlxf.weights.reader import WeightReader
 from mindspeed_rlxf.weights.safetensors_file import HEADER_ERRORS, SafetensorsFile
 
 
@@ -94,7 +93,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
         raise ValueError(f"{index} has no readable weight_map ({error!r}); copy it again") from None
 
 
-def shape_problems(folder: WeightReader, expected: dict[str, tuple[int, ...]]) -> list[str]:
+def shape_problems(folder: BoxedWeights, expected: dict[str, tuple[int, ...]]) -> list[str]:
     """One line for each tensor that is missing or has another shape; reads headers only."""
     problems = []
     for name, shape in expected.items():
@@ -106,7 +105,7 @@ def shape_problems(folder: WeightReader, expected: dict[str, tuple[int, ...]]) -
 
 
 def hf_file_name(number: int, count: int) -> str:
-    """The name of a file of weights, by its number from 0 and how many there are."""
+    """The name of a file of weights. number: from 0; count: of all files"""
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 

@@ -37,7 +37,7 @@ from mindspeed_rlxf.weights.pickle_names import (
     is_fields,
     kind_of,
     named_value,
-    shown,
+    shorten,
 )
 from mindspeed_rlxf.weights.pickle_operations import SCALARS, Operation
 
@@ -78,7 +78,7 @@ class InertUnpickler:
         except (IndexError, struct.error):
             raise ValueError("damaged pickle: it ends early") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"damaged pickle: {shown(error)}") from None
+            raise ValueError(f"damaged pickle: {shorten(error)}") from None
         finally:
             if collects:
                 gc.enable()
@@ -138,10 +138,7 @@ class InertUnpickler:
             depth = depths.get(key, -1)  # a tensor has none
             if depth > 0:
                 depths[key] = -depth
-            else:
-                depth = -depth
-            if depth > deepest:
-                deepest = depth
+            deepest = max(deepest, abs(depth))
         if deepest >= MAX_DEPTH:
             raise Refused(f"more than {MAX_DEPTH} values inside each other")
         return deepest + 1
@@ -154,8 +151,7 @@ class InertUnpickler:
         before = self.depth[key]
         if before < 0:
             raise Refused("data that contains itself, or changes after it was used")
-        if depth > before:
-            self.depth[key] = depth
+        self.depth[key] = max(before, depth)
 
     def _since_mark(self) -> list[Any]:
         items, self.stack = self.stack, self.marks.pop()

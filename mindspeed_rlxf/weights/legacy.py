@@ -118,7 +118,7 @@ def _chunks(file: Path) -> list[Tensors]:
 
 
 def _layout(grid: Grid, folder: Path, a: ArchitectureConfig) -> MegatronLayout:
-    """The layout, whose pipeline stages the names of the layers tell."""
+    """The layout; the names of the layers give the pipeline stages."""
     tp, pp, ep = (max(rank[axis] for rank in grid) + 1 for axis in range(3))
     chunks = len(grid[0, 0, 0])
     if any(len(found) != chunks for found in grid.values()):

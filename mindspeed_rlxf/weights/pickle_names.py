@@ -302,7 +302,7 @@ SHOWN = 120  # characters of a file's text in a message
 _KEYS = frozenset((str, bool, bytes, NoneType, torch.dtype, Named, Inert))
 
 
-def shown(text: object) -> str:
+def shorten(text: object) -> str:
     """Text from a file for a message: short, without control characters."""
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(text)[:SHOWN])
 
@@ -311,7 +311,7 @@ def kind_of(value: Any) -> str:
     """A short name of a value, whose content may be large."""
     if type(value) is Inert:
         return f"what {value.named} returns"
-    return shown(value) if type(value) in (str, int) else f"a {type(value).__name__}"
+    return shorten(value) if type(value) in (str, int) else f"a {type(value).__name__}"
 
 
 def named_value(module: str, name: str) -> Any:
@@ -322,7 +322,7 @@ def named_value(module: str, name: str) -> Any:
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         if text not in ALLOWED and not STORAGE_TYPE.fullmatch(text):
-            raise Refused(shown(text))
+            raise Refused(shorten(text))
         known = _NAMES.setdefault(text, Named(text))
     return known
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TypeVar
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import (
@@ -21,7 +18,6 @@ from mindspeed_rlxf.models.parameters import (
     shard_shape,
 )
 from mindspeed_rlxf.weights.boxes import (
-    Box,
     BoxedTensor,
     BoxedWeights,
     ShardBox,
@@ -29,6 +25,7 @@ from mindspeed_rlxf.weights.boxes import (
     shard_boxes,
     whole,
 )
+from mindspeed_rlxf.weights.torch_file import StoredTensor
 
 MAX_PROBLEMS = 8  # of one folder: the first few tell which model it is
 RM_HEAD_BIAS = "rm_head.bias"
@@ -37,34 +34,8 @@ IGNORED = re.compile(r"_extra_state|rotary_pos_emb\.inv_freq$|rotary_emb\.inv_fr
 """Names of what is stored beside the weights."""
 
 
-class WeightReader(Protocol):
-    """The tensors of a folder by their Hugging Face names."""
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def names(self) -> list[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def dtype(self, name: str) -> torch.dtype: ...
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """Read just the bytes of a box."""
-
-
-class Stored(Protocol):
-    """A Megatron tensor in a file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def read(self, box: Box) -> Tensor: ...
-
-
-AnyStored = TypeVar("AnyStored", bound=Stored)
+Stored = TypeVar("Stored", StoredTensor, BoxedTensor)
+"""A Megatron tensor in a file."""
 
 
 class MegatronWeights(BoxedWeights):
@@ -78,7 +49,7 @@ class MegatronWeights(BoxedWeights):
     def add_shard(
         self,
         parameter: StageParameter,
-        found: tuple[str, Stored] | None,
+        found: tuple[str, StoredTensor | BoxedTensor] | None,
         tp_rank: int,
         tp: int,
         ep_rank: int = 0,
@@ -106,7 +77,7 @@ class MegatronWeights(BoxedWeights):
                 self._add(part, stored)
         return []
 
-    def _add(self, part: ShardBox, stored: Stored) -> None:
+    def _add(self, part: ShardBox, stored: StoredTensor | BoxedTensor) -> None:
         if part.source not in self.tensors:
             name, shape = (
                 f"{part.source} in {self.folder}",
@@ -116,14 +87,14 @@ class MegatronWeights(BoxedWeights):
         read = StoredBox(part.box, lambda box: stored.read(part.to_shard(box)))
         self.tensors[part.source].boxes.append(read)
 
-    def note_bias(self, stored: Stored | None) -> None:
+    def note_bias(self, stored: StoredTensor | BoxedTensor | None) -> None:
         """Keep the bias of a reward head, for a message."""
         if stored is not None and stored.shape == (1,):
             self.dropped_bias = float(stored.read(whole((1,))))
 
 
 def spellings(name: str) -> list[str]:
-    """The names a parameter may have: with local layers, with fused ones, in our own checkpoints.
+    """The names of a parameter with local layers, with fused ones, and in our own checkpoints.
 
     Megatron stores the norm before a linear layer under that layer's name where both are one
     module (Transformer Engine), and always so in sharded checkpoints.
@@ -140,9 +111,7 @@ def spellings(name: str) -> list[str]:
     return [name]
 
 
-def find(
-    parameter: StageParameter, tensors: Mapping[str, AnyStored]
-) -> tuple[str, AnyStored] | None:
+def find(parameter: StageParameter, tensors: Mapping[str, Stored]) -> tuple[str, Stored] | None:
     """The spelling under which a parameter is stored, and its tensor."""
     return next(((n, tensors[n]) for n in spellings(parameter.name) if n in tensors), None)
 
@@ -154,7 +123,7 @@ def unknown_names(names: Iterable[str], used: set[str]) -> list[str]:
 
 
 def refuse(folder: Path, problems: list[str]) -> None:
-    """Raises ValueError that lists how the folder differs from the model, if it does."""
+    """Raise a ValueError that lists how the folder differs from the model, if it does."""
     if not problems:
         return
     more = len(problems) - MAX_PROBLEMS

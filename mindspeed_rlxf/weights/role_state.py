@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.files.safe import locate_inside
@@ -24,24 +23,18 @@ from mindspeed_rlxf.weights.boxes import Box, BoxedTensor, BoxedWeights, HeldBox
 from mindspeed_rlxf.weights.dist_metadata import open_torch_dist
 from mindspeed_rlxf.weights.formats import METADATA, STATE_FILES
 from mindspeed_rlxf.weights.hf_folder import shape_problems
-from mindspeed_rlxf.weights.pickle_names import shown
+from mindspeed_rlxf.weights.pickle_names import shorten
 from mindspeed_rlxf.weights.planned import PlannedTensor
 from mindspeed_rlxf.weights.reader import MegatronWeights, refuse
-from mindspeed_rlxf.weights.safetensors_file import SafetensorsFile, aligned, write_safetensors
+from mindspeed_rlxf.weights.safetensors_file import (
+    SafetensorsFile,
+    sort_by_width,
+    write_safetensors,
+)
 from mindspeed_rlxf.weights.torch_dist import read_torch_dist
 
 WEIGHT = "weight"
 BUFFER_BYTES = 8 << 20
-
-
-class StateReader(Protocol):
-    """What a role saved. slot: the tensors of that name, none where it saved none"""
-
-    folder: Path
-
-    def slot(self, name: str) -> BoxedWeights: ...
-
-    def close(self) -> None: ...
 
 
 def file_of(folder: Path, rank: int) -> Path:
@@ -55,7 +48,7 @@ def write_boxes(file: Path, boxes: Iterable[HeldBox]) -> None:
         key = f"{held.slot}/{held.name}@{','.join(map(str, held.box.starts))}"
         assert key not in planned, f"{key} is written twice"
         planned[key] = PlannedTensor.of(held.tensor)
-    write_safetensors(file, aligned(planned), lambda _: None)
+    write_safetensors(file, sort_by_width(planned), lambda _: None)
 
 
 class RunState:
@@ -86,11 +79,13 @@ class RunState:
             box = Box(tuple(map(int, numbers)), shape)
             axes = len(shape)
             if not name or axes not in (1, 2) or axes != len(numbers) or min(box.starts) < 0:
-                raise ValueError(f"{shown(key)} is no box of a tensor")
+                raise ValueError(f"{shorten(key)} is no box of a tensor")
             tensors = self.slot(slot).tensors
             known = tensors.get(name) or BoxedTensor(f"{slot} of {name}", dtype, shape, [])
             if len(known.size) != axes or known.dtype != dtype:
-                raise ValueError(f"{shown(key)} differs from other boxes in its axes or its dtype")
+                raise ValueError(
+                    f"{shorten(key)} differs from other boxes in its axes or its dtype"
+                )
             known.boxes.append(file.stored_box(first_byte, dtype, box))
             tensors[name] = replace(known, size=tuple(map(max, known.size, box.stops)))
 
@@ -120,6 +115,10 @@ class ShardedRunState:
 
     def close(self) -> None:
         self._slots.clear()
+
+
+StateReader = RunState | ShardedRunState
+"""What a role saved: `slot` has the tensors of that name, none where it saved none."""
 
 
 def open_state(folder: Path, architecture: ArchitectureConfig, head: Head) -> StateReader:

@@ -20,7 +20,7 @@ from torch import Tensor
 from mindspeed_rlxf.files.plain import open_plain, parse_json
 from mindspeed_rlxf.files.safe import new_file
 from mindspeed_rlxf.weights.boxes import Box, Shape, StoredBox
-from mindspeed_rlxf.weights.pickle_names import shown
+from mindspeed_rlxf.weights.pickle_names import shorten
 from mindspeed_rlxf.weights.planned import PlannedTensor, Wrote
 
 DTYPES = {
@@ -67,7 +67,7 @@ def write_safetensors(path: Path, tensors: dict[str, PlannedTensor], wrote: Wrot
         os.fsync(file.fileno())
 
 
-def aligned(tensors: dict[str, PlannedTensor]) -> dict[str, PlannedTensor]:
+def sort_by_width(tensors: dict[str, PlannedTensor]) -> dict[str, PlannedTensor]:
     """The tensors with wide dtypes first, as the library writes them, so that all are aligned."""
     return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
 
@@ -97,10 +97,10 @@ class SafetensorsFile:
             shape, dtype = tuple(about["shape"]), OF_NAME[about["dtype"]]
             first, last = about["data_offsets"]
             if {type(n) for n in (first, last, *shape)} != {int}:
-                raise ValueError(f"{shown(name)} has numbers of another kind")
+                raise ValueError(f"{shorten(name)} has numbers of another kind")
             fits = last - first == prod(shape) * dtype.itemsize and data + last <= end
             if not fits or not name.isprintable() or min(first, *shape) < 0:
-                raise ValueError(f"{shown(name)} does not fit the file")
+                raise ValueError(f"{shorten(name)} does not fit the file")
             yield name, dtype, shape, data + first
 
     def stored_box(self, first_byte: int, dtype: torch.dtype, box: Box) -> StoredBox:
@@ -108,7 +108,11 @@ class SafetensorsFile:
         return StoredBox(box, partial(self._read_box, first_byte, dtype, box))
 
     def _read_box(self, first_byte: int, dtype: torch.dtype, stored: Box, wanted: Box) -> Tensor:
-        """first_byte: of the stored box in the file. Reads at once where whole rows are wanted."""
+        """Read a box inside a stored one, at once where whole rows are wanted, else row by row.
+
+        first_byte: of the stored box in the file
+        """
+        assert 1 <= len(stored.shape) <= 2, f"a parameter has one axis or two, not {stored.shape}"
         result = torch.empty(wanted.shape, dtype=dtype)
         if not result.numel():
             return result
@@ -116,7 +120,7 @@ class SafetensorsFile:
         whole_rows = wanted.shape[1:] == stored.shape[1:]
         done, row_size = 0, prod(stored.shape[1:])
         for rows in [wanted] if whole_rows else wanted.split(1):
-            first, *rest = rows.within(stored).starts
+            first, *rest = rows.relative_to(stored).starts
             number, end = first * row_size + sum(rest), done + rows.numel * dtype.itemsize
             self._read_into(first_byte + number * dtype.itemsize, target[done:end])
             done = end

@@ -19,12 +19,11 @@ from mindspeed_rlxf.models.parameters import (
     hf_shape,
     rank_parameters,
 )
-from mindspeed_rlxf.weights.boxes import shard_boxes
+from mindspeed_rlxf.weights.boxes import BoxedWeights, shard_boxes
 from mindspeed_rlxf.weights.folders import copy_side_files, open_weights
 from mindspeed_rlxf.weights.hf_folder import hf_file_name, write_index
 from mindspeed_rlxf.weights.planned import PlannedTensor
-from mindspeed_rlxf.weights.reader import WeightReader
-from mindspeed_rlxf.weights.safetensors_file import aligned, write_safetensors
+from mindspeed_rlxf.weights.safetensors_file import sort_by_width, write_safetensors
 
 Files = list[tuple[str, dict[str, int]]]
 """Name of each file, and the bytes of each tensor in it."""
@@ -52,7 +51,7 @@ class StageWeights:
         mapped = {p.name for p in self.table}
         assert mapped == set(self.tensors), f"map and module differ: {mapped ^ set(self.tensors)}"
 
-    def load(self, folder: WeightReader) -> list[str]:
+    def load(self, folder: BoxedWeights) -> list[str]:
         """Fill every parameter from the folder, reading this rank's slices only.
 
         A score head that the folder lacks (a language model was given) is left as it is; its name
@@ -66,7 +65,7 @@ class StageWeights:
                 self._fill(parameter, folder)
         return absent
 
-    def _fill(self, parameter: StageParameter, folder: WeightReader) -> None:
+    def _fill(self, parameter: StageParameter, folder: BoxedWeights) -> None:
         target = self.tensors[parameter.name].data
         rows = target.size(0)
         for part in shard_boxes(
@@ -124,7 +123,7 @@ class StageWeights:
         planned = {hf_name: PlannedTensor.of(tensors[hf_name]) for hf_name in sorted(tensors)}
         if writes:
             target.mkdir(parents=True, exist_ok=True)
-            write_safetensors(target / name, aligned(planned), lambda _: None)
+            write_safetensors(target / name, sort_by_width(planned), lambda _: None)
         sizes = {hf_name: tensor.num_bytes for hf_name, tensor in planned.items()}
         gathered = _gather(_gather([(name, sizes)], ep), pp)
         if writes and first and pp.rank() == 0:

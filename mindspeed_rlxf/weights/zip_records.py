@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mindspeed_rlxf.weights.pickle_names import Refused, shown
+from mindspeed_rlxf.weights.pickle_names import Refused, shorten
 
 ZIP = b"PK\x03\x04"
 END, ZIP64_END, ZIP64_LOCATOR = 22, 56, 20  # bytes of the records that end an archive
@@ -154,7 +154,7 @@ def _refuse_names(names: list[str]) -> None:
     if any(name.endswith("constants.pkl") for name in inner):
         raise Refused("a TorchScript program")
     if other := [name for name in inner if name.endswith(".pkl") and name != PICKLE]:
-        raise Refused(f"a second pickle, {shown(other[0])}")
+        raise Refused(f"a second pickle, {shorten(other[0])}")
 
 
 def _tiled(read: Read, entries: list[_Entry], end: int) -> Iterator[tuple[str, Record]]:
@@ -168,7 +168,7 @@ def _tiled(read: Read, entries: list[_Entry], end: int) -> Iterator[tuple[str, R
         start = at + LOCAL.size + name + extra
         rest = read(at + LOCAL.size, name + extra)
         if magic != ZIP or rest[:name] != entry.spelled:
-            raise Refused(f"a record {shown(entry.name)} with two names")
+            raise Refused(f"a record {shorten(entry.name)} with two names")
         fields = _extra_fields(rest[name:])
         at = start + entry.size
         if flags & SUMS_FOLLOW:
@@ -179,7 +179,7 @@ def _tiled(read: Read, entries: list[_Entry], end: int) -> Iterator[tuple[str, R
             found = struct.unpack("<2Q", wide) if wide else (size, packed)
             same = (crc, *found) == (entry.crc, entry.size, entry.size)
         if not same or (flags, method) != (entry.flags, entry.method):
-            raise Refused(f"a record {shown(entry.name)} that is described in two ways")
+            raise Refused(f"a record {shorten(entry.name)} that is described in two ways")
         yield entry.name.partition("/")[2], Record(entry.name, start, entry.size, entry.crc)
     if at != end:
         raise Refused("an archive with bytes of no record, or of two")
@@ -192,4 +192,4 @@ def _sums_length(read: Read, entry: _Entry, at: int) -> int:
         expected = (b"PK\x07\x08", entry.crc, entry.size, entry.size)
         if len(data) == form.size and form.unpack(data) == expected:
             return form.size
-    raise Refused(f"a record {shown(entry.name)} that is described in two ways")
+    raise Refused(f"a record {shorten(entry.name)} that is described in two ways")

@@ -21,7 +21,7 @@ from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.engine.engine import MegatronEngine
-from mindspeed_rlxf.engine.slots import chained, held_slots
+from mindspeed_rlxf.engine.slots import held_slots, single_optimizers
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.saved import SavedRole
 from mindspeed_rlxf.weights.boxes import BoxedWeights
@@ -70,7 +70,7 @@ class Saver(SavedRole):
     def measured_load(self, folder: Path) -> RoleOutput:
         """As a role that has taken no step, with pickle out of order; report: bytes of memory above
         that before, bytes read from files, bytes of the largest box that was read at once."""
-        for each in chained(self.engine.optimizer):
+        for each in single_optimizers(self.engine.optimizer):
             each.optimizer.state.clear()
         with growth() as grown, boxes() as sizes, no_pickle():
             before = bytes_read()

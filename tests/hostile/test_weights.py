@@ -144,7 +144,7 @@ def test_a_hostile_program_is_refused(name: str) -> None:
     assert outcome(lambda: read_pickle(PROGRAMS[name]))
 
 
-def test_a_canary_sings() -> None:
+def test_canaries_detect_payloads() -> None:
     """The payloads work where they are let, and the tests would see it."""
     with pytest.raises(pytest.exit.Exception, match="CANARY"), armed():
         pickle.loads(PROGRAMS["os.system reduced"])

@@ -1,4 +1,4 @@
-"""What is done about a step with a wrong number."""
+"""Steps with a number that is not finite stop the run or are counted."""
 
 from __future__ import annotations
 

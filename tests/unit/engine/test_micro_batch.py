@@ -109,10 +109,9 @@ def test_padded_rows_are_filled_to_the_longest_and_a_multiple(multiple: int, wid
 
 
 def test_each_group_of_rows_is_a_micro_batch() -> None:
-    groups = chunk_rows([4, 2, 0, 1, 3], 2)
-    assert [list(g) for g in groups] == [[4, 2], [0, 1], [3]]
+    groups = [[4, 2], [0, 1], [3]]
     batches = make_micro_batches(rollouts_of([(1, 1)] * 5), groups, True, 1, CPU)
-    assert [b.rows for b in batches] == [[4, 2], [0, 1], [3]]
+    assert [b.rows for b in batches] == groups
     assert [b.token_ids.numel() for b in batches] == [4, 4, 2]
 
 

@@ -1,4 +1,4 @@
-"""What cannot be written is an error that a worker reports, not the end of its process."""
+"""A failed write of a checkpoint is an error of the worker, and does not end its process."""
 
 from __future__ import annotations
 

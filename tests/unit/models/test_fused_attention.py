@@ -1,4 +1,4 @@
-"""What Megatron's core attention is asked for where MindSpeed computes it."""
+"""Calls of Megatron's core attention where MindSpeed computes it."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ def test_whole_models() -> None:
     assert model_numbers(MODEL, LM) == 2 * EMBEDDING + 2 * LAYER + 8
     assert model_numbers(TIED, LM) == EMBEDDING + 2 * LAYER + 8
     assert model_numbers(MODEL, SCORE) == EMBEDDING + 2 * LAYER + 8 + 8
+    assert model_numbers(SPARSE, LM) == 2 * EMBEDDING + 2 * (SPARSE_LAYER + 4 * EXPERT) + 8
 
 
 def test_shards_of_tensor_parallel_ranks_hold_padding_and_whole_norms() -> None:
@@ -64,10 +65,6 @@ SPARSE = MODEL.model_copy(update={"num_experts": 4, "moe_ffn_hidden_size": 6, "q
 # gate, up and down of one expert 3 x 8 x 6; norms of a head's width 2
 EXPERT = 144
 SPARSE_LAYER = 16 + 128 + 64 + 2 * 2 + 4 * 8  # and a router of 4 x 8
-
-
-def test_experts_are_counted() -> None:
-    assert model_numbers(SPARSE, LM) == 2 * EMBEDDING + 2 * (SPARSE_LAYER + 4 * EXPERT) + 8
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4])

@@ -111,7 +111,7 @@ def test_layers_with_fused_norms_are_read_too(legacy: Path, tmp_path: Path) -> N
     assert_same(read_folder(tmp_path / "back"), read_folder(tmp_path / "hf"))
 
 
-def test_the_bias_of_a_reward_head_is_told_when_it_is_dropped(tmp_path: Path, capsys: Any) -> None:
+def test_a_dropped_bias_of_a_reward_head_is_reported(tmp_path: Path, capsys: Any) -> None:
     make_folder(tmp_path / "hf", "llama", Head.SCORE)
     assert main([str(tmp_path / "hf"), str(tmp_path / "mg"), "--to", "mg"]) == 0
     change(rank_file(tmp_path / "mg"), rm_head__bias=torch.tensor([0.75]))
@@ -137,7 +137,7 @@ def test_tensors_that_would_be_lost_are_refused(tmp_path: Path, capsys: Any) -> 
     assert "model.layers.0.self_attn.q_proj.bias is not in the model" in capsys.readouterr().err
 
 
-def test_the_tracker_or_the_only_iteration_tells_where_the_weights_are(legacy: Path) -> None:
+def test_weights_are_found_by_the_tracker_or_in_the_only_iteration(legacy: Path) -> None:
     iteration = legacy / "iter_0000001"
     assert find_weights(legacy) == find_weights(iteration) == (Format.LEGACY, iteration)
     (legacy / "latest_checkpointed_iteration.txt").unlink()

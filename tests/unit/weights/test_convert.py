@@ -135,7 +135,7 @@ def test_params_dtype_casts_every_tensor_and_says_so_in_config_json(tmp_path: Pa
     assert json.loads((tmp_path / "back/config.json").read_text())["torch_dtype"] == "float16"
 
 
-def test_the_old_spelling_writes_where_the_old_tool_did(tmp_path: Path, capsys: Any) -> None:
+def test_options_of_the_older_tool_write_to_its_folders(tmp_path: Path, capsys: Any) -> None:
     tensors = make_folder(tmp_path / "hf", "qwen2")
     shared = ["--use-mcore-models", "--model-type", "GPT", "--model-type-hf", "llama2"]
     shared += ["--add-qkv-bias"]

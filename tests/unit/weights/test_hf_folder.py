@@ -47,12 +47,9 @@ def test_boxes_of_single_and_sharded_folders_are_read(tmp_path: Path, write) -> 
     assert "b.weight" in folder and "c.weight" not in folder
 
 
-def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
+def test_a_folder_of_pickled_weights_only(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere is not a folder; give the folder of a model"):
         HfFolder(tmp_path / "nowhere")
-
-
-def test_a_folder_of_pickled_weights_only(tmp_path: Path) -> None:
     torch.save(TENSORS, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="only safetensors are read, because pickled weights can"):
         HfFolder(tmp_path)

@@ -1,4 +1,4 @@
-"""What reads a checkpoint runs nothing of it, and refuses what is more than data."""
+"""The reader of checkpoints runs no code of them, and refuses files that hold more than data."""
 
 from __future__ import annotations
 
@@ -153,9 +153,7 @@ def test_a_function_in_an_object_inside_a_distcp_file_is_named(tmp_path: Path) -
         (".metadata", r"save the checkpoint again without that, "),
     ],
 )
-def test_whoever_made_a_refused_file_is_told_how_to_save_it_again(
-    tmp_path: Path, name: str, remedy: str
-) -> None:
+def test_a_refusal_says_how_to_save_the_file_again(tmp_path: Path, name: str, remedy: str) -> None:
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
     if name == ".metadata":

@@ -210,7 +210,7 @@ def test_what_describes_the_weights_may_lie_in_a_folder_without_weights(
     assert (target / "config.json").exists()
 
 
-def test_a_language_model_has_no_score_head_and_that_is_said(
+def test_a_missing_score_head_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path
 ) -> None:
     ((rank,),) = ranks_of(monkeypatch, architecture(), SCORE, 1, 1)
