@@ -29,7 +29,7 @@ def open_files(limits: tuple[int, int] | None = None) -> Finding:
     soft, hard = map(_limit, limits or resource.getrlimit(resource.RLIMIT_NOFILE))
     remedy = f"`ulimit -n {OPEN_FILES}` before `ray start` and before the run, on every host"
     if hard < OPEN_FILES:
-        remedy += f"; the hard limit is {_format_limit(hard)}: raise it in limits.conf, or in the container"
+        remedy += f"; the hard limit is {hard:.0f}: raise it in limits.conf, or in the container"
     return judge(
         soft >= OPEN_FILES,
         "limits.open_files",

@@ -98,7 +98,7 @@ def test_needed_packages_and_ranges_are_told() -> None:
 
     versions = {"torch": "2.1.0", "ray": None, "vllm": None, "numpy": "2.0"}
     ranges = {"torch": Requirement("torch>=2.5"), "ray": Requirement("ray>=2.40,<3")}
-    found = software.package_findings(versions, ("torch", "ray"), ranges)
+    found = list(software.package_findings(versions, ("torch", "ray"), ranges))
     assert [(f.check, f.status.value) for f in found] == [
         ("versions.torch", "warning"), ("versions.ray", "error"), ("versions.numpy", "ok"),
     ]  # fmt: skip
