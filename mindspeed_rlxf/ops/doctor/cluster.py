@@ -167,7 +167,10 @@ def _offset(agent: HostAgent, timeout_s: float) -> float | None:
 
 
 def clock_findings(offsets: Mapping[str, float | None]) -> list[Finding]:
-    """offsets: seconds ahead of the host of the command; None = no reply."""
+    """Clocks that are off, and hosts that no longer reply.
+
+    offsets: seconds ahead of the host of the command; None = no reply
+    """
     check, found = "cluster.clock", []
     for host, offset in offsets.items():
         if offset is None:

@@ -15,10 +15,10 @@ BUSY_MIB = 4096  # of a device that nobody uses the driver itself holds up to 3 
 
 
 def check_devices(kind: DeviceKind) -> list[Finding]:
-    """A failing torch is a finding too."""
+    """Check the accelerators of this host. A failing torch is a finding too."""
     try:
         kind = device.resolve_kind(kind)
-        counted = device.seen_by_torch(kind)
+        counted = device.count_by_torch(kind)
     except Exception as problem:
         return [
             error(
@@ -97,7 +97,10 @@ def count_finding(kind: DeviceKind, counted: int, view: DriverView, hidden: str 
 
 
 def ray_finding(resource: str, count: int, counted: int) -> Finding:
-    """count: devices that this host's Ray node offers; counted: that other hosts offer"""
+    """Compare the devices that Ray offers on a host with the most that any host offers.
+
+    count: of this host; counted: the most of all hosts
+    """
     return judge(
         count == counted,
         "devices.ray",

@@ -13,7 +13,7 @@ MAX_MESSAGE = 300  # characters
 
 
 class Status(Enum):
-    """Values are the words of the JSON report; the order is from best to worst."""
+    """Judgement of a check, from best to worst. The values are words of the JSON report."""
 
     OK = "ok"
     WARNING = "warning"

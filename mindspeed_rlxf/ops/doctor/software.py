@@ -61,7 +61,7 @@ def package_findings(
 
 def npu_findings() -> Iterator[Finding]:
     """Check versions by the rules that a worker follows when it starts."""
-    versions = npu_versions.found()
+    versions = npu_versions.read_versions()
     yield _cann(versions.cann)
     yield from _sources()
     for problem in (*npu_versions.source_problems(), *npu_versions.pair_problems(versions)):

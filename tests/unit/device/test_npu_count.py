@@ -92,7 +92,7 @@ def test_the_process_that_is_asked_prints_what_torch_npu_counts(
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", os.path.realpath(f"/proc/{os.getpid()}/exe"))
-    assert npu_count.seen_by_torch() == 6
+    assert npu_count.count_by_torch() == 6
 
 
 def test_the_doctor_compares_what_torch_sees_with_the_drivers_tool(host: Host) -> None:
