@@ -42,7 +42,9 @@ def test_a_set_as_published_gives_no_warning(there: Installed) -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_remedy(there: Installed, message: str) -> None:
+def test_versions_that_cannot_work_are_refused_with_a_remedy(
+    there: Installed, message: str
+) -> None:
     (problem,) = problems(there, fatal=True)
     assert re.search(message, problem)
 
@@ -66,7 +68,7 @@ def test_what_cannot_work_is_refused_with_its_remedy(there: Installed, message: 
         (Installed("2.7.1", "2.7.1.post2", "0.14.0", None, "8.5.0"), "in no set of constraints"),
     ],
 )
-def test_what_nobody_tried_is_warned_about(there: Installed, warning: str) -> None:
+def test_versions_that_were_never_tried_are_warned_about(there: Installed, warning: str) -> None:
     assert problems(there, fatal=True) == []
     warnings = problems(there, fatal=False)
     assert any(re.search(warning, text) for text in warnings), warnings
