@@ -7,6 +7,7 @@ applies its adaptor (MindSpeed on NPU, nothing on CUDA, our own on CPU).
 from mindspeed_rlxf.device.facade import (
     backend,
     communicator_bytes,
+    count_by_torch,
     current_device,
     device_count,
     environment_problems,
@@ -20,7 +21,6 @@ from mindspeed_rlxf.device.facade import (
     ray_resource,
     resolve_kind,
     seed_all,
-    seen_by_torch,
     select_bare,
     set_deterministic,
     setup,
@@ -31,6 +31,7 @@ from mindspeed_rlxf.device.facade import (
 __all__ = [
     "backend",
     "communicator_bytes",
+    "count_by_torch",
     "current_device",
     "device_count",
     "environment_problems",
@@ -44,7 +45,6 @@ __all__ = [
     "ray_resource",
     "resolve_kind",
     "seed_all",
-    "seen_by_torch",
     "select_bare",
     "set_deterministic",
     "setup",

@@ -62,7 +62,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type_with_cuda_prefix(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The distributed optimizer compares `param.type()` with `torch.cuda.FloatTensor`."""
+    """Name types as on CUDA: the distributed optimizer compares with `torch.cuda.FloatTensor`."""
 
     def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
@@ -96,7 +96,7 @@ def _patch_runtime() -> None:
 
 
 def _patch_random_state() -> None:
-    """Megatron's random tracker saves and restores the device generator: here the CPU's."""
+    """Let Megatron's random tracker save and restore the CPU's generator as the device's."""
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device=None: torch.get_rng_state()
         module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)

@@ -53,10 +53,10 @@ def device_count(kind: DeviceKind) -> int | None:
     Imports no library of a device. Raises ValueError where NPUs cannot be counted.
     """
     kind = resolve_kind(kind)
-    return npu_count.offered() if kind is DeviceKind.NPU else seen_by_torch(kind)
+    return npu_count.count_npus() if kind is DeviceKind.NPU else count_by_torch(kind)
 
 
-def seen_by_torch(kind: DeviceKind) -> int | None:
+def count_by_torch(kind: DeviceKind) -> int | None:
     """Devices of this host as torch counts them; on NPU in a separate process, which takes seconds.
 
     None = as many as asked for (CPU)
@@ -64,7 +64,7 @@ def seen_by_torch(kind: DeviceKind) -> int | None:
     kind = resolve_kind(kind)
     if kind is DeviceKind.CPU:
         return None
-    return npu_count.seen_by_torch() if kind is DeviceKind.NPU else torch.cuda.device_count()
+    return npu_count.count_by_torch() if kind is DeviceKind.NPU else torch.cuda.device_count()
 
 
 def backend(kind: DeviceKind) -> str:
@@ -109,7 +109,7 @@ def setup(
         seen = torch.cuda.device_count()
         if assigned is not None:
             local_rank = visible.index_within(assigned, FACTS[kind].visible_devices, seen)
-        torch.cuda.set_device(visible.checked(local_rank, FACTS[kind].visible_devices, seen))
+        torch.cuda.set_device(visible.check_index(local_rank, FACTS[kind].visible_devices, seen))
     else:
         npu.start(local_rank, assigned, deadline_s)
     _active = kind

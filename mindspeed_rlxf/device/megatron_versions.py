@@ -24,20 +24,20 @@ Function = Callable[..., Any]
 Mend = tuple[Any, str, Callable[[Function], Function]]  # (module, its function, what wraps it)
 
 
-def before_0_13() -> bool:
+def is_before_0_13() -> bool:
     """Whether the imported megatron-core is older than 0.13."""
     return Version(megatron.core.__version__) < Version("0.13")
 
 
 def chunk_argument(chunk: int | None) -> dict[str, int | None]:
     """Keyword with which Megatron builds a chunk of a virtual pipeline; none in 0.12."""
-    return {} if before_0_13() else {"vp_stage": chunk}
+    return {} if is_before_0_13() else {"vp_stage": chunk}
 
 
 @contextlib.contextmanager
 def current_chunk(chunk: int | None) -> Iterator[None]:
     """Build and describe a chunk inside this: 0.12 has a global in place of the keyword."""
-    if chunk is None or not before_0_13():
+    if chunk is None or not is_before_0_13():
         yield
         return
     outside = parallel_state.get_virtual_pipeline_model_parallel_rank()
@@ -65,7 +65,7 @@ def mend() -> None:
 
 def mends() -> tuple[Mend, ...]:
     """Fixes that the imported version needs."""
-    if not before_0_13():
+    if not is_before_0_13():
         return ()
     return (
         (distrib_optimizer, "quantize_param_shard", quantize_if_any),

@@ -76,7 +76,7 @@ def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
     seen = int(npu.device_count())
     if assigned is not None:
         index = visible.index_within(assigned, VISIBLE, seen)
-    npu.set_device(visible.checked(index, VISIBLE, seen))
+    npu.set_device(visible.check_index(index, VISIBLE, seen))
     npu.set_compile_mode(jit_compile=False)  # lengths vary: compiling for each would take minutes
     _patch_megatron()
 
@@ -163,7 +163,7 @@ def timeout_problem(environment: Mapping[str, str]) -> Contradiction | None:
 
 
 def _seconds(environment: Mapping[str, str], name: str) -> float | None:
-    """None where the variable is absent or no number of seconds, which HCCL reports itself."""
+    """Seconds of a variable; None where it is absent or no number, which HCCL reports itself."""
     try:
         found = float(environment.get(name, ""))
     except ValueError:

@@ -22,7 +22,7 @@ ANSWER = "devices: "
 ASK = f"import torch, torch_npu; print({ANSWER!r} + str(torch_npu.npu.device_count()))"
 
 
-def offered() -> int:
+def count_npus() -> int:
     """NPUs that the driver's tool lists, without those that ASCEND_RT_VISIBLE_DEVICES hides.
 
     Where the tool is missing, fails or lists none, torch_npu counts in a separate process.
@@ -34,8 +34,8 @@ def offered() -> int:
     if view.problem or not view.devices:
         problem = view.problem or f"{view.tool} lists no device"
         logger.info("%s: torch_npu counts the devices in a separate process", problem)
-        return seen_by_torch(problem)
-    listed = visible.listed(npu.VISIBLE)
+        return count_by_torch(problem)
+    listed = visible.list_visible(npu.VISIBLE)
     return min(len(listed), len(view.devices)) if listed else len(view.devices)
 
 
@@ -46,7 +46,7 @@ def check_installed() -> None:
         raise ValueError(npu.NOT_INSTALLED.format("it is not on the path"))
 
 
-def seen_by_torch(reason: str = "") -> int:
+def count_by_torch(reason: str = "") -> int:
     """NPUs that torch_npu counts, in a separate process that ends with its answer.
 
     reason: why the driver's tool did not answer, for the message
@@ -59,16 +59,16 @@ def seen_by_torch(reason: str = "") -> int:
             capture_output=True, text=True, timeout=IMPORT_S, errors="replace",
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise ValueError(_uncounted(reason, f"no answer within {IMPORT_S:g} s")) from None
+        raise ValueError(_describe_failure(reason, f"no answer within {IMPORT_S:g} s")) from None
     answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
     if done.returncode == 0 and answers:
         return int(answers[-1].removeprefix(ANSWER))
     output = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
     last = output[-1][:300]
-    raise ValueError(_uncounted(reason, f"ended with {done.returncode}, printing {last}"))
+    raise ValueError(_describe_failure(reason, f"ended with {done.returncode}, printing {last}"))
 
 
-def _uncounted(reason: str, result: str) -> str:
+def _describe_failure(reason: str, result: str) -> str:
     tool = f"{reason}, and " if reason else ""
     return (
         f"the NPUs of this host must be counted, which failed: {tool}torch_npu in a separate "

@@ -69,7 +69,7 @@ PACKAGES = (
 
 
 @dataclass(frozen=True)
-class Found:
+class Installed:
     """Versions that this process would import; None = not found, or without a version.
 
     missing: modules of Megatron and MindSpeed that are not on the path; their pairs are not judged
@@ -83,8 +83,8 @@ class Found:
     missing: tuple[str, ...] = ()
 
 
-def found() -> Found:
-    return Found(
+def read_versions() -> Installed:
+    return Installed(
         torch=packages.version("torch"),
         torch_npu=packages.version("torch_npu"),
         megatron_core=packages.version(packages.MEGATRON),
@@ -108,7 +108,7 @@ class Problem:
 
 def check() -> list[str]:
     """Warnings about this process's installation. Raises ValueError where it cannot work."""
-    problems = list(source_problems()) or list(pair_problems(found()))
+    problems = list(source_problems()) or list(pair_problems(read_versions()))
     fatal = [str(problem) for problem in problems if problem.fatal]
     if fatal:
         raise ValueError("; ".join(fatal))
@@ -146,15 +146,15 @@ def set_for(megatron_core: str) -> VersionSet | None:
     return next((s for s in SETS if Version(s.megatron_core).release[:2] == wanted), None)
 
 
-def pair_problems(versions: Found) -> Iterator[Problem]:
-    """Versions that do not go together, and pairs that are not known to."""
+def pair_problems(versions: Installed) -> Iterator[Problem]:
+    """Problems of versions that do not go together, or are not known to."""
     yield from _torch_problems(versions)
     if CORE not in versions.missing:  # else that is its own problem
         yield from _megatron_problems(versions)
     yield from _cann_problems(versions)
 
 
-def _torch_problems(versions: Found) -> Iterator[Problem]:
+def _torch_problems(versions: Installed) -> Iterator[Problem]:
     if versions.torch and versions.torch_npu:
         torch, npu = Version(versions.torch), Version(versions.torch_npu)
         if torch.release != npu.release:
@@ -164,7 +164,7 @@ def _torch_problems(versions: Found) -> Iterator[Problem]:
             )
 
 
-def _megatron_problems(versions: Found) -> Iterator[Problem]:
+def _megatron_problems(versions: Installed) -> Iterator[Problem]:
     core, mindspeed, torch = versions.megatron_core, versions.mindspeed, versions.torch
     chosen = set_for(core) if core else None
     use_tag = f"use Megatron-LM {TAGS}"
@@ -183,7 +183,7 @@ def _megatron_problems(versions: Found) -> Iterator[Problem]:
         yield Problem(f"MindSpeed {mindspeed} must pair with Megatron-LM {core}", remedy)
 
 
-def _cann_problems(versions: Found) -> Iterator[Problem]:
+def _cann_problems(versions: Installed) -> Iterator[Problem]:
     torch_npu, cann = versions.torch_npu, versions.cann
     if torch_npu and cann:
         wanted = TORCH_NPU_OF_CANN.get(".".join(cann.split(".")[:2]), ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 
-def listed(variable: str | None) -> list[str]:
+def list_visible(variable: str | None) -> list[str]:
     """The devices that a variable shows to this process; empty = it hides none."""
     value = os.environ.get(variable, "") if variable else ""
     return [number.strip() for number in value.split(",") if number.strip()]
@@ -19,16 +19,16 @@ def index_within(assigned: str, variable: str | None, seen: int) -> int:
               RAY_EXPERIMENTAL_NOSET_... variable is set, leaves it as the node has it
     seen:     devices that the process sees
     """
-    numbers = listed(variable)
+    numbers = list_visible(variable)
     if numbers and assigned not in numbers:
         raise ValueError(
             f"{variable}={','.join(numbers)} must hold the device {assigned} that Ray assigned to "
             "this process; set it before `ray start` and not afterwards, or unset it"
         )
-    return checked(numbers.index(assigned) if numbers else int(assigned), variable, seen)
+    return check_index(numbers.index(assigned) if numbers else int(assigned), variable, seen)
 
 
-def checked(index: int, variable: str | None, seen: int) -> int:
+def check_index(index: int, variable: str | None, seen: int) -> int:
     """The index, if the process sees such a device. Two processes cannot share one."""
     if index < seen:
         return index

@@ -67,7 +67,7 @@ class Learner:
         with engine.groups.active():
             model = engine.chunks[0].sharded_state_dict()
             how: dict[str, Any] = {"metadata": {"distrib_optim_sharding_type": "fully_reshardable"}}
-            if megatron_versions.before_0_13():
+            if megatron_versions.is_before_0_13():
                 how = {"sharding_type": "dp_zero_gather_scatter"}  # the other one needs numpy 1
             random = [{"torch": torch.get_rng_state()}]
             rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -79,7 +79,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def test_a_full_disk_is_said_and_the_run_goes_on_when_there_is_room(
+def test_a_full_disk_is_named_and_the_run_resumes_when_there_is_room(
     start: Any, small_disk: Path
 ) -> None:
     folder, ballast = small_disk / "run", small_disk / "ballast"

@@ -125,7 +125,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    """Empty for anything else, as the first line of a tail or a line that is being written."""
+    """The object of a line; empty for a cut line and for other values."""
     try:
         found = parse_json(text)
     except ValueError:

@@ -131,25 +131,24 @@ def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
 
     by_host: versions by name, of each host
     """
-    check, found = "cluster.versions", []
-    for d in installed.differences(by_host.items()):
-        found.append(
-            Finding(
-                check,
-                Status.ERROR,
-                f"{d.name} {d.value}, on {d.others} other hosts {d.expected}",
-                "install the same there, and start Ray there again",
-                d.hosts,
-            )
+    check = "cluster.versions"
+    found = [
+        Finding(
+            check,
+            Status.ERROR,
+            f"{d.name} {d.value}, on {d.others} other hosts {d.expected}",
+            "install the same there, and start Ray there again",
+            d.hosts,
         )
+        for d in installed.differences(by_host.items())
+    ]
     return found or [ok(check, f"the same on {len(by_host)} hosts")]
 
 
 def clock_offsets(agents: Sequence[HostAgent], timeout_s: float) -> dict[str, float | None]:
     """By host: seconds that its clock is ahead, within its round trip; None = no reply.
 
-    All are asked at the same time, each by a thread: waiting for a host that is silent would hide
-    what the others are off by.
+    All hosts are asked at the same time, each by a thread, so that a silent host delays no other.
     """
     with ThreadPoolExecutor(max(len(agents), 1)) as threads:
         offsets = threads.map(partial(_offset, timeout_s=timeout_s), agents)
@@ -168,7 +167,10 @@ def _offset(agent: HostAgent, timeout_s: float) -> float | None:
 
 
 def clock_findings(offsets: Mapping[str, float | None]) -> list[Finding]:
-    """offsets: seconds ahead of the host of the command; None = no reply."""
+    """Clocks that are off, and hosts that no longer reply.
+
+    offsets: seconds ahead of the host of the command; None = no reply
+    """
     check, found = "cluster.clock", []
     for host, offset in offsets.items():
         if offset is None:

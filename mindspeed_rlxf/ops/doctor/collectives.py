@@ -137,7 +137,7 @@ def _pair_findings(hunt: Hunt) -> Iterator[Finding]:
 
 
 def _all_findings(hunt: Hunt, count: int) -> Iterator[Finding]:
-    """count: hosts that work inside."""
+    """Faults of all hosts together, and the number that passed. count: hosts that work inside"""
     check, verdict = "collectives.all", hunt.verdict()
     for group in verdict.undecided:
         if len(group) != 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -14,10 +15,10 @@ BUSY_MIB = 4096  # of a device that nobody uses the driver itself holds up to 3 
 
 
 def check_devices(kind: DeviceKind) -> list[Finding]:
-    """A failing torch is a finding too."""
+    """Check the accelerators of this host. A failing torch is a finding too."""
     try:
         kind = device.resolve_kind(kind)
-        counted = device.seen_by_torch(kind)
+        counted = device.count_by_torch(kind)
     except Exception as problem:
         return [
             error(
@@ -47,43 +48,31 @@ def check_devices(kind: DeviceKind) -> list[Finding]:
     ]
 
 
-def driver_findings(view: DriverView) -> list[Finding]:
+def driver_findings(view: DriverView) -> Iterator[Finding]:
     """Count, health and memory in use, as the driver's tool reports them."""
     if view.problem:
-        return [
-            warning(
-                "devices.driver",
-                view.problem,
-                "install the driver's tool, or mount it and /dev into the container",
-            )
-        ]
+        remedy = "install the driver's tool, or mount it and /dev into the container"
+        yield warning("devices.driver", view.problem, remedy)
+        return
     names = ", ".join(dict.fromkeys(each.name for each in view.devices)) or "no device"
     value = f"{len(view.devices)} x {names}, driver {view.version}"
     remedy = f"{view.tool} lists none: look at the driver's log"
-    found = [judge(bool(view.devices), "devices.driver", value, remedy, Status.ERROR)]
+    yield judge(bool(view.devices), "devices.driver", value, remedy, Status.ERROR)
     sick = [f"{each.index}: {each.health}" for each in view.devices if each.health not in GOOD]
     if sick:
-        found.append(
-            error(
-                "devices.health",
-                ", ".join(sick),
-                "reset or replace the device, and leave this host out until then",
-            )
-        )
+        remedy = "reset or replace the device, and leave this host out until then"
+        yield error("devices.health", ", ".join(sick), remedy)
     busy = [
         f"{each.index}: {each.used_mib} of {each.memory_mib} MiB"
         for each in view.devices
         if each.used_mib > max(BUSY_MIB, each.memory_mib // 10)
     ]
     if busy:
-        found.append(
-            warning(
-                "devices.memory",
-                f"in use on {', '.join(busy)}",
-                "end the processes that hold them, unless they are a run of yours",
-            )
+        yield warning(
+            "devices.memory",
+            f"in use on {', '.join(busy)}",
+            "end the processes that hold them, unless they are a run of yours",
         )
-    return found
 
 
 def count_finding(kind: DeviceKind, counted: int, view: DriverView, hidden: str | None) -> Finding:
@@ -108,7 +97,10 @@ def count_finding(kind: DeviceKind, counted: int, view: DriverView, hidden: str 
 
 
 def ray_finding(resource: str, count: int, counted: int) -> Finding:
-    """count: devices that this host's Ray node offers; counted: that other hosts offer"""
+    """Compare the devices that Ray offers on a host with the most that any host offers.
+
+    count: of this host; counted: the most of all hosts
+    """
     return judge(
         count == counted,
         "devices.ray",

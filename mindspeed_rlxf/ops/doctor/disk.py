@@ -40,13 +40,8 @@ def write_speed(folder: Path, count: int = SAMPLE_BYTES) -> list[Finding]:
     try:
         handle, name = tempfile.mkstemp(prefix=".rlxf-doctor-", dir=folder)
     except OSError as problem:
-        return [
-            error(
-                "disk.write",
-                f"{folder}: {problem.strerror}",
-                "set training.output_dir to a folder that can be written",
-            )
-        ]
+        remedy = "set training.output_dir to a folder that can be written"
+        return [error("disk.write", f"{folder}: {problem.strerror}", remedy)]
     try:
         before, started = time.time(), time.monotonic()
         with os.fdopen(handle, "wb") as file:
@@ -57,13 +52,8 @@ def write_speed(folder: Path, count: int = SAMPLE_BYTES) -> list[Finding]:
         bytes_s = count / max(time.monotonic() - started, 1e-9)
         written = os.stat(name).st_mtime
     except OSError as problem:
-        return [
-            error(
-                "disk.write",
-                f"{folder}: {problem.strerror}",
-                "look at quota, free space and mount options of this disk",
-            )
-        ]
+        remedy = "look at quota, free space and mount options of this disk"
+        return [error("disk.write", f"{folder}: {problem.strerror}", remedy)]
     finally:
         with contextlib.suppress(OSError):
             os.unlink(name)

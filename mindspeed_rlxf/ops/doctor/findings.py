@@ -13,7 +13,7 @@ MAX_MESSAGE = 300  # characters
 
 
 class Status(Enum):
-    """Values are the words of the JSON report; the order is from best to worst."""
+    """Judgement of a check, from best to worst. The values are words of the JSON report."""
 
     OK = "ok"
     WARNING = "warning"
@@ -81,13 +81,9 @@ def run_probes(probes: Sequence[Probe]) -> list[Finding]:
         try:
             found += queue.get(timeout=max(started + probe.deadline_s - time.monotonic(), 0))
         except Empty:
-            found.append(
-                warning(
-                    probe.name,
-                    f"no answer within {probe.deadline_s:g} s",
-                    "what it asks hangs or is very slow: look at this by hand",
-                )
-            )
+            value = f"no answer within {probe.deadline_s:g} s"
+            remedy = "what it asks hangs or is very slow: look at this by hand"
+            found.append(warning(probe.name, value, remedy))
     return found
 
 
@@ -96,15 +92,8 @@ def _run_probe(probe: Probe, queue: Queue[list[Finding]]) -> None:
         found = probe.look()
         queue.put([found] if isinstance(found, Finding) else list(found))
     except Exception as problem:
-        queue.put(
-            [
-                warning(
-                    probe.name,
-                    f"the check itself failed ({describe(problem)})",
-                    "look at this by hand",
-                )
-            ]
-        )
+        value = f"the check itself failed ({describe(problem)})"
+        queue.put([warning(probe.name, value, "look at this by hand")])
 
 
 def describe(problem: Exception) -> str:

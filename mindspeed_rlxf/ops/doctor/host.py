@@ -25,12 +25,11 @@ RELEASED = 1_767_225_600  # seconds, 2026-01-01: no clock of a run is before it
 
 
 def open_files(limits: tuple[int, int] | None = None) -> Finding:
-    """limits: soft and hard; -1 = none."""
+    """Check the limit of open files. limits: soft and hard; -1 = none"""
     soft, hard = map(_limit, limits or resource.getrlimit(resource.RLIMIT_NOFILE))
     remedy = f"`ulimit -n {OPEN_FILES}` before `ray start` and before the run, on every host"
     if hard < OPEN_FILES:
-        remedy += f"; the hard limit is {_format_limit(hard)}: raise it in limits.conf, "
-        remedy += "or in the container"
+        remedy += f"; the hard limit is {hard:.0f}: raise it in limits.conf, or in the container"
     return judge(
         soft >= OPEN_FILES,
         "limits.open_files",
@@ -58,7 +57,7 @@ def _format_limit(limit: float) -> str:
 
 
 def pids(folder: Path = CGROUP) -> Finding:
-    """Threads count against the container's limit, and torch and Ray start many."""
+    """Check the container's limit of processes; torch and Ray start many threads."""
     limit, used = _cgroup_number(folder / "pids.max"), _cgroup_number(folder / "pids.current")
     used = 0 if used == math.inf else used
     return judge(
@@ -70,7 +69,7 @@ def pids(folder: Path = CGROUP) -> Finding:
 
 
 def shared_memory(wanted: int, free: int | None = None) -> Finding:
-    """wanted: bytes of Ray's object store, which lives there."""
+    """Check the room for Ray's object store. wanted: its bytes"""
     if free is None:
         found = os.statvfs("/dev/shm")
         free = found.f_bavail * found.f_frsize
@@ -84,7 +83,7 @@ def shared_memory(wanted: int, free: int | None = None) -> Finding:
 
 
 def memory(total: int | None = None, available: int | None = None) -> Finding:
-    """total: of the container where that is less than the host's."""
+    """Check the available memory. total: of the container where that is less than the host's"""
     total = device.host_memory() if total is None else total
     if available is None:
         limit, used = (_cgroup_number(CGROUP / f"memory.{name}") for name in ("max", "current"))
@@ -122,7 +121,7 @@ def processors(folder: Path = CGROUP) -> Finding:
 
 
 def text_encoding(encoding: str | None = None) -> Finding:
-    """Our own files are UTF-8 in any locale; libraries and the console follow the locale."""
+    """Check the locale, which libraries and the console follow; our own files are UTF-8."""
     encoding = encoding or locale.getpreferredencoding(False)
     is_utf8 = encoding.lower().replace("-", "") == "utf8"
     names = f"{encoding}, file names {sys.getfilesystemencoding()}"
@@ -141,7 +140,7 @@ def clock(now: float | None = None) -> Finding:
 
 
 def threads() -> Finding:
-    """Dozens of workers with a thread for each core starve one another."""
+    """Check OMP_NUM_THREADS: dozens of workers with a thread for each core starve one another."""
     found = os.environ.get("OMP_NUM_THREADS", "unset")
     is_number = found.isdigit() and int(found) >= 1
     return judge(

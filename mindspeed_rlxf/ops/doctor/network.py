@@ -26,7 +26,7 @@ VIRTUAL = re.compile(r"^(lo|docker|veth|br-|virbr|cni|flannel|ifb|dummy|tunl)")
 
 
 def check_network(several_hosts: bool) -> list[Finding]:
-    """All but the host's name, which may ask a server."""
+    """All checks but that of the host's name, which may ask a server."""
     return [
         *interface_findings(interfaces(), os.environ, several_hosts),
         proxy_finding(os.environ),
@@ -98,7 +98,7 @@ def _chosen(variable: str, value: str, existing: Mapping[str, bool]) -> list[str
 
 
 def host_name(several_hosts: bool) -> Finding:
-    """gloo takes the address of the host's name where no interface is named."""
+    """Check the address of the host's name, which gloo takes where no interface is named."""
     check, name = "network.host_name", socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -112,7 +112,7 @@ def host_name(several_hosts: bool) -> Finding:
 
 
 def proxy_finding(environment: Mapping[str, str]) -> Finding:
-    """Connections to this host must not take a proxy."""
+    """Check that connections to this host take no proxy."""
     named = {k: v for k, v in environment.items() if k.lower() in PROXIES and v}
     if not named:
         return ok("network.proxy", "none set")

@@ -24,7 +24,7 @@ COLOURS = {Status.OK: "32", Status.WARNING: "33", Status.ERROR: "31;1"}
 
 @dataclass(frozen=True)
 class Report:
-    """host: of the command; build: version and source hash of this package."""
+    """Findings of one command. host: where it ran; build: version and source hash"""
 
     host: str
     build: str

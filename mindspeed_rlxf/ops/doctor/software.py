@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, requires
 
 from packaging.requirements import Requirement
@@ -26,7 +26,7 @@ def check_software(kind: DeviceKind) -> list[Finding]:
     required = (*REQUIRED, npu_versions.TORCH_NPU if is_npu else packages.MEGATRON)
     versions = {name: packages.version(name) for name in npu_versions.PACKAGES}
     found = [python_finding(sys.version_info[:3]), *package_findings(versions, required)]
-    return found + (npu_findings() if is_npu else [])
+    return [*found, *(npu_findings() if is_npu else ())]
 
 
 def python_finding(version: tuple[int, int, int]) -> Finding:
@@ -43,40 +43,30 @@ def package_findings(
     versions: Mapping[str, str | None],
     required: tuple[str, ...],
     requirements: Mapping[str, Requirement] | None = None,
-) -> list[Finding]:
-    """One finding each; packages that are neither needed nor there are left out."""
+) -> Iterator[Finding]:
+    """One finding for each package that is required or installed."""
     ranges = _requirements() if requirements is None else requirements
-    found = []
     for name, version in versions.items():
         check, wanted = f"versions.{name}", ranges.get(name)
         if version is None:
             if name in required:
-                found.append(
-                    error(
-                        check,
-                        "not installed",
-                        f"pip install '{wanted or name}' (tested sets: constraints/)",
-                    )
-                )
+                remedy = f"pip install '{wanted or name}' (tested sets: constraints/)"
+                yield error(check, "not installed", remedy)
         elif wanted is not None and not wanted.specifier.contains(version, prereleases=True):
-            found.append(
-                warning(
-                    check, f"{version}, outside of {wanted.specifier}", f"pip install '{wanted}'"
-                )
-            )
+            value = f"{version}, outside of {wanted.specifier}"
+            yield warning(check, value, f"pip install '{wanted}'")
         else:
-            found.append(ok(check, version))
-    return found
+            yield ok(check, version)
 
 
-def npu_findings() -> list[Finding]:
+def npu_findings() -> Iterator[Finding]:
     """Check versions by the rules that a worker follows when it starts."""
-    there = npu_versions.found()
-    found = [_cann(there.cann), *_sources()]
-    for problem in (*npu_versions.source_problems(), *npu_versions.pair_problems(there)):
+    versions = npu_versions.read_versions()
+    yield _cann(versions.cann)
+    yield from _sources()
+    for problem in (*npu_versions.source_problems(), *npu_versions.pair_problems(versions)):
         status = Status.ERROR if problem.fatal else Status.WARNING
-        found.append(Finding("versions.pairs", status, problem.rule, problem.remedy))
-    return found
+        yield Finding("versions.pairs", status, problem.rule, problem.remedy)
 
 
 def _cann(cann: str | None) -> Finding:

@@ -19,7 +19,7 @@ class Subject:
     """The device, folder and files to check. It is sent to every host.
 
     output_dir:    of the run; absolute
-    paths:         (key of the configuration, file or folder that the run reads), `*` for a rest
+    paths:         (key of the configuration, file, folder or pattern that the run reads)
     several_hosts: collectives have to reach other hosts
     resource:      of Ray for one device; None = that of the kind
     """

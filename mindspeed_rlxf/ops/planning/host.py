@@ -18,7 +18,7 @@ from mindspeed_rlxf.ops.planning.memory import PoolMemory
 from mindspeed_rlxf.weights.hf_folder import HfFolder
 
 
-def _trained(config: RunConfig) -> list[Role]:
+def _trained_roles(config: RunConfig) -> list[Role]:
     return [role for role in (Role.ACTOR_ROLLOUT, Role.CRITIC) if role in config.roles]
 
 
@@ -58,22 +58,23 @@ class Disk:
 def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory:
     """Memory of the largest host. pools: their memory is the host's on CPU"""
     actor, samples = config.actor_rollout, config.samples_per_iteration
-    sizes = {need.pool: _on_a_host(config, config.resource_pool[need.pool]) for need in pools}
+    nodes = {need.pool: config.resource_pool[need.pool] for need in pools}
+    sizes = [_processes_on_one_host(config, processes) for processes in nodes.values()]
     shared = config.runtime.kind is RuntimeKind.LOCAL or is_joined(config)
-    count = max(sizes.values()) if shared else sum(sizes.values())
-    devices = [need.total * _on_a_host(config, need.processes) for need in pools]
+    count = max(sizes) if shared else sum(sizes)
+    devices = [need.total * _processes_on_one_host(config, need.processes) for need in pools]
     row = memory.sample_bytes(actor.max_prompt_length, actor.max_new_tokens)
     return HostMemory(
         num_processes=count,
         processes=count * PROCESS_BYTES,
         devices=sum(devices) if on_cpu(config) else 0,
-        rows=memory.store_bytes(_generated(config), row),
+        rows=memory.store_bytes(_num_responses(config), row),
         driver=memory.driver_bytes(PROCESS_BYTES, samples, actor.max_prompt_length),
-        export=sum(_written_on_a_host(config, role) for role in _trained(config)),
+        export=sum(_bytes_written_on_one_host(config, role) for role in _trained_roles(config)),
     )
 
 
-def _generated(config: RunConfig) -> int:
+def _num_responses(config: RunConfig) -> int:
     """Largest number of responses of an iteration, with those that are not trained on."""
     algorithm, samples = config.algorithm, config.samples_per_iteration
     batches = algorithm.max_num_gen_batches if algorithm.filter_groups else 1
@@ -82,13 +83,13 @@ def _generated(config: RunConfig) -> int:
 
 
 def disk_needed(config: RunConfig) -> Disk:
-    itemsizes = {role: memory.itemsize(config.role(role)) for role in _trained(config)}
+    itemsizes = {role: memory.itemsize(config.role(role)) for role in _trained_roles(config)}
     checkpoints = [memory.checkpoint_bytes(_numbers(config, r), i) for r, i in itemsizes.items()]
     exports = {role: _export_bytes(config, role) for role in itemsizes}
     return Disk(exports, sum(checkpoints), config.training.keep_last + 1)
 
 
-def _on_a_host(config: RunConfig, processes: Sequence[int]) -> int:
+def _processes_on_one_host(config: RunConfig, processes: Sequence[int]) -> int:
     """Processes on one host: all of them, or on a joined cluster those of the largest node."""
     return max(processes) if is_joined(config) else sum(processes)
 
@@ -97,7 +98,7 @@ def _numbers(config: RunConfig, role: Role) -> int:
     return model_numbers(config.role(role).architecture, HEADS[role])
 
 
-def _written_on_a_host(config: RunConfig, role: Role) -> int:
+def _bytes_written_on_one_host(config: RunConfig, role: Role) -> int:
     """Bytes of the weights that ranks of one host write, on the host with most such ranks.
 
     The first rank of each stage writes, and with experts on several ranks the first of each.

@@ -86,12 +86,12 @@ class PoolMemory:
 
 
 def has_model(config: RunConfig, role: Role) -> bool:
-    """False for a reward by rule."""
+    """Whether a role computes with a model; False for a reward by rule."""
     return role is not Role.REWARD or config.reward.kind is RewardKind.MODEL
 
 
 def pool_memories(config: RunConfig, pool: str) -> list[PoolMemory]:
-    """The pool's rank that needs most; where the pool is split, one for each part."""
+    """Memory of the rank with the largest need; where the pool is split, one for each part."""
     if not is_split(config, pool):
         return [pool_memory(config, pool)]
     return [replace(pool_memory(config, pool), part=TRAINS), _generating(config, pool)]
@@ -153,7 +153,7 @@ def generate_phase(config: RunConfig, received: int) -> Phase:
 
 
 def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
-    """The first rank with the largest need, without ranks that only generate."""
+    """Memory of the first rank with the largest need, without ranks that only generate."""
     roles = [role for role in config.roles_of(pool) if has_model(config, role)]
     process = device.process_bytes(config.device.kind)
     ranks: dict[tuple[int, ...], int] = {}
@@ -174,7 +174,7 @@ def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
 
 
 def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
-    """A role on the ranks of one pipeline stage."""
+    """Memory of a role on the ranks of one pipeline stage."""
     stage = _Stage(config, role, pp_rank)
     optimizer = optimizer_of(config, role)
     numbers, item = sum(stage.sizes), stage.itemsize
@@ -208,7 +208,7 @@ def cache_rows(config: RunConfig) -> int:
 
 
 def optimizer_of(config: RunConfig, role: Role) -> OptimizerConfig | None:
-    """None for a role that does not learn."""
+    """Settings of a role's optimizer; None where it does not learn."""
     section = config.role(role)
     return section.optimizer if isinstance(section, (ActorConfig, CriticConfig)) else None
 

@@ -67,7 +67,7 @@ def test_facts_of_each_kind(
     assert device.visible_devices_variable(kind) == variable
 
 
-def test_npu_without_torch_npu_says_what_to_install(
+def test_npu_without_torch_npu_is_an_error_that_asks_to_install_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     npu_recorder.install(monkeypatch, tmp_path)

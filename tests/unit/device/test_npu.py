@@ -56,7 +56,7 @@ def test_the_adaptor_parses_none_of_the_arguments_of_ray(
     assert sys.argv is rays
 
 
-def test_flash_attention_is_asked_for_and_nothing_that_differs_between_roles(
+def test_the_adaptor_gets_flash_attention_and_no_argument_that_differs_between_roles(
     machine: Recorder,
 ) -> None:
     device.setup(NPU)
@@ -76,7 +76,7 @@ def test_megatron_imported_too_early_is_refused(
     assert machine.calls == []
 
 
-def test_the_log_stays_ours(machine: Recorder) -> None:
+def test_handlers_and_level_of_the_root_logger_stay(machine: Recorder) -> None:
     root = logging.getLogger()
     before = root.handlers[:], root.level
     device.setup(NPU)
@@ -171,7 +171,7 @@ def test_doubles_on_the_device_come_back_from_the_copy() -> None:
         (" 4, 5 ", "5", 2, 1),
     ],
 )
-def test_the_number_of_the_host_becomes_that_of_the_process(
+def test_the_number_of_a_device_on_the_host_becomes_that_in_the_process(
     monkeypatch: pytest.MonkeyPatch, shown: str, assigned: str, seen: int, index: int
 ) -> None:
     monkeypatch.setenv(npu.VISIBLE, shown)
@@ -213,7 +213,7 @@ def test_processes_get_devices_of_their_own_with_and_without_rays_variable(
         ({"ASCEND_TOOLKIT_HOME": "/"}, r"libascendcl\.so must be on LD_LIBRARY_PATH"),
     ],
 )
-def test_what_is_missing_of_cann_is_said_with_its_remedy(
+def test_missing_parts_of_cann_are_named_with_their_remedy(
     variables: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"{message}.*set_env.sh.*before `ray start`"):
@@ -237,7 +237,7 @@ def test_the_package_keeps_torch_from_loading_torch_npu_by_itself() -> None:
 # HCCL
 
 
-def test_hccl_waits_at_least_as_long_as_we_do() -> None:
+def test_hccl_waits_at_least_as_long_as_the_run() -> None:
     environment: dict[str, str] = {}
     npu.set_timeouts(environment, 1860.5)
     assert environment == {
@@ -275,7 +275,7 @@ def test_hccl_waits_at_least_as_long_as_we_do() -> None:
         ),
     ],
 )
-def test_times_of_the_user_stay_and_the_other_one_follows(
+def test_timeouts_of_the_user_stay_and_the_other_one_follows(
     caplog: pytest.LogCaptureFixture,
     given: dict[str, str],
     others: dict[str, str],

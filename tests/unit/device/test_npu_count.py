@@ -52,7 +52,7 @@ def stays_out(host: Host) -> object:
 @pytest.mark.parametrize(
     ("shown", "count"), [(None, 4), ("", 4), ("2,3", 2), (" 1 , 2,3", 3), ("0,1,2,3,4,5", 4)]
 )
-def test_the_drivers_tool_counts_less_what_the_variable_hides(
+def test_the_drivers_tool_counts_devices_that_the_variable_does_not_hide(
     host: Host, monkeypatch: pytest.MonkeyPatch, shown: str | None, count: int
 ) -> None:
     host.smi(4)
@@ -62,7 +62,7 @@ def test_the_drivers_tool_counts_less_what_the_variable_hides(
 
 
 @pytest.mark.parametrize("tool", [None, "echo a new table", "echo dcmi is not there >&2; exit 8"])
-def test_where_the_tool_is_no_help_torch_npu_is_asked_in_a_process_of_its_own(
+def test_where_the_tool_fails_torch_npu_counts_in_a_separate_process(
     host: Host, tool: str | None
 ) -> None:
     if tool is not None:
@@ -71,7 +71,7 @@ def test_where_the_tool_is_no_help_torch_npu_is_asked_in_a_process_of_its_own(
     assert device.device_count(NPU) == 3
 
 
-def test_where_nobody_counts_both_reasons_and_a_remedy_are_told(
+def test_where_both_counts_fail_the_error_names_both_reasons_and_a_remedy(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host.program("python", "echo Traceback >&2; echo 'ImportError: libhccl.so' >&2; exit 1")
@@ -84,7 +84,7 @@ def test_where_nobody_counts_both_reasons_and_a_remedy_are_told(
         device.device_count(NPU)
 
 
-def test_the_process_that_is_asked_prints_what_torch_npu_counts(
+def test_the_separate_process_prints_the_count_of_torch_npu(
     host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The true program, with a torch_npu and a torch that are one line each."""
@@ -92,10 +92,10 @@ def test_the_process_that_is_asked_prints_what_torch_npu_counts(
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", os.path.realpath(f"/proc/{os.getpid()}/exe"))
-    assert npu_count.seen_by_torch() == 6
+    assert npu_count.count_by_torch() == 6
 
 
-def test_the_doctor_compares_what_torch_sees_with_the_drivers_tool(host: Host) -> None:
+def test_the_doctor_compares_the_counts_of_torch_and_of_the_driver(host: Host) -> None:
     host.smi(4)
     host.program("python", f"echo '{npu_count.ANSWER}3'")
     found = [f for f in devices.check_devices(NPU) if f.check == "devices.torch"]

@@ -68,7 +68,7 @@ def test_a_name_that_a_wheel_lacks_is_found(tmp_path: Path) -> None:
     assert "jit_compile" in problem
 
 
-def test_what_a_mindspeed_lacks_is_found(tmp_path: Path) -> None:
+def test_names_that_a_mindspeed_lacks_are_found(tmp_path: Path) -> None:
     sources = tmp_path / "mindspeed"
     sources.mkdir()
     adaptor = sources / "megatron_adaptor.py"

@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rlxf.device import npu_versions
-from mindspeed_rlxf.device.npu_versions import SETS, Found
+from mindspeed_rlxf.device.npu_versions import SETS, Installed
 from tests.unit.device import npu_recorder
 
-GOOD = Found("2.7.1+cpu", "2.7.1.post2", "0.12.1", "0.12.1", "8.5.0")
-NEWER = Found("2.9.0", "2.9.0.post2", "0.16.0", "0.16.0", "9.0.0")
+GOOD = Installed("2.7.1+cpu", "2.7.1.post2", "0.12.1", "0.12.1", "8.5.0")
+NEWER = Installed("2.9.0", "2.9.0.post2", "0.16.0", "0.16.0", "9.0.0")
 CONSTRAINTS = Path(__file__).parents[3] / "constraints"
 
 
-def problems(there: Found, fatal: bool) -> list[str]:
+def problems(there: Installed, fatal: bool) -> list[str]:
     return [str(each) for each in npu_versions.pair_problems(there) if each.fatal is fatal]
 
 
 @pytest.mark.parametrize("there", [GOOD, NEWER])
-def test_a_set_as_published_gives_no_warning(there: Found) -> None:
+def test_a_set_as_published_gives_no_warning(there: Installed) -> None:
     assert list(npu_versions.pair_problems(there)) == []
 
 
@@ -29,20 +29,22 @@ def test_a_set_as_published_gives_no_warning(there: Found) -> None:
     ("there", "message"),
     [
         (
-            Found("2.7.1", "2.6.0.post5", "0.12.1", "0.12.1", None),
+            Installed("2.7.1", "2.6.0.post5", "0.12.1", "0.12.1", None),
             r"torch_npu 2\.6\.0\.post5 must have the number of torch.*torch_npu==2\.7\.1\.\*",
         ),
         (
-            Found("2.7.1", "2.7.1", "0.16.1", "0.12.1", None),
+            Installed("2.7.1", "2.7.1", "0.16.1", "0.12.1", None),
             r"MindSpeed 0\.12\.1 must pair with Megatron-LM 0\.16\.1; check out .*core_r0\.16\.0",
         ),
         (
-            Found("2.7.1", "2.7.1", "0.13.0", "0.12.1", None),
+            Installed("2.7.1", "2.7.1", "0.13.0", "0.12.1", None),
             r"must pair with Megatron-LM 0\.13\.0; use Megatron-LM core_v0\.12\.1 or core_v0\.16",
         ),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_remedy(there: Found, message: str) -> None:
+def test_versions_that_cannot_work_are_refused_with_a_remedy(
+    there: Installed, message: str
+) -> None:
     (problem,) = problems(there, fatal=True)
     assert re.search(message, problem)
 
@@ -51,19 +53,22 @@ def test_what_cannot_work_is_refused_with_its_remedy(there: Found, message: str)
     ("there", "warning"),
     [
         (
-            Found("2.7.1", "2.7.1.post2", "0.12.1", "0.12.1", "9.0.0"),
+            Installed("2.7.1", "2.7.1.post2", "0.12.1", "0.12.1", "9.0.0"),
             r"no pair of torch_npu's own table; install torch_npu 2\.7\.1\.post4 or",
         ),
-        (Found("2.7.1", "2.7.1", "0.12.1", "0.12.1", "7.0.1"), r"table; use CANN 8\.5, 9\.0, 9\.1"),
         (
-            Found("2.6.0", "2.6.0.post5", "0.12.1", "0.12.1", "8.5.0"),
+            Installed("2.7.1", "2.7.1", "0.12.1", "0.12.1", "7.0.1"),
+            r"table; use CANN 8\.5, 9\.0, 9\.1",
+        ),
+        (
+            Installed("2.6.0", "2.6.0.post5", "0.12.1", "0.12.1", "8.5.0"),
             r"torch 2\.6\.0 is not that of npu-core0\.12\.1; use torch 2\.7\.1",
         ),
-        (Found("2.7.1", "2.7.1.post2", "0.12.1", None, "8.5.0"), "its version is not known"),
-        (Found("2.7.1", "2.7.1.post2", "0.14.0", None, "8.5.0"), "in no set of constraints"),
+        (Installed("2.7.1", "2.7.1.post2", "0.12.1", None, "8.5.0"), "its version is not known"),
+        (Installed("2.7.1", "2.7.1.post2", "0.14.0", None, "8.5.0"), "in no set of constraints"),
     ],
 )
-def test_what_nobody_tried_is_warned_about(there: Found, warning: str) -> None:
+def test_versions_that_were_never_tried_are_warned_about(there: Installed, warning: str) -> None:
     assert problems(there, fatal=True) == []
     warnings = problems(there, fatal=False)
     assert any(re.search(warning, text) for text in warnings), warnings

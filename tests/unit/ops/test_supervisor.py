@@ -166,7 +166,7 @@ def test_a_host_that_lost_a_device_goes_on_with_fewer_too(tmp_path: Path) -> Non
     assert attempts(tmp_path)[-1] == [*again(tmp_path), "resource_pool.main=[4]"]
 
 
-def test_a_later_failure_keeps_the_smaller_size_and_waits_by_what_is_known_then(
+def test_a_later_failure_keeps_the_smaller_size_and_waits_for_nodes(
     tmp_path: Path,
 ) -> None:
     facts = {**FACTS, **SHRINKS}
@@ -249,7 +249,7 @@ def test_the_training_process_dies_with_its_supervisor(tmp_path: Path) -> None:
         ["training.max_restarts=0"],
     ],
 )  # fmt: skip
-def test_what_trains_nothing_or_is_debugged_runs_in_the_process_itself(
+def test_commands_without_training_or_restarts_run_in_the_process_itself(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Supervisor, "run", lambda self: pytest.fail("supervised"))

@@ -1,4 +1,4 @@
-"""One rank's part, with real gloo in this process: nobody comes late, or somebody never."""
+"""One rank's part of an all-reduce, with real gloo in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bundle holds what helps, and none of the planted secrets, prompts and responses."""
+"""The bundle holds the files for a diagnosis, and no planted secret, prompt or response."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_nothing_that_was_planted_is_in_the_bundle(run: Path) -> None:
     assert [word for word in planted if word in everything] == []
 
 
-def test_what_helps_is_there(run: Path) -> None:
+def test_the_bundle_holds_configuration_failure_metrics_logs_and_stacks(run: Path) -> None:
     found = bundle(run)
     assert set(found) == {
         "README.txt", "doctor.json", "environment.json", "files.txt", "config.yaml",

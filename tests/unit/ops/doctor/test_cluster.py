@@ -1,4 +1,4 @@
-"""What differs between hosts is told with the hosts that differ from most."""
+"""Differences between hosts are reported with the hosts that differ from most."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_versions_name_this_package_and_python() -> None:
     assert {"mindspeed_rlxf", "python", "torch", "cann"} <= versions().keys()
 
 
-def test_without_a_cluster_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cluster_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(UserError, match="--cluster needs a Ray cluster and none is named"):
         check_cluster(Subject(DeviceKind.CPU, "/x"), None, 60.0)

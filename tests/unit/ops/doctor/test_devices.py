@@ -60,11 +60,11 @@ def test_the_tables_of_the_drivers_are_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "no table\n| 1 |\n", "0, x\n"])
-def test_what_is_no_table_has_no_devices(text: str) -> None:
+def test_output_without_a_table_has_no_devices(text: str) -> None:
     assert parse_nvidia(text)[1] == parse_ascend(text)[1] == []
 
 
-def test_a_sick_device_is_an_error_and_a_busy_one_is_told() -> None:
+def test_a_sick_device_is_an_error_and_a_busy_one_a_warning() -> None:
     view = DriverView("npu-smi", *parse_ascend(ASCEND))
     found = {f.check: (f.status.value, f.value) for f in devices.driver_findings(view)}
     assert found["devices.driver"] == ("ok", "4 x 910B2, Ascend910, driver 24.1.0")
@@ -72,7 +72,7 @@ def test_a_sick_device_is_an_error_and_a_busy_one_is_told() -> None:
     assert found["devices.memory"] == ("warning", "in use on 1: 61000 of 65536 MiB")
 
 
-def test_torch_has_to_see_what_the_driver_offers_less_what_is_hidden() -> None:
+def test_torch_has_to_see_the_devices_of_the_driver_that_are_not_hidden() -> None:
     view = DriverView("nvidia-smi", *parse_nvidia(NVIDIA))
 
     def word(counted: int, hidden: str | None) -> str:
@@ -82,7 +82,7 @@ def test_torch_has_to_see_what_the_driver_offers_less_what_is_hidden() -> None:
     assert word(1, None) == word(2, "0") == word(0, None) == "error"
 
 
-def test_a_count_that_ray_was_not_told_names_the_command() -> None:
+def test_devices_that_ray_does_not_offer_are_reported_with_the_command() -> None:
     found = devices.ray_finding("NPU", 0, 8)
     assert found.status.value == "warning" and '"NPU": 8' in found.remedy
     assert devices.ray_finding("NPU", 8, 8).status.value == "ok"
@@ -93,19 +93,19 @@ def test_a_missing_tool_is_a_warning_of_its_own() -> None:
     assert [(f.status.value, f.value) for f in found] == [("warning", "npu-smi is not on PATH")]
 
 
-def test_needed_packages_and_ranges_are_told() -> None:
+def test_missing_packages_are_errors_and_others_out_of_range_warnings() -> None:
     from packaging.requirements import Requirement
 
     versions = {"torch": "2.1.0", "ray": None, "vllm": None, "numpy": "2.0"}
     ranges = {"torch": Requirement("torch>=2.5"), "ray": Requirement("ray>=2.40,<3")}
-    found = software.package_findings(versions, ("torch", "ray"), ranges)
+    found = list(software.package_findings(versions, ("torch", "ray"), ranges))
     assert [(f.check, f.status.value) for f in found] == [
         ("versions.torch", "warning"), ("versions.ray", "error"), ("versions.numpy", "ok"),
     ]  # fmt: skip
     assert "ray<3,>=2.40" in found[1].remedy
 
 
-def test_the_version_of_cann_is_read_from_what_set_env_names(
+def test_the_version_of_cann_is_read_from_the_folder_of_set_env(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "aarch64-linux"

@@ -193,7 +193,7 @@ def test_the_kernels_table_of_listeners_is_read() -> None:
         assert listener.getsockname()[1] in network.listening_ports()
 
 
-def test_a_proxy_that_takes_our_own_addresses_is_told_without_its_password() -> None:
+def test_a_proxy_for_this_host_is_reported_without_its_password() -> None:
     proxy = {"http_proxy": "http://me:secret@proxy.site:3128", "no_proxy": "localhost"}
     found = network.proxy_finding(proxy)
     assert status(found) == "warning" and "secret" not in found.value + found.remedy

@@ -174,7 +174,7 @@ def test_when_nobody_reaches_anybody_the_rounds_stay_bounded() -> None:
     assert cluster.num_rounds <= 1 + 6 + 2 and any("fail together" in line for line in bad(found))
 
 
-def test_a_deadline_that_comes_early_says_what_is_known_by_then() -> None:
+def test_an_early_deadline_reports_the_findings_so_far() -> None:
     cluster = Simulated(links=between(3, 60))
     told = bad(check(cluster, deadline_s=40))
     assert told[-1].startswith("collectives.all: the deadline came before all was tried")

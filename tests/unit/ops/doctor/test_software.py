@@ -34,7 +34,7 @@ def findings_of(check: str) -> list[tuple[str, str, str]]:
     return [(f.status.value, f.value, f.remedy) for f in found if f.check == check]
 
 
-def test_the_versions_of_checkouts_are_told_and_where_they_are(host: Path) -> None:
+def test_versions_and_folders_of_checkouts_are_reported(host: Path) -> None:
     assert findings_of("versions.megatron-core") == [("ok", "0.12.1", "")]
     assert findings_of("versions.mindspeed") == [("ok", "0.12.1", "")]
     ((status, value, _),) = findings_of("versions.sources")

@@ -68,7 +68,7 @@ def test_remedy_for_a_large_model_spreads_it(config: Callable[..., RunConfig]) -
     )
 
 
-def test_remedy_for_experts_names_what_spreads_them(config: Callable[..., RunConfig]) -> None:
+def test_remedy_for_experts_spreads_them(config: Callable[..., RunConfig]) -> None:
     experts = {"model.small.num_experts": 8, "model.small.moe_ffn_hidden_size": 10**5}
     run = config({**JOINED, **experts, "device.memory_gib": 0.5})
     (problem,) = map(str, check_fit(run).problems)

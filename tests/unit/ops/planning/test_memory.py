@@ -97,7 +97,7 @@ def test_interleaved_stages_hold_more(config: Callable[..., RunConfig]) -> None:
     assert phase(run, Role.ACTOR_ROLLOUT, "update").activations == expected
 
 
-def test_limit_of_tokens_is_what_a_micro_batch_takes(config: Callable[..., RunConfig]) -> None:
+def test_a_micro_batch_takes_the_limit_of_tokens(config: Callable[..., RunConfig]) -> None:
     # 12 samples of 24 tokens at most: 50 tokens, or all 288 of them
     a = config().critic.architecture
     for limit, tokens in ((50, 50), (1000, 12 * 24)):
@@ -176,7 +176,7 @@ SPLIT = {
 }
 
 
-def test_parts_of_a_split_pool_hold_what_they_use(config: Callable[..., RunConfig]) -> None:
+def test_parts_of_a_split_pool_hold_only_their_own_memory(config: Callable[..., RunConfig]) -> None:
     """Training has no cache and no other weights; generation half of them all and no optimizer."""
     run, whole = config(SPLIT), role_memory(config(), Role.ACTOR_ROLLOUT, 0)
     trains, generates = pool_memories(run, "actor")
