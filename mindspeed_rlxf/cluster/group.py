@@ -7,13 +7,12 @@ values = critic.call(CriticRole.values, rollouts).rows()
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rlxf.cluster.protocol import BUILD, Call, Pool, Reply, Request
-from mindspeed_rlxf.cluster.refs import Piece, RowsRef, find_refs, split_refs
+from mindspeed_rlxf.cluster.refs import Piece, RowsRef, find_refs, list_items, split_refs
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.plugins import with_plugins
@@ -88,7 +87,7 @@ class RoleGroup:
 
     def build(self, factory: Callable[..., Any], *args: Any) -> Pending:
         """Make the role's object in every process: `factory(*args)`, after the plugins."""
-        return self._submit(BUILD, args, with_plugins(factory))
+        return self._submit(BUILD, args, factory=with_plugins(factory))
 
     def call(self, method: Callable[..., Any], *args: Any) -> Pending:
         """Run a method of the role's class on every rank.
@@ -98,30 +97,40 @@ class RoleGroup:
         args: `Sharded`, by data-parallel rank; RowsRef, alone or as fields of a dataclass, split
             between replicas in equal contiguous parts; anything else, the same for all
         """
-        return self._submit(method.__name__, args, None)
+        return self._submit(method.__name__, args)
+
+    def call_engine(self, method: Callable[..., Any], *args: Any) -> Pending:
+        """Run a method of `TrainEngine` on the engine of every rank; its results are the reports.
+
+        args: the same for all ranks
+        """
+        return self._submit(method.__name__, args, of_engine=True)
 
     def prepare(self, method: Callable[..., Any], *args: Any) -> list[Request]:
         """The requests of `call(method, *args)`, for `submit_together`."""
-        return self._requests(method.__name__, args, None)[0]
+        return self._requests(method.__name__, args)[0]
 
-    def _submit(
-        self, method: str, args: Sequence[Any], factory: Callable[..., Any] | None
-    ) -> Pending:
-        requests, num_rows = self._requests(method, args, factory)
+    def _submit(self, method: str, args: Sequence[Any], **how: Any) -> Pending:
+        """how: fields of `Request` (as in `_requests`)"""
+        requests, num_rows = self._requests(method, args, **how)
         call, what = self.pool.submit(requests), f"{self.role.value}.{method}"
         return Pending(call, self.layout.leaders(), num_rows, self.pool.name, what)
 
     def _requests(
-        self, method: str, args: Sequence[Any], factory: Callable[..., Any] | None
+        self, method: str, args: Sequence[Any], **how: Any
     ) -> tuple[list[Request], list[int | None]]:
-        """By rank; and the rows that go in, and come out, by data-parallel rank."""
+        """Return a request for each rank, and the rows that go in by data-parallel rank.
+
+        how: fields of `Request`
+        """
         shards = [self._shards(arg) for arg in args]
         by_dp = [tuple(shard[dp] for shard in shards) for dp in range(self.layout.dp)]
         num_rows = [self._num_rows_in(shards, args, dp) for dp in range(self.layout.dp)]
         requests = []
         for rank in range(self.layout.world_size):
             dp, leads = self.layout.dp_rank(rank), self.layout.is_leader(rank)
-            requests.append(Request(self.role, method, by_dp[dp], leads, num_rows[dp], factory))
+            rows = num_rows[dp]
+            requests.append(Request(self.role, method, by_dp[dp], leads, rows, **how))
         return requests, num_rows
 
     def _shards(self, arg: Any) -> Sequence[Any]:
@@ -156,10 +165,5 @@ def submit_together(pool: Pool, *parts: Sequence[Request]) -> Pending:
 def _num_rows(value: Any) -> int | None:
     if isinstance(value, (RowsRef, Rows)):
         return value.num_rows
-    items: list[Any] = []
-    if isinstance(value, (list, tuple)):
-        items = list(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    counts = (_num_rows(item) for item in items)
+    counts = (_num_rows(item) for _, item in list_items(value))
     return next((count for count in counts if count is not None), None)

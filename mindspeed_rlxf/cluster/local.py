@@ -25,7 +25,7 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster.deadlines import collective_timeout_s
 from mindspeed_rlxf.cluster.errors import HostError, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.host_agent import Function, HostAgent, HostCall, ThreadCall, outcomes
-from mindspeed_rlxf.cluster.machine import machine
+from mindspeed_rlxf.cluster.nodes import machine_id
 from mindspeed_rlxf.cluster.protocol import Reply, Request
 from mindspeed_rlxf.cluster.worker import RoleHost
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -105,7 +105,7 @@ class LocalWorld:
         store = PrefixStore("world", self._store)
         worlds.join(device.backend(kind), store, self.rank, (self.size,), timeout)
         self._host_group = dist.new_group(backend="gloo", timeout=timeout)
-        found = self.exchange((socket.gethostname(), machine()), "the names of hosts")
+        found = self.exchange((socket.gethostname(), machine_id()), "the names of hosts")
         agents = {host: LocalAgent(host[0], found.index(host), self) for host in found}
         self.hosts: list[HostAgent] = [agents[host] for host in found]  # by rank
 

@@ -38,6 +38,7 @@ class Request:
     keeps_rows: bool  # a leader: its rows and its report count
     num_rows: int | None = None  # rows that the method has to return; None = any number
     factory: Callable[..., Any] | None = None  # builds the role instead of calling a method
+    of_engine: bool = False  # a method of the role's engine, whose result is the report
 
 
 @dataclass(frozen=True)

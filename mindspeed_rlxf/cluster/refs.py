@@ -1,4 +1,7 @@
-"""Rows that stay where they were made: the driver holds and rearranges references only."""
+"""References to rows, which stay on the workers that made them, and the check of plain reports.
+
+The driver holds and rearranges references only. No tensor crosses it, in a report neither.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
 from mindspeed_rlxf.data.batch import Rows
 
 Handle = Any  # hashable; what a runtime needs to find the rows again
 Fetch = Callable[[list[Handle]], list[Rows]]
+PLAIN = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,9 @@ class RowsRef:
     def take(self, rows: Sequence[int]) -> RowsRef:
         """The given rows in the given order, repeats allowed; pieces without any are left out."""
         assert len(rows) > 0, "take needs at least one row"
-        _check_range(rows, self.num_rows)
+        if min(rows) < 0 or max(rows) >= self.num_rows:
+            rule = f"rows must be in 0..{self.num_rows - 1}"
+            raise IndexError(f"{rule}, got {min(rows)}..{max(rows)}")
         wanted = rows if self.selection is None else [self.selection[row] for row in rows]
         starts = _starts(self.pieces)
         owner = [bisect_right(starts, row) - 1 for row in wanted]
@@ -89,8 +98,8 @@ class RowsRef:
         return [entry for entry in found if entry[1]]
 
 
-def standing_for(ref: RowsRef | None) -> Any:
-    """`ref` for a field of rows in a dataclass that workers get: they find the rows there."""
+def as_rows_field(ref: RowsRef | None) -> Any:
+    """Return `ref` for a field of rows in a dataclass: workers find the rows there."""
     return ref
 
 
@@ -112,11 +121,44 @@ def resolve(ref: RowsRef, fetch: Fetch) -> Rows:
     return joined.select(sorted(range(len(places)), key=places.__getitem__))
 
 
+def list_items(value: Any) -> list[tuple[str, Any]]:
+    """Return (place, item) for each item of a container or a dataclass; empty for other values."""
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", item) for key, item in value.items()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [(f"[{i}]", item) for i, item in enumerate(value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f".{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)]
+    return []
+
+
 def find_refs(value: Any) -> list[RowsRef]:
-    """Every RowsRef inside lists, tuples, dicts and dataclasses."""
+    """Return every RowsRef inside lists, tuples, dicts and dataclasses."""
     if isinstance(value, RowsRef):
         return [value]
-    return [ref for item in _children(value) for ref in find_refs(item)]
+    if isinstance(value, (Rows, *PLAIN)):
+        return []
+    return [ref for _, item in list_items(value) for ref in find_refs(item)]
+
+
+def find_array(value: Any, path: str = "report") -> str | None:
+    """Return the place of the first tensor or array, as `report.losses[2] (Tensor)`."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return f"{path} ({type(value).__name__})"
+    keys = [(f" key {key!r}", key) for key in value] if isinstance(value, dict) else []
+    for place, item in keys + list_items(value):
+        if not isinstance(item, PLAIN) and (found := find_array(item, path + place)):
+            return found
+    return None
+
+
+def check_report(report: Any, role: str, method: str) -> None:
+    """Raise TypeError when a report holds a tensor or an array."""
+    if found := find_array(report):
+        raise TypeError(
+            f"{role}.{method} must report plain Python values, got {found}; "
+            "return it in RoleOutput.rows, or as .item() or .tolist()"
+        )
 
 
 def resolve_refs(value: Any, fetch: Fetch) -> Any:
@@ -157,23 +199,6 @@ def _replace_refs(value: Any, fetch: Fetch) -> Any:
     return dataclasses.replace(value, **{n: _replace_refs(getattr(value, n), fetch) for n in names})
 
 
-def _children(value: Any) -> list[Any]:
-    if isinstance(value, Rows):
-        return []
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return []
-
-
 def _starts(pieces: Sequence[Piece]) -> list[int]:
     """Where each piece begins among the rows of all."""
     return list(itertools.accumulate([0, *(piece.num_rows for piece in pieces[:-1])]))
-
-
-def _check_range(rows: Sequence[int], num_rows: int) -> None:
-    if min(rows) < 0 or max(rows) >= num_rows:
-        raise IndexError(f"rows must be in 0..{num_rows - 1}, got {min(rows)}..{max(rows)}")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded, submit_together
+from mindspeed_rlxf.cluster.host_agent import HostAgent
 from mindspeed_rlxf.cluster.protocol import Peer, Pool, PoolPart, Request
 from mindspeed_rlxf.cluster.refs import RowsRef
-from mindspeed_rlxf.cluster.saved_group import SavedGroup
 from mindspeed_rlxf.config.enums import KlPenalty, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs, Prompts
 from mindspeed_rlxf.data.mini_batches import mini_batch_order, rank_steps
+from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.reference import ReferenceRole
@@ -21,14 +23,41 @@ from mindspeed_rlxf.roles.reward import RewardRole
 from mindspeed_rlxf.roles.rollout import RolloutRole
 
 
-class ActorGroup(SavedGroup):
+class TrainedGroup:
+    """Base of the groups of roles that learn: export, save and load by their engines."""
+
+    learners: RoleGroup  # the ranks that hold the state
+
+    @property
+    def hosts(self) -> list[HostAgent]:
+        """Agents of the hosts whose ranks hold the state, in the order of ranks."""
+        return list(dict.fromkeys(self.learners.pool.hosts))
+
+    def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> Pending:
+        """Write the weights, in each form that has a folder."""
+        return self.learners.call_engine(TrainEngine.export, hf_folder, megatron_folder)
+
+    def begin_save(self, folder: Path) -> Pending:
+        """Start to write the role's part of a checkpoint; takes as long as a copy to the host."""
+        return self.learners.call_engine(TrainEngine.begin_save, folder)
+
+    def end_save(self) -> Pending:
+        """Wait for the files. Reports: those that all ranks wrote, the same from each."""
+        return self.learners.call_engine(TrainEngine.end_save)
+
+    def load_state(self, folder: Path) -> Pending:
+        """Load the role's part of a checkpoint. Reports: whether the same layout wrote it."""
+        return self.learners.call_engine(TrainEngine.load_state, folder)
+
+
+class ActorGroup(TrainedGroup):
     """The policy that learns."""
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         layout = config.layout(Role.ACTOR_ROLLOUT)
         self.run, self.config, self.seed = config, config.actor_rollout, config.training.seed
         trains = PoolPart(pool, 0, config.parts[0]) if config.parts else pool
-        self.train = self.saved = RoleGroup(Role.ACTOR_ROLLOUT, layout, trains)
+        self.train = self.learners = RoleGroup(Role.ACTOR_ROLLOUT, layout, trains)
 
     def build(self) -> Pending:
         return self.train.build(ActorRole, self.run)
@@ -124,10 +153,10 @@ class ReferenceGroup:
         return self.group.call(ReferenceRole.log_probs, rollouts)
 
 
-class CriticGroup(SavedGroup):
+class CriticGroup(TrainedGroup):
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         self.run, self.config, self.seed = config, config.value_model, config.training.seed
-        self.group = self.saved = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
+        self.group = self.learners = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
 
     def build(self) -> Pending:
         return self.group.build(CriticRole, self.run)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from mindspeed_rlxf.cluster.errors import DIED, HostError, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.host_agent import HostAgent, outcomes
-from mindspeed_rlxf.cluster.places import Place
+from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.files.safe import mode_within, open_file, private_folder, replace_file
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def _described(subject: Subject, stack: str, asked: bool) -> tuple[str, bool]:
 def doing(stack: str) -> tuple[str, bool]:
     """What the thread that runs roles does, from the stacks of all threads; does it wait?"""
     threads = THREAD.split(stack)[1:]
-    ours = next((t for t in threads if "cluster/worker.py" in t or "process.py" in t), None)
+    ours = next((t for t in threads if "cluster/worker.py" in t), None)
     if ours is None:
         return "has no call to work on", False
     frames = [(f["file"], f["function"]) for f in FRAME.finditer(ours)]

@@ -24,11 +24,10 @@ from mindspeed_rlxf.roles.reports import (
     Summary,
     UpdateReport,
 )
-from mindspeed_rlxf.roles.saved import SavedRole
 from mindspeed_rlxf.rollout.replica import weight_sender
 
 
-class ActorRole(SavedRole):
+class ActorRole:
     """The policy that learns; `RolloutRole` generates with its weights."""
 
     def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:

@@ -16,10 +16,9 @@ from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import objective_of
 from mindspeed_rlxf.roles.reports import UpdateReport
-from mindspeed_rlxf.roles.saved import SavedRole
 
 
-class CriticRole(SavedRole):
+class CriticRole:
     def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
         critic = config.value_model
         self.config, self.algorithm = critic, config.algorithm

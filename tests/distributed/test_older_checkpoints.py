@@ -1,4 +1,4 @@
-"""Checkpoints that megatron-core wrote, for versions of this package before `weights.role_state`, go on."""
+"""Runs go on from checkpoints that megatron-core wrote, before `weights.role_state` was there."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.engine import train_state
 from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.engine.sharded_files import save_sharded
 from mindspeed_rlxf.engine.slots import held_slots
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.roles.saved import SavedRole
 from mindspeed_rlxf.weights.role_state import file_of
 from tests.distributed.llamas import QWEN3_MOE, make_llama
 from tests.distributed.test_resume import whole_tensors
 
 
-class Older(SavedRole):
+class Older:
     """A role in bf16 that can save as older versions did."""
 
     def __init__(self, folder: Path, tp: int, ep: int, distributed: bool) -> None:
@@ -91,8 +91,8 @@ def built(runtime: Any, *arguments: Any) -> RoleGroup:
 
 
 def save(group: RoleGroup, folder: Path) -> None:
-    group.call(Older.begin_save, folder).result()
-    group.call(Older.end_save).result()
+    group.call_engine(TrainEngine.begin_save, folder).result()
+    group.call_engine(TrainEngine.end_save).result()
 
 
 def test_an_older_checkpoint_is_resumed_in_another_layout(
@@ -107,7 +107,10 @@ def test_an_older_checkpoint_is_resumed_in_another_layout(
     save(group, tmp_path / "written")
     assert (tmp_path / "older" / ".metadata").exists()
     resumed = built(warm_runtime, tmp_path / "model", 1, 2, True)
-    assert resumed.call(Older.load_state, tmp_path / "older").result() == [False, False]
+    assert resumed.call_engine(TrainEngine.load_state, tmp_path / "older").result() == [
+        False,
+        False,
+    ]
     save(resumed, tmp_path / "resumed")
     expected, found = (whole_tensors(tmp_path / name) for name in ("written", "resumed"))
     assert found.keys() == expected.keys() and len({n.split("/")[0] for n in found}) == 4

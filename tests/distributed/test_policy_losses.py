@@ -26,6 +26,7 @@ from mindspeed_rlxf.config.enums import (
 from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import Experience, Rollouts
 from mindspeed_rlxf.data.mini_batches import rank_steps
+from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.roles.actor import ActorRole
 from tests.distributed.llamas import MAX_NEW_TOKENS, TIED, make_llama, run_config
 from tests.distributed.samples import make_experience, make_rollouts
@@ -212,7 +213,7 @@ def test_gradient_equals_a_loop_over_transformers(
         Sharded([share.steps for share in shares]),
         KL_COEF,
     ).result()[0]
-    group.call(ActorRole.export, tmp_path / "out", None).result()
+    group.call_engine(TrainEngine.export, tmp_path / "out", None).result()
     before, after = (load_folder(tmp_path / name) for name in ("lm", "out"))
     named = {name: p for name, p in model.named_parameters() if p.grad is not None}
     assert named.keys() == before.keys() == after.keys()

@@ -21,9 +21,9 @@ from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.engine.slots import chained, held_slots
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.roles.saved import SavedRole
 from mindspeed_rlxf.weights.role_state import BUFFER_BYTES, RunState
 from tests.distributed.llamas import PLAIN, make_llama
 
@@ -42,7 +42,7 @@ LARGE = PLAIN.model_copy(
 NUMBERS = 2 * 8000 * 512 + 6 * (4 * 512 * 512 + 3 * 512 * 1536 + 2 * 512) + 512
 
 
-class Saver(SavedRole):
+class Saver:
     """A model in fp32 whose optimizer is distributed."""
 
     def __init__(self, folder: Path) -> None:
@@ -146,8 +146,8 @@ def test_a_resume_holds_a_slice_of_the_slots_and_a_bounded_buffer(
     group.build(Saver, tmp_path / "model").result()
     moments = group.call(Saver.step).result()
     assert sum(numbers for numbers, _ in moments) == 2 * NUMBERS
-    group.call(Saver.begin_save, tmp_path / "state").result()
-    group.call(Saver.end_save).result()
+    group.call_engine(TrainEngine.begin_save, tmp_path / "state").result()
+    group.call_engine(TrainEngine.end_save).result()
     found = group.call(Saver.measured_load, tmp_path / "state").result()
     print("MiB grown, read, and at once:", [[n // MIB for n in rank] for rank in found])
     assert group.call(Saver.moments).result() == moments

@@ -13,9 +13,9 @@ from typing import cast
 import pytest
 
 from mindspeed_rlxf.cluster.host_agent import HostAgent
-from mindspeed_rlxf.cluster.places import Place
-from mindspeed_rlxf.cluster.process import redirect_output
+from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.cluster.witness import GONE, Sighting, Watched, keep_logs
+from mindspeed_rlxf.cluster.worker import redirect_output
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.handlers import HANDLERS
 from mindspeed_rlxf.data.preprocessing.writer import PromptSetWriter, finish_interrupted

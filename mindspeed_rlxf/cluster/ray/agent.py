@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mindspeed_rlxf.cluster.errors import HostError
 from mindspeed_rlxf.cluster.host_agent import Function, HostAgent, late
-from mindspeed_rlxf.cluster.nodes import Node, by_address, make_node
+from mindspeed_rlxf.cluster.nodes import Node, make_node, sort_by_address
 from mindspeed_rlxf.cluster.ray.wait import how_it_ended
 from mindspeed_rlxf.config.withheld import open_variables
 
@@ -34,7 +34,7 @@ def live_nodes(resource: str) -> list[Node]:
         available = free.get(facts["NodeID"], totals).get(resource, 0)
         named = {**facts, "NodeManagerHostname": name}
         found.append(make_node(named, resource, totals, available))
-    return by_address(found)
+    return sort_by_address(found)
 
 
 class Caller:

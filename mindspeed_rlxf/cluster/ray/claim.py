@@ -13,7 +13,14 @@ from ray.util.placement_group import placement_group
 
 from mindspeed_rlxf.cluster.errors import DevicesMissing, TooFewDevices
 from mindspeed_rlxf.cluster.node_check import NodeCheck
-from mindspeed_rlxf.cluster.nodes import MODEL_PREFIX, Node, lacking, missing, model_for, taken
+from mindspeed_rlxf.cluster.nodes import (
+    MODEL_PREFIX,
+    Node,
+    choose_model,
+    describe_shortage,
+    find_unplaced_pools,
+    take_devices,
+)
 from mindspeed_rlxf.cluster.ray.agent import live_nodes
 from mindspeed_rlxf.config.errors import Problem
 
@@ -70,8 +77,8 @@ class DeviceClaim:
         try:
             # The largest first: small pools fit into what is left, not the other way round.
             for name in sorted(shapes, key=lambda name: -max(shapes[name])):
-                model = model_for(name, shapes[name], nodes)
-                nodes = taken(nodes, shapes[name], model)
+                model = choose_model(name, shapes[name], nodes)
+                nodes = take_devices(nodes, shapes[name], model)
                 groups[name] = self._group(shapes[name], model)
             late = _late(groups, wait_s)
             if not late:  # a node may have joined meanwhile
@@ -103,8 +110,10 @@ class DeviceClaim:
     def _report(self, shapes: Shapes, late: list[str], is_last: bool) -> None:
         left_out = self._check.left_out
         nodes = [n for n in live_nodes(self._resource) if n.count and n.id not in left_out]
-        told = lacking(late, shapes, nodes)
-        found = [missing(n, shapes[n], self._resource, self._address, nodes) for n in told]
+        told = find_unplaced_pools(late, shapes, nodes)
+        found = [
+            describe_shortage(n, shapes[n], self._resource, self._address, nodes) for n in told
+        ]
         if not is_last:
             logger.warning("waiting for devices: %s", "; ".join(found))
             return

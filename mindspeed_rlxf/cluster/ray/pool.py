@@ -15,13 +15,12 @@ from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.cluster.deadlines import Deadlines
 from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.host_agent import HostAgent
-from mindspeed_rlxf.cluster.places import Place
-from mindspeed_rlxf.cluster.process import ProcessSetup, WorkerProcess, log_of
+from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.cluster.protocol import Reply, Request
 from mindspeed_rlxf.cluster.ray.wait import Origin, RayHandle, fetch_rows, gather, not_ready
 from mindspeed_rlxf.cluster.refs import find_refs
 from mindspeed_rlxf.cluster.witness import Watched, oom_kills
-from mindspeed_rlxf.cluster.worker import worker_error
+from mindspeed_rlxf.cluster.worker import ProcessSetup, WorkerProcess, log_of, worker_error
 from mindspeed_rlxf.config.enums import DeviceKind
 
 RESET_S = 3.0  # for the calls of an ended pool to finish, so that its processes can be kept

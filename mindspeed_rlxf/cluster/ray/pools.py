@@ -15,8 +15,7 @@ from mindspeed_rlxf.cluster.deadlines import Deadlines, collective_timeout_s
 from mindspeed_rlxf.cluster.environment import worker_environment
 from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.node_check import NodeCheck
-from mindspeed_rlxf.cluster.places import by_rank, described
-from mindspeed_rlxf.cluster.process import ProcessSetup
+from mindspeed_rlxf.cluster.nodes import describe_places, order_ranks
 from mindspeed_rlxf.cluster.ray.agent import RayAgent, RayAgents, device_options
 from mindspeed_rlxf.cluster.ray.claim import DeviceClaim
 from mindspeed_rlxf.cluster.ray.cluster import LOOPBACK, RayCluster, resource_name
@@ -30,6 +29,7 @@ from mindspeed_rlxf.cluster.witness import (
     keep_logs,
     look_everywhere,
 )
+from mindspeed_rlxf.cluster.worker import ProcessSetup
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RuntimeConfig
 from mindspeed_rlxf.config.withheld import open_variables, secret_variables
@@ -187,15 +187,15 @@ class RayPools:
         ]
         places, workers = iter(gather(tasks, self.start_timeout_s)), {}
         for name, found in actors.items():
-            ordered = by_rank([(actor, next(places)) for _, actor in found])
+            ordered = order_ranks([(actor, next(places)) for _, actor in found])
             workers[name] = RayWorkers(shapes[name], groups[name], *ordered)
             for agent in self._hosts(workers[name]):
                 agent.open()  # starts while the ranks import what they need
             if not self._cluster.own:
-                logger.info("pool %s: %s", name, described(workers[name].places))
+                logger.info("pool %s: %s", name, describe_places(workers[name].places))
         if not self._cluster.own:
             hosts = {place.host for w in workers.values() for place in w.places}
-            self._node_check.say_what_is_not_shared(hosts)
+            self._node_check.warn_of_unshared_hosts(hosts)
         return workers
 
     def _actors(self, shape: tuple[int, ...], group: Any) -> list[tuple[int, Any]]:

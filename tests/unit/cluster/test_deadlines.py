@@ -5,6 +5,7 @@ import pytest
 from mindspeed_rlxf.cluster.deadlines import ON_STORAGE, Deadlines, collective_timeout_s
 from mindspeed_rlxf.cluster.protocol import Request
 from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.engine.protocol import TrainEngine
 
 
 def call(method: str, rows: int | None = 8, role: Role = Role.CRITIC) -> list[Request]:
@@ -51,11 +52,9 @@ def test_what_waits_for_storage_always_has_the_longest(method: str) -> None:
     assert deadlines.of(call(method)) == 600.0
 
 
-def test_what_waits_for_storage_are_methods_of_roles() -> None:
-    from mindspeed_rlxf.roles.saved import SavedRole
-
+def test_what_waits_for_storage_are_methods_of_engines() -> None:
     assert sorted(ON_STORAGE) == sorted(OF_FILES)
-    assert [name for name in OF_FILES if not hasattr(SavedRole, name)] == ["build"]
+    assert [name for name in OF_FILES if not hasattr(TrainEngine, name)] == ["build"]
 
 
 def test_other_roles_methods_and_sizes_are_other_phases() -> None:

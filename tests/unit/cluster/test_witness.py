@@ -16,7 +16,7 @@ import pytest
 from mindspeed_rlxf.cluster import witness
 from mindspeed_rlxf.cluster.errors import DIED, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.host_agent import Function, HostCall
-from mindspeed_rlxf.cluster.places import Place
+from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.cluster.witness import (
     GONE,
     SILENT,
