@@ -17,7 +17,7 @@ from mindspeed_rlxf.data.batch import (
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.generation import version_span
-from mindspeed_rlxf.roles.objectives import objective_of
+from mindspeed_rlxf.roles.objectives import make_objective
 from mindspeed_rlxf.roles.reports import (
     LogProbReport,
     SampleText,
@@ -36,7 +36,7 @@ class ActorRole:
         self.engine = build_engine(config, Role.ACTOR_ROLLOUT)
         self.sender = weight_sender(config, self.engine)
         replicas = self.engine.sum_over_replicas
-        self.objective = objective_of(config, replicas)
+        self.objective = make_objective(config, replicas)
         self.experience = ExperienceMaker(config, self.objective, replicas)
 
     def send_weights(self) -> RoleOutput:

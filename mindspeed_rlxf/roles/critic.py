@@ -14,7 +14,7 @@ from mindspeed_rlxf.engine.losses import normalised_loss
 from mindspeed_rlxf.engine.protocol import LossOutput, ValueStep
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.objectives import objective_of
+from mindspeed_rlxf.roles.objectives import make_objective
 from mindspeed_rlxf.roles.reports import UpdateReport
 
 
@@ -25,7 +25,7 @@ class CriticRole:
         self.max_new_tokens = config.actor_rollout.max_new_tokens
         self.engine = build_engine(config, Role.CRITIC)
         replicas = self.engine.sum_over_replicas
-        self.experience = ExperienceMaker(config, objective_of(config, replicas), replicas)
+        self.experience = ExperienceMaker(config, make_objective(config, replicas), replicas)
 
     def values(self, rollouts: Rollouts) -> RoleOutput:
         """Slot t is the value of the state before token t; the last one is at the last token."""

@@ -1,4 +1,4 @@
-"""How a run samples, and the rows that come of it."""
+"""Requests of a batch of prompts, and the rows made from an engine's results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sampling_settings(
 def make_requests(
     prompts: Prompts, settings: SamplingSettings, seed: int
 ) -> list[GenerationRequest]:
-    """One for each prompt, in their order."""
+    """Make one request for each prompt, in their order."""
     samples = zip(prompts.sample_ids, prompts.token_ids, strict=True)
     return [
         GenerationRequest(place, sample_id, prompt, settings, seed)
@@ -46,7 +46,7 @@ def make_requests(
 
 
 def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Rollouts:
-    """The rows of a batch in the order of its prompts, once all of them have ended."""
+    """Gather the rows of a batch in the order of its prompts; waits for all results."""
     by_place = {result.place: result for result in results}
     assert by_place.keys() == set(range(prompts.num_rows)), "one result for each prompt"
     ordered = [by_place[place] for place in range(prompts.num_rows)]
@@ -69,13 +69,13 @@ def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Ro
 
 
 def version_span(rollouts: Rollouts, row: int) -> tuple[int, int]:
-    """Smallest and largest version of the weights behind the tokens of a response."""
+    """Return the smallest and the largest weights version over the tokens of a response."""
     versions = rollouts.weights_version[row, : rollouts.response_lengths[row]]
     return int(versions.min()), int(versions.max())
 
 
-def generated(rows: Rollouts, stats: GenerationStats, sync_s: float) -> RoleOutput:
-    """What the first rank of a replica returns. sync_s: that it waited for weights."""
+def make_output(rows: Rollouts, stats: GenerationStats, sync_s: float) -> RoleOutput:
+    """Return rows and GenerateReport of a replica. sync_s: seconds that it waited for weights."""
     report = GenerateReport(
         sample_ids=rows.sample_ids,
         data_sources=rows.data_sources,

@@ -211,7 +211,7 @@ OBJECTIVES: dict[str, Callable[[RunConfig, AllReduce], Objective]] = {
 }
 
 
-def objective_of(config: RunConfig, sum_over_replicas: AllReduce) -> Objective:
+def make_objective(config: RunConfig, sum_over_replicas: AllReduce) -> Objective:
     """The objective of a run, by its stage and `actor_rollout.policy_loss`."""
     pairs = config.training.stage is Stage.RAY_ONLINE_DPO
     name = "dpo" if pairs else config.actor_rollout.policy_loss.value

@@ -37,14 +37,11 @@ class SharedWeights:
         self.groups = ParallelGroups(tp, 1, seed)
         with self.groups.active():
             self.module = rollout_module(engine.role.architecture, tp, engine.dtype)
-        self._by_source = self._parameters_by_source()
+        named = dict(self.module.named_parameters())
+        table = stage_parameters(engine.role.architecture, engine.head)
+        self._by_source = {p.sources: named[p.name] for p in table}
         self._shapes = {k: p.shape for k, p in self._by_source.items()}
         self.sleep()
-
-    def _parameters_by_source(self) -> dict[tuple[str, ...], torch.nn.Parameter]:
-        named = dict(self.module.named_parameters())
-        table = stage_parameters(self.engine.role.architecture, self.engine.head)
-        return {p.sources: named[p.name] for p in table}
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         return self.groups.active()

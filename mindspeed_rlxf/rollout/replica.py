@@ -18,7 +18,7 @@ from mindspeed_rlxf.rollout.hybrid import SharedWeights
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.protocol import RolloutEngine
 from mindspeed_rlxf.rollout.transfer import WeightReceiver, WeightSender
-from mindspeed_rlxf.rollout.transfer_plan import plan_of
+from mindspeed_rlxf.rollout.transfer_plan import plan_moves
 from mindspeed_rlxf.rollout.weights import OwnWeights, WeightSource
 
 
@@ -41,7 +41,7 @@ def weight_sender(config: RunConfig, trained: TrainEngine) -> WeightSender | Non
     if config.parts is None:
         return None
     tensors = _megatron(trained).weights.tensors
-    return WeightSender(tensors, plan_of(config), worlds.whole_pool(), config.parts[0])
+    return WeightSender(tensors, plan_moves(config), worlds.whole_pool(), config.parts[0])
 
 
 def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
@@ -52,13 +52,13 @@ def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
     """
     if config.rollout.engine != NATIVE:
         assert trained is not None, "only the native engine generates on ranks of its own"
-        return _fed(config, trained)
+        return _build_plugin_replica(config, trained)
     if trained is not None:
-        return _sharing(config, _megatron(trained))
-    return _receiving(config)
+        return _build_sharing_replica(config, _megatron(trained))
+    return _build_receiving_replica(config)
 
 
-def _fed(config: RunConfig, trained: TrainEngine) -> Replica:
+def _build_plugin_replica(config: RunConfig, trained: TrainEngine) -> Replica:
     """An engine of a plugin, which gets every weight as a whole tensor."""
     engine = ENGINES[config.rollout.engine](config, trained)
 
@@ -68,7 +68,7 @@ def _fed(config: RunConfig, trained: TrainEngine) -> Replica:
     return Replica(engine, take_weights, config.rollout_layout.is_leader(dist.get_rank()))
 
 
-def _sharing(config: RunConfig, trained: MegatronEngine) -> Replica:
+def _build_sharing_replica(config: RunConfig, trained: MegatronEngine) -> Replica:
     shared = SharedWeights(trained, config.training.seed)
     engine = _native(config, shared)
 
@@ -80,7 +80,7 @@ def _sharing(config: RunConfig, trained: MegatronEngine) -> Replica:
     return Replica(engine, take_weights, shared.groups.tp.rank() == 0)
 
 
-def _receiving(config: RunConfig) -> Replica:
+def _build_receiving_replica(config: RunConfig) -> Replica:
     assert config.parts is not None, "a rollout with weights of its own needs ranks of its own"
     megatron_versions.mend()
     device.set_deterministic(config.training.deterministic)
@@ -89,7 +89,7 @@ def _receiving(config: RunConfig) -> Replica:
     own = OwnWeights(actor.architecture, tp, dtype, config.training.seed)
     engine = _native(config, own)
     tensors = dict(own.module.named_parameters())
-    receiver = WeightReceiver(tensors, plan_of(config), worlds.whole_pool(), config.parts[0])
+    receiver = WeightReceiver(tensors, plan_moves(config), worlds.whole_pool(), config.parts[0])
 
     def take_weights(version: int) -> None:
         """Raises WeightsDiffer."""

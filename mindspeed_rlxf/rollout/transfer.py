@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.rollout.transfer_plan import Move, in_buckets, peers_in_turn
+from mindspeed_rlxf.rollout.transfer_plan import Move, make_buckets, order_peers
 
 BUCKET_BYTES = 256 * 1024**2  # what a rank holds beside its weights
 SUMMED_AT_ONCE = 16 * 1024**2  # numbers of a slice, of which a copy in fp32 is made
@@ -29,17 +29,18 @@ Operation = Callable[..., Any]
 class _Side:
     """The buckets of one rank, by the rank of the other side, in the order they are moved in."""
 
+    sends: bool
+
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
         planned: Iterable[Move],
         group: dist.ProcessGroup,
         num_senders: int,
-        sends: bool,
     ) -> None:
-        """planned: of all ranks; group: the senders' ranks, then the receivers'."""
+        """planned: the moves of all ranks; group: the senders' ranks, then the receivers'."""
         self.tensors, self.group, self.num_senders = tensors, group, num_senders
-        mine = group.rank() - (0 if sends else num_senders)
+        sends, mine = self.sends, group.rank() - (0 if self.sends else num_senders)
         sample = next(iter(tensors.values()))
         self.dtype = sample.dtype
         by_peer: dict[int, list[Move]] = {}
@@ -48,9 +49,9 @@ class _Side:
             if own == mine:
                 by_peer.setdefault(peer, []).append(move)
         limit = BUCKET_BYTES // sample.element_size()
-        order = peers_in_turn(mine, num_senders, group.size() - num_senders, sends)
+        order = order_peers(mine, num_senders, group.size() - num_senders, sends)
         self.buckets: dict[int, Buckets] = {
-            peer: in_buckets(by_peer[peer], limit) for peer in order if peer in by_peer
+            peer: make_buckets(by_peer[peer], limit) for peer in order if peer in by_peer
         }
 
     def _begin(self, numbers: int) -> None:
@@ -84,14 +85,7 @@ class _Side:
 class WeightSender(_Side):
     """A rank that trains."""
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        planned: Iterable[Move],
-        group: dist.ProcessGroup,
-        num_senders: int,
-    ) -> None:
-        super().__init__(tensors, planned, group, num_senders, sends=True)
+    sends = True
 
     @torch.no_grad()
     def send(self) -> None:
@@ -114,14 +108,7 @@ class WeightSender(_Side):
 class WeightReceiver(_Side):
     """A rank that generates."""
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        planned: Iterable[Move],
-        group: dist.ProcessGroup,
-        num_senders: int,
-    ) -> None:
-        super().__init__(tensors, planned, group, num_senders, sends=False)
+    sends = False
 
     @torch.no_grad()
     def receive(self) -> None:

@@ -66,7 +66,7 @@ class _Overlap:
     width: int
 
 
-def plan_of(config: RunConfig) -> Iterator[Move]:
+def plan_moves(config: RunConfig) -> Iterator[Move]:
     """All moves of a run whose actor is split."""
     actor = config.actor_rollout
     training = TrainingLayout(
@@ -130,14 +130,14 @@ def _overlaps(
     parameter: StageParameter, a: ArchitectureConfig, tp_rank: int, tp: int, training_tp: int
 ) -> Iterator[_Overlap]:
     """The shard of rollout rank `tp_rank` of `tp`, piece by piece as training ranks hold it."""
-    needed = _placed(parameter, a, tp_rank, tp)
+    needed = _place_slices(parameter, a, tp_rank, tp)
     if parameter.split is Split.REPLICATED:
         [(source, dim, _, stop, _)] = needed
         yield _Overlap(None, dim, 0, 0, stop, _width(source, dim, a))
         return
     for rank in range(training_tp):
         last: _Overlap | None = None
-        held = _placed(parameter, a, rank, training_tp)
+        held = _place_slices(parameter, a, rank, training_tp)
         for source, dim, start, stop, target in needed:
             for other, _, held_start, held_stop, place in held:
                 first, end = max(start, held_start), min(stop, held_stop)
@@ -145,15 +145,15 @@ def _overlaps(
                     continue
                 numbers = place + first - held_start, target + first - start, end - first
                 piece = _Overlap(rank, dim, *numbers, _width(source, dim, a))
-                joined = _joined(last, piece) if last else None
-                if last and not joined:
+                whole = _join(last, piece) if last else None
+                if last and not whole:
                     yield last
-                last = joined or piece
+                last = whole or piece
         if last:
             yield last
 
 
-def _placed(
+def _place_slices(
     parameter: StageParameter, a: ArchitectureConfig, tp_rank: int, tp: int
 ) -> list[tuple[str, int, int, int, int]]:
     """(source, dim, start, stop) of each slice of a shard, and where in the shard it begins."""
@@ -169,7 +169,7 @@ def _width(source: str, dim: int, a: ArchitectureConfig) -> int:
     return prod(shape) // shape[dim]
 
 
-def _joined(one: _Overlap, other: _Overlap) -> _Overlap | None:
+def _join(one: _Overlap, other: _Overlap) -> _Overlap | None:
     """Both as one, where they follow each other at both ends."""
     follows = (
         one.source_start + one.size == other.source_start
@@ -178,7 +178,7 @@ def _joined(one: _Overlap, other: _Overlap) -> _Overlap | None:
     return replace(one, size=one.size + other.size) if follows else None
 
 
-def in_buckets(planned: Iterable[Move], limit: int) -> list[list[Move]]:
+def make_buckets(planned: Iterable[Move], limit: int) -> list[list[Move]]:
     """The moves in their order, cut where need be and gathered to at most `limit` numbers each."""
     buckets: list[list[Move]] = []
     room = 0
@@ -203,7 +203,7 @@ def _cut(move: Move, limit: int) -> Iterator[Move]:
         )
 
 
-def peers_in_turn(rank: int, senders: int, receivers: int, sends: bool) -> list[int]:
+def order_peers(rank: int, senders: int, receivers: int, sends: bool) -> list[int]:
     """The other side's ranks in an order in which nobody waits in a circle.
 
     In turn k sender s meets receiver (s + k) % n. A rank waits only for one that is at an earlier

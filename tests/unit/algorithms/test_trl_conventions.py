@@ -25,7 +25,7 @@ from mindspeed_rlxf.data.batch import (
     Values,
 )
 from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.objectives import objective_of
+from mindspeed_rlxf.roles.objectives import make_objective
 from tests.rows import length_mask, made_rollouts
 
 KL_COEF = 0.1
@@ -64,7 +64,7 @@ def make_experience(
         actor_rollout=ActorConfig.model_construct(max_new_tokens=slot_limit),
         training=SimpleNamespace(stage=Stage.RAY_PPO, nan_policy=NanPolicy.RAISE),
     )
-    objective = objective_of(config, alone)  # type: ignore[arg-type]
+    objective = make_objective(config, alone)  # type: ignore[arg-type]
     maker = ExperienceMaker(config, objective, alone)  # type: ignore[arg-type]
     given = rollouts, None, ref, scores, values, None, None
     output = maker.make(ExperienceInputs(*given, KL_COEF, slot_limit))

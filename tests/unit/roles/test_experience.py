@@ -28,7 +28,7 @@ from mindspeed_rlxf.data.batch import (
     Scores,
 )
 from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.objectives import objective_of
+from mindspeed_rlxf.roles.objectives import make_objective
 from mindspeed_rlxf.roles.reports import ExperienceReport
 from tests.rows import length_mask, made_rollouts
 
@@ -75,7 +75,7 @@ def made(
     log_probs = -torch.rand(rollouts.response_ids.shape, generator=torch.Generator().manual_seed(1))
     ref = LogProbs(log_probs) if kl is None else LogProbsWithKl(log_probs, kl)
     given = rollouts, None, ref, Scores(torch.tensor(scores)), None, *greedy
-    maker = ExperienceMaker(config, objective_of(config, alone), alone)
+    maker = ExperienceMaker(config, make_objective(config, alone), alone)
     output = maker.make(ExperienceInputs(*given, KL_COEF, LIMIT))
     assert isinstance(output.rows, Experience) and isinstance(output.report, ExperienceReport)
     mask = length_mask(rollouts.response_lengths, rollouts.response_ids.size(1))
