@@ -26,12 +26,12 @@ from mindspeed_rlxf.config.enums import DeviceKind
 RESET_S = 3.0  # for the calls of an ended pool to finish, so that its processes can be kept
 
 
-class RayWorker:
-    """The actor class. Errors are returned, not raised: Ray then has nothing to say about them."""
+class RayWorker(WorkerProcess):
+    """The actor class. Errors are returned, not raised, so that Ray does not report them too."""
 
     def __init__(self) -> None:
         self._timeout_s = 0.0
-        self._process = WorkerProcess(lambda handles: fetch_rows(handles, self._timeout_s))
+        super().__init__(lambda handles: fetch_rows(handles, self._timeout_s))
 
     def place(self, entry: int) -> Place:
         context = ray.get_runtime_context()
@@ -41,30 +41,24 @@ class RayWorker:
         node, kills = context.get_node_id(), oom_kills()
         return Place(socket.gethostname(), ip, entry, devices, os.getpid(), node, kills)
 
-    def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
-        return self._process.open_store(ip, world_size, timeout_s)
-
-    def start(
+    def join(
         self, setup: ProcessSetup, ip: str, port: int, secrets: Mapping[str, str]
     ) -> WorkerError | None:
-        """secrets: variables that Ray is not to know"""
+        """Join the pool's world, as `start`. secrets: environment variables hidden from Ray"""
         os.environ.update(secrets)
         self._timeout_s = setup.collective_timeout_s
         try:
-            self._process.start(setup, ip, port, assigned_device(setup.device_kind))
+            self.start(setup, ip, port, assigned_device(setup.device_kind))
         except Exception as error:
             return worker_error(error, setup.pool, setup.rank, "start")
         return None
 
     @ray.method(num_returns=2)
-    def run(self, request: Request) -> tuple[Any, Any]:
+    def run_request(self, request: Request) -> tuple[Any, Any]:
         try:
-            return self._process.run(request)
+            return self.run(request)
         except WorkerError as error:
             return error, error
-
-    def reset(self) -> None:
-        self._process.reset()
 
 
 def assigned_device(kind: DeviceKind) -> str | None:
@@ -119,14 +113,15 @@ class RayCall:
         try:
             replies = gather(self._tasks, deadlines.of(self._requests))
         except RuntimeTimeout as error:
-            raise self._pool.explain(error, self._late_inputs(error.missing)) from None
+            inputs = self._late_inputs(error.missing)
+            raise self._pool.owner.explain_timeout(self._pool, error, inputs) from None
         took_s = max(time.monotonic() - started, *(reply.seconds for reply in replies))
         deadlines.ended(self._requests, took_s)
         self._requests.clear()
         return replies
 
     def _late_inputs(self, ranks: Sequence[int]) -> list[RayHandle]:
-        """Rows that these ranks wait for."""
+        """Return the rows that these ranks wait for."""
         waiting = [
             request
             for (_, origin), request in zip(self._tasks, self._requests, strict=True)
@@ -140,10 +135,10 @@ class RayPoolOwner(Protocol):
     def release(self, pool: RayPool) -> None:
         """Take the workers back when the pool ends."""
 
-    def explain(
+    def explain_timeout(
         self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
     ) -> RuntimeTimeout:
-        """inputs: rows that the missing ranks wait for"""
+        """Return the error with the states of its ranks. inputs: rows that they wait for"""
 
 
 class RayPool:
@@ -160,13 +155,13 @@ class RayPool:
     ) -> None:
         self.name, self.world_size, self.workers = name, len(workers.actors), workers
         self.hosts, self.deadlines = hosts, deadlines
-        self._setups, self._owner = setups, owner
+        self._setups, self.owner = setups, owner
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> RayCall:
         ranks = range(first_rank, first_rank + len(requests))
         pairs = list(zip(ranks, requests, strict=True))
         origins = [self.origin(rank, r.role.value, r.method) for rank, r in pairs]
-        refs = [self.workers.actors[rank].run.remote(request) for rank, request in pairs]
+        refs = [self.workers.actors[rank].run_request.remote(request) for rank, request in pairs]
         return RayCall(requests, refs, origins, self)
 
     def origin(self, rank: int, role: str, phase: str) -> Origin:
@@ -178,10 +173,6 @@ class RayPool:
         ranks = zip(self._setups, self.workers.places, self.hosts, strict=True)
         return [Watched(self.name, s.rank, at, log_of(s) or "", agent) for s, at, agent in ranks]
 
-    def explain(self, error: RuntimeTimeout, inputs: Sequence[RayHandle]) -> RuntimeTimeout:
-        """The same with what every rank did when the deadline passed."""
-        return self._owner.explain(self, error, inputs)
-
     def shutdown(self) -> None:
         """End the processes, or hand them back to a runtime that keeps them warm."""
-        self._owner.release(self)
+        self.owner.release(self)

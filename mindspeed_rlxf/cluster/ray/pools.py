@@ -24,10 +24,10 @@ from mindspeed_rlxf.cluster.ray.wait import Origin, RayHandle, gather
 from mindspeed_rlxf.cluster.witness import (
     Producer,
     Sighting,
-    examined,
-    explained,
-    keep_logs,
-    look_everywhere,
+    copy_logs,
+    explain_death,
+    explain_timeout,
+    inspect_hosts,
 )
 from mindspeed_rlxf.cluster.worker import ProcessSetup
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -124,39 +124,39 @@ class RayPools:
         self._warm.clear()
         self._agents.end()
 
-    def look(self, stacks: bool) -> dict[tuple[str, int], Sighting]:
-        """At every worker, by pool and rank; brings the logs of other hosts here.
+    def inspect_workers(self, stacks: bool) -> dict[tuple[str, int], Sighting]:
+        """Inspect every worker, by pool and rank, and copy the logs of other hosts here.
 
-        Empty where looking fails: the failure that it is to explain counts for more.
+        Empty where that fails: the failure under diagnosis must not be lost.
 
-        stacks: have each write the stack of its threads to its log
+        stacks: have each worker write the stacks of its threads to its log
         """
         watched = [worker for pool in self._pools for worker in pool.watched()]
         try:
-            told = look_everywhere(watched, stacks)
-            keep_logs(watched, told)
-            return told
+            seen = inspect_hosts(watched, stacks)
+            copy_logs(watched, seen)
+            return seen
         except Exception:  # of Ray, or a disk that is full
-            logger.exception("the workers could not be looked at")
+            logger.exception("the workers could not be inspected")
             return {}
 
-    def explain(
+    def explain_timeout(
         self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
     ) -> RuntimeTimeout:
         made = [(handle.origin, repr(handle)) for handle in inputs]
         producers = [Producer(o.pool, o.rank, o.host, f"{o.role}.{o.phase}", r) for o, r in made]
-        return explained(error, pool.name, producers, self.look(stacks=True))
+        return explain_timeout(error, pool.name, producers, self.inspect_workers(stacks=True))
 
-    def examined(self, error: WorkerError) -> WorkerError:
-        """As `witness.examined`, after a look at all workers."""
+    def explain_death(self, error: WorkerError) -> WorkerError:
+        """Return the error with what the host of its process knows."""
         watched = {(w.pool, w.rank): w for pool in self._pools for w in pool.watched()}
-        told = self.look(stacks=False)
+        seen = self.inspect_workers(stacks=False)
         rose = [
             sighting.oom_kills - watched[key].place.oom_kills
-            for key, sighting in told.items()
+            for key, sighting in seen.items()
             if watched[key].place.host == error.host
         ]
-        return examined(error, max(rose, default=0))
+        return explain_death(error, max(rose, default=0))
 
     def release(self, pool: RayPool) -> None:
         if pool not in self._pools:
@@ -226,7 +226,7 @@ class RayPools:
         }
         starting = [
             (
-                actor.start.remote(setups[name][rank], ips[name], ports[name], self._secrets),
+                actor.join.remote(setups[name][rank], ips[name], ports[name], self._secrets),
                 Origin(name, rank, w.places[rank].host, "start"),
             )
             for name, w in workers.items()
