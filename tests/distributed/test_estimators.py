@@ -18,7 +18,7 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.run.directory import RunDirectory
-from tests.distributed.llamas import TIED, make_llama
+from tests.distributed.llamas import TIED, make_models
 from tests.distributed.test_layout_invariance import (
     ITERATIONS,
     PP2,
@@ -29,7 +29,6 @@ from tests.distributed.test_layout_invariance import (
     load_folder,
 )
 from tests.training import train
-from tests.trl.record import make_tokenizer
 from tests.trl.runs import metrics_of
 
 LOSS = {"kl_in": KlIn.LOSS, "kl_penalty": KlPenalty.LOW_VAR_KL}
@@ -60,11 +59,7 @@ SHORT = ("grpo", "reinforce++ baseline")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tied")
-    make_tokenizer().save_pretrained(folder / "tokenizer")
-    for seed, (part, scored) in enumerate((("lm", False), ("value", True), ("reward", True))):
-        make_llama(folder / part, TIED, scored=scored, seed=seed)
-    return folder
+    return make_models(tmp_path_factory.mktemp("tied"), TIED)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
 
 from mindspeed_rlxf.config.enums import CONFIGURED, KlControl, LrDecayStyle, RewardKind, Role
 from mindspeed_rlxf.config.schema import (
@@ -35,7 +34,8 @@ from tests.distributed.llamas import (
     QWEN3_ONE_GROUP,
     SHARES_GROUPS,
     TIED,
-    make_llama,
+    make_models,
+    read_folder,
     run_config,
 )
 from tests.training import train
@@ -205,15 +205,10 @@ def response(rng: np.random.Generator) -> list[int]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders with policy, value and reward model of each architecture."""
-    folders = {}
-    for name, architecture in ARCHITECTURES.items():
-        folder = tmp_path_factory.mktemp(name)
-        make_tokenizer().save_pretrained(folder / "tokenizer")
-        make_llama(folder / "lm", architecture)
-        for seed, part in enumerate(("value", "reward"), start=1):
-            make_llama(folder / part, architecture, scored=True, seed=seed)
-        folders[name] = folder
-    return folders
+    return {
+        name: make_models(tmp_path_factory.mktemp(name), architecture)
+        for name, architecture in ARCHITECTURES.items()
+    }
 
 
 class Outcome:
@@ -228,9 +223,7 @@ class Outcome:
 
 
 def load_folder(folder: Path) -> dict[str, Any]:
-    return {
-        k: v.double() for file in folder.glob("*.safetensors") for k, v in load_file(file).items()
-    }
+    return {name: tensor.double() for name, tensor in read_folder(folder).items()}
 
 
 _outcomes: dict[str, Outcome] = {}

@@ -15,8 +15,6 @@ from unittest import mock
 
 import torch
 
-from mindspeed_rlxf.cluster.group import RoleGroup
-from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
@@ -25,6 +23,7 @@ from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.engine.slots import chained, held_slots
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.role_state import BUFFER_BYTES, RunState
+from tests.distributed.groups import build_group
 from tests.distributed.llamas import PLAIN, make_llama
 
 MIB = 1 << 20
@@ -141,9 +140,7 @@ def test_a_resume_holds_a_slice_of_the_slots_and_a_bounded_buffer(
 ) -> None:
     """Moments of 29 million numbers in fp32 are 219 MiB, of which a rank of four holds 55 MiB."""
     make_llama(tmp_path / "model", LARGE)
-    pool = warm_runtime.create_pools({"main": [RANKS]})["main"]
-    group = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(RANKS, 1, 1), pool)
-    group.build(Saver, tmp_path / "model").result()
+    group = build_group(warm_runtime, ParallelLayout(RANKS), Saver, tmp_path / "model")
     moments = group.call(Saver.step).result()
     assert sum(numbers for numbers, _ in moments) == 2 * NUMBERS
     group.call_engine(TrainEngine.begin_save, tmp_path / "state").result()

@@ -18,7 +18,7 @@ from megatron.core import tensor_parallel
 
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.group import RoleGroup
-from mindspeed_rlxf.config.enums import NanPolicy, Role
+from mindspeed_rlxf.config.enums import NanPolicy
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
@@ -27,6 +27,7 @@ from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps, Step
 from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.models.parameters import Head
+from tests.distributed.groups import build_group
 from tests.distributed.llamas import TIED, make_llama
 
 MAX_SKIPPED = 2
@@ -86,10 +87,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def built(runtime: Any, model: Path) -> RoleGroup:
     """Two replicas in new roles."""
-    pool = runtime.create_pools({"main": [2]})["main"]
-    group = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(2, 1, 1), pool)
-    group.build(Drawer, model).result()
-    return group
+    return build_group(runtime, ParallelLayout(2), Drawer, model)
 
 
 def save(group: RoleGroup, folder: Path) -> None:
