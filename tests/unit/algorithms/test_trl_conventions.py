@@ -26,24 +26,9 @@ from mindspeed_rlxf.data.batch import (
 )
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
-from tests.rows import length_mask, made_rollouts
+from tests.rows import rollouts_of
 
 KL_COEF = 0.1
-
-
-def rollouts_of(lengths: list[int], has_eos: list[bool], seed: int = 0) -> Rollouts:
-    rows, width = len(lengths), max(lengths)
-    generator = torch.Generator().manual_seed(seed)
-    mask = length_mask(torch.tensor(lengths), width)
-    return made_rollouts(
-        prompt_ids=torch.ones(rows, 2, dtype=torch.long),
-        prompt_lengths=torch.full((rows,), 2),
-        response_ids=torch.ones(rows, width, dtype=torch.long) * mask,
-        response_mask=mask,
-        trained_mask=mask,
-        has_eos=torch.tensor(has_eos),
-        rollout_log_probs=-torch.rand(rows, width, generator=generator) * mask,
-    )
 
 
 def inputs(rollouts: Rollouts, seed: int = 1) -> tuple[LogProbs, Values, Scores]:

@@ -30,26 +30,12 @@ from mindspeed_rlxf.data.batch import (
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
 from mindspeed_rlxf.roles.reports import ExperienceReport
-from tests.rows import length_mask, made_rollouts
+from tests.rows import length_mask, rollouts_of
 
 LIMIT = 6  # max_new_tokens
 LENGTHS, HAS_EOS = [3, 5, 2, 6], [True, False, True, True]
 SCORES = [1.0, 0.0, 0.25, 2.0]
 KL_COEF = 0.1
-
-
-def rollouts_of(lengths: list[int], has_eos: list[bool]) -> Rollouts:
-    rows, width = len(lengths), max(lengths)
-    mask = length_mask(torch.tensor(lengths), width)
-    return made_rollouts(
-        prompt_ids=torch.ones(rows, 2, dtype=torch.long),
-        prompt_lengths=torch.full((rows,), 2),
-        response_ids=torch.ones(rows, width, dtype=torch.long) * mask,
-        response_mask=mask,
-        trained_mask=mask,
-        has_eos=torch.tensor(has_eos),
-        rollout_log_probs=-torch.rand(rows, width, generator=torch.Generator().manual_seed(0)),
-    )
 
 
 def made(
