@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rlxf.cluster.errors import DIED, HostError, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.errors import DIED, HostError, Origin, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.host_agent import HostAgent, outcomes
 from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.files.safe import mode_within, open_file, private_folder, replace_file
@@ -151,28 +151,19 @@ def describe_stack(stack: str) -> tuple[str, bool]:
     return f"is in {Path(file).stem}.{name}{inside}", False
 
 
-@dataclass(frozen=True)
-class Producer:
-    """A rank that others wait for. call: the one that makes its rows, `role.phase`; rows: a name"""
-
-    pool: str
-    rank: int
-    host: str
-    call: str
-    rows: str
-
-
 def explain_timeout(
     error: RuntimeTimeout,
     pool: str,
-    producers: Sequence[Producer],
+    producers: Sequence[Origin],
     seen: Mapping[tuple[str, int], Sighting],
 ) -> RuntimeTimeout:
     """Return the timeout with the states of its ranks, without the ranks that waited for others.
 
     Where all of them waited for rows, it becomes the timeout of the ranks that make the rows.
 
-    pool: of the error's ranks; seen: by (pool, rank)
+    pool:      of the error's ranks
+    producers: ranks whose rows are waited for
+    seen:      by (pool, rank)
     """
     waiting = [rank for rank in error.missing if (s := seen.get((pool, rank))) and s.waits]
     late = [rank for rank in error.missing if rank not in waiting] or error.missing
@@ -194,8 +185,8 @@ def explain_timeout(
 
 
 def _late_producers(
-    producers: Sequence[Producer], seen: Mapping[tuple[str, int], Sighting]
-) -> list[Producer]:
+    producers: Sequence[Origin], seen: Mapping[tuple[str, int], Sighting]
+) -> list[Origin]:
     """Return the producers of the first late call that do not wait for others themselves."""
     late = [p for p in producers if not ((s := seen.get((p.pool, p.rank))) and s.waits)]
     return list({p.rank: p for p in late if p.call == late[0].call}.values())

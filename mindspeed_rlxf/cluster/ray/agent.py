@@ -12,9 +12,9 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mindspeed_rlxf.cluster.errors import HostError
-from mindspeed_rlxf.cluster.host_agent import Function, HostAgent, late
+from mindspeed_rlxf.cluster.host_agent import Function, HostAgent, deadline_error
 from mindspeed_rlxf.cluster.nodes import Node, make_node, sort_by_address
-from mindspeed_rlxf.cluster.ray.wait import how_it_ended
+from mindspeed_rlxf.cluster.ray.wait import describe_end
 from mindspeed_rlxf.config.withheld import open_variables
 
 FETCH_S = 10.0  # for a result that is there to come from its host, whatever the deadline
@@ -96,16 +96,18 @@ class RayHostCall:
         if not ray.wait([self.ref], timeout=left, fetch_local=False)[0]:
             is_there = ray.wait([self._agent.answer], timeout=0, fetch_local=False)[0]
             waits_for = "the function to return" if is_there else "the process of its agent"
-            raise late(host, self._function, self._timeout_s, waits_for)
+            raise deadline_error(host, self._function, self._timeout_s, waits_for)
         try:
             return ray.get(self.ref, timeout=max(left, FETCH_S))
         except GetTimeoutError:
-            raise late(host, self._function, self._timeout_s, "its result to arrive") from None
+            raise deadline_error(
+                host, self._function, self._timeout_s, "its result to arrive"
+            ) from None
         except RayError as error:
             for call in self._inputs:  # its own failure, if there was one, is the cause
                 call.result()
             raised = error.cause if isinstance(error, RayTaskError) else None
-            raise HostError(host, name, how_it_ended(error), str(error)) from raised
+            raise HostError(host, name, describe_end(error), str(error)) from raised
 
 
 class RayAgents:

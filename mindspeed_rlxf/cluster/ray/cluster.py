@@ -108,8 +108,9 @@ def _join(address: str, allow_unauthenticated: bool) -> RayCluster:
         if address == AUTO:
             raise ValueError("no `ray start` of this user runs on this host")
         knock(address, KNOCK_S)
-        if ray_trust.check(address, allow_unauthenticated):
-            _ask_with_token()
+        has_tokens = ray_trust.check(address, allow_unauthenticated)
+        if has_tokens and "RAY_AUTH_MODE" not in os.environ:
+            _set_token_mode()  # Ray looks for the user's token by itself for `auto` only
         import ray
 
         _keep_quiet()
@@ -121,26 +122,17 @@ def _join(address: str, allow_unauthenticated: bool) -> RayCluster:
         of_ray = type(error).__module__.startswith("ray.")
         if isinstance(error, UserError) or not (expected or of_ray):
             raise
-        raise _cannot_join(address, error) from error
+        raise UserError(
+            Problem(
+                "runtime.address",
+                f"must be that of a running Ray cluster ({error})",
+                address,
+                "start one, correct it, give the token of the cluster as ~/.ray/auth_token or "
+                "RAY_AUTH_TOKEN_PATH if it asks for one, or runtime.address=local for an own "
+                "cluster",
+            )
+        ) from error
     return RayCluster(own=False, address=context.address_info["address"])
-
-
-def _cannot_join(address: str, error: Exception) -> UserError:
-    return UserError(
-        Problem(
-            "runtime.address",
-            f"must be that of a running Ray cluster ({error})",
-            address,
-            "start one, correct it, give the token of the cluster as ~/.ray/auth_token or "
-            "RAY_AUTH_TOKEN_PATH if it asks for one, or runtime.address=local for an own cluster",
-        )
-    )
-
-
-def _ask_with_token() -> None:
-    """Have this process show the token of its user; Ray finds it by itself for `auto` only."""
-    if "RAY_AUTH_MODE" not in os.environ:
-        _set_token_mode()
 
 
 def _set_token_mode(**token: str) -> None:

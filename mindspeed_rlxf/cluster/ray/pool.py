@@ -7,21 +7,24 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.cluster.deadlines import Deadlines
-from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.errors import Origin, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.host_agent import HostAgent
 from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.cluster.protocol import Reply, Request
-from mindspeed_rlxf.cluster.ray.wait import Origin, RayHandle, fetch_rows, gather, not_ready
+from mindspeed_rlxf.cluster.ray.wait import RayHandle, fetch_rows, find_missing, gather
 from mindspeed_rlxf.cluster.refs import find_refs
 from mindspeed_rlxf.cluster.witness import Watched, oom_kills
 from mindspeed_rlxf.cluster.worker import ProcessSetup, WorkerProcess, log_of, worker_error
 from mindspeed_rlxf.config.enums import DeviceKind
+
+if TYPE_CHECKING:
+    from mindspeed_rlxf.cluster.ray.pools import RayPools
 
 RESET_S = 3.0  # for the calls of an ended pool to finish, so that its processes can be kept
 
@@ -128,17 +131,7 @@ class RayCall:
             if origin.rank in ranks
         ]
         refs = [ref for request in waiting for ref in find_refs(request.args)]
-        return not_ready([piece.handle for ref in refs for piece in ref.pieces])
-
-
-class RayPoolOwner(Protocol):
-    def release(self, pool: RayPool) -> None:
-        """Take the workers back when the pool ends."""
-
-    def explain_timeout(
-        self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
-    ) -> RuntimeTimeout:
-        """Return the error with the states of its ranks. inputs: rows that they wait for"""
+        return find_missing([piece.handle for ref in refs for piece in ref.pieces])
 
 
 class RayPool:
@@ -151,7 +144,7 @@ class RayPool:
         setups: Sequence[ProcessSetup],
         hosts: Sequence[HostAgent],
         deadlines: Deadlines,
-        owner: RayPoolOwner,
+        owner: RayPools,
     ) -> None:
         self.name, self.world_size, self.workers = name, len(workers.actors), workers
         self.hosts, self.deadlines = hosts, deadlines

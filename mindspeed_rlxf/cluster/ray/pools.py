@@ -13,16 +13,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.cluster.deadlines import Deadlines, collective_timeout_s
 from mindspeed_rlxf.cluster.environment import worker_environment
-from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.errors import Origin, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.node_check import NodeCheck
 from mindspeed_rlxf.cluster.nodes import describe_places, order_ranks
 from mindspeed_rlxf.cluster.ray.agent import RayAgent, RayAgents, device_options
 from mindspeed_rlxf.cluster.ray.claim import DeviceClaim
 from mindspeed_rlxf.cluster.ray.cluster import LOOPBACK, RayCluster, resource_name
 from mindspeed_rlxf.cluster.ray.pool import RayPool, RayWorker, RayWorkers
-from mindspeed_rlxf.cluster.ray.wait import Origin, RayHandle, gather
+from mindspeed_rlxf.cluster.ray.wait import RayHandle, gather
 from mindspeed_rlxf.cluster.witness import (
-    Producer,
     Sighting,
     copy_logs,
     explain_death,
@@ -143,8 +142,8 @@ class RayPools:
     def explain_timeout(
         self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
     ) -> RuntimeTimeout:
-        made = [(handle.origin, repr(handle)) for handle in inputs]
-        producers = [Producer(o.pool, o.rank, o.host, f"{o.role}.{o.phase}", r) for o, r in made]
+        """Return the error with the states of its ranks. inputs: rows that they wait for"""
+        producers = [handle.origin for handle in inputs]
         return explain_timeout(error, pool.name, producers, self.inspect_workers(stacks=True))
 
     def explain_death(self, error: WorkerError) -> WorkerError:
@@ -159,6 +158,7 @@ class RayPools:
         return explain_death(error, max(rose, default=0))
 
     def release(self, pool: RayPool) -> None:
+        """End the processes of a pool, or keep them warm."""
         if pool not in self._pools:
             return
         self._pools.remove(pool)

@@ -45,12 +45,29 @@ def check(address: str, allow_unauthenticated: bool) -> bool:
     view, here = ask(address), is_here(host_and_port(address)[0])
     strangers = owners(address) - {os.getuid(), ROOT} if here else frozenset()
     if strangers and not allow_unauthenticated:
-        raise UserError(_of_another_user(address, min(strangers)))
+        raise UserError(
+            Problem(
+                "runtime.address",
+                "must be a Ray cluster of this user on this host, and user id "
+                f"{min(strangers)} listens there",
+                address,
+                f"correct it, or set {ref(KEY)}=true if you trust that user with everything you "
+                "may do",
+            )
+        )
     if view.tokens:
         return True
     alone = here and owners(address) == {os.getuid()} and all(map(is_here, view.nodes))
     if not alone and not allow_unauthenticated:
-        raise UserError(_without_tokens(address))
+        raise UserError(
+            Problem(
+                "runtime.address",
+                "must be a Ray cluster that asks for a token, or one that you started and that has "
+                "this host only, because whoever reaches it can run code in this run",
+                address,
+                f"{TURN_ON}; or set {ref(KEY)}=true where the network keeps others out",
+            )
+        )
     others = "every user of this host" if alone else "whoever reaches it"
     logger.warning(
         "the Ray cluster at %s asks for no token: %s can run code in this run", address, others
@@ -81,22 +98,3 @@ def ask(address: str) -> View:
     except (LookupError, ValueError):
         said = found.stderr.strip().splitlines()[-1:] or ["nothing is said"]
         raise ConnectionError(said[0][:300]) from None
-
-
-def _of_another_user(address: str, uid: int) -> Problem:
-    return Problem(
-        "runtime.address",
-        f"must be a Ray cluster of this user on this host, and user id {uid} listens there",
-        address,
-        f"correct it, or set {ref(KEY)}=true if you trust that user with everything you may do",
-    )
-
-
-def _without_tokens(address: str) -> Problem:
-    return Problem(
-        "runtime.address",
-        "must be a Ray cluster that asks for a token, or one that you started and that has this "
-        "host only, because whoever reaches it can run code in this run",
-        address,
-        f"{TURN_ON}; or set {ref(KEY)}=true where the network keeps others out",
-    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mindspeed_rlxf.cluster.errors import Origin
+
 
 @pytest.mark.parametrize(
     ("said", "reason"),
@@ -17,7 +19,7 @@ import pytest
 def test_a_lost_worker_is_told_with_its_reason(said: str, reason: str) -> None:
     from ray.exceptions import RayActorError
 
-    from mindspeed_rlxf.cluster.ray.wait import Origin, as_worker_error
+    from mindspeed_rlxf.cluster.ray.wait import as_worker_error
 
     origin = Origin("critic", 3, "b", "values", "/logs/rank_00003.log")
     error = as_worker_error(RayActorError(error_msg=said), origin)

@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cluster import witness
-from mindspeed_rlxf.cluster.errors import DIED, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.errors import DIED, Origin, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.host_agent import Function, HostCall
 from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.cluster.witness import (
     GONE,
     SILENT,
     STOPPED,
-    Producer,
     Sighting,
     Subject,
     Watched,
@@ -150,7 +149,7 @@ def test_ranks_that_wait_for_others_are_not_the_ones_that_did_not_arrive() -> No
 def test_who_has_not_made_the_rows_is_told() -> None:
     seen = told(("waits for rows", True)) | {("judge", 1): Sighting(1, STOPPED, False, "")}
     error = RuntimeTimeout("critic.values", 30, [0])
-    maker = Producer("judge", 1, "b", "reward.score", "rows of reward.score from rank 1")
+    maker = Origin("reward", 1, "b", "score", pool="judge")
     found = explain_timeout(error, "main", [maker], seen)
     assert str(found) == (
         "reward.score: rank 1 did not arrive within 30 s; critic.values: rank 0 waits for rows; "
