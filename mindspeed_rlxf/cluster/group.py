@@ -1,4 +1,4 @@
-"""The driver's view of a role: one object for all its ranks, typed calls, references for rows.
+"""All ranks of a role as one object of the driver: calls, reports, and references to rows.
 
 critic = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pools["critic"])
 critic.build(CriticRole, config).result()
@@ -21,13 +21,13 @@ from mindspeed_rlxf.data.batch import Rows
 
 @dataclass(frozen=True)
 class Sharded:
-    """An argument that differs by data-parallel rank: parts[i] goes to every rank of replica i."""
+    """An argument that differs by replica: parts[i] goes to every rank of replica i."""
 
     parts: Sequence[Any]
 
 
 class Pending:
-    """A call under way. Nothing waits until a result is asked for."""
+    """A call under way; `rows` and `result` wait for it."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Pending:
         self._replies: list[Reply] | None = None
 
     def rows(self) -> RowsRef:
-        """The leaders' rows in data-parallel order; waits only when their number is unknown."""
+        """Return the leaders' rows in data-parallel order; waits if their number is unknown."""
         counts = list(self._num_rows)
         if None in counts:
             counts = [reply.num_rows for reply in self._leader_replies()]
@@ -56,12 +56,12 @@ class Pending:
         return RowsRef(tuple(Piece(handle, n) for handle, n in found if n is not None))
 
     def result(self) -> list[Any]:
-        """The leaders' reports in data-parallel order. Raises WorkerError, RuntimeTimeout."""
+        """Return the leaders' reports by replica. Raises WorkerError, RuntimeTimeout."""
         return [reply.report for reply in self._leader_replies()]
 
     @property
     def seconds(self) -> float:
-        """Longest time that a rank spent in the method; waits for it to end."""
+        """The longest time of a rank in the method; waits for it to end."""
         return max(reply.seconds for reply in self.replies())
 
     def _leader_replies(self) -> list[Reply]:
@@ -69,7 +69,7 @@ class Pending:
         return [replies[rank] for rank in self._leaders]
 
     def replies(self) -> list[Reply]:
-        """Of all ranks; waits for them. Raises as `result`."""
+        """Return the replies of all ranks; waits for them. Raises as `result`."""
         if self._replies is None:
             self._replies = self._call.wait()
         return self._replies
@@ -86,7 +86,7 @@ class RoleGroup:
         self.role, self.layout, self.pool = role, layout, pool
 
     def build(self, factory: Callable[..., Any], *args: Any) -> Pending:
-        """Make the role's object in every process: `factory(*args)`, after the plugins."""
+        """Build the role in every process: load the plugins, then call `factory(*args)`."""
         return self._submit(BUILD, args, factory=with_plugins(factory))
 
     def call(self, method: Callable[..., Any], *args: Any) -> Pending:
@@ -107,7 +107,7 @@ class RoleGroup:
         return self._submit(method.__name__, args, of_engine=True)
 
     def prepare(self, method: Callable[..., Any], *args: Any) -> list[Request]:
-        """The requests of `call(method, *args)`, for `submit_together`."""
+        """Return the requests of `call(method, *args)`, for `submit_together`."""
         return self._requests(method.__name__, args)[0]
 
     def _submit(self, method: str, args: Sequence[Any], **how: Any) -> Pending:
@@ -134,7 +134,7 @@ class RoleGroup:
         return requests, num_rows
 
     def _shards(self, arg: Any) -> Sequence[Any]:
-        """The argument of each data-parallel rank."""
+        """Return the argument of each data-parallel rank."""
         if not isinstance(arg, Sharded):
             return split_refs(arg, self.layout.dp)
         assert len(arg.parts) == self.layout.dp, (
@@ -145,7 +145,7 @@ class RoleGroup:
 
     @staticmethod
     def _num_rows_in(shards: Sequence[Sequence[Any]], args: Sequence[Any], dp: int) -> int | None:
-        """Rows of the first argument that is shared out between replicas."""
+        """Return the number of rows of the first argument that is split between replicas."""
         for shard, arg in zip(shards, args, strict=True):
             if isinstance(arg, Sharded) or find_refs(arg):
                 num_rows = _num_rows(shard[dp])
@@ -155,9 +155,9 @@ class RoleGroup:
 
 
 def submit_together(pool: Pool, *parts: Sequence[Request]) -> Pending:
-    """One call over all parts of a pool, whose ranks may wait for each other; it has no rows.
+    """Submit one call over all parts of a pool, whose ranks may wait for each other. No rows.
 
-    parts: what `RoleGroup.prepare` gave for each, in the order of ranks
+    parts: the requests of `RoleGroup.prepare` for each part, in the order of ranks
     """
     return Pending(pool.submit([request for part in parts for request in part]), [], [])
 

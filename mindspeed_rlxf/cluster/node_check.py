@@ -30,20 +30,20 @@ DEVICE_PACKAGES = ("torch-npu", "mindspeed")  # a driver on a node without devic
 HASHED = (".json", ".jinja", ".txt", ".model")  # small: contents count; of others the size
 OF_HF: tuple[str, ...] = (".safetensors",)
 OF_MEGATRON = (".distcp", ".metadata", ".pt")
-WEIGHTS = "weights"  # the entry that says in which format and where
+WEIGHTS = "weights"  # the entry of their format and folder
 MAX_HASHED = 64 * 2**20
-HEALTHY = ("OK", "")  # words of the tools
+HEALTHY = ("OK", "")  # words of the tools of device drivers
 MAX_PROBLEMS = 3  # of one folder on one node
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """files: folder -> name -> what its contents are known by, None = there is no folder
+    """Installation, files and devices of one node.
 
-    sees_run: the run directory too
-
-    devices: that the driver's tool lists, None = not asked, or there is no tool
-    sick:    devices that it calls unhealthy, each with its word
+    files:    folder -> file name -> hash or size; None = there is no folder
+    sees_run: the node sees the run directory
+    devices:  count by the tool of the device driver; None = not asked, or there is no tool
+    sick:     devices that the tool calls unhealthy, each with its word
     """
 
     host: str
@@ -57,11 +57,11 @@ class NodeReport:
 def report_node(
     folders: Sequence[str], run_file: str | None, probe: DeviceKind | None = None
 ) -> NodeReport:
-    """Of the node that this runs on.
+    """Report the installation, files and devices of this node.
 
-    folders:  that workers read
-    run_file: a file of the run directory that the driver has written
-    probe:    ask the driver's tool about devices of this kind, which takes seconds
+    folders:  read by workers
+    run_file: a file of the run directory, written by the driver process
+    probe:    ask the tool of the device driver about this kind of device, which takes seconds
     """
     devices, sick = _probe_devices(probe) if probe is not None else (None, ())
     return NodeReport(
@@ -75,7 +75,7 @@ def report_node(
 
 
 def _probe_devices(kind: DeviceKind) -> tuple[int | None, tuple[str, ...]]:
-    """Devices of this host, and the sick ones."""
+    """Return the number of devices of this host, and the sick ones."""
     from mindspeed_rlxf.device.driver import driver_view  # brings in torch
 
     view = driver_view(kind)
@@ -86,9 +86,9 @@ def _probe_devices(kind: DeviceKind) -> tuple[int | None, tuple[str, ...]]:
 
 
 def list_files(folder: str) -> dict[str, str] | None:
-    """Name of each model or tokenizer file -> hash or size; None where there is no folder.
+    """Map each model or tokenizer file to its hash or size; None where there is no folder.
 
-    Files of Megatron's weights count where they lie, below an iteration and the ranks.
+    Files of Megatron's weights are listed in the folders of iterations and ranks too.
     """
     root = Path(folder)
     if not os.path.isdir(root):
@@ -108,7 +108,7 @@ def list_files(folder: str) -> dict[str, str] | None:
 
 
 def _fingerprint(file: Path, sized: tuple[str, ...]) -> str | None:
-    """Hash of a small file, size of one that ends in `sized`; None for others."""
+    """Return the hash of a small file, the size of one that ends in `sized`, None for others."""
     try:
         if not file.is_file():
             return None
@@ -123,7 +123,7 @@ def _fingerprint(file: Path, sized: tuple[str, ...]) -> str | None:
 def find_node_problems(
     driver: NodeReport, nodes: Sequence[NodeReport], keys: Mapping[str, str]
 ) -> list[str]:
-    """Differences that would fail a run, or change it, later; each names the host.
+    """Find differences between nodes that would fail a run later, or change it.
 
     keys: folder -> the configuration keys that name it
     """
@@ -163,7 +163,7 @@ def _compare_folder(
 
 
 class NodeCheck:
-    """Compares the nodes of a joined cluster with the driver's; each node once."""
+    """Compares each node of a joined cluster once with the node of the driver process."""
 
     def __init__(
         self,
@@ -173,10 +173,10 @@ class NodeCheck:
         timeout_s: float,
         probe: DeviceKind | None = None,
     ) -> None:
-        """agent_on: gives the agent of a node, by id and host
+        """agent_on: returns the agent of a node, by id and host
         keys:     folder that workers read -> the configuration keys that name it
-        run_file: that the driver has written, to learn which nodes share its run directory
-        probe:    leave out the nodes that do not answer, differ, or have sick devices of this kind;
+        run_file: a file of the run directory: nodes that see it share the directory
+        probe:    leave out nodes that do not answer, differ, or have sick devices of this kind;
                   None = refuse them
         """
         self._agent_on, self._keys = agent_on, dict(keys)
@@ -187,9 +187,9 @@ class NodeCheck:
         self._seen: dict[str, NodeReport] = {}
 
     def check(self, nodes: list[Node]) -> list[Node]:
-        """The nodes that may be used.
+        """Return the nodes that may be used.
 
-        Raises UserError that names those whose software or files differ, unless they are left out.
+        Raises UserError for nodes whose software or files differ, unless they are left out.
         """
         new = [node for node in nodes if node.id not in {*self._seen, *self.left_out}]
         if new:
@@ -227,7 +227,7 @@ class NodeCheck:
         return found
 
     def warn_of_unshared_hosts(self, hosts: set[str]) -> None:
-        """Name the hosts in use whose output does not arrive where the driver's does."""
+        """Warn of the hosts in use that do not share the run directory."""
         apart = sorted({r.host for r in self._seen.values() if not r.sees_run} & hosts)
         if apart:
             logger.warning(
@@ -237,7 +237,7 @@ class NodeCheck:
             )
 
     def _collect(self, nodes: list[Node]) -> tuple[dict[str, NodeReport], dict[str, str]]:
-        """By node: reports, and what to say of those that gave none."""
+        """Collect the reports by node, and a message for each node that gave none."""
         arguments = list(self._keys), self._run_file, self._probe
         calls = [
             self._agent_on(node.id, node.host).start(

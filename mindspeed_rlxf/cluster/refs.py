@@ -24,7 +24,7 @@ PLAIN = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows that one rank returned."""
+    """The rows that one rank returned."""
 
     handle: Handle
     num_rows: int
@@ -32,7 +32,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class RowsRef:
-    """Rows of several pieces, all of them or a selection in any order.
+    """A reference to rows of several pieces: all of them, or a selection in any order.
 
     selection: indices into the rows of all pieces, one piece after the other; None = all rows.
     """
@@ -47,7 +47,7 @@ class RowsRef:
         return sum(piece.num_rows for piece in self.pieces)
 
     def take(self, rows: Sequence[int]) -> RowsRef:
-        """The given rows in the given order, repeats allowed; pieces without any are left out."""
+        """Select rows in the given order, repeats allowed; pieces without any are left out."""
         assert len(rows) > 0, "take needs at least one row"
         if min(rows) < 0 or max(rows) >= self.num_rows:
             rule = f"rows must be in 0..{self.num_rows - 1}"
@@ -63,7 +63,7 @@ class RowsRef:
 
     @classmethod
     def concat(cls, refs: Sequence[RowsRef]) -> RowsRef:
-        """All rows of `refs`, one after the other."""
+        """Join the rows of `refs`, one after the other."""
         if len(refs) == 1:
             return refs[0]
         pieces: list[Piece] = []
@@ -78,7 +78,7 @@ class RowsRef:
         return cls(tuple(pieces), tuple(selection))
 
     def split(self, n: int) -> list[RowsRef]:
-        """`n` contiguous parts of equal size."""
+        """Split the rows into `n` contiguous parts of equal size."""
         if self.num_rows % n:
             raise ValueError(f"{self.num_rows} rows must be a multiple of {n} to be split equally")
         if n == 1:
@@ -87,7 +87,7 @@ class RowsRef:
         return [self.take(range(i * size, (i + 1) * size)) for i in range(n)]
 
     def by_piece(self) -> list[tuple[Piece, list[int], list[int]]]:
-        """Per piece: the piece, its wanted rows, and their places in the result."""
+        """Return each piece with its wanted rows and their places in the result."""
         everything = range(sum(piece.num_rows for piece in self.pieces))
         starts = _starts(self.pieces)
         found = [(piece, [], []) for piece in self.pieces]  # type: ignore[var-annotated]
@@ -104,7 +104,7 @@ def as_rows_field(ref: RowsRef | None) -> Any:
 
 
 def resolve(ref: RowsRef, fetch: Fetch) -> Rows:
-    """The rows behind `ref`, in its order; only pieces that hold one of them are fetched."""
+    """Fetch the rows of `ref`, in its order, from the pieces that hold one of them."""
     entries = ref.by_piece()
     fetched = fetch([piece.handle for piece, _, _ in entries])
     parts, places = [], []
@@ -162,7 +162,7 @@ def check_report(report: Any, role: str, method: str) -> None:
 
 
 def resolve_refs(value: Any, fetch: Fetch) -> Any:
-    """`value` with every RowsRef inside it replaced by its rows; one fetch for all of them."""
+    """Replace every RowsRef inside `value` by its rows, with one fetch for all of them."""
     refs = find_refs(value)
     if not refs:
         return value
@@ -172,7 +172,7 @@ def resolve_refs(value: Any, fetch: Fetch) -> Any:
 
 
 def split_refs(value: Any, n: int) -> list[Any]:
-    """`value` once for each of `n` replicas, every RowsRef in it (or itself) split between them."""
+    """Copy `value` for each of `n` replicas, with every RowsRef in it split between them."""
     if isinstance(value, RowsRef):
         return list(value.split(n))
     if not dataclasses.is_dataclass(value) or isinstance(value, (type, Rows)):
@@ -200,5 +200,5 @@ def _replace_refs(value: Any, fetch: Fetch) -> Any:
 
 
 def _starts(pieces: Sequence[Piece]) -> list[int]:
-    """Where each piece begins among the rows of all."""
+    """Return the index of the first row of each piece among all rows."""
     return list(itertools.accumulate([0, *(piece.num_rows for piece in pieces[:-1])]))

@@ -1,4 +1,4 @@
-"""The roles as the driver sees them: one typed method for each call, over all ranks of a role."""
+"""Typed calls of the driver to all ranks of each role."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ActorGroup(TrainedGroup):
         return self.train.build(ActorRole, self.run)
 
     def prepare_send_weights(self) -> list[Request]:
-        """The half of a call in which the ranks that generate receive the weights."""
+        """Return the requests of the ranks that send their weights to those that generate."""
         return self.train.prepare(ActorRole.send_weights)
 
     def log_probs(self, rollouts: RowsRef) -> Pending:
@@ -71,14 +71,14 @@ class ActorGroup(TrainedGroup):
         return self.train.call(ActorRole.log_probs, rollouts)
 
     def sample_texts(self, rollouts: RowsRef, count: int) -> list[SampleText]:
-        """Token ids of the first `count` samples, for the sample log; waits for them."""
+        """Return the token ids of the first `count` samples, for the sample log."""
         rows = list(range(count))
         rows += [0] * (-count % self.train.layout.dp)  # replicas get equal parts
         pending = self.train.call(ActorRole.describe, rollouts.take(rows))
         return [text for report in pending.result() for text in report][:count]
 
     def make_experience(self, inputs: ExperienceInputs) -> Pending:
-        """Where there is no critic. Rows: Experience. Reports: ExperienceReport per replica."""
+        """Make experience without a critic. Rows: Experience. Reports: ExperienceReport."""
         return self.train.call(ActorRole.make_experience, inputs)
 
     def update_policy(
@@ -104,8 +104,8 @@ class ActorGroup(TrainedGroup):
 
 
 class RolloutGroup:
-    """What generates: the tensor-parallel groups of the actor's ranks are its replicas, or those of
-    the other part of a pool that is split."""
+    """The ranks that generate. Their replicas are the tensor-parallel groups of the actor's ranks,
+    or of the other part of a split pool."""
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         self.run, self.pool = config, pool
@@ -114,14 +114,14 @@ class RolloutGroup:
         self._version: int | None = None  # of the weights that the ranks have
 
     def build(self, eos_token_ids: Sequence[int]) -> Pending:
-        """After the actor, whose processes and weights are shared unless the pool is split."""
+        """Build after the actor, which shares processes and weights unless the pool is split."""
         actor = None if self.run.parts else Peer(Role.ACTOR_ROLLOUT)
         return self.group.build(RolloutRole, self.run, tuple(eos_token_ids), actor)
 
     def update_weights(self, actor: ActorGroup, version: int) -> None:
-        """Generate with the weights of the actor, which has been updated `version` times; waits.
+        """Give the rollout the weights of the actor after `version` updates; waits for them.
 
-        Nothing moves where the same ranks train. Raises WorkerError, RuntimeTimeout.
+        No weights move where the same ranks train. Raises WorkerError, RuntimeTimeout.
         """
         if version == self._version:
             return

@@ -40,7 +40,7 @@ LOST_PEER = (
 
 
 class RoleHost:
-    """Hosts the roles of one rank."""
+    """Holds the role objects of one rank and runs their methods."""
 
     def __init__(self, rank: int, fetch: Fetch) -> None:
         """fetch: gets rows by their handles."""
@@ -48,9 +48,11 @@ class RoleHost:
         self._roles: dict[Role, Any] = {}
 
     def run(self, request: Request) -> tuple[Rows | None, Reply]:
-        """The rows to keep and the reply to the driver. Raises WorkerError, nothing else.
+        """Run a method; return the rows to keep and the reply to the driver.
 
-        A WorkerError of the rank whose rows were needed passes through unchanged.
+        Raises WorkerError, nothing else.
+
+        The WorkerError of a rank whose rows were needed is raised unchanged.
         """
         try:
             args = resolve_refs(request.args, self._fetch)
@@ -97,7 +99,7 @@ class RoleHost:
 
 
 def worker_error(error: Exception, role: str, rank: int, phase: str) -> WorkerError:
-    """Say who failed and print the traceback into this rank's log."""
+    """Make the error of this rank, and print the traceback to its log."""
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
     message = str(error)
@@ -114,7 +116,7 @@ def worker_error(error: Exception, role: str, rank: int, phase: str) -> WorkerEr
 
 
 def to_host(rows: Rows) -> Rows:
-    """The same rows in host memory; a view is copied, so that not its whole storage travels."""
+    """Move rows to host memory; a view is copied, so that its whole storage is not sent."""
     columns = {field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)}
     return type(rows)(**{name: _compact(column) for name, column in columns.items()})
 
@@ -130,7 +132,7 @@ def _compact(column: Any) -> Any:
 
 @dataclass(frozen=True)
 class ProcessSetup:
-    """What a process has to know to take its place in a pool."""
+    """The place of a process in its pool, and the settings of its start."""
 
     pool: str
     rank: int
@@ -145,14 +147,14 @@ class ProcessSetup:
 
 
 def log_of(setup: ProcessSetup) -> str | None:
-    """The file that gets a process's output, on its host."""
+    """Return the log file of a process, on its host."""
     if setup.log_dir is None:
         return None
     return f"{setup.log_dir}/{setup.pool}/rank_{setup.rank:05d}.log"
 
 
 class WorkerProcess:
-    """Owned by the runtime's actor, one per process; free of any Ray name."""
+    """One process of a pool; free of Ray."""
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
@@ -160,15 +162,15 @@ class WorkerProcess:
         self._store: dist.TCPStore | None = None
 
     def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
-        """Rank 0 opens the rendezvous store of its pool on `ip`; returns the port."""
+        """Open the rendezvous store of the pool on `ip`, on rank 0; returns the port."""
         timeout = timedelta(seconds=timeout_s)
         self._store, port = worlds.open_store(ip, world_size, timeout)
         return port
 
     def start(self, setup: ProcessSetup, ip: str, port: int, assigned: str | None = None) -> None:
-        """Join the pool's world, or that of a part; returns when every rank has.
+        """Join the world of the pool, or of a part; returns when every rank has joined.
 
-        assigned: number of the device that Ray gave this process, as the host counts
+        assigned: number on the host of the device that Ray gave this process
         """
         if (log := log_of(setup)) is not None:
             redirect_output(Path(log), setup.log_mode)
@@ -188,19 +190,19 @@ class WorkerProcess:
         return self._host.run(request)
 
     def reset(self) -> None:
-        """Leave the pool: drop roles and world, keep the process and what it imported."""
+        """Leave the pool: drop the roles and the world, keep the process and its imports."""
         self._host = self._store = None
         shared_groups.forget()
         gc.collect()
         worlds.leave()
         if not gc.get_freeze_count():
-            # The imports: looking through all of them takes the next call a second. Once only: what
-            # a frame still holds now, such as a role's groups with their threads, would stay.
+            # Freeze the imports: a collection over them takes a second. Only once: objects that a
+            # frame still holds, such as a role's groups with their threads, would stay.
             gc.freeze()
 
 
 def redirect_output(path: Path, mode: int = PRIVATE) -> None:
-    """Append all further output of this process, C++ included, to `path`."""
+    """Append all further output of this process, that of C++ included, to `path`."""
     if not path.parent.parent.exists():
         private_folder(path.parent.parent, mode)  # on a host with folders of its own
     private_folder(path.parent, mode)

@@ -26,7 +26,7 @@ from mindspeed_rlxf.config.enums import DeviceKind
 if TYPE_CHECKING:
     from mindspeed_rlxf.cluster.ray.pools import RayPools
 
-RESET_S = 3.0  # for the calls of an ended pool to finish, so that its processes can be kept
+RESET_S = 3.0  # for the last calls of an ended pool, whose processes are kept
 
 
 class RayWorker(WorkerProcess):
@@ -65,7 +65,7 @@ class RayWorker(WorkerProcess):
 
 
 def assigned_device(kind: DeviceKind) -> str | None:
-    """Number of the one device that Ray gave this process; None for logical devices."""
+    """Return the number of the one device that Ray gave this process; None for logical devices."""
     resource = device_facade.ray_resource(kind)
     found = ray.get_runtime_context().get_accelerator_ids().get(resource, [])
     return str(found[0]) if found else None
@@ -73,7 +73,7 @@ def assigned_device(kind: DeviceKind) -> str | None:
 
 @dataclass(frozen=True)
 class RayWorkers:
-    """Started processes with the reservation they live in, in the order of ranks."""
+    """Started processes in the order of ranks, with their placement group."""
 
     processes_per_node: tuple[int, ...]
     placement_group: Any
@@ -86,7 +86,7 @@ class RayWorkers:
         ray.util.remove_placement_group(self.placement_group)
 
     def reset(self) -> bool:
-        """Make the processes ready for another pool; False when they cannot be used again."""
+        """Prepare the processes for another pool; False when they cannot be used again."""
         origins = [Origin("pool", rank, "", "reset") for rank in range(len(self.actors))]
         tasks = [(a.reset.remote(), o) for a, o in zip(self.actors, origins, strict=True)]
         try:
@@ -97,7 +97,7 @@ class RayWorkers:
 
 
 class RayCall:
-    """A method under way; keeps its requests until it ends, to explain a timeout."""
+    """A method under way. Its requests are kept until it ends, to explain a timeout."""
 
     def __init__(
         self,
@@ -114,12 +114,12 @@ class RayCall:
     def wait(self) -> list[Reply]:
         deadlines, started = self._pool.deadlines, time.monotonic()
         try:
-            replies = gather(self._tasks, deadlines.of(self._requests))
+            replies = gather(self._tasks, deadlines.seconds_for(self._requests))
         except RuntimeTimeout as error:
             inputs = self._late_inputs(error.missing)
             raise self._pool.owner.explain_timeout(self._pool, error, inputs) from None
         took_s = max(time.monotonic() - started, *(reply.seconds for reply in replies))
-        deadlines.ended(self._requests, took_s)
+        deadlines.record(self._requests, took_s)
         self._requests.clear()
         return replies
 
@@ -162,10 +162,10 @@ class RayPool:
         return Origin(role, rank, host, phase, log, self.name)
 
     def watched(self) -> list[Watched]:
-        """Its workers, for diagnosis."""
+        """Return the workers of this pool, for diagnosis."""
         ranks = zip(self._setups, self.workers.places, self.hosts, strict=True)
         return [Watched(self.name, s.rank, at, log_of(s) or "", agent) for s, at, agent in ranks]
 
     def shutdown(self) -> None:
-        """End the processes, or hand them back to a runtime that keeps them warm."""
+        """End the processes, or return them to a runtime that keeps them warm."""
         self.owner.release(self)

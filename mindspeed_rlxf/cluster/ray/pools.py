@@ -1,4 +1,4 @@
-"""Pools on a Ray cluster: reserves devices, starts processes, joins them into worlds."""
+"""Create pools on a Ray cluster: reserve devices, start processes, join them into worlds."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RayPools:
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]],
     ) -> dict[str, RayPool]:
-        """Pools by name, started at the same time. parts: sizes, of pools that are split.
+        """Create pools by name, at the same time. parts: sizes of the parts of split pools.
 
         Raises DevicesMissing (joined cluster) or UserError (own) when the devices are not there,
         WorkerError when a process does not come up, RuntimeTimeout when it does not come back.
@@ -110,7 +110,7 @@ class RayPools:
         return pools
 
     def _hosts(self, workers: RayWorkers) -> list[RayAgent]:
-        """The agent of each rank's host."""
+        """Return the agent of each rank's host."""
         return [self._agents.on(place.node, place.host) for place in workers.places]
 
     def end(self) -> None:

@@ -72,7 +72,7 @@ class RayRuntime:
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, Pool]:
-        """Pools by name, started at the same time.
+        """Create pools by name, at the same time.
 
         Raises DevicesMissing (joined cluster) or UserError (own) when the devices are not there,
         WorkerError when a process does not come up, RuntimeTimeout when it does not come back.

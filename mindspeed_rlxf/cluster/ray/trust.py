@@ -1,7 +1,7 @@
-"""Whether a Ray cluster may be joined: who reaches it can run code in every process of the run.
+"""Decide whether a Ray cluster may be joined: its users can run code in every process of the run.
 
-A cluster that asks for a token keeps strangers out. One that does not is joined where this user
-started it and it has this host only; any other where the user says so.
+A cluster that asks for a token is safe. One without tokens is joined where this user started it and
+it has this host only, and any other where the configuration allows it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ TURN_ON = (
 
 @dataclass(frozen=True)
 class View:
-    """What a cluster tells without a token."""
+    """The answer of a cluster to a request without a token."""
 
     tokens: bool
     nodes: tuple[str, ...] = ()
 
 
 def check(address: str, allow_unauthenticated: bool) -> bool:
-    """True where the cluster asks for a token; warns where it does not and may be joined anyway.
+    """Return whether the cluster asks for a token; warns where it does not and may be joined.
 
     Raises UserError where it may not, OSError or ValueError where nothing answers as Ray does.
     """
@@ -76,7 +76,7 @@ def check(address: str, allow_unauthenticated: bool) -> bool:
 
 
 def ask(address: str) -> View:
-    """What the cluster tells without a token; ConnectionError where it does not answer."""
+    """Ask the cluster without a token. Raises ConnectionError where it does not answer."""
     private = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
     environment = {name: value for name, value in os.environ.items() if name not in private}
     script = Path(__file__).with_name("probe.py")
@@ -91,8 +91,8 @@ def ask(address: str) -> View:
         )
         if found.returncode == -signal.SIGALRM:
             raise ConnectionError("it does not answer as Ray does")
-        told = json.loads(found.stdout.splitlines()[-1])
-        return View(told["tokens"], tuple(told["nodes"]))
+        answer = json.loads(found.stdout.splitlines()[-1])
+        return View(answer["tokens"], tuple(answer["nodes"]))
     except subprocess.TimeoutExpired:
         raise ConnectionError(f"no answer within {PROBE_S:g} s") from None
     except (LookupError, ValueError):

@@ -30,7 +30,7 @@ def test_a_killed_guard_is_replaced_and_the_next_one_knows_what_it_was_told(
     told = subprocess.Popen([sys.executable, "-c", sleeper])
     guard = OrphanGuard(folder)
     try:
-        guard.tell([told.pid, guard.pid])
+        guard.watch([told.pid, guard.pid])
         first = guard.pid
         psutil.Process(first).kill()
         assert until(lambda: guard.pid != first and psutil.pid_exists(guard.pid))
