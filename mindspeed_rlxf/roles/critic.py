@@ -1,4 +1,4 @@
-"""The value model: values of a rollout, the experience made from them, its own update."""
+"""The role of the value model: it computes values, makes experience from them, and learns."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class CriticRole:
         self.experience = ExperienceMaker(config, make_objective(config, replicas), replicas)
 
     def values(self, rollouts: Rollouts) -> RoleOutput:
-        """Slot t is the value of the state before token t; the last one is at the last token."""
+        """Compute values: slot t is the state before token t, the last slot that after the last."""
         return RoleOutput(self.engine.values(rollouts))
 
     def make_experience(self, inputs: ExperienceInputs) -> RoleOutput:
-        """KL-shaped rewards, GAE and whitening; a collective over replicas."""
+        """Make KL-shaped rewards and advantages; a collective over replicas."""
         return self.experience.make(inputs)
 
     def update_critic(
         self, rollouts: Rollouts, experience: Experience, steps: list[list[int]]
     ) -> RoleOutput:
-        """One optimizer step for each entry of `steps`: this rank's rows of a mini-batch."""
+        """Take one optimizer step for each entry of `steps`: this rank's rows of a mini-batch."""
         step = ValueStep(partial(self.loss, experience), experience.value_mask)
         metrics = []
         for rows in steps:
@@ -47,7 +47,7 @@ class CriticRole:
         return RoleOutput(report=UpdateReport(metrics, self.engine.end_iteration()))
 
     def loss(self, experience: Experience, rows: list[int], values: Tensor) -> LossOutput:
-        """Loss of one micro-batch. values: [slots] fp32, those of `value_mask`, row after row."""
+        """Compute the loss of a micro-batch. values: [slots] fp32 of `value_mask`, row by row."""
         mask = experience.value_mask[rows]
         old = experience.values[rows][mask].to(values.device)
         returns = experience.returns[rows][mask].to(values.device)

@@ -19,7 +19,7 @@ from mindspeed_rlxf.rollout.replica import build_replica
 
 
 class RolloutRole:
-    """One rank of a rollout replica, beside the actor in its processes or on ranks of its own."""
+    """One rank of a rollout replica, in a process of the actor or in its own."""
 
     def __init__(
         self, config: RunConfig, eos_token_ids: Sequence[int], actor: ActorRole | None = None

@@ -1,4 +1,4 @@
-"""Given responses in place of generated ones: to compare runs, and to replay one."""
+"""Use given responses in place of generated ones, to compare or replay runs."""
 
 from __future__ import annotations
 

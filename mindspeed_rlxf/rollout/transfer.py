@@ -1,4 +1,4 @@
-"""Moves trained weights to the ranks that generate: bucket by bucket, each checked by a sum.
+"""Move trained weights to the ranks that generate, in buckets that are checked by sums.
 
 A bucket is the bits of the parameters as they are trained, never rounded. Beside it travels, for
 each slice in it, the exact sum of its bit patterns as integers; the receiver sums what then stands
@@ -27,7 +27,7 @@ Operation = Callable[..., Any]
 
 
 class _Side:
-    """The buckets of one rank, by the rank of the other side, in the order they are moved in."""
+    """The buckets of one rank, by the rank of the other side, in the order of transfer."""
 
     sends: bool
 
@@ -55,7 +55,7 @@ class _Side:
         }
 
     def _begin(self, numbers: int) -> None:
-        """All ranks of both sides meet; their plans have to agree.
+        """Check on all ranks of both sides that their plans agree.
 
         numbers: to be sent, less those to be received
         """
@@ -68,7 +68,7 @@ class _Side:
         return sum(move.numbers for move in planned)
 
     def _empty(self, bucket: Sequence[Move]) -> tuple[Tensor, Tensor]:
-        """A bucket and its sums, to be filled."""
+        """Allocate a bucket and its sums."""
         numbers, where = sum(move.numbers for move in bucket), device.current_device()
         return (
             torch.empty(numbers, dtype=self.dtype, device=where),
@@ -76,7 +76,7 @@ class _Side:
         )
 
     def _exchange(self, operation: Operation, tensors: Sequence[Tensor], rank: int) -> None:
-        """Returns when they are there; the group's deadline is that of every collective."""
+        """Send or receive tensors; returns when they have arrived."""
         pieces = [dist.P2POp(operation, tensor, rank, self.group) for tensor in tensors]
         for work in dist.batch_isend_irecv(pieces):
             work.wait()
@@ -89,7 +89,7 @@ class WeightSender(_Side):
 
     @torch.no_grad()
     def send(self) -> None:
-        """The weights as they are now; every rank of the rollout receives at the same time."""
+        """Send the present weights; every rank of the rollout receives at the same time."""
         self._begin(self._numbers())
         for receiver, buckets in self.buckets.items():
             for bucket in buckets:
@@ -112,7 +112,7 @@ class WeightReceiver(_Side):
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Fill the parameters. Raises WeightsDiffer; they are of no use then."""
+        """Receive all parameters. Raises WeightsDiffer, after which they are not valid."""
         self._begin(-self._numbers())
         for sender, buckets in self.buckets.items():
             for bucket in buckets:
@@ -132,7 +132,7 @@ class WeightReceiver(_Side):
 
 
 class WeightsDiffer(ValueError):
-    """What arrived is not what was sent."""
+    """Received weights are not those that were sent."""
 
     def __init__(self, sender: int, receiver: int, names: Sequence[str]) -> None:
         super().__init__(
@@ -143,10 +143,10 @@ class WeightsDiffer(ValueError):
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """The sum of all bit patterns, as signed integers of 16 bits each with its place in the number.
+    """Sum the bit patterns, as signed integers of 16 bits, each with its place in the number.
 
-    Any number that changes changes it. Not every device sums integers in 64 bits, and on an NPU
-    fp64 is fp32. So the device sums a few patterns at a time in fp32, exactly, and the host the
+    Every change of one number changes the sum. Not every device sums integers in 64 bits, and on an
+    NPU fp64 is fp32. So the device sums a few patterns at a time in fp32, exactly, and the host the
     rest.
     """
     patterns = tensor.detach().reshape(-1, 1).view(torch.int16)
