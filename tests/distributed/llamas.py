@@ -113,6 +113,14 @@ def make_llama(
     return model.eval()
 
 
+def make_pair(folder: Path, architecture: ArchitectureConfig) -> tuple[Path, Path]:
+    """Folders of a language model and of a model with a score head."""
+    lm, scored = folder / "lm", folder / "scored"
+    make_llama(lm, architecture)
+    make_llama(scored, architecture, scored=True)
+    return lm, scored
+
+
 def make_models(folder: Path, architecture: ArchitectureConfig) -> Path:
     """Tokenizer, policy, value and reward model of a run."""
     make_tokenizer().save_pretrained(folder / "tokenizer")

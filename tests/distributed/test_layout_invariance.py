@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -211,15 +211,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+START = {"actor": "lm", "critic": "value"}  # role -> folder of the model that it starts from
+
+
 class Outcome:
-    """Metrics of every iteration and the final weights of actor and critic."""
+    """Metrics of every iteration and the final weights of the roles that learn."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.metrics = metrics_of(directory)
-        self.weights = {
-            role: load_folder(directory.path / "final" / f"{role}_hf")
-            for role in ("actor", "critic")
-        }
+        folders = {role: directory.path / "final" / f"{role}_hf" for role in START}
+        self.weights = {r: load_folder(folder) for r, folder in folders.items() if folder.exists()}
 
 
 def load_folder(folder: Path) -> dict[str, Any]:
@@ -309,10 +310,11 @@ def one_process(runtime: Any, tmp_path: Path, folder: Path, name: str) -> Outcom
     return _outcomes[name]
 
 
-def compare(one: Outcome, other: Outcome, folder: Path) -> None:
-    """folder: the models that both started from."""
-    for role, start in (("actor", "lm"), ("critic", "value")):
-        before = load_folder(folder / start)
+def compare(one: Outcome, other: Outcome, folder: Path, roles: Iterable[str] = START) -> None:
+    """folder: the models that both started from; roles: that have learnt"""
+    assert one.weights.keys() == other.weights.keys() == set(roles)
+    for role in roles:
+        before = load_folder(folder / START[role])
         ours, theirs = one.weights[role], other.weights[role]
         moved = distance(ours, before)
         assert moved > 1e-3 * distance(before, {k: 0 * v for k, v in before.items()})

@@ -24,7 +24,7 @@ from tests.distributed.llamas import (
     QWEN3,
     SHARES_GROUPS,
     TIED,
-    make_llama,
+    make_pair,
     read_folder,
     run_config,
 )
@@ -106,9 +106,7 @@ def check_layouts(
     kind: str,
     layouts: dict[str, tuple[int, dict[str, Any], bool]],
 ) -> None:
-    lm, scored = tmp_path / "lm", tmp_path / "scored"
-    make_llama(lm, architecture)
-    make_llama(scored, architecture, scored=True)
+    lm, scored = make_pair(tmp_path, architecture)
     before = read_folder(lm if kind == "actor" else scored)
     reference, reference_norm = first_gradient(
         warm_runtime, tmp_path, architecture, kind, (1, {"micro_batch_size": 8}, False), before

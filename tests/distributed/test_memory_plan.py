@@ -18,7 +18,7 @@ from mindspeed_rlxf.ops.planning.memory import role_memory
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from tests.distributed.groups import build_group, update
-from tests.distributed.llamas import PLAIN, TIED, make_llama, run_config
+from tests.distributed.llamas import PLAIN, TIED, make_pair, run_config
 from tests.distributed.samples import make_experience, make_rollouts
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {  # processes, layout, distributed optimizer
@@ -84,9 +84,7 @@ def storages(values: Iterable[Any]) -> dict[int, int]:
 def test_plan_is_what_is_allocated(
     warm_runtime: Any, tmp_path: Path, role: Role, architecture: Any
 ) -> None:
-    lm, scored = tmp_path / "lm", tmp_path / "scored"
-    make_llama(lm, architecture)
-    make_llama(scored, architecture, scored=True)
+    lm, scored = make_pair(tmp_path, architecture)
     rollouts = make_rollouts()
     for name, (size, layout, distributed) in LAYOUTS.items():
         optimizer = OptimizerConfig(lr=1e-3, use_distributed_optimizer=distributed)

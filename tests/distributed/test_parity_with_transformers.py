@@ -26,6 +26,7 @@ from tests.distributed.llamas import (
     TIED,
     greedy_response,
     make_llama,
+    make_pair,
     run_config,
     same_tensors,
     shares_groups,
@@ -118,9 +119,7 @@ def test_forward_equals_transformers_in_every_layout(
 def test_export_gives_back_every_tensor_byte_for_byte(
     warm_runtime: Any, tmp_path: Path, layout: str, architecture: ArchitectureConfig
 ) -> None:
-    lm, scored = tmp_path / "lm", tmp_path / "scored"
-    make_llama(lm, architecture)
-    make_llama(scored, architecture, scored=True)
+    lm, scored = make_pair(tmp_path, architecture)
     size = world_size(LAYOUTS[layout])
     config = run_config(lm, scored, architecture, LAYOUTS[layout], pool=size)
     pool = warm_runtime.create_pools({"main": [size]})["main"]

@@ -45,27 +45,18 @@ def make_pools(ray_runtime: Any) -> Iterator[MakePools]:
         pool.shutdown()
 
 
-def test_ranks_are_ordered_and_leaders_report(make_pools: MakePools) -> None:
+@pytest.mark.parametrize(
+    "check", [check_ranks_and_leaders, check_two_roles_in_one_process, check_failures]
+)
+def test_a_pool_passes_the_group_checks(make_pools: MakePools, check: Any) -> None:
     (pool,) = make_pools(2)
-    check_ranks_and_leaders(pool)
+    check(pool)
 
 
 def test_rows_reach_consumers_of_another_layout(make_pools: MakePools) -> None:
     one, two = make_pools(1, 2)
     check_rows_between_layouts(two, one)
     check_rows_between_layouts(one, two)
-
-
-def test_roles_share_a_process_and_see_rows_in_containers(make_pools: MakePools) -> None:
-    (pool,) = make_pools(2)
-    check_two_roles_in_one_process(pool)
-
-
-def test_failures_carry_role_and_phase_and_no_tensor_reaches_the_driver(
-    make_pools: MakePools,
-) -> None:
-    (pool,) = make_pools(2)
-    check_failures(pool)
 
 
 def test_functions_run_on_hosts_beside_their_workers(make_pools: MakePools) -> None:
