@@ -28,14 +28,14 @@ ADAM = OptimizerConfig(lr=1e-3, clip_grad=0.5)
 
 
 class Reporting(CriticRole):
-    def told(self, rollouts: Rollouts) -> RoleOutput:
-        """Values as numbers, which a driver never gets otherwise."""
+    def report(self, rollouts: Rollouts) -> RoleOutput:
+        """Report values as numbers, which a driver gets in no other way."""
         rows: Any = self.values(rollouts).rows
         return RoleOutput(report=rows.values.tolist())
 
 
 class ReportingActor(ActorRole):
-    def told(self, rollouts: Rollouts) -> RoleOutput:
+    def report(self, rollouts: Rollouts) -> RoleOutput:
         rows: Any = self.log_probs(rollouts).rows
         return RoleOutput(report=rows.log_probs.tolist())
 
@@ -88,8 +88,8 @@ def test_actor_and_critic_learn_the_same_over_both_engines(
     plain_critic = Reporting(config, PlainEngine)
 
     for group, role in ((actor, plain_actor), (critic, plain_critic)):
-        (ours,) = group.call(type(role).told, rows[0]).result()
-        theirs = role.told(rollouts).report
+        (ours,) = group.call(type(role).report, rows[0]).result()
+        theirs = role.report(rollouts).report
         assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-5)
     (ours,) = actor.call(ActorRole.update_policy, *rows, 0.0).result()
     close(ours, plain_actor.update_policy(rollouts, experience, STEPS).report)

@@ -34,7 +34,7 @@ MAX_SKIPPED = 2
 
 
 class Drawer:
-    """Draws from every stream of its process, and can be told of a wrong step."""
+    """Draws from every stream of its process, and can be given wrong steps."""
 
     def __init__(self, folder: Path) -> None:
         role = RoleConfig(model="t", architecture=TIED, load=str(folder))

@@ -124,7 +124,7 @@ def ranks_in_timeline(run: Path, what: str) -> set[int]:
 
 
 class TinyBuckets(ActorRole):
-    """Sends a few rows at a time; flips one bit of the sixth bucket where it is told to."""
+    """Sends a few rows at a time; flips one bit of the sixth bucket if `flips`."""
 
     def __init__(self, config: RunConfig, flips: bool) -> None:
         usual, transfer.BUCKET_BYTES = transfer.BUCKET_BYTES, 512

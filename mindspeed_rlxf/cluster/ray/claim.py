@@ -110,9 +110,9 @@ class DeviceClaim:
     def _report(self, shapes: Shapes, late: list[str], is_last: bool) -> None:
         left_out = self._check.left_out
         nodes = [n for n in live_nodes(self._resource) if n.count and n.id not in left_out]
-        told = find_unplaced_pools(late, shapes, nodes)
+        unplaced = find_unplaced_pools(late, shapes, nodes)
         found = [
-            describe_shortage(n, shapes[n], self._resource, self._address, nodes) for n in told
+            describe_shortage(n, shapes[n], self._resource, self._address, nodes) for n in unplaced
         ]
         if not is_last:
             logger.warning("waiting for devices: %s", "; ".join(found))

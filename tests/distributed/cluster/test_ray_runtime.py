@@ -203,7 +203,7 @@ def test_a_stopped_rank_is_named_and_the_others_stacks_are_in_their_logs(
     os.kill(pool.workers.places[1].pid, signal.SIGCONT)  # so that the processes can be used again
 
 
-def test_a_killed_worker_is_named_by_its_call_and_to_those_who_wait_for_its_rows(
+def test_a_killed_worker_is_named_by_its_call_and_by_calls_that_wait_for_its_rows(
     make_pools: MakePools, capfd: pytest.CaptureFixture[str]
 ) -> None:
     producer, consumer = [build(pool) for pool in make_pools(2, 1)]

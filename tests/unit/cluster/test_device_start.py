@@ -1,4 +1,4 @@
-"""A worker tells the device facade what it knows, before anything of Megatron is imported."""
+"""A worker sets up its device before anything of Megatron is imported."""
 
 from __future__ import annotations
 

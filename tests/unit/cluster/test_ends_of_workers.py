@@ -1,4 +1,4 @@
-"""What Ray says of a lost worker, in our words."""
+"""Messages of Ray about a lost worker become one line of ours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindspeed_rlxf.cluster.errors import Origin
         ("connection error code 2. End of file. ray stop --force", "killed, crashed or out of"),
     ],
 )
-def test_a_lost_worker_is_told_with_its_reason(said: str, reason: str) -> None:
+def test_a_lost_worker_is_reported_with_its_reason(said: str, reason: str) -> None:
     from ray.exceptions import RayActorError
 
     from mindspeed_rlxf.cluster.ray.wait import as_worker_error

@@ -5,7 +5,7 @@ import pickle
 from mindspeed_rlxf.cluster.errors import HostError, RuntimeTimeout, WorkerError
 
 
-def test_worker_error_says_who_where_when_and_why_and_survives_pickling() -> None:
+def test_worker_error_names_role_host_phase_and_cause_and_survives_pickling() -> None:
     error = WorkerError("critic", 3, "host-a", "update_critic", "ValueError: bad", "trace", True)
     for known in (error, pickle.loads(pickle.dumps(error))):
         assert str(known) == ("critic rank 3 on host-a failed in update_critic: ValueError: bad")

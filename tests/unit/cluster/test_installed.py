@@ -1,4 +1,4 @@
-"""The hash of an installation tells another one."""
+"""The hash of an installation differs from that of another one."""
 
 from __future__ import annotations
 

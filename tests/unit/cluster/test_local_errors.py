@@ -1,4 +1,4 @@
-"""Errors that ranks of torchrun tell each other."""
+"""Errors that ranks of torchrun send to each other."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def checked(probe: DeviceKind | None) -> tuple[Any, list[str]]:
     return check, [node.id for node in check.check(NODES)]
 
 
-def test_bad_nodes_are_left_out_and_each_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_nodes_are_left_out_and_each_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     check, usable = checked(DeviceKind.NPU)
     assert usable == ["a"] and check.left_out == {"b", "c", "d", "e"}
     said = caplog.messages
@@ -65,7 +65,7 @@ def test_bad_nodes_are_left_out_and_each_is_told(caplog: pytest.LogCaptureFixtur
         "d (10.0.0.3) is left out: its driver lists 7 of 8 devices",
     ]
     assert "mindspeed_rlxf on e must be that of the driver" in said[3]
-    assert check.check(NODES) == [NODES[0]] and len(caplog.messages) == 4  # told once
+    assert check.check(NODES) == [NODES[0]] and len(caplog.messages) == 4  # reported once
 
 
 def test_without_leave_they_are_refused() -> None:
@@ -135,7 +135,7 @@ def megatron(folder: Path, files: dict[str, int], iteration: str = "iter_0000001
     return folder
 
 
-def told_of(driver: Path, there: Path, below: str = "") -> list[str]:
+def problems_between(driver: Path, there: Path, below: str = "") -> list[str]:
     """What is said of a host where `there` stands in the place of the driver's folder."""
     folder, other = str(driver / below), str(there / below)
     ours, theirs = report_node([folder], None), report_node([other], None)
@@ -147,13 +147,13 @@ def told_of(driver: Path, there: Path, below: str = "") -> list[str]:
 def test_every_file_of_megatrons_weights_counts(tmp_path: Path, kind: str) -> None:
     files = MEGATRON[kind]
     ours, same = (megatron(tmp_path / name, files) for name in ("ours", "same"))
-    assert told_of(ours, same) == []
+    assert problems_between(ours, same) == []
     for name, size in files.items():
         without = megatron(tmp_path / f"no-{name}", {k: v for k, v in files.items() if k != name})
-        (problem,) = told_of(ours, without)
+        (problem,) = problems_between(ours, without)
         assert f"iter_0000001/{name} (missing there, {size} bytes here)" in problem
         cut = megatron(tmp_path / f"cut-{name}", {**files, name: size - 1})
-        (problem,) = told_of(ours, cut)
+        (problem,) = problems_between(ours, cut)
         assert (
             f"b: iter_0000001/{name} ({size - 1} bytes there, {size} bytes here); copy" in problem
         )
@@ -164,10 +164,10 @@ def test_an_iteration_that_a_host_lacks_is_named(tmp_path: Path, kind: str) -> N
     ours = megatron(tmp_path / "ours", MEGATRON[kind])
     empty = tmp_path / "empty"
     empty.mkdir()
-    (problem,) = told_of(ours, empty)
+    (problem,) = problems_between(ours, empty)
     form = "torch" if kind == "legacy" else kind
     assert f"b: weights (hf in . there, {form} in iter_0000001 here), iter_0000001/" in problem
-    (problem,) = told_of(ours, empty, "iter_0000001")
+    (problem,) = problems_between(ours, empty, "iter_0000001")
     assert problem == (
         f"ref.load={ours}/iter_0000001 must be on every node; b has no such folder; copy the "
         "folder to b, or use one that every node shares"
@@ -177,15 +177,15 @@ def test_an_iteration_that_a_host_lacks_is_named(tmp_path: Path, kind: str) -> N
 def test_a_host_with_another_iteration_or_several_is_named(tmp_path: Path) -> None:
     ours = megatron(tmp_path / "ours", {RANK: 5})
     second = megatron(tmp_path / "second", {RANK: 5}, "iter_0000002")
-    (problem,) = told_of(ours, second)
+    (problem,) = problems_between(ours, second)
     assert "weights (torch in iter_0000002 there, torch in iter_0000001 here)" in problem
-    (problem,) = told_of(ours, megatron(second, {RANK: 5}))
+    (problem,) = problems_between(ours, megatron(second, {RANK: 5}))
     assert f"weights ({second} holds iter_0000001, iter_0000002 and no latest_" in problem
 
 
 def test_optimizer_states_that_nobody_reads_do_not_count(tmp_path: Path, folder: Path) -> None:
     whole = megatron(tmp_path / "whole", {RANK: 5, "mp_rank_00/distrib_optim.pt": 50})
-    assert told_of(whole, megatron(tmp_path / "weights", {RANK: 5})) == []
+    assert problems_between(whole, megatron(tmp_path / "weights", {RANK: 5})) == []
     (folder / "optimizer.pt").write_bytes(b"123")
     assert report_node([str(folder)], None).files[str(folder)] == {
         "config.json": "44136fa355b3",  # sha256 of {}
@@ -197,7 +197,7 @@ def test_optimizer_states_that_nobody_reads_do_not_count(tmp_path: Path, folder:
 def test_a_folder_that_only_the_hub_has_is_not_compared(tmp_path: Path) -> None:
     name = str(tmp_path / "Qwen")
     assert report_node([name], None).files == {name: None}
-    assert told_of(tmp_path / "Qwen", tmp_path) == []
+    assert problems_between(tmp_path / "Qwen", tmp_path) == []
 
 
 def test_a_file_that_may_not_be_read_is_a_difference(

@@ -100,7 +100,7 @@ def test_nodes_that_lack_devices_are_named_in_the_order_of_their_addresses() -> 
     assert "has no node that has any; ask" in describe_shortage("m", [1], "NPU", "a:1", [])
 
 
-def test_only_pools_with_too_few_devices_are_told() -> None:
+def test_only_pools_with_too_few_devices_are_reported() -> None:
     nodes = [node(1, 4, 4), node(2, 4, 2)]
     shapes = {"small": [2], "big": [3, 3], "wide": [4]}
     assert find_unplaced_pools(["small", "big"], shapes, nodes) == ["big"]

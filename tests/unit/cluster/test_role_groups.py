@@ -61,7 +61,7 @@ def methods_named(tree: ast.AST) -> set[str]:
 
 
 def test_a_group_names_methods_of_its_own_role_only() -> None:
-    """And nothing else names any: whoever wants one goes through its group."""
+    """Nothing else names any: all calls go through the group of the role."""
     found: dict[str, set[str]] = {}
     for name, file in FILES.items():
         tree = ast.parse(file.read_text(encoding="utf-8"))

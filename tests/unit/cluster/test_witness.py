@@ -1,4 +1,4 @@
-"""Looking at processes from beside them: running, waiting, stopped and gone."""
+"""Diagnosis of processes from outside: running, waiting, stopped and gone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def workers(tmp_path: Path) -> Iterator[list[Subject]]:
         process.wait()
 
 
-def test_stacks_of_all_threads_go_to_the_log_and_the_rest_is_told(workers: list[Subject]) -> None:
+def test_stacks_of_all_threads_go_to_the_log_and_states_are_reported(
+    workers: list[Subject],
+) -> None:
     os.kill(workers[1].pid, signal.SIGSTOP)
     os.kill(workers[2].pid, signal.SIGKILL)
     os.waitpid(workers[2].pid, 0)
@@ -83,7 +85,7 @@ def test_stacks_of_all_threads_go_to_the_log_and_the_rest_is_told(workers: list[
     assert again.state == "is alive" and Path(workers[0].log).stat().st_size == before
 
 
-def test_a_process_that_takes_no_signal_is_told(
+def test_a_process_that_takes_no_signal_is_reported(
     workers: list[Subject], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(witness, "STACK_S", 0.3)
@@ -123,18 +125,20 @@ HOST = ("mindspeed_rlxf/cluster/worker.py:run", "default_worker.py:<module>")
         (("default_worker.py:<module>",), "has no call to work on", False),
     ],
 )  # fmt: skip
-def test_a_stack_tells_who_waits(stack: tuple[str, ...], state: str, waits: bool) -> None:
+def test_a_stack_shows_whether_its_rank_waits(
+    stack: tuple[str, ...], state: str, waits: bool
+) -> None:
     assert witness.describe_stack(frames(*stack)) == (state, waits)
 
 
-def told(*states: tuple[str, bool] | None) -> dict[tuple[str, int], Sighting]:
+def sightings(*states: tuple[str, bool] | None) -> dict[tuple[str, int], Sighting]:
     return {("main", rank): Sighting(rank, *s, "") for rank, s in enumerate(states) if s}
 
 
 def test_ranks_that_wait_for_others_are_not_the_ones_that_did_not_arrive() -> None:
     error = RuntimeTimeout("critic.values", 30, [0, 1, 2, 3], hosts=["a", "a", "b", "b"])
     wait = ("waits for others in all_reduce", True)
-    found = explain_timeout(error, "main", [], told(wait, wait, (STOPPED, False)))
+    found = explain_timeout(error, "main", [], sightings(wait, wait, (STOPPED, False)))
     assert str(found) == (
         "critic.values: ranks 2, 3 did not arrive within 30 s; each of ranks 0, 1 waits for others "
         f"in all_reduce; rank 2 {STOPPED}; rank 3 is on a node that does not answer; the logs of "
@@ -142,12 +146,12 @@ def test_ranks_that_wait_for_others_are_not_the_ones_that_did_not_arrive() -> No
     )
     assert (found.role, found.phase, found.rank, found.host) == ("critic", "values", 2, "b")
     error = RuntimeTimeout("critic.values", 30, [0, 1])
-    both = explain_timeout(error, "main", [], told(wait, wait))
+    both = explain_timeout(error, "main", [], sightings(wait, wait))
     assert both.missing == [0, 1]  # they wait for each other
 
 
-def test_who_has_not_made_the_rows_is_told() -> None:
-    seen = told(("waits for rows", True)) | {("judge", 1): Sighting(1, STOPPED, False, "")}
+def test_the_ranks_that_make_the_rows_are_reported() -> None:
+    seen = sightings(("waits for rows", True)) | {("judge", 1): Sighting(1, STOPPED, False, "")}
     error = RuntimeTimeout("critic.values", 30, [0])
     maker = Origin("reward", 1, "b", "score", pool="judge")
     found = explain_timeout(error, "main", [maker], seen)
@@ -168,13 +172,13 @@ def test_logs_of_other_hosts_are_copied_and_our_own_are_left_alone(tmp_path: Pat
         Watched("main", rank, place, str(tmp_path / f"{rank}.log"), agent) for rank in range(3)
     ]
     (tmp_path / "0.log").write_text("here\n")
-    told = {("main", rank): Sighting(rank, GONE, False, f"words {rank}\n") for rank in (0, 1)}
-    copy_logs(workers, told)
+    seen = {("main", rank): Sighting(rank, GONE, False, f"words {rank}\n") for rank in (0, 1)}
+    copy_logs(workers, seen)
     assert (tmp_path / "0.log").read_text() == "here\n"
     assert (tmp_path / "1.log").read_text() == (
         "[the end of this log, fetched from node2]\nwords 1\n"
     )
-    assert not (tmp_path / "2.log").exists()  # nobody told
+    assert not (tmp_path / "2.log").exists()  # not inspected
     copy_logs(workers, {("main", 1): Sighting(1, GONE, False, "later\n")})
     assert (tmp_path / "1.log").read_text().endswith("]\nlater\n")
 

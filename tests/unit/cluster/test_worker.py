@@ -73,7 +73,7 @@ def test_a_failure_says_role_rank_host_phase_and_cause() -> None:
     assert not error.is_aftermath
 
 
-def test_a_lost_peer_is_told_apart_from_a_first_cause() -> None:
+def test_a_lost_peer_is_no_first_cause() -> None:
     assert failure("fail", "[gloo] Connection closed by peer [127.0.0.1]:1").is_aftermath
 
 

@@ -1,4 +1,4 @@
-"""Whatever the layouts, every number that generates comes from one place, and the right one."""
+"""In every layout each number of the rollout comes from one place, and the right one."""
 
 from __future__ import annotations
 
