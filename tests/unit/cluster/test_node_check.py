@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cluster.host_agent import Function, HostCall
-from mindspeed_rlxf.cluster.installed import OURS, build
+from mindspeed_rlxf.cluster.installed import OURS, build, digest
 from mindspeed_rlxf.cluster.node_check import NodeCheck, NodeReport, find_node_problems, report_node
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -239,3 +239,18 @@ def test_device_packages_are_compared_among_nodes_and_not_with_the_driver() -> N
     assert find_node_problems(ours, [a, node(a, "c")], {}) == []
     (problem,) = find_node_problems(ours, [a, b], {})
     assert problem.startswith("torch-npu on b must be that of the other nodes (2.7.1), not 2.6.0")
+
+
+def test_names_and_contents_of_sources_decide(tmp_path: Path) -> None:
+    def made(folder: str, **files: str) -> str:
+        for name, text in files.items():
+            path = tmp_path / folder / f"{name}.py"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        return digest(tmp_path / folder)
+
+    first = made("a", one="x", two="y")
+    assert made("b", two="y", one="x") == first
+    (tmp_path / "b" / "one.pyc").write_text("compiled")
+    assert digest(tmp_path / "b") == first
+    assert len({first, made("c", one="x", two="z"), made("d", one="x", tw="oy")}) == 3
