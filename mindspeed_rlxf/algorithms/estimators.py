@@ -78,7 +78,7 @@ def remax(given: Rewarded) -> Estimate:
     return Estimate(reinforce_plus_plus(given).advantages - given.greedy_scores[:, None])
 
 
-def of_group(advantages: Callable[[Tensor, int], Tensor]) -> Estimator:
+def for_groups(advantages: Callable[[Tensor, int], Tensor]) -> Estimator:
     """Make an estimator that gives all tokens of a response the same advantage.
 
     advantages: (total rewards of responses [batch], group_size) -> [batch]
@@ -93,11 +93,11 @@ def of_group(advantages: Callable[[Tensor, int], Tensor]) -> Estimator:
 
 ESTIMATORS: dict[str, Estimator] = {
     AdvEstimator.GAE.value: gae,
-    AdvEstimator.GRPO.value: of_group(grpo_advantages),
-    AdvEstimator.DR_GRPO.value: of_group(dr_grpo_advantages),
-    AdvEstimator.RLOO.value: of_group(rloo_advantages),
+    AdvEstimator.GRPO.value: for_groups(grpo_advantages),
+    AdvEstimator.DR_GRPO.value: for_groups(dr_grpo_advantages),
+    AdvEstimator.RLOO.value: for_groups(rloo_advantages),
     AdvEstimator.REINFORCE_PLUS_PLUS.value: reinforce_plus_plus,
-    AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE.value: of_group(dr_grpo_advantages),
+    AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE.value: for_groups(dr_grpo_advantages),
     AdvEstimator.REMAX.value: remax,
 }
 """`config.estimators.TRAITS` has what each needs, under the same names."""

@@ -17,12 +17,13 @@ NONE = "none"  # the version of what is not installed
 
 
 @functools.cache
-def build() -> str:
+def build_id() -> str:
     """Return the version with a hash of all sources: `0.1.0, sources 3f2a91c07d4e`."""
-    return f"{mindspeed_rlxf.__version__}, sources {digest(Path(mindspeed_rlxf.__file__).parent)}"
+    sources = hash_sources(Path(mindspeed_rlxf.__file__).parent)
+    return f"{mindspeed_rlxf.__version__}, sources {sources}"
 
 
-def digest(folder: Path) -> str:
+def hash_sources(folder: Path) -> str:
     """Hash the names and contents of the Python files below a folder; 12 hexadecimal digits."""
     hashed = hashlib.sha256()
     for file in sorted(folder.rglob("*.py"), key=lambda file: file.relative_to(folder).as_posix()):
@@ -33,7 +34,7 @@ def digest(folder: Path) -> str:
 
 def versions(names: Sequence[str]) -> dict[str, str]:
     """Return the versions of this package and of others, by name."""
-    return {OURS: build(), **{name: packages.version(name) or NONE for name in names}}
+    return {OURS: build_id(), **{name: packages.version(name) or NONE for name in names}}
 
 
 @dataclass(frozen=True)

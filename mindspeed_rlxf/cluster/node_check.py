@@ -16,7 +16,7 @@ from pathlib import Path
 from mindspeed_rlxf import packages
 from mindspeed_rlxf.cluster.errors import HostError
 from mindspeed_rlxf.cluster.host_agent import HostAgent, outcomes
-from mindspeed_rlxf.cluster.installed import OURS, build, differences, versions
+from mindspeed_rlxf.cluster.installed import OURS, build_id, differences, versions
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import Problem, UserError
@@ -256,6 +256,6 @@ class NodeCheck:
 
 def _describe_silence(node: Node, what: str) -> str:
     return (
-        f"mindspeed_rlxf on {node.host} ({node.ip}) must be that of the driver ({build()}): "
+        f"mindspeed_rlxf on {node.host} ({node.ip}) must be that of the driver ({build_id()}): "
         f"{what}; install the same there, and start Ray on that host from that environment again"
     )

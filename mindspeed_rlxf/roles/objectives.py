@@ -177,7 +177,7 @@ class PairObjective:
         lengths = mask.sum(1).tolist()
         ratios = torch.stack([part.sum() for part in (log_probs - ref).split(lengths)])
         first, second = ratios.view(-1, 2).unbind(1)
-        sign = _preferred(experience.advantages[rows], mask).to(log_probs.device)
+        sign = _read_preferences(experience.advantages[rows], mask).to(log_probs.device)
         chosen = torch.where(sign < 0, second, first)
         rejected = torch.where(sign < 0, first, second)
         decided = (sign != 0).float()
@@ -195,8 +195,8 @@ class PairObjective:
         return LossOutput(loss.sum(), pairs, metrics)
 
 
-def _preferred(advantages: Tensor, mask: Tensor) -> Tensor:
-    """[pairs] 1 where the first response is the better one, -1 the second, 0 or NaN.
+def _read_preferences(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Return [pairs] 1 where the first response is the better one, -1 the second, 0 or NaN.
 
     advantages, mask: [2 * pairs, response]; every trained token of a response has the same
     """

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cluster.host_agent import Function, HostCall
-from mindspeed_rlxf.cluster.installed import OURS, build, digest
+from mindspeed_rlxf.cluster.installed import OURS, build_id, hash_sources
 from mindspeed_rlxf.cluster.node_check import NodeCheck, NodeReport, find_node_problems, report_node
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -59,7 +59,7 @@ def test_bad_nodes_are_left_out_and_each_is_reported(caplog: pytest.LogCaptureFi
     assert usable == ["a"] and check.left_out == {"b", "c", "d", "e"}
     said = caplog.messages
     assert said[0].startswith("b (10.0.0.1) is left out: mindspeed_rlxf on b (10.0.0.1) must be ")
-    assert f"({build()}): ModuleNotFoundError: no answer; install the same there" in said[0]
+    assert f"({build_id()}): ModuleNotFoundError: no answer; install the same there" in said[0]
     assert said[1:3] == [
         "c (10.0.0.2) is left out: device 3: Alarm",
         "d (10.0.0.3) is left out: its driver lists 7 of 8 devices",
@@ -97,7 +97,7 @@ def node(ours: NodeReport, host: str, **changes: object) -> NodeReport:
 
 def test_a_like_node_has_no_problem(folder: Path) -> None:
     ours = report_node([str(folder)], str(folder / "config.json"))
-    assert ours.sees_run and ours.versions[OURS] == build()
+    assert ours.sees_run and ours.versions[OURS] == build_id()
     assert not report_node([], str(folder / "nothing")).sees_run
     assert (
         find_node_problems(ours, [node(ours, "a"), node(ours, "b")], {str(folder): "ref.load"})
@@ -224,7 +224,9 @@ def test_other_sources_and_packages_are_named(folder: Path) -> None:
     ours = report_node([], None)
     other = {**ours.versions, OURS: "0.0.9, sources 0"}
     (problem,) = find_node_problems(ours, [ours, node(ours, "b", versions=other)], {})
-    assert problem.startswith(f"mindspeed_rlxf on b must be that of the driver ({build()}), not 0.")
+    assert problem.startswith(
+        f"mindspeed_rlxf on b must be that of the driver ({build_id()}), not 0."
+    )
     older = {**ours.versions, "torch": "2.1.0"}
     (problem,) = find_node_problems(ours, [node(ours, "b", versions=older)], {})
     assert problem.startswith("torch on b must be that of the driver")
@@ -247,10 +249,10 @@ def test_names_and_contents_of_sources_decide(tmp_path: Path) -> None:
             path = tmp_path / folder / f"{name}.py"
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
-        return digest(tmp_path / folder)
+        return hash_sources(tmp_path / folder)
 
     first = made("a", one="x", two="y")
     assert made("b", two="y", one="x") == first
     (tmp_path / "b" / "one.pyc").write_text("compiled")
-    assert digest(tmp_path / "b") == first
+    assert hash_sources(tmp_path / "b") == first
     assert len({first, made("c", one="x", two="z"), made("d", one="x", tw="oy")}) == 3
