@@ -154,3 +154,4 @@ def test_a_resume_holds_a_slice_of_the_slots_and_a_bounded_buffer(
         assert at_once <= BUFFER_BYTES
         assert grown < slots + 48 * MIB
         assert weights + slots < read < weights + slots + MIB
+    warm_runtime.end_pools()  # frees the model, which is large
