@@ -60,7 +60,7 @@ class RoleHost:
             output = self._invoke(request, args)
             device.synchronize()
             seconds = time.perf_counter() - started
-            rows, reply = self._checked(request, output, seconds)
+            rows, reply = self._make_reply(request, output, seconds)
             return rows, replace(reply, rank=self._rank, started=began)
         except WorkerError:
             raise
@@ -68,11 +68,11 @@ class RoleHost:
             raise worker_error(error, request.role.value, self._rank, request.method) from error
 
     def _invoke(self, request: Request, args: tuple[Any, ...]) -> RoleOutput:
-        args = tuple(self._hosted(arg.role) if isinstance(arg, Peer) else arg for arg in args)
+        args = tuple(self._get_role(arg.role) if isinstance(arg, Peer) else arg for arg in args)
         if request.factory is not None:
             self._roles[request.role] = request.factory(*args)
             return RoleOutput()
-        role = self._hosted(request.role)
+        role = self._get_role(request.role)
         if request.of_engine:
             return RoleOutput(report=getattr(role.engine, request.method)(*args))
         output = getattr(role, request.method)(*args)
@@ -81,13 +81,15 @@ class RoleHost:
         )
         return output
 
-    def _hosted(self, role: Role) -> Any:
+    def _get_role(self, role: Role) -> Any:
         hosted = self._roles.get(role)
         assert hosted is not None, f"{role.value} has not been built in this process"
         return hosted
 
     @staticmethod
-    def _checked(request: Request, output: RoleOutput, seconds: float) -> tuple[Rows | None, Reply]:
+    def _make_reply(
+        request: Request, output: RoleOutput, seconds: float
+    ) -> tuple[Rows | None, Reply]:
         check_report(output.report, request.role.value, request.method)
         if not request.keeps_rows:
             return None, Reply(None, None, seconds)

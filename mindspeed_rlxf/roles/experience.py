@@ -54,7 +54,7 @@ class ExperienceMaker:
         old = fit_columns(old, width)
         ref = fit_columns(inputs.ref.log_probs, width)
         kl = self._kl(inputs, old, ref) * trained
-        given = self._rewarded(inputs, kl)
+        given = self._make_rewarded(inputs, kl)
         estimate = self.objective.estimate(given)
         experience = self._experience(given, estimate, old, ref)
         return RoleOutput(experience, _report(experience, given, kl))
@@ -65,7 +65,7 @@ class ExperienceMaker:
             return fit_columns(inputs.ref.kl, old.size(1))
         return kl_per_token(old, ref, self.algorithm.kl_penalty)
 
-    def _rewarded(self, inputs: ExperienceInputs, kl: Tensor) -> Rewarded:
+    def _make_rewarded(self, inputs: ExperienceInputs, kl: Tensor) -> Rewarded:
         """kl: [batch, response], 0 where not trained"""
         rollouts, algorithm = inputs.rollouts, self.algorithm
         mask = value_mask(

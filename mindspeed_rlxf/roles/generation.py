@@ -50,21 +50,21 @@ def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Ro
     by_place = {result.place: result for result in results}
     assert by_place.keys() == set(range(prompts.num_rows)), "one result for each prompt"
     ordered = [by_place[place] for place in range(prompts.num_rows)]
-    mask = _padded([torch.ones(len(result.tokens)) for result in ordered], torch.bool)
+    mask = _pad([torch.ones(len(result.tokens)) for result in ordered], torch.bool)
     stopped = [result.finish_reason is FinishReason.STOP for result in ordered]
     versions = [torch.full((len(r.tokens),), r.weights_version) for r in ordered]
     return Rollouts(
         sample_ids=prompts.sample_ids,
-        prompt_ids=_padded([torch.from_numpy(ids) for ids in prompts.token_ids]),
+        prompt_ids=_pad([torch.from_numpy(ids) for ids in prompts.token_ids]),
         prompt_lengths=torch.tensor([len(ids) for ids in prompts.token_ids], dtype=torch.long),
-        response_ids=_padded([torch.tensor(result.tokens) for result in ordered]),
+        response_ids=_pad([torch.tensor(result.tokens) for result in ordered]),
         response_mask=mask,
         trained_mask=mask,
         has_eos=torch.tensor(stopped, dtype=torch.bool),
-        rollout_log_probs=_padded([torch.tensor(r.log_probs) for r in ordered], torch.float32),
+        rollout_log_probs=_pad([torch.tensor(r.log_probs) for r in ordered], torch.float32),
         ground_truths=prompts.ground_truths,
         data_sources=prompts.data_sources,
-        weights_version=_padded(versions, torch.int32),
+        weights_version=_pad(versions, torch.int32),
     )
 
 
@@ -90,7 +90,7 @@ def make_output(rows: Rollouts, stats: GenerationStats, sync_s: float) -> RoleOu
     return RoleOutput(rows, report)
 
 
-def _padded(rows: list[Tensor], dtype: torch.dtype = torch.long) -> Tensor:
+def _pad(rows: list[Tensor], dtype: torch.dtype = torch.long) -> Tensor:
     if not rows:
         return torch.zeros(0, 0, dtype=dtype)
     return pad_sequence(rows, batch_first=True).to(dtype)

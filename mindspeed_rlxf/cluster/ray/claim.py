@@ -72,7 +72,7 @@ class DeviceClaim:
 
     def _attempt(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
         """Return all groups, or none and the pools that were not placed."""
-        nodes = self._checked_nodes()
+        nodes = self._list_nodes()
         groups: dict[str, Any] = {}
         try:
             # The largest first: small pools fit into what is left, not the other way round.
@@ -80,9 +80,9 @@ class DeviceClaim:
                 model = choose_model(name, shapes[name], nodes)
                 nodes = take_devices(nodes, shapes[name], model)
                 groups[name] = self._group(shapes[name], model)
-            late = _late(groups, wait_s)
+            late = _find_late_pools(groups, wait_s)
             if not late:  # a node may have joined meanwhile
-                late = _mixed(groups, self._checked_nodes())
+                late = _find_mixed_pools(groups, self._list_nodes())
         except BaseException:
             _remove(groups)
             raise
@@ -90,7 +90,7 @@ class DeviceClaim:
             _remove(groups)
         return groups, [name for name in shapes if name in late]
 
-    def _checked_nodes(self) -> list[Node]:
+    def _list_nodes(self) -> list[Node]:
         """Return the usable nodes of a joined cluster; none of an own one, which is this host."""
         if self._wait_s is None:
             return []
@@ -124,7 +124,7 @@ class DeviceClaim:
         raise DevicesMissing(waited + "; ".join(found), free)
 
 
-def _late(groups: Mapping[str, Any], wait_s: float) -> list[str]:
+def _find_late_pools(groups: Mapping[str, Any], wait_s: float) -> list[str]:
     deadline = time.monotonic() + wait_s
     return [
         name
@@ -133,7 +133,7 @@ def _late(groups: Mapping[str, Any], wait_s: float) -> list[str]:
     ]
 
 
-def _mixed(groups: Mapping[str, Any], nodes: Sequence[Node]) -> list[str]:
+def _find_mixed_pools(groups: Mapping[str, Any], nodes: Sequence[Node]) -> list[str]:
     """Find pools that Ray put on several device models, because a node joined meanwhile."""
     models = {node.id: node.model for node in nodes if node.model}
     found = []

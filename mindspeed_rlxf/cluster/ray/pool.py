@@ -161,7 +161,7 @@ class RayPool:
         host, log = self.workers.places[rank].host, log_of(self._setups[rank]) or ""
         return Origin(role, rank, host, phase, log, self.name)
 
-    def watched(self) -> list[Watched]:
+    def list_workers(self) -> list[Watched]:
         """Return the workers of this pool, for diagnosis."""
         ranks = zip(self._setups, self.workers.places, self.hosts, strict=True)
         return [Watched(self.name, s.rank, at, log_of(s) or "", agent) for s, at, agent in ranks]

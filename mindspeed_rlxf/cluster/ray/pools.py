@@ -130,7 +130,7 @@ class RayPools:
 
         stacks: have each worker write the stacks of its threads to its log
         """
-        watched = [worker for pool in self._pools for worker in pool.watched()]
+        watched = [worker for pool in self._pools for worker in pool.list_workers()]
         try:
             seen = inspect_hosts(watched, stacks)
             copy_logs(watched, seen)
@@ -148,7 +148,7 @@ class RayPools:
 
     def explain_death(self, error: WorkerError) -> WorkerError:
         """Return the error with what the host of its process knows."""
-        watched = {(w.pool, w.rank): w for pool in self._pools for w in pool.watched()}
+        watched = {(w.pool, w.rank): w for pool in self._pools for w in pool.list_workers()}
         seen = self.inspect_workers(stacks=False)
         rose = [
             sighting.oom_kills - watched[key].place.oom_kills
