@@ -15,6 +15,21 @@ def length_mask(lengths: Tensor, width: int) -> Tensor:
     return torch.arange(width)[None, :] < lengths[:, None]
 
 
+def rollouts_of(lengths: list[int], has_eos: list[bool]) -> Rollouts:
+    """Prompts of two tokens, responses of these lengths; log-probs are numbers where padded too."""
+    rows, width = len(lengths), max(lengths)
+    mask = length_mask(torch.tensor(lengths), width)
+    log_probs = -torch.rand(rows, width, generator=torch.Generator().manual_seed(0))
+    return made_rollouts(
+        prompt_ids=torch.ones(rows, 2, dtype=torch.long),
+        prompt_lengths=torch.full((rows,), 2),
+        response_ids=torch.ones(rows, width, dtype=torch.long) * mask,
+        response_mask=mask,
+        has_eos=torch.tensor(has_eos),
+        rollout_log_probs=log_probs,
+    )
+
+
 def made_rollouts(
     prompt_ids: Tensor,
     prompt_lengths: Tensor,

@@ -12,7 +12,7 @@ from mindspeed_rlxf.algorithms.slots import last_slots
 
 
 def token_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """-kl_coef * KL on every token, plus the score on the last slot.
+    """Return -kl_coef * KL on every token, plus the score on the last slot.
 
     kl: [batch, slots] fp32, 0 where not learnt from; scores: [batch]
     mask: [batch, slots] bool, `slots.value_mask`
@@ -25,7 +25,7 @@ def token_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> T
 def estimate_gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """GAE advantages and returns (arXiv:1506.02438, section 3).
+    """Estimate GAE advantages and returns (arXiv:1506.02438, section 3).
 
     rewards: [batch, slots] fp32, KL penalty already added
     values:  [batch, slots] fp32
@@ -49,7 +49,7 @@ def estimate_gae(
 
 
 def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Discounted sum of the rewards from each slot on: the return of REINFORCE.
+    """Sum the discounted rewards from each slot on: the return of REINFORCE.
 
     rewards: [batch, slots] fp32; mask: [batch, slots] bool, as in `estimate_gae`
     Returns [batch, slots], 0 where masked.

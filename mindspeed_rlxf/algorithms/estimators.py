@@ -1,4 +1,4 @@
-"""Advantage estimators by the name they have in `algorithm.adv_estimator`.
+"""Advantage estimators by their names in `algorithm.adv_estimator`.
 
 Axes: batch = samples, those of one prompt next to each other; response = tokens; slots = places of
 rewards and values (`slots`), one more than tokens.
@@ -58,7 +58,7 @@ Estimator = Callable[[Rewarded], Estimate]
 
 
 def gae(given: Rewarded) -> Estimate:
-    """Generalised advantages and returns over the critic's values."""
+    """Estimate generalised advantages and returns with the critic's values."""
     assert given.values is not None, "GAE needs the values of a critic"
     advantages, returns = estimate_gae(
         given.rewards, given.values, given.value_mask, given.gamma, given.lam
@@ -67,20 +67,22 @@ def gae(given: Rewarded) -> Estimate:
 
 
 def reinforce_plus_plus(given: Rewarded) -> Estimate:
-    """Discounted rewards to go (REINFORCE++, arXiv:2501.03262); whitened afterwards."""
+    """Return discounted rewards to go (REINFORCE++, arXiv:2501.03262), whitened afterwards."""
     returns = rewards_to_go(given.rewards, given.value_mask, given.gamma)
     return Estimate(returns[:, : given.trained_mask.size(1)])
 
 
 def remax(given: Rewarded) -> Estimate:
-    """Rewards to go less the score of the greedy response (ReMax, arXiv:2310.10505)."""
+    """Return rewards to go less the score of the greedy response (ReMax, arXiv:2310.10505)."""
     assert given.greedy_scores is not None, "ReMax needs the scores of greedy responses"
     return Estimate(reinforce_plus_plus(given).advantages - given.greedy_scores[:, None])
 
 
-def of_group(advantages: Callable[[Tensor, int], Tensor]) -> Estimator:
-    """An estimator from one that sees the total reward of each response: (rewards [batch],
-    group_size) -> [batch]; every token of a response gets the same advantage."""
+def for_groups(advantages: Callable[[Tensor, int], Tensor]) -> Estimator:
+    """Make an estimator that gives all tokens of a response the same advantage.
+
+    advantages: (total rewards of responses [batch], group_size) -> [batch]
+    """
 
     def estimate(given: Rewarded) -> Estimate:
         found = advantages(given.rewards.sum(1), given.group_size)
@@ -91,14 +93,14 @@ def of_group(advantages: Callable[[Tensor, int], Tensor]) -> Estimator:
 
 ESTIMATORS: dict[str, Estimator] = {
     AdvEstimator.GAE.value: gae,
-    AdvEstimator.GRPO.value: of_group(grpo_advantages),
-    AdvEstimator.DR_GRPO.value: of_group(dr_grpo_advantages),
-    AdvEstimator.RLOO.value: of_group(rloo_advantages),
+    AdvEstimator.GRPO.value: for_groups(grpo_advantages),
+    AdvEstimator.DR_GRPO.value: for_groups(dr_grpo_advantages),
+    AdvEstimator.RLOO.value: for_groups(rloo_advantages),
     AdvEstimator.REINFORCE_PLUS_PLUS.value: reinforce_plus_plus,
-    AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE.value: of_group(dr_grpo_advantages),
+    AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE.value: for_groups(dr_grpo_advantages),
     AdvEstimator.REMAX.value: remax,
 }
-"""What each needs stands in `config.estimators.TRAITS`, under the same names."""
+"""`config.estimators.TRAITS` has what each needs, under the same names."""
 
 
 def register_estimator(name: str, traits: EstimatorTraits) -> Callable[[Estimator], Estimator]:

@@ -38,7 +38,7 @@ def rloo_advantages(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def groups_that_differ(scores: list[float], group_size: int) -> list[int]:
-    """Numbers of the groups whose scores are not all the same, or no finite numbers."""
+    """Return the indices of groups whose scores differ, or are not finite."""
     groups = [scores[i : i + group_size] for i in range(0, len(scores), group_size)]
     return [
         number
@@ -48,7 +48,9 @@ def groups_that_differ(scores: list[float], group_size: int) -> list[int]:
 
 
 def _groups(rewards: Tensor, group_size: int) -> Tensor:
-    """fp64: in fp32 the mean of equal rewards may differ from them, which 1 / std would blow up.
+    """View rewards as [groups, group_size] fp64.
+
+    In fp32 the mean of equal rewards may differ from them, which 1 / std would amplify.
 
     rewards: on the host, as an NPU makes fp32 of fp64
     """
@@ -61,7 +63,7 @@ def _flat(groups: Tensor, like: Tensor) -> Tensor:
 
 
 def preference_of_pairs(rewards: Tensor) -> Tensor:
-    """+1 for the better of two neighbours, -1 for the other, 0 for both where they are equal.
+    """Return +1 for the better of two neighbours, -1 for the other, 0 for both if equal.
 
     rewards: [batch], pairs next to each other -> [batch]; NaN for both where one is.
     """

@@ -1,4 +1,4 @@
-"""KL between policy and reference from sampled tokens, and the coefficient that weighs it."""
+"""KL between policy and reference from sampled tokens, and its coefficient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_LOW_VAR_KL = 10.0
 
 
 def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: KlPenalty) -> Tensor:
-    """KL estimate of each token (http://joschu.net/blog/kl-approx.html); any shape, fp32.
+    """Estimate the KL of each token (http://joschu.net/blog/kl-approx.html); any shape, fp32.
 
     `kl` is k1, `mse` k2, `low_var_kl` k3 of that note. k3 grows as exp(-d): d is held within +-20
     and the estimate within +-10 (verl's bounds), with gradient 0 beyond them; NaN stays NaN.

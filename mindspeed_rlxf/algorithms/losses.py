@@ -40,8 +40,8 @@ def clipped_policy_loss(
 ) -> TokenLoss:
     """max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(log_probs - old_log_probs).
 
-    PPO, arXiv:1707.06347, section 3. The log-ratio is held within +-20: a token beyond that teaches
-    nothing, where an overflow of exp would make its gradient NaN.
+    PPO, arXiv:1707.06347, section 3. The log-ratio is held within +-20: a token beyond that has no
+    gradient, where an overflow of exp would make it NaN.
     """
     ratio = torch.exp(bounded_log_ratio(log_probs - old_log_probs))
     return _clipped(ratio, advantages, clip)
@@ -77,8 +77,8 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> TokenLoss:
 
 
 def truncated_importance(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: float) -> Tensor:
-    """min(exp(old_log_probs - rollout_log_probs), cap): what a token sampled by the rollout's
-    probabilities weighs under the training model's (https://fengyao.notion.site/off-policy-rl).
+    """min(exp(old_log_probs - rollout_log_probs), cap): the importance weight of a token that was
+    sampled by the rollout, under the training model (https://fengyao.notion.site/off-policy-rl).
 
     any shape; no gradient. The log-ratio is held within +-20.
     """

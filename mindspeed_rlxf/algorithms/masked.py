@@ -19,7 +19,7 @@ def alone(tensor: Tensor) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of `values` where `mask` is True, over `dim` or over all.
+    """Return the mean of `values` where `mask` is True, over `dim` or over all.
 
     Errors: none; a row without any True gives nan.
     """
@@ -35,7 +35,7 @@ def masked_whiten(
     eps: float = 1e-8,
     shift_mean: bool = True,
 ) -> Tensor:
-    """Values with mean 0 and variance 1 over all True places of all ranks; 0 elsewhere.
+    """Whiten values to mean 0 and variance 1 over all True places of all ranks; 0 elsewhere.
 
     shift_mean: False keeps the mean as it was (TRL's whitening of rewards).
 

@@ -1,4 +1,4 @@
-"""From what a reward function or model says to the score that is learnt from."""
+"""Shape the scores of a reward function or model for training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def shape_scores(scores: Tensor, scale: float, clip: float | None) -> Tensor:
-    """scale * score, held within -clip .. clip. [batch] -> [batch].
+    """Return scale * score, held within -clip .. clip. [batch] -> [batch].
 
     NaN where a score is no finite number: clipping would hide it.
     """
@@ -18,7 +18,7 @@ def shape_scores(scores: Tensor, scale: float, clip: float | None) -> Tensor:
 def overlong_penalty(
     response_lengths: Tensor, max_new_tokens: int, buffer_len: int, factor: float
 ) -> Tensor:
-    """Soft penalty of long responses (DAPO, arXiv:2503.14476, section 3.4), 0 or more.
+    """Return the soft penalty of long responses (DAPO, arXiv:2503.14476, section 3.4), >= 0.
 
     It rises linearly from 0 at max_new_tokens - buffer_len to `factor` at max_new_tokens.
     response_lengths: [batch] int64 -> [batch] fp32; buffer_len 0 = no penalty.

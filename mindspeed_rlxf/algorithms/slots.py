@@ -1,6 +1,6 @@
-"""Where in a response rewards and values live: its slots, derived from its masks.
+"""Slots of a response: the places of rewards and values, derived from its masks.
 
-Slot t of a response is the state before its token t; its value is what the model says one token
+Slot t of a response is the state before its token t; its value is the model's output one token
 earlier. A response of n tokens has the slots 0 .. n - 1 and, with `score_position: after_eos`, one
 more slot n after an EOS, which takes the score; its value is the critic's at the EOS token. The
 extra slot exists only below the slot limit, so that it never reaches beyond what could be

@@ -1,4 +1,4 @@
-"""How long the driver waits for what. Every number that `docs/failures.md` shows stands here.
+"""Deadlines of the driver's waits; `docs/failures.md` shows every number of this module.
 
 | wait                  | deadline                                                      |
 |-----------------------|---------------------------------------------------------------|
@@ -12,8 +12,8 @@
 |                       | median, but no longer than the first                          |
 | a collective          | the longest of these + COLLECTIVE_MARGIN_S, on the workers    |
 
-A phase is a method of a role on a number of rows, to the next power of two: the first validation is
-no late call of training's generation. Free of Ray.
+A phase is a method of a role on a number of rows, to the next power of two, so that the first
+validation is not taken for a late call of training's generation. Free of Ray.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ HISTORY = 15  # calls that the median is taken over
 # The driver's deadline passes first, so that its message, which names the ranks, is the one seen.
 COLLECTIVE_MARGIN_S = 60.0
 
-# Methods that read or write files: they take what the storage takes, whatever came before.
+# Methods that read or write files take as long as the storage needs, whatever came before.
 ON_STORAGE = (BUILD, "export", "begin_save", "end_save", "load_state")
 
 Phase = tuple[str, str, int]
 
 
 class Deadlines:
-    """Of the calls of one run; learns from those that ended."""
+    """The deadlines of the calls of one run, learnt from the calls that ended."""
 
     def __init__(self, longest_s: float) -> None:
         """longest_s: `runtime.timeout_s`, the deadline of first calls"""
         self.longest_s = longest_s
         self._seen: dict[Phase, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
 
-    def of(self, requests: Sequence[Request]) -> float:
-        """Seconds to wait for this call, of all ranks."""
+    def seconds_for(self, requests: Sequence[Request]) -> float:
+        """Return the seconds to wait for this call, of all ranks."""
         phase = phase_of(requests)
         seen = self._seen.get(phase)
         if phase[1] in ON_STORAGE or not seen:
@@ -54,8 +54,8 @@ class Deadlines:
         usual = MEDIAN_FACTOR * statistics.median(seen)
         return min(self.longest_s, max(self.longest_s / FIRST_CALL_FACTOR, SHORTEST_S, usual))
 
-    def ended(self, requests: Sequence[Request], seconds: float) -> None:
-        """A call ended well; seconds: that it was waited for, or that it took where that is more"""
+    def record(self, requests: Sequence[Request], seconds: float) -> None:
+        """Note a call that ended well. seconds: of the wait, or of the method if it took longer"""
         self._seen[phase_of(requests)].append(seconds)
 
 
@@ -65,5 +65,5 @@ def phase_of(requests: Sequence[Request]) -> Phase:
 
 
 def collective_timeout_s(*deadlines: float) -> float:
-    """For the collective libraries: longer than any wait of the driver."""
+    """Return the deadline of the collective libraries: longer than any wait of the driver."""
     return max(deadlines) + COLLECTIVE_MARGIN_S

@@ -1,4 +1,4 @@
-"""Environment variables of workers, and where each comes from."""
+"""Environment variables of workers, with the source of each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DRIVER, POOL = "driver", "resource_pool.env"
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable of the workers, for the plan: its value, or what stands for it."""
+    """One variable of the workers, for the plan. value: `***` for a secret"""
 
     name: str
     value: str
@@ -34,9 +34,9 @@ class Variable:
 
 
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Settings of communication libraries and of torch on NPU; never who sees which device.
+    """Select the settings of communication libraries and of torch on NPU.
 
-    What looks like a secret is withheld, see `config.withheld`.
+    Visibility of devices is never among them. Secrets are withheld, see `config.withheld`.
     """
     return {
         name: withhold(name, value)
@@ -46,7 +46,7 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def worker_environment(given: Mapping[str, str], inherits: bool) -> dict[str, str]:
-    """Variables to set for a worker.
+    """Return the variables to set for a worker.
 
     given:    `resource_pool.env`, which comes before the driver's
     inherits: the worker has the driver's environment anyway, as on an own cluster
@@ -55,7 +55,7 @@ def worker_environment(given: Mapping[str, str], inherits: bool) -> dict[str, st
 
 
 def problems(kind: DeviceKind, given: Mapping[str, str]) -> list[Problem]:
-    """Variables that workers on `kind` would get and that contradict each other.
+    """Return the contradictions between the variables that workers on `kind` would get.
 
     given: `resource_pool.env`
     """
@@ -64,7 +64,7 @@ def problems(kind: DeviceKind, given: Mapping[str, str]) -> list[Problem]:
 
 
 def variables(given: Mapping[str, str]) -> list[Variable]:
-    """What workers get from the driver and from `resource_pool.env`, by name."""
+    """List the variables that workers get from the driver and from the pool, by name."""
     found = [Variable(n, v, DRIVER) for n, v in forwarded_environment(os.environ).items()]
     found = [variable for variable in found if variable.name not in given]
     found += [Variable(name, value, POOL) for name, value in given.items()]

@@ -1,12 +1,36 @@
-"""How a run fails: one exception that says who, where, during what and why."""
+"""Errors of workers and hosts, which name the role and rank, the host, the phase and the cause."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 
-DIED = "the process died"  # how the cause begins where a worker raised nothing
+DIED = "the process died"  # start of the cause where a worker raised nothing
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A rank at work, for messages. log: the file of its output"""
+
+    role: str
+    rank: int
+    host: str
+    phase: str
+    log: str = ""
+    pool: str = ""
+
+    @property
+    def call(self) -> str:
+        return f"{self.role}.{self.phase}"
+
+    @property
+    def rows(self) -> str:
+        return f"rows of {self.call} from rank {self.rank}"
+
+    def error(self, cause: str, remote_traceback: str = "") -> WorkerError:
+        return WorkerError(self.role, self.rank, self.host, self.phase, cause, remote_traceback)
 
 
 class WorkerError(RuntimeError):
@@ -14,7 +38,7 @@ class WorkerError(RuntimeError):
 
     role:  role that was running; the pool's name while no role was
     phase: method of the role, or what the process did (`start`)
-    cause: `ValueError: what it said`, or how the process ended
+    cause: `ValueError: its message`, or how the process ended
     remote_traceback: of the cause, for the log; empty when the process died
     is_aftermath: the cause is a lost connection to another rank, so another failure came first
     """
@@ -43,7 +67,7 @@ class WorkerError(RuntimeError):
 class RuntimeTimeout(RuntimeError):
     """A wait reached its deadline.
 
-    what:    what was waited for, as `role.phase`
+    what:    the call that was waited for, as `role.phase`
     missing: the ranks that did not arrive
     hint:    what the ranks do, or wait for themselves, where that is known
     hosts:   of the missing ranks, where they are known
@@ -72,7 +96,7 @@ class RuntimeTimeout(RuntimeError):
 
 
 class DevicesMissing(RuntimeError):
-    """A joined cluster did not offer the devices in time; the same command may succeed later.
+    """A joined cluster did not have the devices in time; the same command may succeed later.
 
     free: devices of each node that were free
     """
@@ -83,7 +107,7 @@ class DevicesMissing(RuntimeError):
 
 
 class TooFewDevices(UserError):
-    """An own cluster, to which nobody adds any, has too few devices. free: as `DevicesMissing`"""
+    """An own cluster, which never grows, has too few devices. free: as `DevicesMissing`"""
 
     def __init__(self, problems: Sequence[Problem], free: Sequence[int] = ()) -> None:
         super().__init__(problems)
@@ -91,10 +115,10 @@ class TooFewDevices(UserError):
 
 
 class HostError(RuntimeError):
-    """A function that runs on a host beside the workers raised, was lost, or was late.
+    """A function on a host, beside the workers, raised, was lost, or was late.
 
-    host, phase: where, and the name of the function
-    cause:       `OSError: what it said`, how its process ended, or what was waited for
+    phase:       the name of the function
+    cause:       `OSError: its message`, how its process ended, or what was waited for
     is_late:     no result within the time given
     """
 

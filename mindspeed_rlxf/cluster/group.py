@@ -1,4 +1,4 @@
-"""The driver's view of a role: one object for all its ranks, typed calls, references for rows.
+"""All ranks of a role as one object of the driver: calls, reports, and references to rows.
 
 critic = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pools["critic"])
 critic.build(CriticRole, config).result()
@@ -7,13 +7,12 @@ values = critic.call(CriticRole.values, rollouts).rows()
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rlxf.cluster.protocol import BUILD, Call, Pool, Reply, Request
-from mindspeed_rlxf.cluster.refs import Piece, RowsRef, find_refs, split_refs
+from mindspeed_rlxf.cluster.refs import Piece, RowsRef, find_refs, list_items, split_refs
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.plugins import with_plugins
@@ -22,13 +21,13 @@ from mindspeed_rlxf.data.batch import Rows
 
 @dataclass(frozen=True)
 class Sharded:
-    """An argument that differs by data-parallel rank: parts[i] goes to every rank of replica i."""
+    """An argument that differs by replica: parts[i] goes to every rank of replica i."""
 
     parts: Sequence[Any]
 
 
 class Pending:
-    """A call under way. Nothing waits until a result is asked for."""
+    """A call under way; `rows` and `result` wait for it."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class Pending:
         self._replies: list[Reply] | None = None
 
     def rows(self) -> RowsRef:
-        """The leaders' rows in data-parallel order; waits only when their number is unknown."""
+        """Return the leaders' rows in data-parallel order; waits if their number is unknown."""
         counts = list(self._num_rows)
         if None in counts:
             counts = [reply.num_rows for reply in self._leader_replies()]
@@ -57,12 +56,12 @@ class Pending:
         return RowsRef(tuple(Piece(handle, n) for handle, n in found if n is not None))
 
     def result(self) -> list[Any]:
-        """The leaders' reports in data-parallel order. Raises WorkerError, RuntimeTimeout."""
+        """Return the leaders' reports by replica. Raises WorkerError, RuntimeTimeout."""
         return [reply.report for reply in self._leader_replies()]
 
     @property
     def seconds(self) -> float:
-        """Longest time that a rank spent in the method; waits for it to end."""
+        """The longest time of a rank in the method; waits for it to end."""
         return max(reply.seconds for reply in self.replies())
 
     def _leader_replies(self) -> list[Reply]:
@@ -70,7 +69,7 @@ class Pending:
         return [replies[rank] for rank in self._leaders]
 
     def replies(self) -> list[Reply]:
-        """Of all ranks; waits for them. Raises as `result`."""
+        """Return the replies of all ranks; waits for them. Raises as `result`."""
         if self._replies is None:
             self._replies = self._call.wait()
         return self._replies
@@ -87,8 +86,8 @@ class RoleGroup:
         self.role, self.layout, self.pool = role, layout, pool
 
     def build(self, factory: Callable[..., Any], *args: Any) -> Pending:
-        """Make the role's object in every process: `factory(*args)`, after the plugins."""
-        return self._submit(BUILD, args, with_plugins(factory))
+        """Build the role in every process: load the plugins, then call `factory(*args)`."""
+        return self._submit(BUILD, args, factory=with_plugins(factory))
 
     def call(self, method: Callable[..., Any], *args: Any) -> Pending:
         """Run a method of the role's class on every rank.
@@ -98,34 +97,44 @@ class RoleGroup:
         args: `Sharded`, by data-parallel rank; RowsRef, alone or as fields of a dataclass, split
             between replicas in equal contiguous parts; anything else, the same for all
         """
-        return self._submit(method.__name__, args, None)
+        return self._submit(method.__name__, args)
+
+    def call_engine(self, method: Callable[..., Any], *args: Any) -> Pending:
+        """Run a method of `TrainEngine` on the engine of every rank; its results are the reports.
+
+        args: the same for all ranks
+        """
+        return self._submit(method.__name__, args, of_engine=True)
 
     def prepare(self, method: Callable[..., Any], *args: Any) -> list[Request]:
-        """The requests of `call(method, *args)`, for `submit_together`."""
-        return self._requests(method.__name__, args, None)[0]
+        """Return the requests of `call(method, *args)`, for `submit_together`."""
+        return self._requests(method.__name__, args)[0]
 
-    def _submit(
-        self, method: str, args: Sequence[Any], factory: Callable[..., Any] | None
-    ) -> Pending:
-        requests, num_rows = self._requests(method, args, factory)
+    def _submit(self, method: str, args: Sequence[Any], **how: Any) -> Pending:
+        """how: fields of `Request` (as in `_requests`)"""
+        requests, num_rows = self._requests(method, args, **how)
         call, what = self.pool.submit(requests), f"{self.role.value}.{method}"
         return Pending(call, self.layout.leaders(), num_rows, self.pool.name, what)
 
     def _requests(
-        self, method: str, args: Sequence[Any], factory: Callable[..., Any] | None
+        self, method: str, args: Sequence[Any], **how: Any
     ) -> tuple[list[Request], list[int | None]]:
-        """By rank; and the rows that go in, and come out, by data-parallel rank."""
+        """Return a request for each rank, and the rows that go in by data-parallel rank.
+
+        how: fields of `Request`
+        """
         shards = [self._shards(arg) for arg in args]
         by_dp = [tuple(shard[dp] for shard in shards) for dp in range(self.layout.dp)]
         num_rows = [self._num_rows_in(shards, args, dp) for dp in range(self.layout.dp)]
         requests = []
         for rank in range(self.layout.world_size):
             dp, leads = self.layout.dp_rank(rank), self.layout.is_leader(rank)
-            requests.append(Request(self.role, method, by_dp[dp], leads, num_rows[dp], factory))
+            rows = num_rows[dp]
+            requests.append(Request(self.role, method, by_dp[dp], leads, rows, **how))
         return requests, num_rows
 
     def _shards(self, arg: Any) -> Sequence[Any]:
-        """The argument of each data-parallel rank."""
+        """Return the argument of each data-parallel rank."""
         if not isinstance(arg, Sharded):
             return split_refs(arg, self.layout.dp)
         assert len(arg.parts) == self.layout.dp, (
@@ -136,7 +145,7 @@ class RoleGroup:
 
     @staticmethod
     def _num_rows_in(shards: Sequence[Sequence[Any]], args: Sequence[Any], dp: int) -> int | None:
-        """Rows of the first argument that is shared out between replicas."""
+        """Return the number of rows of the first argument that is split between replicas."""
         for shard, arg in zip(shards, args, strict=True):
             if isinstance(arg, Sharded) or find_refs(arg):
                 num_rows = _num_rows(shard[dp])
@@ -146,9 +155,9 @@ class RoleGroup:
 
 
 def submit_together(pool: Pool, *parts: Sequence[Request]) -> Pending:
-    """One call over all parts of a pool, whose ranks may wait for each other; it has no rows.
+    """Submit one call over all parts of a pool, whose ranks may wait for each other. No rows.
 
-    parts: what `RoleGroup.prepare` gave for each, in the order of ranks
+    parts: the requests of `RoleGroup.prepare` for each part, in the order of ranks
     """
     return Pending(pool.submit([request for part in parts for request in part]), [], [])
 
@@ -156,10 +165,5 @@ def submit_together(pool: Pool, *parts: Sequence[Request]) -> Pending:
 def _num_rows(value: Any) -> int | None:
     if isinstance(value, (RowsRef, Rows)):
         return value.num_rows
-    items: list[Any] = []
-    if isinstance(value, (list, tuple)):
-        items = list(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    counts = (_num_rows(item) for item in items)
+    counts = (_num_rows(item) for _, item in list_items(value))
     return next((count for count in counts if count is not None), None)

@@ -1,10 +1,10 @@
-"""One agent per host: runs plain functions there, beside the workers. Free of Ray.
+"""One agent per host runs plain functions there, beside the workers. Free of Ray.
 
     sizes = call_each(hosts, disk_usage, folder, timeout_s=30.0)
 
-Files, checks and diagnosis go through it, so that a role has no methods for them. It answers while
-workers compute, hang or are dead. `ray.agent` has it for the hosts of a Ray cluster, `local` for
-the processes that are there.
+Files, checks and diagnosis go through agents, so that roles have no methods for them. An agent
+answers while workers compute, hang or are dead. `ray.agent` has the agents of a Ray cluster, and
+`local` those of the processes of torchrun.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from queue import Empty, Queue
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 from mindspeed_rlxf.cluster.errors import HostError
@@ -46,32 +46,31 @@ class HostAgent(ABC):
         """
 
     def call(self, function: Function, *args: Any, timeout_s: float) -> Any:
-        """The result of `function(*args)` on the host. Raises HostError."""
+        """Return the result of `function(*args)` on the host. Raises HostError."""
         return self.start(function, *args, timeout_s=timeout_s).result()
 
 
 def call_each(
     agents: Sequence[HostAgent], function: Function, *args: Any, timeout_s: float
 ) -> list[Any]:
-    """Results of a function on several hosts at the same time. Raises the first HostError."""
+    """Call a function on several hosts at the same time. Raises the first HostError."""
     calls = [agent.start(function, *args, timeout_s=timeout_s) for agent in agents]
     return [call.result() for call in calls]
 
 
 def outcomes(calls: Sequence[HostCall]) -> list[Any]:
-    """The result of each call, or its HostError; waits for all of them."""
-    return [_outcome(call) for call in calls]
+    """Wait for all calls; return the result of each, or its HostError."""
+    found: list[Any] = []
+    for call in calls:
+        try:
+            found.append(call.result())
+        except HostError as error:
+            found.append(error)
+    return found
 
 
-def _outcome(call: HostCall) -> Any:
-    try:
-        return call.result()
-    except HostError as error:
-        return error
-
-
-def late(host: str, function: Function, timeout_s: float, waits_for: str) -> HostError:
-    """waits_for: what has not happened"""
+def deadline_error(host: str, function: Function, timeout_s: float, waits_for: str) -> HostError:
+    """Make the error of a call that reached its deadline. waits_for: what has not happened"""
     cause = f"no reply within {round(timeout_s, 1):g} s, waiting for {waits_for}"
     return HostError(host, function.__name__, cause, is_late=True)
 
@@ -82,24 +81,21 @@ class ThreadCall:
     def __init__(self, host: str, function: Function, args: Sequence[Any], timeout_s: float):
         self._host, self._function, self._timeout_s = host, function, timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._ended: Queue[tuple[Any, Exception | None]] = Queue()
+        self._future: Future[Any] = Future()
         threading.Thread(target=self._run, args=args, daemon=True).start()
 
     def _run(self, *args: Any) -> None:
         try:
-            self._ended.put((self._function(*args), None))
+            self._future.set_result(self._function(*args))
         except Exception as error:
-            self._ended.put((None, error))
+            self._future.set_exception(error)
 
     def result(self) -> Any:
-        try:
-            value, error = self._ended.get(timeout=max(self._deadline - time.monotonic(), 0))
-        except Empty:
-            raise late(
-                self._host, self._function, self._timeout_s, "the function to return"
-            ) from None
-        self._ended.put((value, error))  # for who asks again
+        if not wait([self._future], max(self._deadline - time.monotonic(), 0)).done:
+            waits_for = "the function to return"
+            raise deadline_error(self._host, self._function, self._timeout_s, waits_for)
+        error = self._future.exception()
         if error is None:
-            return value
+            return self._future.result()
         text, cause = "".join(traceback.format_exception(error)), f"{type(error).__name__}: {error}"
         raise HostError(self._host, self._function.__name__, cause, text) from error

@@ -1,4 +1,4 @@
-"""Which versions a process runs, and which hosts differ: on a cluster every node has its own."""
+"""Versions of the packages of a process, and the comparison of those of several hosts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ NONE = "none"  # the version of what is not installed
 
 
 @functools.cache
-def build() -> str:
-    """Version and hash of all sources, equal where the code is: `0.1.0, sources 3f2a91c07d4e`."""
-    return f"{mindspeed_rlxf.__version__}, sources {digest(Path(mindspeed_rlxf.__file__).parent)}"
+def build_id() -> str:
+    """Return the version with a hash of all sources: `0.1.0, sources 3f2a91c07d4e`."""
+    sources = hash_sources(Path(mindspeed_rlxf.__file__).parent)
+    return f"{mindspeed_rlxf.__version__}, sources {sources}"
 
 
-def digest(folder: Path) -> str:
-    """Hash of names and contents of the Python files below `folder`, 12 hexadecimal digits."""
+def hash_sources(folder: Path) -> str:
+    """Hash the names and contents of the Python files below a folder; 12 hexadecimal digits."""
     hashed = hashlib.sha256()
     for file in sorted(folder.rglob("*.py"), key=lambda file: file.relative_to(folder).as_posix()):
         hashed.update(file.relative_to(folder).as_posix().encode() + b"\0")
@@ -32,8 +33,8 @@ def digest(folder: Path) -> str:
 
 
 def versions(names: Sequence[str]) -> dict[str, str]:
-    """Of this package and of others, by name."""
-    return {OURS: build(), **{name: packages.version(name) or NONE for name in names}}
+    """Return the versions of this package and of others, by name."""
+    return {OURS: build_id(), **{name: packages.version(name) or NONE for name in names}}
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,10 @@ class Difference:
 def differences(
     by_host: Iterable[tuple[str, Mapping[str, str]]], expected: Mapping[str, str] | None = None
 ) -> list[Difference]:
-    """The one comparison of versions: with the expected one, else with that of most hosts.
+    """Compare versions with the expected ones, else with those of most hosts.
 
-    The local part of a version does not count: it names the build, as 2.7.1+cpu on a head without
-    devices.
+    The local part of a version does not count. It names the build, as 2.7.1+cpu on a head node
+    without devices.
 
     by_host: versions by name, of each host
     """

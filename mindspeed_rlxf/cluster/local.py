@@ -25,7 +25,7 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster.deadlines import collective_timeout_s
 from mindspeed_rlxf.cluster.errors import HostError, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.host_agent import Function, HostAgent, HostCall, ThreadCall, outcomes
-from mindspeed_rlxf.cluster.machine import machine
+from mindspeed_rlxf.cluster.nodes import machine_id
 from mindspeed_rlxf.cluster.protocol import Reply, Request
 from mindspeed_rlxf.cluster.worker import RoleHost
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class LocalHandle:
-    """The rows themselves; equal only to itself."""
+    """A handle that holds the rows; equal only to itself."""
 
     rows: Rows | None
     origin: str
@@ -65,7 +65,7 @@ class LocalCall:
 
 
 def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
-    """Set up this process's device, which has to come before Megatron is imported.
+    """Set up the device of this process, before Megatron is imported.
 
     Raises UserError where something of the installation is missing.
     """
@@ -77,7 +77,7 @@ def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
 
 
 def _to_text(error: Failure | None) -> str:
-    """An error for the other ranks: its kind and what it is made of."""
+    """Write an error as JSON for the other ranks: its kind and its arguments."""
     return json.dumps([type(error).__name__, error.__reduce__()[1]] if error else None)
 
 
@@ -91,7 +91,7 @@ def _from_text(text: str) -> Failure | None:
 
 
 class LocalWorld:
-    """The ranks of torchrun, or this process alone, and the exchange between them."""
+    """The ranks of torchrun, or this process alone, with an exchange between them."""
 
     def __init__(self, kind: DeviceKind, threads: int, timeout_s: float) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
@@ -105,12 +105,12 @@ class LocalWorld:
         store = PrefixStore("world", self._store)
         worlds.join(device.backend(kind), store, self.rank, (self.size,), timeout)
         self._host_group = dist.new_group(backend="gloo", timeout=timeout)
-        found = self.exchange((socket.gethostname(), machine()), "the names of hosts")
+        found = self.exchange((socket.gethostname(), machine_id()), "the names of hosts")
         agents = {host: LocalAgent(host[0], found.index(host), self) for host in found}
         self.hosts: list[HostAgent] = [agents[host] for host in found]  # by rank
 
     def exchange(self, outcome: Outcome | Failure, what: str) -> list[Outcome]:
-        """Outcomes by rank, on every rank. A failure on one rank is raised on all that arrive."""
+        """Return the outcomes of all ranks, on every rank, or raise the failure of one on all."""
         number = next(self._calls)
         error = outcome if isinstance(outcome, Failure) else None
         self._store.set(self._key(number, self.rank), _to_text(error))
@@ -161,8 +161,11 @@ class LocalWorld:
 
 
 class LocalAgent(HostAgent):
-    """Runs functions in a thread of one rank. Every rank makes the same calls, in the same order,
-    and gets the result; to start one is to wait for all ranks."""
+    """Runs functions in a thread of one rank.
+
+    Every rank makes the same calls in the same order, and gets the results. `start` waits for all
+    ranks.
+    """
 
     def __init__(self, host: str, rank: int, world: LocalWorld) -> None:
         super().__init__(host)
@@ -200,7 +203,7 @@ class LocalPool:
         assert first_rank == 0 and len(requests) == self.world_size, "a local pool has no parts"
         mine = requests[self._world.rank]
         outcome: Outcome | WorkerError
-        # A rank that hangs shows where, also in C; the others' collectives end a little later.
+        # A rank that hangs, even in C, writes its stack before the collectives of the others end.
         faulthandler.dump_traceback_later(self._world.timeout_s, file=2)
         try:
             outcome = self._host.run(mine)
@@ -213,11 +216,11 @@ class LocalPool:
         )
 
     def shutdown(self) -> None:
-        """Nothing of its own to end."""
+        """Do nothing: the processes belong to torchrun."""
 
 
 class LocalRuntime:
-    """Runs in the processes that are there."""
+    """Implements `protocol.Runtime` in the processes of torchrun, or in this one."""
 
     def __init__(self, kind: DeviceKind, threads: int = 1, timeout_s: float = 1800.0) -> None:
         self.world = LocalWorld(kind, threads, timeout_s)
@@ -229,11 +232,11 @@ class LocalRuntime:
 
     @property
     def is_first(self) -> bool:
-        """This process writes the files of the run."""
+        """Whether this process writes the files of the run."""
         return self.world.rank == 0
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make()` returns on rank 0, or raises there, on every rank."""
+        """Call `make()` on rank 0; every rank returns its result, or raises its error."""
         return self.world.from_first(make)
 
     def create_pools(
@@ -241,7 +244,7 @@ class LocalRuntime:
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, LocalPool]:
-        assert not parts, "refused by the rules of the configuration"
+        assert not parts, "the rules of the configuration refuse split pools"
         size = self.world.size
         problems = [
             Problem(

@@ -1,24 +1,169 @@
-"""Checks the nodes of a joined cluster before devices are claimed. Free of Ray."""
+"""Compare the nodes of a joined cluster with the driver's node before devices are claimed.
+
+Light to import: `report_node` runs on every node. Free of Ray.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Mapping
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_rlxf import packages
 from mindspeed_rlxf.cluster.errors import HostError
 from mindspeed_rlxf.cluster.host_agent import HostAgent, outcomes
-from mindspeed_rlxf.cluster.installed import build
-from mindspeed_rlxf.cluster.node_report import NodeReport, problems, report
+from mindspeed_rlxf.cluster.installed import OURS, build_id, differences, versions
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.weights.formats import Format, find_weights
+from mindspeed_rlxf.weights.layout import RANK_FILE
 
 logger = logging.getLogger(__name__)
 
+PACKAGES = ("torch", "transformers", packages.MEGATRON)
+DEVICE_PACKAGES = ("torch-npu", "mindspeed")  # a driver on a node without devices may lack them
+HASHED = (".json", ".jinja", ".txt", ".model")  # small: contents count; of others the size
+OF_HF: tuple[str, ...] = (".safetensors",)
+OF_MEGATRON = (".distcp", ".metadata", ".pt")
+WEIGHTS = "weights"  # the entry of their format and folder
+MAX_HASHED = 64 * 2**20
+HEALTHY = ("OK", "")  # words of the tools of device drivers
+MAX_PROBLEMS = 3  # of one folder on one node
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """Installation, files and devices of one node.
+
+    files:    folder -> file name -> hash or size; None = there is no folder
+    sees_run: the node sees the run directory
+    devices:  count by the tool of the device driver; None = not asked, or there is no tool
+    sick:     devices that the tool calls unhealthy, each with its word
+    """
+
+    host: str
+    versions: dict[str, str]
+    files: dict[str, dict[str, str] | None]
+    sees_run: bool
+    devices: int | None = None
+    sick: tuple[str, ...] = ()
+
+
+def report_node(
+    folders: Sequence[str], run_file: str | None, probe: DeviceKind | None = None
+) -> NodeReport:
+    """Report the installation, files and devices of this node.
+
+    folders:  read by workers
+    run_file: a file of the run directory, written by the driver process
+    probe:    ask the tool of the device driver about this kind of device, which takes seconds
+    """
+    devices, sick = _probe_devices(probe) if probe is not None else (None, ())
+    return NodeReport(
+        host=socket.gethostname(),
+        versions=versions((*PACKAGES, *DEVICE_PACKAGES)),
+        files={folder: list_files(folder) for folder in folders},
+        sees_run=run_file is None or os.path.exists(run_file),
+        devices=devices,
+        sick=sick,
+    )
+
+
+def _probe_devices(kind: DeviceKind) -> tuple[int | None, tuple[str, ...]]:
+    """Return the number of devices of this host, and the sick ones."""
+    from mindspeed_rlxf.device.driver import driver_view  # brings in torch
+
+    view = driver_view(kind)
+    if view is None or view.problem:
+        return None, ()
+    sick = [f"device {d.index}: {d.health}" for d in view.devices if d.health not in HEALTHY]
+    return len(view.devices), tuple(sick)
+
+
+def list_files(folder: str) -> dict[str, str] | None:
+    """Map each model or tokenizer file to its hash or size; None where there is no folder.
+
+    Files of Megatron's weights are listed in the folders of iterations and ranks too.
+    """
+    root = Path(folder)
+    if not os.path.isdir(root):
+        return None
+    found, place, sized = {}, root, OF_HF
+    try:
+        kind, place = find_weights(root)
+        found[WEIGHTS] = f"{kind.value} in {place.relative_to(root)}"
+        sized = OF_HF if kind in (Format.HF, Format.RUN_STATE) else OF_MEGATRON
+    except (ValueError, OSError) as error:  # other folders than the driver's, or no right to look
+        found[WEIGHTS] = str(error).partition(";")[0]
+    for file in sorted({*root.glob("*"), *place.glob("*"), *place.glob(f"mp_rank_*/{RANK_FILE}")}):
+        known_by = _fingerprint(file, sized)
+        if known_by is not None:
+            found[str(file.relative_to(root))] = known_by
+    return found
+
+
+def _fingerprint(file: Path, sized: tuple[str, ...]) -> str | None:
+    """Return the hash of a small file, the size of one that ends in `sized`, None for others."""
+    try:
+        if not file.is_file():
+            return None
+        size = file.stat().st_size
+        if file.suffix in HASHED and size <= MAX_HASHED:
+            return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    except OSError as error:
+        return str(error.strerror)
+    return f"{size} bytes" if file.name.endswith(sized) else None
+
+
+def find_node_problems(
+    driver: NodeReport, nodes: Sequence[NodeReport], keys: Mapping[str, str]
+) -> list[str]:
+    """Find differences between nodes that would fail a run later, or change it.
+
+    keys: folder -> the configuration keys that name it
+    """
+    expected = {name: driver.versions[name] for name in (OURS, *PACKAGES)}
+    found = [  # packages for devices are compared among the nodes: a driver may lack them
+        f"{d.name} on {host} must be that of "
+        f"{'the driver' if d.name in expected else 'the other nodes'} ({d.expected}), not "
+        f"{d.value}; install the same there, and start Ray on that host again"
+        for d in differences(((node.host, node.versions) for node in nodes), expected)
+        for host in d.hosts
+    ]
+    for node in nodes:
+        for folder, files in driver.files.items():
+            if files is not None:  # a name of the hub; weights are looked at before
+                found += _compare_folder(
+                    f"{keys[folder]}={folder}", node, files, node.files[folder]
+                )
+    return list(dict.fromkeys(found))
+
+
+def _compare_folder(
+    title: str, node: NodeReport, expected: Mapping[str, str], found: Mapping[str, str] | None
+) -> list[str]:
+    remedy = f"copy the folder to {node.host}, or use one that every node shares"
+    if found is None:
+        return [f"{title} must be on every node; {node.host} has no such folder; {remedy}"]
+    differing = [
+        f"{name} ({found.get(name, 'missing')} there, {value} here)"
+        for name, value in expected.items()
+        if found.get(name) != value
+    ]
+    if not differing:
+        return []
+    shown = ", ".join(differing[:MAX_PROBLEMS])
+    more = f" and {len(differing) - MAX_PROBLEMS} more" if len(differing) > MAX_PROBLEMS else ""
+    return [f"{title} must be the same on every node; on {node.host}: {shown}{more}; {remedy}"]
+
 
 class NodeCheck:
-    """Compares the nodes of a joined cluster with the driver's; each node once."""
+    """Compares each node of a joined cluster once with the node of the driver process."""
 
     def __init__(
         self,
@@ -28,10 +173,10 @@ class NodeCheck:
         timeout_s: float,
         probe: DeviceKind | None = None,
     ) -> None:
-        """agent_on: gives the agent of a node, by id and host
+        """agent_on: returns the agent of a node, by id and host
         keys:     folder that workers read -> the configuration keys that name it
-        run_file: that the driver has written, to learn which nodes share its run directory
-        probe:    leave out the nodes that do not answer, differ, or have sick devices of this kind;
+        run_file: a file of the run directory: nodes that see it share the directory
+        probe:    leave out nodes that do not answer, differ, or have sick devices of this kind;
                   None = refuse them
         """
         self._agent_on, self._keys = agent_on, dict(keys)
@@ -42,13 +187,13 @@ class NodeCheck:
         self._seen: dict[str, NodeReport] = {}
 
     def check(self, nodes: list[Node]) -> list[Node]:
-        """The nodes that may be used.
+        """Return the nodes that may be used.
 
-        Raises UserError that names those whose software or files differ, unless they are left out.
+        Raises UserError for nodes whose software or files differ, unless they are left out.
         """
         new = [node for node in nodes if node.id not in {*self._seen, *self.left_out}]
         if new:
-            self._driver = self._driver or report(list(self._keys), self._run_file)
+            self._driver = self._driver or report_node(list(self._keys), self._run_file)
             reports, silent = self._collect(new)
             self._seen.update(reports)
             self._judge(new, reports, silent)
@@ -60,25 +205,29 @@ class NodeCheck:
         assert self._driver is not None, "asked first"
         if self._probe is None:
             wrong = list(silent.values())
-            wrong += problems(self._driver, list(reports.values()), self._keys)
+            wrong += find_node_problems(self._driver, list(reports.values()), self._keys)
             if wrong:
                 raise UserError([Problem("", text) for text in wrong])
             return
         for node in nodes:
-            found = [silent[node.id]] if node.id in silent else self._faults(node, reports[node.id])
+            found = (
+                [silent[node.id]]
+                if node.id in silent
+                else self._find_faults(node, reports[node.id])
+            )
             if found:
                 self.left_out.add(node.id)
                 logger.warning("%s (%s) is left out: %s", node.host, node.ip, "; ".join(found))
 
-    def _faults(self, node: Node, seen: NodeReport) -> list[str]:
+    def _find_faults(self, node: Node, seen: NodeReport) -> list[str]:
         assert self._driver is not None, "asked first"
-        found = [*seen.sick, *problems(self._driver, [seen], self._keys)]
+        found = [*seen.sick, *find_node_problems(self._driver, [seen], self._keys)]
         if seen.devices is not None and seen.devices < node.count:
             found.append(f"its driver lists {seen.devices} of {node.count} devices")
         return found
 
-    def say_what_is_not_shared(self, hosts: set[str]) -> None:
-        """Name the hosts in use whose output does not arrive where the driver's does."""
+    def warn_of_unshared_hosts(self, hosts: set[str]) -> None:
+        """Warn of the hosts in use that do not share the run directory."""
         apart = sorted({r.host for r in self._seen.values() if not r.sees_run} & hosts)
         if apart:
             logger.warning(
@@ -88,23 +237,25 @@ class NodeCheck:
             )
 
     def _collect(self, nodes: list[Node]) -> tuple[dict[str, NodeReport], dict[str, str]]:
-        """By node: reports, and what to say of those that gave none."""
+        """Collect the reports by node, and a message for each node that gave none."""
         arguments = list(self._keys), self._run_file, self._probe
         calls = [
-            self._agent_on(node.id, node.host).start(report, *arguments, timeout_s=self._timeout_s)
+            self._agent_on(node.id, node.host).start(
+                report_node, *arguments, timeout_s=self._timeout_s
+            )
             for node in nodes
         ]
         found, silent = {}, {}
         for node, reply in zip(nodes, outcomes(calls), strict=True):
             if isinstance(reply, HostError):  # an import that fails there, or the node went away
-                silent[node.id] = _silent(node, reply.cause)
+                silent[node.id] = _describe_silence(node, reply.cause)
             else:
                 found[node.id] = reply
         return found, silent
 
 
-def _silent(node: Node, what: str) -> str:
+def _describe_silence(node: Node, what: str) -> str:
     return (
-        f"mindspeed_rlxf on {node.host} ({node.ip}) must be that of the driver ({build()}): "
+        f"mindspeed_rlxf on {node.host} ({node.ip}) must be that of the driver ({build_id()}): "
         f"{what}; install the same there, and start Ray on that host from that environment again"
     )

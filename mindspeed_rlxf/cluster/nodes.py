@@ -1,15 +1,32 @@
-"""The nodes of a cluster: how many devices each has, of which model, and what is missing."""
+"""The nodes of a cluster: their devices, the order of ranks on them, and what a pool lacks."""
 
 from __future__ import annotations
 
 import ipaddress
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import TypeVar
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAX_SHOWN = 16  # nodes in one message
 MODEL_PREFIX = "accelerator_type:"  # Ray's own resource for the model of a node's devices
+
+A = TypeVar("A")
+
+
+@cache
+def machine_id() -> str:
+    """Return the boot id, which tells hosts of one name apart; empty where the kernel has none."""
+    try:
+        return BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -43,60 +60,65 @@ def make_node(
     )
 
 
-def by_address(nodes: Sequence[Node]) -> list[Node]:
-    """The order in which people and ranks count nodes."""
+def sort_by_address(nodes: Sequence[Node]) -> list[Node]:
+    """Sort nodes as people and ranks count them."""
     return sorted(nodes, key=lambda node: (address_key(node.ip), node.host, node.id))
 
 
 def address_key(ip: str) -> tuple[int, int]:
-    """Orders addresses as numbers: 10.0.0.9 before 10.0.0.10."""
+    """Return a sort key that orders addresses as numbers: 10.0.0.9 before 10.0.0.10."""
     address = ipaddress.ip_address(ip)
     return address.version, int(address)
 
 
 def fits(shape: Sequence[int], counts: Sequence[int]) -> bool:
-    """Whether nodes with so many devices can each take one entry of the shape."""
+    """Return whether each entry of the shape fits on a node of its own.
+
+    counts: devices of each node
+    """
     largest = sorted(counts, reverse=True)[: len(shape)]
     wanted = sorted(shape, reverse=True)
     return len(largest) == len(wanted) and all(a <= b for a, b in zip(wanted, largest, strict=True))
 
 
-def lacking(
+def find_unplaced_pools(
     late: Sequence[str], shapes: Mapping[str, Sequence[int]], nodes: Sequence[Node]
 ) -> list[str]:
-    """Which of the pools that did not get their devices are to be told: those for which there are
-    too few, or all where any of them alone could have them."""
+    """Return the pools that could not be placed: those too large for the free devices.
+
+    Where each of them fits alone, all of them are returned.
+    """
     free = [node.free for node in nodes]
     return [name for name in late if not fits(shapes[name], free)] or list(late)
 
 
-def model_for(pool: str, shape: Sequence[int], nodes: Sequence[Node]) -> str | None:
-    """The device model that the pool has to ask for; None where there is nothing to choose.
+def choose_model(pool: str, shape: Sequence[int], nodes: Sequence[Node]) -> str | None:
+    """Choose the device model that a pool asks for; None where there is nothing to choose.
 
     A pool computes in step: a mixture would run at the speed of the slower devices, with other
-    rounding on each. Raises UserError where nodes of one model are too few and all together not.
+    rounding on each. Raises UserError where only a mixture of models is large enough.
     """
-    models = list(dict.fromkeys(node.model for node in by_address(nodes) if node.model))
+    models = list(dict.fromkeys(node.model for node in sort_by_address(nodes) if node.model))
     if len(models) < 2:
         return None
-    for number in ("free", "count"):  # what can be had now comes first
+    for number in ("free", "count"):  # free devices come first
         for model in models:
             if fits(shape, [getattr(node, number) for node in nodes if node.model == model]):
                 return model
     if not fits(shape, [node.count for node in nodes]):
-        return None  # nodes that are not there yet may be of one model
+        return None  # nodes that join later may be of one model
     raise UserError(
         Problem(
             f"resource_pool.{pool}",
-            f"must be on devices of one model; the cluster has {listed(nodes)}",
+            f"must be on devices of one model; the cluster has {list_nodes(nodes)}",
             list(shape),
             "make the pool smaller, or add nodes of the same model",
         )
     )
 
 
-def taken(nodes: Sequence[Node], shape: Sequence[int], model: str | None) -> list[Node]:
-    """The nodes when a pool has its devices, each entry on the node that it fills best."""
+def take_devices(nodes: Sequence[Node], shape: Sequence[int], model: str | None) -> list[Node]:
+    """Return the nodes after a pool has taken its devices, each entry on the node it fills best."""
     left = {node.id: node for node in nodes}
     possible = [node for node in nodes if model in (None, node.model)]
     for count in sorted(shape, reverse=True):
@@ -108,18 +130,60 @@ def taken(nodes: Sequence[Node], shape: Sequence[int], model: str | None) -> lis
     return list(left.values())
 
 
-def missing(pool: str, shape: Sequence[int], resource: str, address: str, n: Sequence[Node]) -> str:
-    """What a pool waits for, with every node by name."""
+def describe_shortage(
+    pool: str, shape: Sequence[int], resource: str, address: str, nodes: Sequence[Node]
+) -> str:
+    """Describe the devices that a pool waits for, and list every node."""
     each = f"{list(shape)}, one entry per node" if len(shape) > 1 else f"{shape[0]} on one node"
     return (
         f"resource_pool.{pool} needs {resource}: {each}; the cluster at {address} has "
-        f"{listed(n)}; ask for less, free some, or start Ray on more nodes with "
+        f"{list_nodes(nodes)}; ask for less, free some, or start Ray on more nodes with "
         f"--resources='{{\"{resource}\": COUNT}}' (device.devices_per_node is what a count fills)"
     )
 
 
-def listed(nodes: Sequence[Node]) -> str:
-    shown = [str(node) for node in by_address(nodes)[:MAX_SHOWN]]
+def list_nodes(nodes: Sequence[Node]) -> str:
+    shown = [str(node) for node in sort_by_address(nodes)[:MAX_SHOWN]]
     if len(nodes) > MAX_SHOWN:
         shown.append(f"and {len(nodes) - MAX_SHOWN} more nodes")
     return ", ".join(shown) or "no node that has any"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The host and the devices of a worker process."""
+
+    host: str
+    ip: str
+    entry: int  # index in `processes_per_node`
+    devices: tuple[int, ...]  # ids that Ray gave it; empty for logical devices
+    pid: int = 0
+    node: str = ""  # its id in Ray
+    oom_kills: int = 0  # of the host, for lack of memory, before the process started
+
+
+def order_ranks(found: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[Place, ...]]:
+    """Sort processes and their places into the order of ranks: by node, then by device id.
+
+    Entries keep the order of `processes_per_node`, which the plan shows. Entries of equal size,
+    which Ray may put on these nodes in any order, go by address: a restart gives the same ranks.
+    """
+    sizes = Counter(place.entry for _, place in found)
+    address = {place.entry: address_key(place.ip) for _, place in found}
+    position: dict[int, int] = {}
+    for size in set(sizes.values()):
+        slots = sorted(entry for entry in sizes if sizes[entry] == size)
+        position |= dict(zip(sorted(slots, key=lambda e: (address[e], e)), slots, strict=True))
+    ordered = sorted(found, key=lambda pair: (position[pair[1].entry], pair[1].devices))
+    return tuple(process for process, _ in ordered), tuple(place for _, place in ordered)
+
+
+def describe_places(places: Sequence[Place]) -> str:
+    """`ranks 0-7 on node1 (10.0.0.1), ranks 8-15 on node2 (10.0.0.2)`."""
+    parts, first = [], 0
+    for (host, ip), group in groupby(places, key=lambda place: (place.host, place.ip)):
+        last = first + len(list(group)) - 1
+        ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+        parts.append(f"{ranks} on {host} ({ip})")
+        first = last + 1
+    return ", ".join(parts)

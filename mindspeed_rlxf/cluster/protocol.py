@@ -1,4 +1,4 @@
-"""What a runtime has to offer. Two implementations: `ray.runtime` and `local`.
+"""The interface of a runtime, which `ray.runtime` and `local` implement.
 
 A pool is one torch.distributed world: process i is rank i, one process per device. Several roles
 may live in the processes of one pool; their methods then run one after the other, in the order of
@@ -23,32 +23,33 @@ BUILD = "build"
 
 @dataclass(frozen=True)
 class Peer:
-    """An argument that stands for the object of another role in the same process."""
+    """An argument that the worker replaces by the object of another role of its process."""
 
     role: Role
 
 
 @dataclass(frozen=True)
 class Request:
-    """One role method on one rank; any RowsRef inside `args`, and any Peer, is resolved there."""
+    """One role method on one rank, which resolves every RowsRef and Peer in `args`."""
 
     role: Role
     method: str
     args: tuple[Any, ...]
-    keeps_rows: bool  # a leader: its rows and its report count
+    keeps_rows: bool  # of a leader, whose rows and report are used
     num_rows: int | None = None  # rows that the method has to return; None = any number
     factory: Callable[..., Any] | None = None  # builds the role instead of calling a method
+    of_engine: bool = False  # a method of the role's engine, whose result is the report
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What the driver learns from one rank."""
+    """The reply of one rank to the driver."""
 
     report: Any  # None where the rank is no leader
     num_rows: int | None
     seconds: float  # in the method, without waiting for its inputs
     rank: int = 0  # in the pool
-    started: float = 0.0  # the method, seconds of the epoch by the clock of the rank's host
+    started: float = 0.0  # start of the method, epoch seconds by the clock of the rank's host
 
 
 class Call(Protocol):
@@ -56,10 +57,10 @@ class Call(Protocol):
 
     @property
     def handles(self) -> Sequence[Handle]:
-        """By rank: where the rows are, or will be."""
+        """By rank: handles of the rows, which may not exist yet."""
 
     def wait(self) -> list[Reply]:
-        """Replies by rank. Raises WorkerError, or RuntimeTimeout at the deadline."""
+        """Wait for the replies, by rank. Raises WorkerError, or RuntimeTimeout at the deadline."""
 
 
 class Pool(Protocol):
@@ -76,7 +77,7 @@ class Pool(Protocol):
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> Call:
         """Start one request per rank, in the order of ranks, without waiting.
 
-        first_rank: where they begin; a part of the pool may have fewer than its ranks
+        first_rank: of the first request; a part of the pool has fewer ranks than the pool
         """
 
     def shutdown(self) -> None:
@@ -98,7 +99,7 @@ class PoolPart:
         return self._pool.submit(requests, self._first + first_rank)
 
     def shutdown(self) -> None:
-        """The pool ends as a whole."""
+        """Do nothing: the pool ends as a whole."""
 
 
 class Runtime(Protocol):
@@ -107,10 +108,10 @@ class Runtime(Protocol):
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, Any]:
-        """Pools by name, started at the same time. Each list is the processes on each node.
+        """Create pools by name, at the same time. Each list has the processes of each node.
 
-        parts: of pools that are split, the sizes
+        parts: sizes of the parts of split pools
         """
 
     def shutdown(self) -> None:
-        """End all pools and whatever else this runtime started."""
+        """End all pools and everything else that this runtime started."""

@@ -1,4 +1,7 @@
-"""Rows that stay where they were made: the driver holds and rearranges references only."""
+"""References to rows, which stay on the workers that made them, and the check of plain reports.
+
+The driver holds and rearranges references only. No tensor crosses it, in a report neither.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
 from mindspeed_rlxf.data.batch import Rows
 
 Handle = Any  # hashable; what a runtime needs to find the rows again
 Fetch = Callable[[list[Handle]], list[Rows]]
+PLAIN = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows that one rank returned."""
+    """The rows that one rank returned."""
 
     handle: Handle
     num_rows: int
@@ -25,7 +32,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class RowsRef:
-    """Rows of several pieces, all of them or a selection in any order.
+    """A reference to rows of several pieces: all of them, or a selection in any order.
 
     selection: indices into the rows of all pieces, one piece after the other; None = all rows.
     """
@@ -40,9 +47,11 @@ class RowsRef:
         return sum(piece.num_rows for piece in self.pieces)
 
     def take(self, rows: Sequence[int]) -> RowsRef:
-        """The given rows in the given order, repeats allowed; pieces without any are left out."""
+        """Select rows in the given order, repeats allowed; pieces without any are left out."""
         assert len(rows) > 0, "take needs at least one row"
-        _check_range(rows, self.num_rows)
+        if min(rows) < 0 or max(rows) >= self.num_rows:
+            rule = f"rows must be in 0..{self.num_rows - 1}"
+            raise IndexError(f"{rule}, got {min(rows)}..{max(rows)}")
         wanted = rows if self.selection is None else [self.selection[row] for row in rows]
         starts = _starts(self.pieces)
         owner = [bisect_right(starts, row) - 1 for row in wanted]
@@ -54,7 +63,7 @@ class RowsRef:
 
     @classmethod
     def concat(cls, refs: Sequence[RowsRef]) -> RowsRef:
-        """All rows of `refs`, one after the other."""
+        """Join the rows of `refs`, one after the other."""
         if len(refs) == 1:
             return refs[0]
         pieces: list[Piece] = []
@@ -69,7 +78,7 @@ class RowsRef:
         return cls(tuple(pieces), tuple(selection))
 
     def split(self, n: int) -> list[RowsRef]:
-        """`n` contiguous parts of equal size."""
+        """Split the rows into `n` contiguous parts of equal size."""
         if self.num_rows % n:
             raise ValueError(f"{self.num_rows} rows must be a multiple of {n} to be split equally")
         if n == 1:
@@ -78,7 +87,7 @@ class RowsRef:
         return [self.take(range(i * size, (i + 1) * size)) for i in range(n)]
 
     def by_piece(self) -> list[tuple[Piece, list[int], list[int]]]:
-        """Per piece: the piece, its wanted rows, and their places in the result."""
+        """Return each piece with its wanted rows and their places in the result."""
         everything = range(sum(piece.num_rows for piece in self.pieces))
         starts = _starts(self.pieces)
         found = [(piece, [], []) for piece in self.pieces]  # type: ignore[var-annotated]
@@ -89,13 +98,13 @@ class RowsRef:
         return [entry for entry in found if entry[1]]
 
 
-def standing_for(ref: RowsRef | None) -> Any:
-    """`ref` for a field of rows in a dataclass that workers get: they find the rows there."""
+def as_rows_field(ref: RowsRef | None) -> Any:
+    """Return `ref` for a field of rows in a dataclass: workers find the rows there."""
     return ref
 
 
 def resolve(ref: RowsRef, fetch: Fetch) -> Rows:
-    """The rows behind `ref`, in its order; only pieces that hold one of them are fetched."""
+    """Fetch the rows of `ref`, in its order, from the pieces that hold one of them."""
     entries = ref.by_piece()
     fetched = fetch([piece.handle for piece, _, _ in entries])
     parts, places = [], []
@@ -112,15 +121,48 @@ def resolve(ref: RowsRef, fetch: Fetch) -> Rows:
     return joined.select(sorted(range(len(places)), key=places.__getitem__))
 
 
+def list_items(value: Any) -> list[tuple[str, Any]]:
+    """Return (place, item) for each item of a container or a dataclass; empty for other values."""
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", item) for key, item in value.items()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [(f"[{i}]", item) for i, item in enumerate(value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f".{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)]
+    return []
+
+
 def find_refs(value: Any) -> list[RowsRef]:
-    """Every RowsRef inside lists, tuples, dicts and dataclasses."""
+    """Return every RowsRef inside lists, tuples, dicts and dataclasses."""
     if isinstance(value, RowsRef):
         return [value]
-    return [ref for item in _children(value) for ref in find_refs(item)]
+    if isinstance(value, (Rows, *PLAIN)):
+        return []
+    return [ref for _, item in list_items(value) for ref in find_refs(item)]
+
+
+def find_array(value: Any, path: str = "report") -> str | None:
+    """Return the place of the first tensor or array, as `report.losses[2] (Tensor)`."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return f"{path} ({type(value).__name__})"
+    keys = [(f" key {key!r}", key) for key in value] if isinstance(value, dict) else []
+    for place, item in keys + list_items(value):
+        if not isinstance(item, PLAIN) and (found := find_array(item, path + place)):
+            return found
+    return None
+
+
+def check_report(report: Any, role: str, method: str) -> None:
+    """Raise TypeError when a report holds a tensor or an array."""
+    if found := find_array(report):
+        raise TypeError(
+            f"{role}.{method} must report plain Python values, got {found}; "
+            "return it in RoleOutput.rows, or as .item() or .tolist()"
+        )
 
 
 def resolve_refs(value: Any, fetch: Fetch) -> Any:
-    """`value` with every RowsRef inside it replaced by its rows; one fetch for all of them."""
+    """Replace every RowsRef inside `value` by its rows, with one fetch for all of them."""
     refs = find_refs(value)
     if not refs:
         return value
@@ -130,7 +172,7 @@ def resolve_refs(value: Any, fetch: Fetch) -> Any:
 
 
 def split_refs(value: Any, n: int) -> list[Any]:
-    """`value` once for each of `n` replicas, every RowsRef in it (or itself) split between them."""
+    """Copy `value` for each of `n` replicas, with every RowsRef in it split between them."""
     if isinstance(value, RowsRef):
         return list(value.split(n))
     if not dataclasses.is_dataclass(value) or isinstance(value, (type, Rows)):
@@ -157,23 +199,6 @@ def _replace_refs(value: Any, fetch: Fetch) -> Any:
     return dataclasses.replace(value, **{n: _replace_refs(getattr(value, n), fetch) for n in names})
 
 
-def _children(value: Any) -> list[Any]:
-    if isinstance(value, Rows):
-        return []
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return []
-
-
 def _starts(pieces: Sequence[Piece]) -> list[int]:
-    """Where each piece begins among the rows of all."""
+    """Return the index of the first row of each piece among all rows."""
     return list(itertools.accumulate([0, *(piece.num_rows for piece in pieces[:-1])]))
-
-
-def _check_range(rows: Sequence[int], num_rows: int) -> None:
-    if min(rows) < 0 or max(rows) >= num_rows:
-        raise IndexError(f"rows must be in 0..{num_rows - 1}, got {min(rows)}..{max(rows)}")

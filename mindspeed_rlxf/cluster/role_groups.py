@@ -1,18 +1,20 @@
-"""The roles as the driver sees them: one typed method for each call, over all ranks of a role."""
+"""Typed calls of the driver to all ranks of each role."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded, submit_together
+from mindspeed_rlxf.cluster.host_agent import HostAgent
 from mindspeed_rlxf.cluster.protocol import Peer, Pool, PoolPart, Request
 from mindspeed_rlxf.cluster.refs import RowsRef
-from mindspeed_rlxf.cluster.saved_group import SavedGroup
 from mindspeed_rlxf.config.enums import KlPenalty, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs, Prompts
 from mindspeed_rlxf.data.mini_batches import mini_batch_order, rank_steps
+from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.reference import ReferenceRole
@@ -21,20 +23,47 @@ from mindspeed_rlxf.roles.reward import RewardRole
 from mindspeed_rlxf.roles.rollout import RolloutRole
 
 
-class ActorGroup(SavedGroup):
+class TrainedGroup:
+    """Base of the groups of roles that learn: export, save and load by their engines."""
+
+    learners: RoleGroup  # the ranks that hold the state
+
+    @property
+    def hosts(self) -> list[HostAgent]:
+        """Agents of the hosts whose ranks hold the state, in the order of ranks."""
+        return list(dict.fromkeys(self.learners.pool.hosts))
+
+    def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> Pending:
+        """Write the weights, in each form that has a folder."""
+        return self.learners.call_engine(TrainEngine.export, hf_folder, megatron_folder)
+
+    def begin_save(self, folder: Path) -> Pending:
+        """Start to write the role's part of a checkpoint; takes as long as a copy to the host."""
+        return self.learners.call_engine(TrainEngine.begin_save, folder)
+
+    def end_save(self) -> Pending:
+        """Wait for the files. Reports: those that all ranks wrote, the same from each."""
+        return self.learners.call_engine(TrainEngine.end_save)
+
+    def load_state(self, folder: Path) -> Pending:
+        """Load the role's part of a checkpoint. Reports: whether the same layout wrote it."""
+        return self.learners.call_engine(TrainEngine.load_state, folder)
+
+
+class ActorGroup(TrainedGroup):
     """The policy that learns."""
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         layout = config.layout(Role.ACTOR_ROLLOUT)
         self.run, self.config, self.seed = config, config.actor_rollout, config.training.seed
         trains = PoolPart(pool, 0, config.parts[0]) if config.parts else pool
-        self.train = self.saved = RoleGroup(Role.ACTOR_ROLLOUT, layout, trains)
+        self.train = self.learners = RoleGroup(Role.ACTOR_ROLLOUT, layout, trains)
 
     def build(self) -> Pending:
         return self.train.build(ActorRole, self.run)
 
     def prepare_send_weights(self) -> list[Request]:
-        """The half of a call in which the ranks that generate receive the weights."""
+        """Return the requests of the ranks that send their weights to those that generate."""
         return self.train.prepare(ActorRole.send_weights)
 
     def log_probs(self, rollouts: RowsRef) -> Pending:
@@ -42,14 +71,14 @@ class ActorGroup(SavedGroup):
         return self.train.call(ActorRole.log_probs, rollouts)
 
     def sample_texts(self, rollouts: RowsRef, count: int) -> list[SampleText]:
-        """Token ids of the first `count` samples, for the sample log; waits for them."""
+        """Return the token ids of the first `count` samples, for the sample log."""
         rows = list(range(count))
         rows += [0] * (-count % self.train.layout.dp)  # replicas get equal parts
         pending = self.train.call(ActorRole.describe, rollouts.take(rows))
         return [text for report in pending.result() for text in report][:count]
 
     def make_experience(self, inputs: ExperienceInputs) -> Pending:
-        """Where there is no critic. Rows: Experience. Reports: ExperienceReport per replica."""
+        """Make experience without a critic. Rows: Experience. Reports: ExperienceReport."""
         return self.train.call(ActorRole.make_experience, inputs)
 
     def update_policy(
@@ -75,8 +104,8 @@ class ActorGroup(SavedGroup):
 
 
 class RolloutGroup:
-    """What generates: the tensor-parallel groups of the actor's ranks are its replicas, or those of
-    the other part of a pool that is split."""
+    """The ranks that generate. Their replicas are the tensor-parallel groups of the actor's ranks,
+    or of the other part of a split pool."""
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         self.run, self.pool = config, pool
@@ -85,14 +114,14 @@ class RolloutGroup:
         self._version: int | None = None  # of the weights that the ranks have
 
     def build(self, eos_token_ids: Sequence[int]) -> Pending:
-        """After the actor, whose processes and weights are shared unless the pool is split."""
+        """Build after the actor, which shares processes and weights unless the pool is split."""
         actor = None if self.run.parts else Peer(Role.ACTOR_ROLLOUT)
         return self.group.build(RolloutRole, self.run, tuple(eos_token_ids), actor)
 
     def update_weights(self, actor: ActorGroup, version: int) -> None:
-        """Generate with the weights of the actor, which has been updated `version` times; waits.
+        """Give the rollout the weights of the actor after `version` updates; waits for them.
 
-        Nothing moves where the same ranks train. Raises WorkerError, RuntimeTimeout.
+        No weights move where the same ranks train. Raises WorkerError, RuntimeTimeout.
         """
         if version == self._version:
             return
@@ -124,10 +153,10 @@ class ReferenceGroup:
         return self.group.call(ReferenceRole.log_probs, rollouts)
 
 
-class CriticGroup(SavedGroup):
+class CriticGroup(TrainedGroup):
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         self.run, self.config, self.seed = config, config.value_model, config.training.seed
-        self.group = self.saved = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
+        self.group = self.learners = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
 
     def build(self) -> Pending:
         return self.group.build(CriticRole, self.run)

@@ -1,8 +1,8 @@
 """Diagnose workers from outside the process when one hangs or has died, by their hosts' agents.
 
-The workers themselves are not asked: one that is stopped, or stuck in C, answers nothing. A signal
-makes Python write the stack of every thread of a worker to its log, also of one stuck in C; the
-process table tells the rest. Free of Ray.
+The workers themselves are not called: a stopped process, or one stuck in C, answers nothing. A
+signal makes Python write the stack of every thread of a worker to its log, even when it is stuck
+in C. The process table has the rest. Free of Ray.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rlxf.cluster.errors import DIED, HostError, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.errors import DIED, HostError, Origin, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.host_agent import HostAgent, outcomes
-from mindspeed_rlxf.cluster.places import Place
+from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.files.safe import make_private_folder, mode_within, open_file, replace_file
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 30.0  # for a host: the process of its agent may have to start first
+ANSWER_S = 30.0  # deadline of a host, whose agent may have to start first
 STACK_SIGNAL = signal.SIGUSR2
-FETCHED = "[the end of this log, fetched from "  # how a copy begins
+FETCHED = "[the end of this log, fetched from "  # start of a copied log
 STDERR = 2
-STACK_S = 2.0  # for the stacks to be written
-TAIL_BYTES = 64 * 1024  # of a log, that travel to the driver
+STACK_S = 2.0  # longest wait for the stacks in the logs
+TAIL_BYTES = 64 * 1024  # of each log that are sent to the driver
 
 STOPPED = "is stopped (SIGSTOP, or a debugger)"
 GONE = "is gone"
@@ -42,7 +42,7 @@ THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Subject:
-    """A worker to look at. log: its file; empty = unknown"""
+    """A worker process on this host. log: its file; empty = unknown"""
 
     rank: int
     pid: int
@@ -51,13 +51,13 @@ class Subject:
 
 @dataclass(frozen=True)
 class Sighting:
-    """state: as in `rank 1 <state>`; waits: for other ranks, so that these are the late ones"""
+    """The state of a worker, as seen from its host."""
 
     rank: int
-    state: str
-    waits: bool
+    state: str  # as in `rank 1 is gone`
+    waits: bool  # for other ranks, so that these are the late ones
     tail: str  # of the log
-    oom_kills: int = 0  # for memory on its host so far
+    oom_kills: int = 0  # of its host, for lack of memory, so far
 
 
 @dataclass(frozen=True)
@@ -72,36 +72,37 @@ class Watched:
 
 
 def show_stacks_on_signal() -> None:
-    """In a worker: on the signal, and on a crash in C, write the stack of every thread to stderr"""
+    """Have this process write all its stacks to stderr on the signal, and on a crash in C."""
     faulthandler.enable(STDERR)
     faulthandler.register(STACK_SIGNAL, STDERR, all_threads=True)
 
 
-def look_everywhere(workers: Sequence[Watched], stacks: bool) -> dict[tuple[str, int], Sighting]:
-    """`look` on every host of these workers; by (pool, rank), of the hosts that answer in time."""
+def inspect_hosts(workers: Sequence[Watched], stacks: bool) -> dict[tuple[str, int], Sighting]:
+    """Inspect workers on their hosts; by (pool, rank), of the hosts that answer in time.
+
+    stacks: as in `inspect_workers`
+    """
     by_agent: dict[HostAgent, list[Watched]] = defaultdict(list)
     for worker in workers:
         by_agent[worker.agent].append(worker)
-    calls = [
-        agent.start(
-            look, [Subject(w.rank, w.place.pid, w.log) for w in found], stacks, timeout_s=ANSWER_S
-        )
-        for agent, found in by_agent.items()
-    ]
+    calls = []
+    for agent, found in by_agent.items():
+        subjects = [Subject(w.rank, w.place.pid, w.log) for w in found]
+        calls.append(agent.start(inspect_workers, subjects, stacks, timeout_s=ANSWER_S))
     answers: dict[tuple[str, int], Sighting] = {}
     for found, reply in zip(by_agent.values(), outcomes(calls), strict=True):
         if isinstance(reply, HostError):
             logger.warning("no stacks and no logs of the ranks on %s: %s", reply.host, reply.cause)
         else:
-            answers.update({(w.pool, w.rank): t for w, t in zip(found, reply, strict=True)})
+            answers.update({(w.pool, w.rank): s for w, s in zip(found, reply, strict=True)})
     return answers
 
 
-def look(subjects: Sequence[Subject], stacks: bool) -> list[Sighting]:
-    """Of workers on this node. stacks: have each write its stacks to its log"""
+def inspect_workers(subjects: Sequence[Subject], stacks: bool) -> list[Sighting]:
+    """Inspect workers of this host. stacks: have each write its stacks to its log"""
     kills = oom_kills()
     before = {subject.rank: _size(subject.log) for subject in subjects}
-    asked = [s for s in subjects if stacks and _state(s.pid) not in "TtZX" and _signal(s.pid)]
+    asked = [s for s in subjects if stacks and _letter(s.pid) not in "TtZX" and _signal(s.pid)]
     deadline = time.monotonic() + STACK_S
     sizes: list[int] = []
     while time.monotonic() < deadline:
@@ -112,26 +113,29 @@ def look(subjects: Sequence[Subject], stacks: bool) -> list[Sighting]:
     found = []
     for subject in subjects:
         stack = _stack_since(subject.log, before[subject.rank]) if subject in asked else ""
-        state, waits = _described(subject, stack, subject in asked)
-        found.append(Sighting(subject.rank, state, waits, tail(subject.log), kills))
+        state, waits = _describe_state(subject, stack, subject in asked)
+        found.append(Sighting(subject.rank, state, waits, read_tail(subject.log), kills))
     return found
 
 
-def _described(subject: Subject, stack: str, asked: bool) -> tuple[str, bool]:
-    letter = _state(subject.pid)
+def _describe_state(subject: Subject, stack: str, asked: bool) -> tuple[str, bool]:
+    letter = _letter(subject.pid)
     if letter in "ZX":
         return GONE, False
     if letter in "Tt":
         return STOPPED, False
     if not asked or not subject.log:
         return "is alive", False
-    return doing(stack) if stack else (SILENT, False)
+    return describe_stack(stack) if stack else (SILENT, False)
 
 
-def doing(stack: str) -> tuple[str, bool]:
-    """What the thread that runs roles does, from the stacks of all threads; does it wait?"""
+def describe_stack(stack: str) -> tuple[str, bool]:
+    """Describe the thread that runs roles, and whether it waits for other ranks.
+
+    stack: the stacks of all threads, as `faulthandler` writes them
+    """
     threads = THREAD.split(stack)[1:]
-    ours = next((t for t in threads if "cluster/worker.py" in t or "process.py" in t), None)
+    ours = next((t for t in threads if "cluster/worker.py" in t), None)
     if ours is None:
         return "has no call to work on", False
     frames = [(f["file"], f["function"]) for f in FRAME.finditer(ours)]
@@ -147,60 +151,51 @@ def doing(stack: str) -> tuple[str, bool]:
     return f"is in {Path(file).stem}.{name}{inside}", False
 
 
-@dataclass(frozen=True)
-class Producer:
-    """A rank whose rows are waited for. call: that makes them, `role.phase`; rows: their name"""
-
-    pool: str
-    rank: int
-    host: str
-    call: str
-    rows: str
-
-
-def explained(
+def explain_timeout(
     error: RuntimeTimeout,
     pool: str,
-    producers: Sequence[Producer],
-    told: Mapping[tuple[str, int], Sighting],
+    producers: Sequence[Origin],
+    seen: Mapping[tuple[str, int], Sighting],
 ) -> RuntimeTimeout:
-    """The error with what its ranks did; those that waited for others are no longer its ranks.
+    """Return the timeout with the states of its ranks, without the ranks that waited for others.
 
-    Where all of them waited for rows, it becomes the error of who has not made the rows.
+    Where all of them waited for rows, it becomes the timeout of the ranks that make the rows.
 
-    pool: of the error's ranks; told: by (pool, rank)
+    pool:      of the error's ranks
+    producers: ranks whose rows are waited for
+    seen:      by (pool, rank)
     """
-    waiting = [rank for rank in error.missing if (t := told.get((pool, rank))) and t.waits]
+    waiting = [rank for rank in error.missing if (s := seen.get((pool, rank))) and s.waits]
     late = [rank for rank in error.missing if rank not in waiting] or error.missing
     hosts = [host for rank, host in zip(error.missing, error.hosts, strict=False) if rank in late]
-    parts = _states({rank: told.get((pool, rank)) for rank in error.missing})
+    parts = _states({rank: seen.get((pool, rank)) for rank in error.missing})
     if producers:
         parts.append("waiting for " + ", ".join(each.rows for each in producers))
         for each in producers:
             if each.pool != pool:
-                state = _states({each.rank: told.get((each.pool, each.rank))})
+                state = _states({each.rank: seen.get((each.pool, each.rank))})
                 parts += [f"{each.pool} {said}" for said in state]
-    if any(told.values()):
+    if any(seen.values()):
         parts.append("the logs of all ranks have their stacks")
     what = error.what
-    if len(waiting) == len(error.missing) and (makers := _late_makers(producers, told)):
+    if len(waiting) == len(error.missing) and (makers := _late_producers(producers, seen)):
         parts[0] = f"{what}: {parts[0]}"
         what, late, hosts = makers[0].call, [m.rank for m in makers], [m.host for m in makers]
     return RuntimeTimeout(what, error.seconds, late, "; ".join(parts), hosts)
 
 
-def _late_makers(
-    producers: Sequence[Producer], told: Mapping[tuple[str, int], Sighting]
-) -> list[Producer]:
-    """Those that wait for nobody themselves; of the first call, where there are several."""
-    late = [p for p in producers if not ((t := told.get((p.pool, p.rank))) and t.waits)]
+def _late_producers(
+    producers: Sequence[Origin], seen: Mapping[tuple[str, int], Sighting]
+) -> list[Origin]:
+    """Return the producers of the first late call that do not wait for others themselves."""
+    late = [p for p in producers if not ((s := seen.get((p.pool, p.rank))) and s.waits)]
     return list({p.rank: p for p in late if p.call == late[0].call}.values())
 
 
-def examined(error: WorkerError, oom_kills: int) -> WorkerError:
-    """The error; of a process that died on a host whose kernel has killed for memory, with that.
+def explain_death(error: WorkerError, oom_kills: int) -> WorkerError:
+    """Return the error, with a lack of memory where the process died and its host had one.
 
-    oom_kills: on its host since the worker started
+    oom_kills: processes that the kernel of the host killed since the worker started
     """
     if not error.cause.startswith(DIED) or not oom_kills:
         return error
@@ -211,10 +206,10 @@ def examined(error: WorkerError, oom_kills: int) -> WorkerError:
     )
 
 
-def _states(told: Mapping[int, Sighting | None]) -> list[str]:
+def _states(seen: Mapping[int, Sighting | None]) -> list[str]:
     """`rank 0 is gone`, `each of ranks 1, 2 waits for others in all_reduce`."""
     by_state: dict[str, list[int]] = {}
-    for rank, sighting in told.items():
+    for rank, sighting in seen.items():
         state = sighting.state if sighting else "is on a node that does not answer"
         by_state.setdefault(state, []).append(rank)
     return [
@@ -223,37 +218,41 @@ def _states(told: Mapping[int, Sighting | None]) -> list[str]:
     ]
 
 
-def tail(log: str) -> str:
-    """The end of a log; empty where there is none."""
+def read_tail(log: str) -> str:
+    """Return the last `TAIL_BYTES` of a log; empty where there is none."""
+    return _read_from(log, max(0, _size(log) - TAIL_BYTES))
+
+
+def _read_from(log: str, offset: int) -> str:
     try:
         with open(log, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            file.seek(offset)
             return file.read().decode("utf-8", "replace")
     except OSError:
         return ""
 
 
-def keep_logs(workers: Sequence[Watched], told: Mapping[tuple[str, int], Sighting]) -> None:
-    """Write the ends of logs that stand on other hosts below the same path of this one."""
+def copy_logs(workers: Sequence[Watched], seen: Mapping[tuple[str, int], Sighting]) -> None:
+    """Copy the ends of logs from other hosts to the same paths on this one."""
     for worker in workers:
-        sighting = told.get((worker.pool, worker.rank))
+        sighting = seen.get((worker.pool, worker.rank))
         if sighting is None or not sighting.tail or not worker.log:
             continue
         file = Path(worker.log)
-        if not file.exists() or is_copy(file):
+        if not file.exists() or _is_copy(file):
             mode = mode_within(file.parents[1])
             make_private_folder(file.parent, mode)
             heading = f"{FETCHED}{worker.place.host}]\n"
             replace_file(file, (heading + sighting.tail).encode("utf-8", "replace"), mode)
 
 
-def is_copy(file: Path) -> bool:
+def _is_copy(file: Path) -> bool:
     with open_file(file, "r", encoding="utf-8", errors="replace") as stream:
         return bool(stream.read(len(FETCHED)) == FETCHED)
 
 
 def oom_kills() -> int:
-    """Processes that this host's kernel, or this container's limit, killed for memory so far."""
+    """Count the processes that the kernel killed so far for lack of memory, container included."""
     found = 0
     for name in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
         try:
@@ -265,8 +264,8 @@ def oom_kills() -> int:
     return found
 
 
-def _state(pid: int) -> str:
-    """Letter of /proc: R, S, D, T(stopped), Z(ombie); X where there is no such process."""
+def _letter(pid: int) -> str:
+    """Return the state letter of /proc: R, S, D, T(stopped), Z(ombie); X = no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -290,11 +289,6 @@ def _size(log: str) -> int:
 
 
 def _stack_since(log: str, offset: int) -> str:
-    """What was written after `offset`, once a stack is there."""
-    try:
-        with open(log, "rb") as file:
-            file.seek(offset)
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
+    """Return the text after `offset` where it has a stack, else nothing."""
+    text = _read_from(log, offset)
     return text if THREAD.search(text) else ""

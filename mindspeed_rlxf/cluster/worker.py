@@ -1,13 +1,17 @@
-"""The process side: the role objects of one rank and the one way their methods are run."""
+"""One worker process: its log, device and torch.distributed world, and the roles of its rank."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
+import os
 import socket
 import sys
 import time
 import traceback
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +19,17 @@ import torch.distributed as dist
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster.errors import WorkerError
-from mindspeed_rlxf.cluster.guard import check_report
 from mindspeed_rlxf.cluster.protocol import Peer, Reply, Request
-from mindspeed_rlxf.cluster.refs import Fetch, resolve_refs
-from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.cluster.refs import Fetch, check_report, resolve_refs
+from mindspeed_rlxf.cluster.witness import show_stacks_on_signal
+from mindspeed_rlxf.config.enums import DeviceKind, Role
 from mindspeed_rlxf.data.batch import RoleOutput, Rows
+from mindspeed_rlxf.device import worlds
+from mindspeed_rlxf.engine import shared_groups
+from mindspeed_rlxf.files.printable import CODEC
+from mindspeed_rlxf.files.safe import PRIVATE, make_private_folder, open_file
 
-# What collectives say when another rank went away.
+# Messages of collectives that have lost another rank.
 LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -32,7 +40,7 @@ LOST_PEER = (
 
 
 class RoleHost:
-    """Hosts the roles of one rank."""
+    """Holds the role objects of one rank and runs their methods."""
 
     def __init__(self, rank: int, fetch: Fetch) -> None:
         """fetch: gets rows by their handles."""
@@ -40,9 +48,11 @@ class RoleHost:
         self._roles: dict[Role, Any] = {}
 
     def run(self, request: Request) -> tuple[Rows | None, Reply]:
-        """The rows to keep and the reply to the driver. Raises WorkerError, nothing else.
+        """Run a method; return the rows to keep and the reply to the driver.
 
-        A WorkerError of the rank whose rows were needed passes through unchanged.
+        Raises WorkerError, nothing else.
+
+        The WorkerError of a rank whose rows were needed is raised unchanged.
         """
         try:
             args = resolve_refs(request.args, self._fetch)
@@ -50,7 +60,7 @@ class RoleHost:
             output = self._invoke(request, args)
             device.synchronize()
             seconds = time.perf_counter() - started
-            rows, reply = self._checked(request, output, seconds)
+            rows, reply = self._make_reply(request, output, seconds)
             return rows, replace(reply, rank=self._rank, started=began)
         except WorkerError:
             raise
@@ -58,23 +68,28 @@ class RoleHost:
             raise worker_error(error, request.role.value, self._rank, request.method) from error
 
     def _invoke(self, request: Request, args: tuple[Any, ...]) -> RoleOutput:
-        args = tuple(self._hosted(arg.role) if isinstance(arg, Peer) else arg for arg in args)
+        args = tuple(self._get_role(arg.role) if isinstance(arg, Peer) else arg for arg in args)
         if request.factory is not None:
             self._roles[request.role] = request.factory(*args)
             return RoleOutput()
-        output = getattr(self._hosted(request.role), request.method)(*args)
+        role = self._get_role(request.role)
+        if request.of_engine:
+            return RoleOutput(report=getattr(role.engine, request.method)(*args))
+        output = getattr(role, request.method)(*args)
         assert isinstance(output, RoleOutput), (
             f"{request.method} must return a RoleOutput, got {type(output).__name__}"
         )
         return output
 
-    def _hosted(self, role: Role) -> Any:
+    def _get_role(self, role: Role) -> Any:
         hosted = self._roles.get(role)
         assert hosted is not None, f"{role.value} has not been built in this process"
         return hosted
 
     @staticmethod
-    def _checked(request: Request, output: RoleOutput, seconds: float) -> tuple[Rows | None, Reply]:
+    def _make_reply(
+        request: Request, output: RoleOutput, seconds: float
+    ) -> tuple[Rows | None, Reply]:
         check_report(output.report, request.role.value, request.method)
         if not request.keeps_rows:
             return None, Reply(None, None, seconds)
@@ -86,7 +101,7 @@ class RoleHost:
 
 
 def worker_error(error: Exception, role: str, rank: int, phase: str) -> WorkerError:
-    """Say who failed and print the traceback into this rank's log."""
+    """Make the error of this rank, and print the traceback to its log."""
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
     message = str(error)
@@ -103,7 +118,7 @@ def worker_error(error: Exception, role: str, rank: int, phase: str) -> WorkerEr
 
 
 def to_host(rows: Rows) -> Rows:
-    """The same rows in host memory; a view is copied, so that not its whole storage travels."""
+    """Move rows to host memory; a view is copied, so that its whole storage is not sent."""
     columns = {field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)}
     return type(rows)(**{name: _compact(column) for name, column in columns.items()})
 
@@ -115,3 +130,89 @@ def _compact(column: Any) -> Any:
     if column.untyped_storage().nbytes() == column.numel() * column.element_size():
         return column
     return column.clone()
+
+
+@dataclass(frozen=True)
+class ProcessSetup:
+    """The place of a process in its pool, and the settings of its start."""
+
+    pool: str
+    rank: int
+    world_size: int
+    device_kind: DeviceKind
+    threads: int
+    collective_timeout_s: float  # longest wait of ranks for each other
+    log_dir: str | None  # of the run; None leaves stdout and stderr alone
+    ip: str  # of this process's node, as the cluster knows it: collectives use its interface
+    log_mode: int = PRIVATE
+    parts: tuple[int, ...] = ()  # sizes of the pool's parts; empty = the pool is one world
+
+
+def log_of(setup: ProcessSetup) -> str | None:
+    """Return the log file of a process, on its host."""
+    if setup.log_dir is None:
+        return None
+    return f"{setup.log_dir}/{setup.pool}/rank_{setup.rank:05d}.log"
+
+
+class WorkerProcess:
+    """One process of a pool; free of Ray."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+        self._host: RoleHost | None = None
+        self._store: dist.TCPStore | None = None
+
+    def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
+        """Open the rendezvous store of the pool on `ip`, on rank 0; returns the port."""
+        timeout = timedelta(seconds=timeout_s)
+        self._store, port = worlds.open_store(ip, world_size, timeout)
+        return port
+
+    def start(self, setup: ProcessSetup, ip: str, port: int, assigned: str | None = None) -> None:
+        """Join the world of the pool, or of a part; returns when every rank has joined.
+
+        assigned: number on the host of the device that Ray gave this process
+        """
+        if (log := log_of(setup)) is not None:
+            redirect_output(Path(log), setup.log_mode)
+        for name, value in device.network_environment(setup.device_kind, setup.ip).items():
+            os.environ.setdefault(name, value)
+        show_stacks_on_signal()
+        deadline_s = setup.collective_timeout_s
+        device.setup(setup.device_kind, setup.threads, assigned=assigned, deadline_s=deadline_s)
+        timeout = timedelta(seconds=deadline_s)
+        store = self._store or dist.TCPStore(ip, port, setup.world_size, timeout=timeout)
+        parts = setup.parts or (setup.world_size,)
+        worlds.join(device.backend(setup.device_kind), store, setup.rank, parts, timeout)
+        self._host = RoleHost(setup.rank, self._fetch)
+
+    def run(self, request: Request) -> tuple[Rows | None, Reply]:
+        assert self._host is not None, "this process belongs to no pool"
+        return self._host.run(request)
+
+    def reset(self) -> None:
+        """Leave the pool: drop the roles and the world, keep the process and its imports."""
+        self._host = self._store = None
+        shared_groups.forget()
+        gc.collect()
+        worlds.leave()
+        if not gc.get_freeze_count():
+            # Freeze the imports: a collection over them takes a second. Only once: objects that a
+            # frame still holds, such as a role's groups with their threads, would stay.
+            gc.freeze()
+
+
+def redirect_output(path: Path, mode: int = PRIVATE) -> None:
+    """Append all further output of this process, that of C++ included, to `path`."""
+    if not path.parent.parent.exists():
+        make_private_folder(path.parent.parent, mode)  # on a host with folders of its own
+    make_private_folder(path.parent, mode)
+    with open_file(path, "ab", mode) as stream:
+        log = os.dup(stream.fileno())
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        getattr(sys, name).flush()
+        os.dup2(log, number)
+        stream = os.fdopen(number, "w", 1, CODEC, "replace", closefd=False)
+        setattr(sys, name, stream)
+    os.close(log)

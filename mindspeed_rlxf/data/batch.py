@@ -145,7 +145,7 @@ class Scores(Rows):
 class ExperienceInputs:
     """Inputs of the experience: rows of the same samples in the same order.
 
-    The driver fills it with references to rows (`cluster.refs.standing_for`).
+    The driver fills it with references to rows (`cluster.refs.as_rows_field`).
     old: recomputed log-probs; None = those of the rollout are used
     values: None without a critic
     greedy, greedy_scores: for ReMax, the greedy response to the prompt of each sample

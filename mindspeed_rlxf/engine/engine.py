@@ -49,7 +49,7 @@ from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.weights.folders import copy_side_files, find_description, open_weights
 from mindspeed_rlxf.weights.stage import StageWeights
-from mindspeed_rlxf.weights.state_files import Written
+from mindspeed_rlxf.weights.state_files import Loaded, Written
 
 
 class MegatronEngine:
@@ -317,8 +317,8 @@ class MegatronEngine:
         """Wait for the files of all ranks (see `StateSaver.end`)."""
         return self._saver.end()
 
-    def load_state(self, folder: Path) -> bool:
-        """Load a training state; False where another layout wrote it (`train_state.load_state`)."""
+    def load_state(self, folder: Path) -> Loaded:
+        """Load a training state (`train_state.load_state`)."""
         return load_state(self.state, folder)
 
     def _run(self, micro_batches: Sequence[MicroBatch], then, forward_only: bool):  # type: ignore[no-untyped-def]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from torch import Tensor
 
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
-from mindspeed_rlxf.weights.state_files import Written
+from mindspeed_rlxf.weights.state_files import Loaded, Written
 
 
 class TokenLogProbs(NamedTuple):
@@ -131,8 +131,5 @@ class TrainEngine(Protocol):
     def end_save(self) -> Written:
         """Wait for the files of all ranks."""
 
-    def load_state(self, folder: Path) -> bool:
-        """Load a training state; False where another layout wrote it.
-
-        Errors: ValueError on all ranks where one cannot.
-        """
+    def load_state(self, folder: Path) -> Loaded:
+        """Load a training state; all ranks report the problem where one cannot."""

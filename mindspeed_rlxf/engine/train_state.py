@@ -45,6 +45,7 @@ from mindspeed_rlxf.weights.role_state import (
 from mindspeed_rlxf.weights.stage import StageWeights
 from mindspeed_rlxf.weights.state_files import (
     HOST,
+    Loaded,
     Written,
     entry_of,
     write_text,
@@ -145,12 +146,11 @@ def _write_and_hash(copy: _Copy, folder: Path, describe: Callable[[Path], list[P
     return Written(entries, time.monotonic() - started)
 
 
-def load_state(state: TrainState, folder: Path) -> bool:
+def load_state(state: TrainState, folder: Path) -> Loaded:
     """Load what each rank holds from `folder`; a collective over the role's ranks.
 
-    Returns False where the layout or the kind of device is another one: random streams then start
-    from the seed.
-    Raises ValueError on all ranks where the folder of one holds another model or no state.
+    Where the layout or the kind of device is another one, random streams start from the seed. All
+    ranks report the problem where the folder of one holds another model or no state.
     """
     same, problem = False, []
     try:
@@ -158,12 +158,15 @@ def load_state(state: TrainState, folder: Path) -> bool:
     except ValueError as error:
         problem = [str(error)]
     if problems := _all(problem):
-        raise ValueError("; ".join(dict.fromkeys(problems)))
-    return same
+        return Loaded("; ".join(dict.fromkeys(problems)))
+    return Loaded(same_layout=same)
 
 
 def _load_share(state: TrainState, folder: Path) -> bool:
-    """What this rank holds, without collectives. Returns and raises as `load_state`."""
+    """Load what this rank holds, without collectives; return whether the layout is the same.
+
+    Raises ValueError where the folder holds another model or no state.
+    """
     numbers = _checked_numbers(folder / STATE)
     with state.groups.active():
         _load_tensors(state, folder, numbers["optimizer_steps"])

@@ -1,4 +1,4 @@
-"""The policy: recomputes its log-probs, learns, and sends its weights to the rollout ranks."""
+"""The role of the policy, which recomputes log-probs, learns, and sends its weights."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from mindspeed_rlxf.data.batch import (
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.generation import version_span
-from mindspeed_rlxf.roles.objectives import objective_of
+from mindspeed_rlxf.roles.objectives import make_objective
 from mindspeed_rlxf.roles.reports import (
     LogProbReport,
     SampleText,
     Summary,
     UpdateReport,
 )
-from mindspeed_rlxf.roles.saved import SavedRole
 from mindspeed_rlxf.rollout.replica import weight_sender
 
 
-class ActorRole(SavedRole):
+class ActorRole:
     """The policy that learns; `RolloutRole` generates with its weights."""
 
     def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
@@ -37,17 +36,19 @@ class ActorRole(SavedRole):
         self.engine = build_engine(config, Role.ACTOR_ROLLOUT)
         self.sender = weight_sender(config, self.engine)
         replicas = self.engine.sum_over_replicas
-        self.objective = objective_of(config, replicas)
+        self.objective = make_objective(config, replicas)
         self.experience = ExperienceMaker(config, self.objective, replicas)
 
     def send_weights(self) -> RoleOutput:
-        """To the ranks that generate, which run `RolloutRole.update_weights` at the same time."""
-        assert self.sender is not None, "the rollout shares the weights of these ranks"
+        """Send the weights to the ranks that generate, in their `RolloutRole.update_weights`."""
+        assert self.sender is not None, (
+            "no weights are sent where the rollout shares those of these ranks"
+        )
         self.sender.send()
         return RoleOutput()
 
     def log_probs(self, rollouts: Rollouts) -> RoleOutput:
-        """Log-probs under the training model, before any update of the iteration."""
+        """Compute log-probs under the training model, before any update of the iteration."""
         result = self.engine.log_probs(rollouts, self.config.logit_temperature)
         if result is None:
             return RoleOutput()
@@ -61,7 +62,7 @@ class ActorRole(SavedRole):
         return RoleOutput(result, LogProbReport(Summary.of(gaps[mask]), weight))
 
     def describe(self, rollouts: Rollouts) -> RoleOutput:
-        """Token ids of a few samples, for the sample log."""
+        """Report the token ids of a few samples, for the sample log."""
         texts = [
             SampleText(
                 rollouts.sample_ids[row],
@@ -74,7 +75,7 @@ class ActorRole(SavedRole):
         return RoleOutput(report=texts)
 
     def make_experience(self, inputs: ExperienceInputs) -> RoleOutput:
-        """Advantages where there is no critic; a collective over replicas."""
+        """Make advantages where there is no critic; a collective over replicas."""
         return self.experience.make(inputs)
 
     def update_policy(
@@ -84,7 +85,7 @@ class ActorRole(SavedRole):
         steps: list[list[int]],
         kl_coef: float = 0.0,
     ) -> RoleOutput:
-        """One optimizer step for each entry of `steps`: this rank's rows of a mini-batch.
+        """Take one optimizer step for each entry of `steps`: this rank's rows of a mini-batch.
 
         kl_coef: weight of the KL where it is part of the loss
         """
@@ -103,7 +104,7 @@ def _gaps(rollouts: Rollouts, recomputed: LogProbs) -> Tensor:
 
 
 def _check_gaps(gaps: Tensor, rollouts: Rollouts, limit: float) -> None:
-    """Raise ValueError that names the worst token; a gap that is no number counts as over."""
+    """Raise ValueError for the token with the largest gap over the limit; NaN is over it."""
     if bool((gaps <= limit).all()):
         return
     row, token = divmod(int(gaps.nan_to_num(nan=float("inf")).argmax()), gaps.size(1))

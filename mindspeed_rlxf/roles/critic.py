@@ -1,4 +1,4 @@
-"""The value model: values of a rollout, the experience made from them, its own update."""
+"""The role of the value model: it computes values, makes experience from them, and learns."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from mindspeed_rlxf.engine.losses import normalised_loss
 from mindspeed_rlxf.engine.protocol import LossOutput, ValueStep
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.objectives import objective_of
+from mindspeed_rlxf.roles.objectives import make_objective
 from mindspeed_rlxf.roles.reports import UpdateReport
-from mindspeed_rlxf.roles.saved import SavedRole
 
 
-class CriticRole(SavedRole):
+class CriticRole:
     def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
         critic = config.value_model
         self.config, self.algorithm = critic, config.algorithm
         self.max_new_tokens = config.actor_rollout.max_new_tokens
         self.engine = build_engine(config, Role.CRITIC)
         replicas = self.engine.sum_over_replicas
-        self.experience = ExperienceMaker(config, objective_of(config, replicas), replicas)
+        self.experience = ExperienceMaker(config, make_objective(config, replicas), replicas)
 
     def values(self, rollouts: Rollouts) -> RoleOutput:
-        """Slot t is the value of the state before token t; the last one is at the last token."""
+        """Compute values: slot t is the state before token t, the last slot that after the last."""
         return RoleOutput(self.engine.values(rollouts))
 
     def make_experience(self, inputs: ExperienceInputs) -> RoleOutput:
-        """KL-shaped rewards, GAE and whitening; a collective over replicas."""
+        """Make KL-shaped rewards and advantages; a collective over replicas."""
         return self.experience.make(inputs)
 
     def update_critic(
         self, rollouts: Rollouts, experience: Experience, steps: list[list[int]]
     ) -> RoleOutput:
-        """One optimizer step for each entry of `steps`: this rank's rows of a mini-batch."""
+        """Take one optimizer step for each entry of `steps`: this rank's rows of a mini-batch."""
         step = ValueStep(partial(self.loss, experience), experience.value_mask)
         metrics = []
         for rows in steps:
@@ -48,7 +47,7 @@ class CriticRole(SavedRole):
         return RoleOutput(report=UpdateReport(metrics, self.engine.end_iteration()))
 
     def loss(self, experience: Experience, rows: list[int], values: Tensor) -> LossOutput:
-        """Loss of one micro-batch. values: [slots] fp32, those of `value_mask`, row after row."""
+        """Compute the loss of a micro-batch. values: [slots] fp32 of `value_mask`, row by row."""
         mask = experience.value_mask[rows]
         old = experience.values[rows][mask].to(values.device)
         returns = experience.returns[rows][mask].to(values.device)

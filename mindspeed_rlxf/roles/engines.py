@@ -17,7 +17,7 @@ SHORT_NAMES = {Role.ACTOR_ROLLOUT: "actor", Role.CRITIC: "critic"}
 
 
 def megatron_engine(config: RunConfig, role: Role) -> MegatronEngine:
-    """Megatron's model of a role, with an optimizer where it learns; a collective of its ranks."""
+    """Build the Megatron engine of a role, with an optimizer if it learns; a collective."""
     section, training = config.role(role), config.training
     if not isinstance(section, (ActorConfig, CriticConfig)):
         return MegatronEngine(

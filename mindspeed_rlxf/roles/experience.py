@@ -1,7 +1,7 @@
-"""Experience from what the roles found out about the responses (design, section 6).
+"""Make experience from log-probs, values and scores of the responses (design, section 6).
 
-Made on the critic's ranks, or the actor's where there is no critic; each rank takes its own samples
-and sums go over the replicas.
+It is made on the critic's ranks, or the actor's where there is no critic. Each rank takes its own
+samples, and sums go over the replicas.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ExperienceMaker:
         self.sum_over_replicas = sum_over_replicas
 
     def make(self, inputs: ExperienceInputs) -> RoleOutput:
-        """KL-shaped rewards, advantages, returns; a collective over replicas.
+        """Make KL-shaped rewards, advantages and returns; a collective over replicas.
 
         Rows: Experience. Report: ExperienceReport.
         """
@@ -54,18 +54,18 @@ class ExperienceMaker:
         old = fit_columns(old, width)
         ref = fit_columns(inputs.ref.log_probs, width)
         kl = self._kl(inputs, old, ref) * trained
-        given = self._rewarded(inputs, kl)
+        given = self._make_rewarded(inputs, kl)
         estimate = self.objective.estimate(given)
         experience = self._experience(given, estimate, old, ref)
         return RoleOutput(experience, _report(experience, given, kl))
 
     def _kl(self, inputs: ExperienceInputs, old: Tensor, ref: Tensor) -> Tensor:
-        """[batch, response]"""
+        """Return the KL of each token, [batch, response]."""
         if isinstance(inputs.ref, LogProbsWithKl):
             return fit_columns(inputs.ref.kl, old.size(1))
         return kl_per_token(old, ref, self.algorithm.kl_penalty)
 
-    def _rewarded(self, inputs: ExperienceInputs, kl: Tensor) -> Rewarded:
+    def _make_rewarded(self, inputs: ExperienceInputs, kl: Tensor) -> Rewarded:
         """kl: [batch, response], 0 where not trained"""
         rollouts, algorithm = inputs.rollouts, self.algorithm
         mask = value_mask(
@@ -98,7 +98,7 @@ class ExperienceMaker:
         )
 
     def _score(self, rollouts: Rollouts, scores: Scores) -> Tensor:
-        """[batch] shaped scores, penalties subtracted; NaN where steps are skipped."""
+        """Return [batch] shaped scores with penalties; NaN for wrong ones if steps are skipped."""
         if not self.skips:
             _check_finite(scores.scores, rollouts.sample_ids)
         return self.shaping.penalize(scores.scores, rollouts.response_lengths, rollouts.has_eos)
@@ -106,7 +106,7 @@ class ExperienceMaker:
     def _experience(
         self, given: Rewarded, estimate: Estimate, old: Tensor, ref: Tensor
     ) -> Experience:
-        """What a run does not need has no columns."""
+        """Gather the columns; those that the run does not need are empty."""
         trained = given.trained_mask
         none = trained.new_zeros(len(trained), 0)
         return Experience(
@@ -121,7 +121,7 @@ class ExperienceMaker:
 
 
 def _check_finite(scores: Tensor, sample_ids: list[int]) -> None:
-    """One score that is no number would spoil every advantage of the batch."""
+    """Raise ValueError for scores that are not finite: they would spoil the whole batch."""
     wrong = {i: s for i, s in zip(sample_ids, scores.tolist(), strict=True) if not isfinite(s)}
     if wrong:
         named = ", ".join(f"{score} for sample {i}" for i, score in list(wrong.items())[:8])

@@ -1,4 +1,4 @@
-"""How a run samples, and the rows that come of it."""
+"""Requests of a batch of prompts, and the rows made from an engine's results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sampling_settings(
 def make_requests(
     prompts: Prompts, settings: SamplingSettings, seed: int
 ) -> list[GenerationRequest]:
-    """One for each prompt, in their order."""
+    """Make one request for each prompt, in their order."""
     samples = zip(prompts.sample_ids, prompts.token_ids, strict=True)
     return [
         GenerationRequest(place, sample_id, prompt, settings, seed)
@@ -46,36 +46,36 @@ def make_requests(
 
 
 def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Rollouts:
-    """The rows of a batch in the order of its prompts, once all of them have ended."""
+    """Gather the rows of a batch in the order of its prompts; waits for all results."""
     by_place = {result.place: result for result in results}
     assert by_place.keys() == set(range(prompts.num_rows)), "one result for each prompt"
     ordered = [by_place[place] for place in range(prompts.num_rows)]
-    mask = _padded([torch.ones(len(result.tokens)) for result in ordered], torch.bool)
+    mask = _pad([torch.ones(len(result.tokens)) for result in ordered], torch.bool)
     stopped = [result.finish_reason is FinishReason.STOP for result in ordered]
     versions = [torch.full((len(r.tokens),), r.weights_version) for r in ordered]
     return Rollouts(
         sample_ids=prompts.sample_ids,
-        prompt_ids=_padded([torch.from_numpy(ids) for ids in prompts.token_ids]),
+        prompt_ids=_pad([torch.from_numpy(ids) for ids in prompts.token_ids]),
         prompt_lengths=torch.tensor([len(ids) for ids in prompts.token_ids], dtype=torch.long),
-        response_ids=_padded([torch.tensor(result.tokens) for result in ordered]),
+        response_ids=_pad([torch.tensor(result.tokens) for result in ordered]),
         response_mask=mask,
         trained_mask=mask,
         has_eos=torch.tensor(stopped, dtype=torch.bool),
-        rollout_log_probs=_padded([torch.tensor(r.log_probs) for r in ordered], torch.float32),
+        rollout_log_probs=_pad([torch.tensor(r.log_probs) for r in ordered], torch.float32),
         ground_truths=prompts.ground_truths,
         data_sources=prompts.data_sources,
-        weights_version=_padded(versions, torch.int32),
+        weights_version=_pad(versions, torch.int32),
     )
 
 
 def version_span(rollouts: Rollouts, row: int) -> tuple[int, int]:
-    """Smallest and largest version of the weights behind the tokens of a response."""
+    """Return the smallest and the largest weights version over the tokens of a response."""
     versions = rollouts.weights_version[row, : rollouts.response_lengths[row]]
     return int(versions.min()), int(versions.max())
 
 
-def generated(rows: Rollouts, stats: GenerationStats, sync_s: float) -> RoleOutput:
-    """What the first rank of a replica returns. sync_s: that it waited for weights."""
+def make_output(rows: Rollouts, stats: GenerationStats, sync_s: float) -> RoleOutput:
+    """Return rows and GenerateReport of a replica. sync_s: seconds that it waited for weights."""
     report = GenerateReport(
         sample_ids=rows.sample_ids,
         data_sources=rows.data_sources,
@@ -90,7 +90,7 @@ def generated(rows: Rollouts, stats: GenerationStats, sync_s: float) -> RoleOutp
     return RoleOutput(rows, report)
 
 
-def _padded(rows: list[Tensor], dtype: torch.dtype = torch.long) -> Tensor:
+def _pad(rows: list[Tensor], dtype: torch.dtype = torch.long) -> Tensor:
     if not rows:
         return torch.zeros(0, 0, dtype=dtype)
     return pad_sequence(rows, batch_first=True).to(dtype)

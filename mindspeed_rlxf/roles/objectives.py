@@ -1,7 +1,7 @@
-"""What a policy learns: the advantages of its tokens and the loss over them, by algorithm.
+"""Objectives of the policy: the advantages of its tokens, and the loss, by algorithm.
 
-Advantages are made where experience is made (the critic's ranks, or the actor's), the loss on the
-actor's; an objective is built on both from the configuration alone.
+Advantages are made on the ranks that make experience (the critic's, or the actor's), the loss on
+the actor's. An objective is built on both, from the configuration alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mindspeed_rlxf.engine.protocol import LossOutput, Mean, PolicyStep, TokenLo
 
 
 class Objective(Protocol):
-    """Advantage and loss of one algorithm."""
+    """The advantages and the loss of one algorithm."""
 
     kl_in_reward: bool
     """The KL penalty is part of the token rewards."""
@@ -41,12 +41,12 @@ class Objective(Protocol):
     """The loss compares with the reference."""
 
     def estimate(self, given: Rewarded) -> Estimate:
-        """Advantages of the trained tokens of all samples; a collective over the replicas."""
+        """Estimate advantages of the trained tokens of all samples; a collective over replicas."""
 
     def step(
         self, rollouts: Rollouts, experience: Experience, rows: list[int], kl_coef: float
     ) -> PolicyStep:
-        """What one optimizer step on these rows minimises; a collective over the replicas.
+        """Build the optimizer step on these rows; a collective over the replicas.
 
         kl_coef: weight of the KL where it is part of the loss
         """
@@ -73,7 +73,7 @@ class ClippedObjective:
         )
 
     def estimate(self, given: Rewarded) -> Estimate:
-        """By `algorithm.adv_estimator`; returns are made before whitening."""
+        """Estimate by `algorithm.adv_estimator`; returns are made before whitening."""
         found = ESTIMATORS[self.algorithm.adv_estimator](given)
         advantages = found.advantages
         if self.algorithm.advantage_whiten is AdvantageWhiten.BATCH:
@@ -95,7 +95,7 @@ class ClippedObjective:
         rows: list[int],
         tokens: TokenLogProbs,
     ) -> LossOutput:
-        """Loss of one micro-batch. advantages: [all rows, response] of this optimizer step."""
+        """Compute the loss of a micro-batch. advantages: [all rows, response] of this step."""
         mask = experience.trained_mask[rows]
         log_probs, entropy = tokens
 
@@ -128,9 +128,9 @@ class ClippedObjective:
     def _step_advantages(
         self, rollouts: Rollouts, experience: Experience, rows: list[int]
     ) -> Tensor:
-        """[all rows, response]; whitened over this mini-batch where that is asked for.
+        """Return [all rows, response] advantages, whitened over this mini-batch if configured.
 
-        Times what each token weighs for having been sampled by the rollout: the clipped loss is
+        They are multiplied by the importance weight of each token, because the clipped loss is
         proportional to its advantage.
         """
         advantages = experience.advantages
@@ -149,7 +149,7 @@ class ClippedObjective:
 
 
 class PairObjective:
-    """Online DPO: of two responses to a prompt the one that scores better is preferred."""
+    """Online DPO, which prefers the better of two responses to a prompt."""
 
     kl_in_reward, reads_reference = False, True
 
@@ -157,7 +157,7 @@ class PairObjective:
         self.actor = config.actor_rollout
 
     def estimate(self, given: Rewarded) -> Estimate:
-        """1 for the tokens of the better response of a pair, -1 for the other's, 0 for a draw."""
+        """Return 1 for tokens of the better response of a pair, -1 for the other, 0 for a draw."""
         return Estimate(preference_of_pairs(given.scores)[:, None] * given.trained_mask)
 
     def step(
@@ -166,10 +166,10 @@ class PairObjective:
         return PolicyStep(partial(self.loss, experience), self.actor.logit_temperature)
 
     def loss(self, experience: Experience, rows: list[int], tokens: TokenLogProbs) -> LossOutput:
-        """Loss of one micro-batch of whole pairs, the mean over pairs; NaN with a NaN score.
+        """Compute the mean loss over the pairs of a micro-batch; NaN with a NaN score.
 
-        A pair with equal scores prefers neither: it counts, with a loss of 0. Metrics are over the
-        pairs that are decided, whose share is `dpo_decided`.
+        A pair with equal scores counts with a loss of 0. Metrics are over the other pairs, whose
+        share is `dpo_decided`.
         """
         mask = experience.trained_mask[rows]
         log_probs, entropy = tokens
@@ -177,7 +177,7 @@ class PairObjective:
         lengths = mask.sum(1).tolist()
         ratios = torch.stack([part.sum() for part in (log_probs - ref).split(lengths)])
         first, second = ratios.view(-1, 2).unbind(1)
-        sign = _preferred(experience.advantages[rows], mask).to(log_probs.device)
+        sign = _read_preferences(experience.advantages[rows], mask).to(log_probs.device)
         chosen = torch.where(sign < 0, second, first)
         rejected = torch.where(sign < 0, first, second)
         decided = (sign != 0).float()
@@ -195,8 +195,8 @@ class PairObjective:
         return LossOutput(loss.sum(), pairs, metrics)
 
 
-def _preferred(advantages: Tensor, mask: Tensor) -> Tensor:
-    """[pairs] 1 where the first response is the better one, -1 the second, 0 or NaN.
+def _read_preferences(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Return [pairs] 1 where the first response is the better one, -1 the second, 0 or NaN.
 
     advantages, mask: [2 * pairs, response]; every trained token of a response has the same
     """
@@ -211,8 +211,8 @@ OBJECTIVES: dict[str, Callable[[RunConfig, AllReduce], Objective]] = {
 }
 
 
-def objective_of(config: RunConfig, sum_over_replicas: AllReduce) -> Objective:
-    """The objective of a run, by its stage and `actor_rollout.policy_loss`."""
+def make_objective(config: RunConfig, sum_over_replicas: AllReduce) -> Objective:
+    """Build the objective of a run, by its stage and `actor_rollout.policy_loss`."""
     pairs = config.training.stage is Stage.RAY_ONLINE_DPO
     name = "dpo" if pairs else config.actor_rollout.policy_loss.value
     return OBJECTIVES[name](config, sum_over_replicas)

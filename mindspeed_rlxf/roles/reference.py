@@ -1,4 +1,4 @@
-"""The frozen policy that the KL penalty is measured against."""
+"""The role of the reference: the frozen policy of the KL penalty."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class ReferenceRole:
         self.temperature = config.actor_rollout.logit_temperature
 
     def log_probs(self, rollouts: Rollouts) -> RoleOutput:
-        """Log-probs of the trained tokens at the actor's temperature."""
+        """Compute log-probs of the trained tokens at the actor's temperature."""
         return RoleOutput(self.engine.log_probs(rollouts, self.temperature))
 
     def log_probs_with_kl(self, rollouts: Rollouts, actor: ActorRole) -> RoleOutput:
-        """The same, and the KL over the vocabulary to the actor's present policy."""
+        """Compute these log-probs and the KL over the vocabulary to the present policy."""
         policy = actor.engine
         return RoleOutput(self.engine.log_probs_with_kl(rollouts, self.temperature, policy))

@@ -1,4 +1,4 @@
-"""What role methods tell the driver: plain numbers, small whatever the response length."""
+"""Reports of role methods to the driver: plain numbers, small however long responses are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Summary:
-    """Count, sum, largest and smallest of many numbers; several can be merged."""
+    """Count, sum, largest and smallest of many numbers; summaries can be merged."""
 
     count: int
     total: float
@@ -38,7 +38,7 @@ class Summary:
         return self.total / self.count
 
     def named(self, prefix: str) -> dict[str, float]:
-        """`prefix/{mean,max,min}`."""
+        """Return metrics `prefix/mean`, `prefix/max` and `prefix/min`."""
         return {
             f"{prefix}/mean": self.mean,
             f"{prefix}/max": self.largest,
@@ -48,7 +48,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class GenerateReport:
-    """One entry per sample of the rank, and what was computed for them."""
+    """One entry per sample of the rank, and counts of the computed tokens."""
 
     sample_ids: list[int]
     data_sources: list[str]
@@ -72,9 +72,9 @@ class ResponseLengths:
 
 @dataclass(frozen=True)
 class LogProbReport:
-    """The recomputed log-probs against the rollout's, over tokens.
+    """The recomputed log-probs compared with the rollout's, over tokens.
 
-    gap: distance; weight: truncated probability ratio, None where it is not used.
+    gap: distance; weight: truncated probability ratio, None where it is not used
     """
 
     gap: Summary
@@ -106,7 +106,7 @@ class ExperienceReport:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """Metrics of each optimizer step, averaged over all data-parallel ranks, and the rate used."""
+    """Metrics of each optimizer step, averaged over all replicas, and the learning rate."""
 
     steps: list[dict[str, float]]
     lr: float

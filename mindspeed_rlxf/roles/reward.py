@@ -1,4 +1,4 @@
-"""Scores responses: by a reward model, by rules, or by both (training and validation)."""
+"""The role that scores responses by a reward model, by rules, or by both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindspeed_rlxf.roles.reports import ScoreReport
 
 
 class RewardRole:
-    """A rule needs no device; a reward model has an engine of its own."""
+    """Scores by rules without a device, or by a reward model with an engine."""
 
     def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
         reward = config.reward
@@ -25,14 +25,14 @@ class RewardRole:
         self.engine = build_engine(config, Role.REWARD) if by_model else None
 
     def score(self, rollouts: Rollouts) -> RoleOutput:
-        """Scores by what the configuration names as the reward."""
+        """Score by the reward of the configuration, for training."""
         if self.engine is None:
             return self.score_by_rule(rollouts)
         scores = self.engine.scores(rollouts)
         return RoleOutput(scores, ScoreReport(scores.scores.tolist()) if scores else None)
 
     def score_by_rule(self, rollouts: Rollouts) -> RoleOutput:
-        """Scores by the rule of each sample's data source."""
+        """Score by the rule of each sample's data source."""
         responses = [
             rollouts.response_ids[row, : rollouts.response_lengths[row]].tolist()
             for row in range(rollouts.num_rows)

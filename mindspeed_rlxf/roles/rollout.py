@@ -1,4 +1,4 @@
-"""The role that generates: an engine, and the policy's weights in it."""
+"""The role that generates with an engine and the weights of the policy."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from mindspeed_rlxf.data.batch import Prompts, RoleOutput
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.generation import (
     gather_rollouts,
-    generated,
+    make_output,
     make_requests,
     sampling_settings,
 )
-from mindspeed_rlxf.rollout.fixed import FixedResponsesEngine
-from mindspeed_rlxf.rollout.protocol import RolloutEngine
+from mindspeed_rlxf.rollout.fixed import answer_from_table
 from mindspeed_rlxf.rollout.replica import build_replica
 
 
 class RolloutRole:
-    """One rank of a rollout replica, beside the actor in its processes or on ranks of its own."""
+    """One rank of a rollout replica, in a process of the actor or in its own."""
 
     def __init__(
         self, config: RunConfig, eos_token_ids: Sequence[int], actor: ActorRole | None = None
     ) -> None:
-        """A collective over the ranks that generate.
+        """Build the engine; a collective over the ranks that generate.
 
-        actor: of the same process, whose weights are shared; None = other ranks train and send
-               their weights
+        actor: the role of the same process whose weights are shared; None = other ranks train and
+               send their weights
         """
         policy = config.actor_rollout
         self.replica = build_replica(config, actor.engine if actor else None)
@@ -37,9 +36,9 @@ class RolloutRole:
         self.sync_s = 0.0  # spent on weights since the last report
 
     def update_weights(self, version: int) -> RoleOutput:
-        """Take the actor's weights, which has been updated `version` times.
+        """Take the weights of the actor after `version` updates.
 
-        Ranks of their own receive what `ActorRole.send_weights` sends at the same time.
+        Ranks that do not train receive what `ActorRole.send_weights` sends at the same time.
         """
         started = time.monotonic()
         self.replica.take_weights(version)
@@ -47,25 +46,26 @@ class RolloutRole:
         return RoleOutput()
 
     def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> RoleOutput:
-        """Responses to the prompts of this replica: generated, or those that come along.
+        """Return responses to the prompts of this replica: generated ones, or those of the prompts.
 
         seed: of this call; with the sample ids it determines every sampled token.
         greedy: most likely tokens whatever `do_sample` says (validation).
         """
         engine = self.replica.engine
-        answering: RolloutEngine = engine
-        if any(prompts.responses):
-            given = zip(prompts.sample_ids, prompts.responses, strict=True)
-            answering = FixedResponsesEngine(engine, dict(given))
         requests = make_requests(prompts, self.greedy if greedy else self.sampling, seed)
         started = time.monotonic()
         engine.wake()
         self.sync_s += time.monotonic() - started
         try:
-            rows = gather_rollouts(prompts, answering.generate(requests))
+            if any(prompts.responses):
+                given = dict(zip(prompts.sample_ids, prompts.responses, strict=True))
+                results = answer_from_table(engine, given, requests)
+            else:
+                results = engine.generate(requests)
+            rows = gather_rollouts(prompts, results)
         finally:
             engine.sleep()
         sync_s, self.sync_s = self.sync_s, 0.0
         if not self.replica.is_leader:
             return RoleOutput()
-        return generated(rows, engine.stats(), sync_s)
+        return make_output(rows, engine.stats(), sync_s)

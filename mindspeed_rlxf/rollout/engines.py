@@ -1,4 +1,4 @@
-"""Rollout engines by the word of `rollout.engine`; Megatron is not imported here."""
+"""Rollout engines by name of `rollout.engine`; Megatron is not imported here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NATIVE = "native"
 EngineFactory: TypeAlias = Callable[[RunConfig, TrainEngine], RolloutEngine]
 """(configuration, the actor's engine in the same process) -> the engine of this rank.
 
-It has no weights yet: `update_weights` brings them, whole tensors on the actor's device, before the
+It has no weights yet: `update_weights` loads them, whole tensors on the actor's device, before the
 first generation. Ranks of one tensor-parallel group make the same calls; one's results are used.
 """
 

@@ -1,4 +1,4 @@
-"""The rollout model on the actor's own devices: same tensor-parallel layout, no pipeline.
+"""The rollout model on the devices of the actor: same tensor-parallel layout, no pipeline.
 
 With one pipeline stage the rollout module shares the storage of the trained parameters. With
 several, each rank receives the other stages' parameters before generation (broadcast from the rank
@@ -28,7 +28,7 @@ from mindspeed_rlxf.rollout.weights import rollout_module
 
 
 class SharedWeights:
-    """A whole-depth view of the trained model; what other ranks train is a copy while awake."""
+    """All layers of the trained model; parameters that other ranks train are copies while awake."""
 
     def __init__(self, engine: MegatronEngine, seed: int) -> None:
         """A collective over the world."""
@@ -37,23 +37,20 @@ class SharedWeights:
         self.groups = ParallelGroups(tp, 1, seed)
         with self.groups.active():
             self.module = rollout_module(engine.role.architecture, tp, engine.dtype)
-        self._by_source = self._parameters_by_source()
+        named = dict(self.module.named_parameters())
+        table = stage_parameters(engine.role.architecture, engine.head)
+        self._by_source = {p.sources: named[p.name] for p in table}
         self._shapes = {k: p.shape for k, p in self._by_source.items()}
         self.sleep()
-
-    def _parameters_by_source(self) -> dict[tuple[str, ...], torch.nn.Parameter]:
-        named = dict(self.module.named_parameters())
-        table = stage_parameters(self.engine.role.architecture, self.engine.head)
-        return {p.sources: named[p.name] for p in table}
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         return self.groups.active()
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        raise AssertionError("these weights are those that train: only training changes them")
+        raise AssertionError("the weights are shared with training, which alone changes them")
 
     def wake(self) -> None:
-        """A collective over the ranks that share a pipeline or experts."""
+        """Get the parameters of other ranks; a collective over a pipeline and its experts."""
         pipeline, experts, role = self.engine.groups.pp, self.engine.groups.ep, self.engine.role
         for stage in range(pipeline.size()):
             for ep_rank in range(experts.size()):
@@ -61,13 +58,13 @@ class SharedWeights:
                 for parameter in rank_parameters(role.architecture, self.engine.head, *place):
                     target = self._by_source.get(parameter.sources)
                     if target is None or target.numel():
-                        continue  # a tied output layer, or what an expert rank before it has too
+                        continue  # a tied output layer, or a parameter that every expert rank has
                     self._receive_one(target, parameter, stage, ep_rank)
 
     def _receive_one(
         self, target: torch.nn.Parameter, parameter: StageParameter, stage: int, ep_rank: int
     ) -> None:
-        """Along the pipeline, from its stage; then an expert to the ranks that hold others."""
+        """Broadcast a parameter along the pipeline, then an expert to the other expert ranks."""
         pipeline, experts = self.engine.groups.pp, self.engine.groups.ep
         holds = parameter.expert is None or ep_rank == experts.rank()
         if holds and stage == pipeline.rank():

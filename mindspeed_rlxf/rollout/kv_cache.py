@@ -1,4 +1,4 @@
-"""Key-value cache of a fixed number of rows, and how prefill and decode attend through it.
+"""Key-value cache of a fixed number of rows, with the attention of prefill and decode.
 
 Axes: slots = rows of the cache, groups = key-value groups that this tensor-parallel rank attends
 with; ranks that share a group each hold its keys and values. The active rows are always slots
@@ -18,7 +18,7 @@ from mindspeed_rlxf.models.attention import Attend, PackedKernel, PackedSequence
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one slot of the cache holds on this rank."""
+    """The size of one slot of the cache on this rank."""
 
     num_layers: int
     groups: int
@@ -28,18 +28,18 @@ class CacheShape:
 
     @property
     def slot_bytes(self) -> int:
-        """Keys and values of one sequence."""
+        """Bytes of the keys and values of one sequence."""
         numbers = 2 * self.num_layers * self.groups * self.max_length * self.head_dim
         return numbers * self.dtype.itemsize
 
 
 class KvCache:
-    """Keys and values of all layers: [layer][slots * groups, max_length, head_dim]."""
+    """The keys and values of all layers: [layer][slots * groups, max_length, head_dim]."""
 
     def __init__(self, shape: CacheShape, slots: int, device: torch.device) -> None:
         self.groups, self.max_length, self.slots = shape.groups, shape.max_length, slots
         size = (shape.num_layers, slots * shape.groups, shape.max_length, shape.head_dim)
-        # Places that a row has not reached are masked, which does not silence nan of unset memory.
+        # Zeros: a mask hides places that a row has not reached, but not NaN of unset memory.
         self.keys = torch.zeros(size, dtype=shape.dtype, device=device)
         self.values = torch.zeros(size, dtype=shape.dtype, device=device)
 
@@ -60,7 +60,7 @@ class KvCache:
 
 @dataclass
 class Prefill(PackedSequences):
-    """Whole prompts, packed; their keys and values enter the cache."""
+    """Attention of whole packed prompts, whose keys and values are written to the cache."""
 
     cache: KvCache = None  # type: ignore[assignment]
     slot: Tensor = None  # type: ignore[assignment]  # [tokens]
@@ -80,10 +80,10 @@ class Prefill(PackedSequences):
 
 @dataclass
 class DecodeStep(Attend):
-    """One new token for each of the slots 0 .. n - 1; it sees all that its slot holds.
+    """Attention of one new token for each of the slots 0 .. n - 1, over all tokens of its slot.
 
-    On every device torch's own attention: the NPU's fused one is made for training, and those for
-    inference know neither fp32 nor a cache of this form.
+    Every device uses torch's own attention: the NPU's fused one is made for training, and those for
+    inference support neither fp32 nor a cache of this form.
     """
 
     cache: KvCache = None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Generation with the Megatron model itself: KV cache, continuous batching, no wasted row.
+"""Generate with the Megatron model itself: KV cache, continuous batching, no wasted row.
 
 Rows that finish leave the batch at once and waiting prompts take their place, so the number of
 tokens computed is the number of tokens produced.
@@ -35,7 +35,7 @@ from mindspeed_rlxf.rollout.weights import WeightSource
 
 @dataclass
 class Growing:
-    """One sample while it grows."""
+    """One sample during its generation."""
 
     request: GenerationRequest
     uniforms: np.ndarray  # [max_new_tokens] fp64
@@ -94,7 +94,7 @@ class NativeRollout:
 
     @contextlib.contextmanager
     def replacing_weights(self, version: int) -> Iterator[None]:
-        """The weights are those of `version` after the block, and of no use if it fails."""
+        """Set the version after the block, which replaces the weights; none if it fails."""
         self._version = None
         yield
         self._version = version
@@ -112,14 +112,15 @@ class NativeRollout:
         self._awake = True
 
     def sleep(self) -> None:
-        """The KV cache lives as long as a `generate`."""
+        """Free the weights of the source; the KV cache ends with each `generate`."""
         self._awake = False
         self.source.sleep()
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
-        """The module's parallel groups are active in the block; results are handed out outside it,
-        since their receiver may run other roles of the process.
+        """Activate the parallel groups of the module.
+
+        Results are returned outside the block, since their receiver may run other roles.
         """
         assert self._awake, "the rollout sleeps"
         with torch.no_grad(), self.source.active():
@@ -147,7 +148,7 @@ class NativeRollout:
     def _step(
         self, waiting: deque[Growing], active: list[Growing], cache: KvCache
     ) -> list[Growing]:
-        """One more token of some sequences; returns those that grow now."""
+        """Generate one token of some sequences; returns the active sequences."""
         if waiting and len(active) < cache.slots:
             admitted = self._admit(waiting, cache.slots - len(active))
             self._prefill(admitted, len(active), cache)
@@ -179,7 +180,7 @@ class NativeRollout:
     def _score_pack(
         self, pack: list[tuple[np.ndarray, Sequence[int]]], temperature: float
     ) -> list[list[float]]:
-        """One packed forward; the last token of a sequence predicts nothing and stays out."""
+        """Score one pack in a forward, without the last tokens, which predict nothing."""
         prompts = [len(prompt) for prompt, _ in pack]
         lengths = [p + len(response) - 1 for p, (_, response) in zip(prompts, pack, strict=True)]
         ids = [np.concatenate((prompt, response))[:-1] for prompt, response in pack]
@@ -228,7 +229,7 @@ class NativeRollout:
         return KvCache(shape, int(agreed), self._device)
 
     def _as_first_rank(self, values: Tensor) -> None:
-        """Give all ranks the values of the first; ranks that differ would wait for ever."""
+        """Broadcast the values of the first rank: ranks that differ would wait for ever."""
         group = self.model.tp_group
         if group.size() > 1:
             dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
@@ -274,7 +275,7 @@ class NativeRollout:
             self.model.architecture.vocab_size,
             self.model.tp_group,
         )
-        tokens, log_probs = _chosen(logits, sequences)
+        tokens, log_probs = _choose(logits, sequences)
         self._as_first_rank(tokens)
         self._stats.sampled_tokens += len(sequences)
         for sequence, token, log_prob in zip(
@@ -284,7 +285,7 @@ class NativeRollout:
             sequence.log_probs.append(log_prob)
 
     def _retire(self, active: list[Growing], cache: KvCache) -> tuple[list[Growing], list[Growing]]:
-        """Rows that go on, and finished ones; the last active rows move into the latter's slots."""
+        """Return active and finished rows; the last active rows move into free slots."""
         kept, finished = list(active), []
         for slot in reversed(range(len(kept))):
             sequence = kept[slot]
@@ -298,23 +299,23 @@ class NativeRollout:
         return kept, finished
 
 
-def _chosen(logits: Tensor, sequences: Sequence[Growing]) -> tuple[Tensor, Tensor]:
-    """Next tokens [rows] int64 and their log-probs [rows] fp32, by the settings of each row."""
+def _choose(logits: Tensor, sequences: Sequence[Growing]) -> tuple[Tensor, Tensor]:
+    """Choose next tokens [rows] int64, with log-probs [rows] fp32, by the settings of each row."""
     by_settings: dict[SamplingSettings, list[int]] = {}
     for row, sequence in enumerate(sequences):
         by_settings.setdefault(sequence.request.settings, []).append(row)
     if len(by_settings) == 1:
-        return _chosen_alike(logits, sequences)
+        return _choose_alike(logits, sequences)
     tokens = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
     log_probs = torch.empty(len(sequences), dtype=torch.float32, device=logits.device)
     for rows in by_settings.values():
-        found = _chosen_alike(logits[rows], [sequences[row] for row in rows])
+        found = _choose_alike(logits[rows], [sequences[row] for row in rows])
         tokens[rows], log_probs[rows] = found
     return tokens, log_probs
 
 
-def _chosen_alike(logits: Tensor, sequences: Sequence[Growing]) -> tuple[Tensor, Tensor]:
-    """As `_chosen`, of rows with the same settings."""
+def _choose_alike(logits: Tensor, sequences: Sequence[Growing]) -> tuple[Tensor, Tensor]:
+    """Choose next tokens of rows with the same settings."""
     uniforms = [s.uniforms[len(s.tokens)] if len(s.uniforms) else 0.0 for s in sequences]
     return choose_tokens(
         logits,
@@ -325,6 +326,6 @@ def _chosen_alike(logits: Tensor, sequences: Sequence[Growing]) -> tuple[Tensor,
 
 
 def _memory_of_one_process() -> int:
-    """Bytes; processes on CPU share what is there, and we count those of the pool."""
+    """Return bytes of memory; processes on a CPU get equal shares of it."""
     on_cpu = device.current_device().type == "cpu"
     return device.memory_total() // (dist.get_world_size() if on_cpu else 1)

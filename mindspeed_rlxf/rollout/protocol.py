@@ -1,4 +1,4 @@
-"""The seam between the loop and what generates: requests in, results out as they finish.
+"""The interface of rollout engines: requests go in, results come out as they finish.
 
 An engine holds the policy's weights of one replica. The ranks of a replica make the same calls with
 the same arguments and take as many results from `generate`.
@@ -18,10 +18,10 @@ from mindspeed_rlxf.rollout.sampling import SamplingSettings
 
 
 class FinishReason(str, Enum):
-    """Why a response has no further token."""
+    """The reason for the end of a response."""
 
     STOP = "stop"  # its last token is an EOS
-    LENGTH = "length"  # it has as many tokens as it may have
+    LENGTH = "length"  # it has `max_new_tokens` tokens
 
     @classmethod
     def of(cls, tokens: Sequence[int], settings: SamplingSettings) -> FinishReason:
@@ -31,7 +31,7 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
-    """One response that is asked for.
+    """The request of one response.
 
     place:     of the sample in the caller's batch; its result has the same
     sample_id: with `seed` it determines every sampled token, whatever else is in the batch
@@ -47,7 +47,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """One response that has ended.
+    """One finished response.
 
     tokens:          EOS included
     log_probs:       one per token, unfiltered, at the temperature of the request
@@ -63,7 +63,7 @@ class GenerationResult:
 
 @dataclass
 class GenerationStats:
-    """Counts since the last `generate` or `score` began: what was computed, what came of it."""
+    """Counts of computed and produced tokens since the last `generate` or `score` began."""
 
     prompt_tokens: int = 0  # prompt tokens run through the model
     decoded_tokens: int = 0  # response tokens run through the model
@@ -82,13 +82,13 @@ class RolloutEngine(Protocol):
         """
 
     def wake(self) -> None:
-        """Make ready to generate: the weights are on the device."""
+        """Prepare to generate: move the weights to the device."""
 
     def sleep(self) -> None:
         """Free the memory that only generation needs: weights that another holds, the KV cache."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
-        """One result for each request, as soon as its response has ended, in no fixed order.
+        """Yield one result for each request as soon as its response ends, in no fixed order.
 
         The engine must be awake until the last result has been taken.
         """
@@ -99,7 +99,7 @@ class RolloutEngine(Protocol):
         responses: Sequence[Sequence[int]],
         temperature: float = 1.0,
     ) -> list[list[float]]:
-        """Log-probs that generation would have reported for these responses, one list for each.
+        """Return the log-probs that generation would report for these responses, a list for each.
 
         temperature: that divides the logits
         """
@@ -108,4 +108,4 @@ class RolloutEngine(Protocol):
 
     @property
     def weights_version(self) -> int:
-        """Of the weights that are loaded."""
+        """The version of the loaded weights."""

@@ -1,4 +1,4 @@
-"""Builds this rank's part of a rollout replica, and how the actor's weights get there."""
+"""Build this rank's part of a rollout replica, and the way of the actor's weights to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindspeed_rlxf.rollout.hybrid import SharedWeights
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.protocol import RolloutEngine
 from mindspeed_rlxf.rollout.transfer import WeightReceiver, WeightSender
-from mindspeed_rlxf.rollout.transfer_plan import plan_of
+from mindspeed_rlxf.rollout.transfer_plan import plan_moves
 from mindspeed_rlxf.rollout.weights import OwnWeights, WeightSource
 
 
@@ -26,9 +26,9 @@ from mindspeed_rlxf.rollout.weights import OwnWeights, WeightSource
 class Replica:
     """This rank's part of a rollout replica.
 
-    take_weights: makes the engine's weights those of the actor, who has been updated that many
-                  times; a collective with the ranks that train, where these are others
-    is_leader:    the one rank of the replica whose results are used
+    take_weights: gives the engine the weights of the actor after so many updates; a collective with
+                  the ranks that train, where these are other ranks
+    is_leader:    this is the rank of the replica whose results are used
     """
 
     engine: RolloutEngine
@@ -37,29 +37,29 @@ class Replica:
 
 
 def weight_sender(config: RunConfig, trained: TrainEngine) -> WeightSender | None:
-    """What sends the weights of this rank to those that generate; None where these share them."""
+    """Build the sender of this rank's weights; None where the ranks that generate share them."""
     if config.parts is None:
         return None
     tensors = _megatron(trained).weights.tensors
-    return WeightSender(tensors, plan_of(config), worlds.whole_pool(), config.parts[0])
+    return WeightSender(tensors, plan_moves(config), worlds.whole_pool(), config.parts[0])
 
 
 def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
-    """The engine of `rollout.engine`. A collective over the ranks that generate.
+    """Build the engine of `rollout.engine`. A collective over the ranks that generate.
 
-    trained: the actor's engine in the same process, whose weights it gets or shares; None = ranks
-             that train are others and send their weights
+    trained: the actor's engine in the same process, whose weights it gets or shares; None = other
+             ranks train and send their weights
     """
     if config.rollout.engine != NATIVE:
         assert trained is not None, "only the native engine generates on ranks of its own"
-        return _fed(config, trained)
+        return _build_plugin_replica(config, trained)
     if trained is not None:
-        return _sharing(config, _megatron(trained))
-    return _receiving(config)
+        return _build_sharing_replica(config, _megatron(trained))
+    return _build_receiving_replica(config)
 
 
-def _fed(config: RunConfig, trained: TrainEngine) -> Replica:
-    """An engine of a plugin, which gets every weight as a whole tensor."""
+def _build_plugin_replica(config: RunConfig, trained: TrainEngine) -> Replica:
+    """Build an engine of a plugin, which gets every weight as a whole tensor."""
     engine = ENGINES[config.rollout.engine](config, trained)
 
     def take_weights(version: int) -> None:
@@ -68,19 +68,19 @@ def _fed(config: RunConfig, trained: TrainEngine) -> Replica:
     return Replica(engine, take_weights, config.rollout_layout.is_leader(dist.get_rank()))
 
 
-def _sharing(config: RunConfig, trained: MegatronEngine) -> Replica:
+def _build_sharing_replica(config: RunConfig, trained: MegatronEngine) -> Replica:
     shared = SharedWeights(trained, config.training.seed)
     engine = _native(config, shared)
 
     def take_weights(version: int) -> None:
-        """Nothing moves but the number."""
+        """Set the version; the weights are shared."""
         with engine.replacing_weights(version):
             pass
 
     return Replica(engine, take_weights, shared.groups.tp.rank() == 0)
 
 
-def _receiving(config: RunConfig) -> Replica:
+def _build_receiving_replica(config: RunConfig) -> Replica:
     assert config.parts is not None, "a rollout with weights of its own needs ranks of its own"
     megatron_versions.mend()
     device.set_deterministic(config.training.deterministic)
@@ -89,10 +89,10 @@ def _receiving(config: RunConfig) -> Replica:
     own = OwnWeights(actor.architecture, tp, dtype, config.training.seed)
     engine = _native(config, own)
     tensors = dict(own.module.named_parameters())
-    receiver = WeightReceiver(tensors, plan_of(config), worlds.whole_pool(), config.parts[0])
+    receiver = WeightReceiver(tensors, plan_moves(config), worlds.whole_pool(), config.parts[0])
 
     def take_weights(version: int) -> None:
-        """Raises WeightsDiffer."""
+        """Receive the weights. Raises WeightsDiffer."""
         with engine.replacing_weights(version):
             receiver.receive()
 

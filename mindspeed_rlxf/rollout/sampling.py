@@ -1,4 +1,4 @@
-"""Choosing the next token, one independent random stream per sample.
+"""Choose next tokens, with one independent random stream per sample.
 
 A sample's random numbers depend on (seed, sample id, position) alone: which other samples are in
 the batch, on which rank and in which layout it is generated does not matter.
@@ -21,7 +21,7 @@ BLOCK = 512  # ids of the vocabulary that one fp32 sum covers
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """What the user asked for; `temperature` divides the logits when sampling."""
+    """Settings of generation; `temperature` divides the logits when sampling."""
 
     do_sample: bool
     temperature: float
@@ -33,19 +33,19 @@ class SamplingSettings:
 
     @property
     def logit_temperature(self) -> float:
-        """Greedy decoding leaves logits alone, in generation and in training alike."""
+        """The temperature of log-probs in generation and training: 1 for greedy decoding."""
         return self.temperature if self.do_sample else 1.0
 
 
 def uniform_numbers(seed: int, sample_id: int, count: int) -> np.ndarray:
-    """[count] fp64 in [0, 1): the random numbers of one sample (counter-based, Philox)."""
+    """Return [count] fp64 random numbers of one sample in [0, 1) (counter-based, Philox)."""
     return np.random.Generator(np.random.Philox(key=[seed, sample_id])).random(count)
 
 
 def choose_tokens(
     logits: Tensor, uniforms: Tensor, generated: Tensor, settings: SamplingSettings
 ) -> tuple[Tensor, Tensor]:
-    """The next token of each row and its unfiltered log-probability.
+    """Choose the next token of each row; returns tokens and unfiltered log-probabilities.
 
     logits:    [rows, vocab] fp32
     uniforms:  [rows] fp64 in [0, 1) on the host, not used when greedy
@@ -73,7 +73,7 @@ def _forbid_early_eos(logits: Tensor, generated: Tensor, settings: SamplingSetti
 
 
 def _filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Top-k, then top-p (the smallest set of tokens whose probability reaches top_p)."""
+    """Filter by top-k, then top-p: the smallest set of tokens whose probability reaches top_p."""
     if 0 < top_k < logits.size(-1):
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
@@ -87,7 +87,7 @@ def _filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _inverse_cdf(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """The token at which the cumulative probability passes the uniform number.
+    """Draw the token at which the cumulative probability passes the uniform number.
 
     A vocabulary of one block is drawn from in fp64 throughout. In a larger one the probability of
     a block has the error of an fp32 sum of 512 numbers (about 1e-7 of it); within a block, and from
@@ -111,7 +111,7 @@ def _inverse_cdf(logits: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _find(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the cumulative weights pass uniform * total, and the uniform number left in there.
+    """Find where cumulative weights pass uniform * total, and the rest of the uniform number there.
 
     weights:  [rows, n] fp64 of any positive total, on the host
     uniforms: [rows] fp64 in [0, 1]

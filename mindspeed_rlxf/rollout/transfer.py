@@ -1,4 +1,4 @@
-"""Moves trained weights to the ranks that generate: bucket by bucket, each checked by a sum.
+"""Move trained weights to the ranks that generate, in buckets that are checked by sums.
 
 A bucket is the bits of the parameters as they are trained, never rounded. Beside it travels, for
 each slice in it, the exact sum of its bit patterns as integers; the receiver sums what then stands
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.rollout.transfer_plan import Move, in_buckets, peers_in_turn
+from mindspeed_rlxf.rollout.transfer_plan import Move, make_buckets, order_peers
 
 BUCKET_BYTES = 256 * 1024**2  # what a rank holds beside its weights
 SUMMED_AT_ONCE = 16 * 1024**2  # numbers of a slice, of which a copy in fp32 is made
@@ -27,7 +27,9 @@ Operation = Callable[..., Any]
 
 
 class _Side:
-    """The buckets of one rank, by the rank of the other side, in the order they are moved in."""
+    """The buckets of one rank, by the rank of the other side, in the order of transfer."""
+
+    sends: bool
 
     def __init__(
         self,
@@ -35,11 +37,10 @@ class _Side:
         planned: Iterable[Move],
         group: dist.ProcessGroup,
         num_senders: int,
-        sends: bool,
     ) -> None:
-        """planned: of all ranks; group: the senders' ranks, then the receivers'."""
+        """planned: the moves of all ranks; group: the senders' ranks, then the receivers'."""
         self.tensors, self.group, self.num_senders = tensors, group, num_senders
-        mine = group.rank() - (0 if sends else num_senders)
+        sends, mine = self.sends, group.rank() - (0 if self.sends else num_senders)
         sample = next(iter(tensors.values()))
         self.dtype = sample.dtype
         by_peer: dict[int, list[Move]] = {}
@@ -48,13 +49,13 @@ class _Side:
             if own == mine:
                 by_peer.setdefault(peer, []).append(move)
         limit = BUCKET_BYTES // sample.element_size()
-        order = peers_in_turn(mine, num_senders, group.size() - num_senders, sends)
+        order = order_peers(mine, num_senders, group.size() - num_senders, sends)
         self.buckets: dict[int, Buckets] = {
-            peer: in_buckets(by_peer[peer], limit) for peer in order if peer in by_peer
+            peer: make_buckets(by_peer[peer], limit) for peer in order if peer in by_peer
         }
 
     def _begin(self, numbers: int) -> None:
-        """All ranks of both sides meet; their plans have to agree.
+        """Check on all ranks of both sides that their plans agree.
 
         numbers: to be sent, less those to be received
         """
@@ -67,7 +68,7 @@ class _Side:
         return sum(move.numbers for move in planned)
 
     def _empty(self, bucket: Sequence[Move]) -> tuple[Tensor, Tensor]:
-        """A bucket and its sums, to be filled."""
+        """Allocate a bucket and its sums."""
         numbers, where = sum(move.numbers for move in bucket), device.current_device()
         return (
             torch.empty(numbers, dtype=self.dtype, device=where),
@@ -75,7 +76,7 @@ class _Side:
         )
 
     def _exchange(self, operation: Operation, tensors: Sequence[Tensor], rank: int) -> None:
-        """Returns when they are there; the group's deadline is that of every collective."""
+        """Send or receive tensors; returns when they have arrived."""
         pieces = [dist.P2POp(operation, tensor, rank, self.group) for tensor in tensors]
         for work in dist.batch_isend_irecv(pieces):
             work.wait()
@@ -84,18 +85,11 @@ class _Side:
 class WeightSender(_Side):
     """A rank that trains."""
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        planned: Iterable[Move],
-        group: dist.ProcessGroup,
-        num_senders: int,
-    ) -> None:
-        super().__init__(tensors, planned, group, num_senders, sends=True)
+    sends = True
 
     @torch.no_grad()
     def send(self) -> None:
-        """The weights as they are now; every rank of the rollout receives at the same time."""
+        """Send the present weights; every rank of the rollout receives at the same time."""
         self._begin(self._numbers())
         for receiver, buckets in self.buckets.items():
             for bucket in buckets:
@@ -114,18 +108,11 @@ class WeightSender(_Side):
 class WeightReceiver(_Side):
     """A rank that generates."""
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        planned: Iterable[Move],
-        group: dist.ProcessGroup,
-        num_senders: int,
-    ) -> None:
-        super().__init__(tensors, planned, group, num_senders, sends=False)
+    sends = False
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Fill the parameters. Raises WeightsDiffer; they are of no use then."""
+        """Receive all parameters. Raises WeightsDiffer, after which they are not valid."""
         self._begin(-self._numbers())
         for sender, buckets in self.buckets.items():
             for bucket in buckets:
@@ -145,7 +132,7 @@ class WeightReceiver(_Side):
 
 
 class WeightsDiffer(ValueError):
-    """What arrived is not what was sent."""
+    """Received weights are not those that were sent."""
 
     def __init__(self, sender: int, receiver: int, names: Sequence[str]) -> None:
         super().__init__(
@@ -156,10 +143,10 @@ class WeightsDiffer(ValueError):
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """The sum of all bit patterns, as signed integers of 16 bits each with its place in the number.
+    """Sum the bit patterns, as signed integers of 16 bits, each with its place in the number.
 
-    Any number that changes changes it. Not every device sums integers in 64 bits, and on an NPU
-    fp64 is fp32. So the device sums a few patterns at a time in fp32, exactly, and the host the
+    Every change of one number changes the sum. Not every device sums integers in 64 bits, and on an
+    NPU fp64 is fp32. So the device sums a few patterns at a time in fp32, exactly, and the host the
     rest.
     """
     patterns = tensor.detach().reshape(-1, 1).view(torch.int16)

@@ -1,7 +1,7 @@
-"""Which rank that trains sends which slice of which parameter to which rank that generates.
+"""Plan the slices of parameters that ranks that train send to ranks that generate.
 
-A pure function of the two layouts and the parameter map, so that every rank works out the same plan
-and nobody has to be told. Both layouts cut the same Hugging Face tensors (`shard_slices`); where a
+The plan is a pure function of the two layouts and the parameter map, so that every rank computes
+the same plan by itself. Both layouts cut the same Hugging Face tensors (`shard_slices`); where a
 slice that a rank needs meets one that another holds, there is something to move.
 """
 
@@ -28,7 +28,7 @@ from mindspeed_rlxf.models.parameters import (
 
 @dataclass(frozen=True)
 class TrainingLayout:
-    """How the ranks that train cut the model."""
+    """The layout of the ranks that train."""
 
     ranks: ParallelLayout
     chunks: int = 1  # of the model on a pipeline rank
@@ -56,7 +56,7 @@ class Move:
 
 @dataclass(frozen=True)
 class _Overlap:
-    """What of a needed shard is held by one tensor-parallel rank of the training."""
+    """The part of a needed shard that one tensor-parallel rank of the training holds."""
 
     tp_rank: int | None  # None = each of them holds all of it
     dim: int
@@ -66,8 +66,8 @@ class _Overlap:
     width: int
 
 
-def plan_of(config: RunConfig) -> Iterator[Move]:
-    """All moves of a run whose actor is split."""
+def plan_moves(config: RunConfig) -> Iterator[Move]:
+    """Plan all moves of a run whose actor is split."""
     actor = config.actor_rollout
     training = TrainingLayout(
         config.layout(Role.ACTOR_ROLLOUT), actor.model_chunks, actor.expert_model_parallel_size
@@ -78,9 +78,9 @@ def plan_of(config: RunConfig) -> Iterator[Move]:
 def moves(
     architecture: ArchitectureConfig, training: TrainingLayout, rollout: ParallelLayout
 ) -> Iterator[Move]:
-    """Every number that a rank of the rollout needs, once, in the order of receiver and parameter.
+    """Plan every number that a rank of the rollout needs, once, by receiver and parameter.
 
-    Of the replicas that hold a slice the one sends that has had least to send.
+    Of the replicas that hold a slice, the one with the least to send so far sends it.
     """
     holders = _holders(architecture, training)
     sent = [0] * training.ranks.world_size
@@ -110,9 +110,9 @@ def moves(
 def _holders(
     architecture: ArchitectureConfig, training: TrainingLayout
 ) -> dict[tuple[str, ...], tuple[str, list[int]]]:
-    """Sources of a parameter -> its name in training, and the ranks that hold a shard of it.
+    """Map the sources of a parameter to its name in training and the ranks that hold a shard.
 
-    A tied output layer is the last stage's copy of the embedding and not asked for.
+    A tied output layer, the last stage's copy of the embedding, is not needed.
     """
     ranks, ep = training.ranks, training.ep
     found: dict[tuple[str, ...], tuple[str, list[int]]] = {}
@@ -129,15 +129,15 @@ def _holders(
 def _overlaps(
     parameter: StageParameter, a: ArchitectureConfig, tp_rank: int, tp: int, training_tp: int
 ) -> Iterator[_Overlap]:
-    """The shard of rollout rank `tp_rank` of `tp`, piece by piece as training ranks hold it."""
-    needed = _placed(parameter, a, tp_rank, tp)
+    """Cut the shard of rollout rank `tp_rank` of `tp` into the pieces that training ranks hold."""
+    needed = _place_slices(parameter, a, tp_rank, tp)
     if parameter.split is Split.REPLICATED:
         [(source, dim, _, stop, _)] = needed
         yield _Overlap(None, dim, 0, 0, stop, _width(source, dim, a))
         return
     for rank in range(training_tp):
         last: _Overlap | None = None
-        held = _placed(parameter, a, rank, training_tp)
+        held = _place_slices(parameter, a, rank, training_tp)
         for source, dim, start, stop, target in needed:
             for other, _, held_start, held_stop, place in held:
                 first, end = max(start, held_start), min(stop, held_stop)
@@ -145,18 +145,18 @@ def _overlaps(
                     continue
                 numbers = place + first - held_start, target + first - start, end - first
                 piece = _Overlap(rank, dim, *numbers, _width(source, dim, a))
-                joined = _joined(last, piece) if last else None
-                if last and not joined:
+                whole = _join(last, piece) if last else None
+                if last and not whole:
                     yield last
-                last = joined or piece
+                last = whole or piece
         if last:
             yield last
 
 
-def _placed(
+def _place_slices(
     parameter: StageParameter, a: ArchitectureConfig, tp_rank: int, tp: int
 ) -> list[tuple[str, int, int, int, int]]:
-    """(source, dim, start, stop) of each slice of a shard, and where in the shard it begins."""
+    """Return (source, dim, start, stop, offset in the shard) of each slice of a shard."""
     placed, offset = [], 0
     for part in shard_slices(parameter, a, tp_rank, tp):
         placed.append((part.source, part.dim, part.start, part.stop, offset))
@@ -169,8 +169,8 @@ def _width(source: str, dim: int, a: ArchitectureConfig) -> int:
     return prod(shape) // shape[dim]
 
 
-def _joined(one: _Overlap, other: _Overlap) -> _Overlap | None:
-    """Both as one, where they follow each other at both ends."""
+def _join(one: _Overlap, other: _Overlap) -> _Overlap | None:
+    """Join two parts that follow each other at both ends; None for others."""
     follows = (
         one.source_start + one.size == other.source_start
         and one.target_start + one.size == other.target_start
@@ -178,8 +178,8 @@ def _joined(one: _Overlap, other: _Overlap) -> _Overlap | None:
     return replace(one, size=one.size + other.size) if follows else None
 
 
-def in_buckets(planned: Iterable[Move], limit: int) -> list[list[Move]]:
-    """The moves in their order, cut where need be and gathered to at most `limit` numbers each."""
+def make_buckets(planned: Iterable[Move], limit: int) -> list[list[Move]]:
+    """Cut moves and gather them, in order, into buckets of at most `limit` numbers."""
     buckets: list[list[Move]] = []
     room = 0
     for move in (piece for whole in planned for piece in _cut(whole, limit)):
@@ -192,7 +192,7 @@ def in_buckets(planned: Iterable[Move], limit: int) -> list[list[Move]]:
 
 
 def _cut(move: Move, limit: int) -> Iterator[Move]:
-    """Whole rows or columns, one at least."""
+    """Cut a move into pieces of whole rows or columns, at least one each."""
     step = max(1, limit // move.width)
     for start in range(0, move.size, step):
         yield replace(
@@ -203,11 +203,11 @@ def _cut(move: Move, limit: int) -> Iterator[Move]:
         )
 
 
-def peers_in_turn(rank: int, senders: int, receivers: int, sends: bool) -> list[int]:
-    """The other side's ranks in an order in which nobody waits in a circle.
+def order_peers(rank: int, senders: int, receivers: int, sends: bool) -> list[int]:
+    """Order the ranks of the other side so that no ranks wait for each other in a circle.
 
-    In turn k sender s meets receiver (s + k) % n. A rank waits only for one that is at an earlier
-    turn, so that those at the earliest turn can always go on.
+    In turn k sender s meets receiver (s + k) % n. A rank waits only for ranks at an earlier turn,
+    so that those at the earliest turn can always go on.
     """
     turns, there = max(senders, receivers), receivers if sends else senders
     found = ((rank + turn if sends else rank - turn) % turns for turn in range(turns))

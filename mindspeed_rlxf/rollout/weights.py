@@ -1,4 +1,4 @@
-"""The module that generates, and the weights in it: its own, or those of the module that trains."""
+"""The module that generates, with its own weights or those of the module that trains."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ from mindspeed_rlxf.models.transformer import TransformerModel, transformer_conf
 
 
 class WeightSource(Protocol):
-    """Where the native engine's weights are."""
+    """The module of the native engine, and the state of its weights."""
 
     @property
     def module(self) -> TransformerModel: ...
 
     def active(self) -> contextlib.AbstractContextManager[None]:
-        """Megatron sees the module's parallel groups inside the block."""
+        """Activate the module's parallel groups for Megatron inside the block."""
 
     def wake(self) -> None:
-        """The module has its weights afterwards."""
+        """Bring the weights into the module."""
 
     def sleep(self) -> None:
-        """Free what is not needed until `wake`."""
+        """Free the memory that is not needed until `wake`."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """As `RolloutEngine.update_weights`."""
+        """Replace all weights, as `RolloutEngine.update_weights`."""
 
 
 def rollout_module(
     architecture: ArchitectureConfig, tp: int, dtype: torch.dtype
 ) -> TransformerModel:
-    """The whole depth with all experts, under the parallel groups that are active."""
+    """Build a module with all layers and experts, under the active parallel groups."""
     config = transformer_config(architecture, tp, 1, False, dtype)
     module = TransformerModel(config, architecture, Head.LANGUAGE_MODEL, True, True)
     return module.requires_grad_(False)
 
 
 class OwnWeights:
-    """A module with memory of its own, which it keeps while it sleeps: nobody else is there."""
+    """A module with its own memory, which it keeps: no training shares its device."""
 
     def __init__(
         self, architecture: ArchitectureConfig, tp: int, dtype: torch.dtype, seed: int
     ) -> None:
-        """Weights are 0 until they arrive. A collective over the world."""
+        """Build the module with weights of 0. A collective over the world."""
         self.architecture = architecture
         self.groups = ParallelGroups(tp, 1, seed)
         with self.groups.active():
             module = rollout_module(architecture, tp, dtype)
         self.module = module.to(device=device.current_device(), dtype=dtype)
         for parameter in self.module.parameters():
-            parameter.data.zero_()  # the vocabulary's padding, which nobody sends
+            parameter.data.zero_()  # for the padding of the vocabulary, which is never sent
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         return self.groups.active()
 
     def wake(self) -> None:
-        """They are there."""
+        """Do nothing: the weights stay on the device."""
 
     def sleep(self) -> None:
-        """Only training on the same devices would need the room."""
+        """Do nothing: no training needs the memory."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         parameters, tp = dict(self.module.named_parameters()), self.groups.tp
@@ -76,7 +76,7 @@ class OwnWeights:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A slice of a Hugging Face tensor, and where it goes."""
+    """A slice of a Hugging Face tensor, and its place in a parameter."""
 
     target: Tensor
     dim: int
@@ -131,7 +131,7 @@ def _pieces(
     tp_rank: int,
     tp: int,
 ) -> dict[str, list[_Piece]]:
-    """Hugging Face name -> where its slices go on this rank, which may need none of them."""
+    """Map each Hugging Face name to its slices on this rank, which may need none."""
     found: dict[str, list[_Piece]] = {}
     for parameter in stage_parameters(architecture, Head.LANGUAGE_MODEL):
         for source in parameter.sources:

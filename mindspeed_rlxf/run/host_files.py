@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mindspeed_rlxf.cluster.machine import machine
+from mindspeed_rlxf.cluster.nodes import machine_id
 from mindspeed_rlxf.files.safe import PRIVATE, locate_inside, new_file, open_file
 from mindspeed_rlxf.run.store import MANIFEST, Manifest, RunStore
 from mindspeed_rlxf.weights.formats import COMMON, METADATA
@@ -49,7 +49,7 @@ def look_for(file: Path) -> HostView:
     deadline = time.monotonic() + SEEN_WITHIN_S
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    return HostView(socket.gethostname(), machine(), file.exists())
+    return HostView(socket.gethostname(), machine_id(), file.exists())
 
 
 def find_damage(folder: Path, entries: Sequence[Entry]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_rlxf.algorithms.kl import KlController
 from mindspeed_rlxf.cluster.group import Pending
-from mindspeed_rlxf.cluster.refs import standing_for
+from mindspeed_rlxf.cluster.refs import as_rows_field
 from mindspeed_rlxf.cluster.role_groups import RoleGroups
 from mindspeed_rlxf.config.enums import KlControl, OldLogProbs, RuntimeKind, ScoreSlotLimit
 from mindspeed_rlxf.config.schema import RunConfig
@@ -105,13 +105,13 @@ class PpoTrainer:
     ) -> Pending:
         """Make the experience on the critic's ranks, or on the actor's without a critic."""
         inputs = ExperienceInputs(
-            rollouts=standing_for(collected.rollouts),
-            old=standing_for(old.rows() if old else None),
-            ref=standing_for(ref.rows()),
-            scores=standing_for(collected.scores),
-            values=standing_for(values.rows() if values else None),
-            greedy=standing_for(collected.greedy),
-            greedy_scores=standing_for(collected.greedy_scores),
+            rollouts=as_rows_field(collected.rollouts),
+            old=as_rows_field(old.rows() if old else None),
+            ref=as_rows_field(ref.rows()),
+            scores=as_rows_field(collected.scores),
+            values=as_rows_field(values.rows() if values else None),
+            greedy=as_rows_field(collected.greedy),
+            greedy_scores=as_rows_field(collected.greedy_scores),
             kl_coef=self.kl.value,
             slot_limit=self._slot_limit(collected),
         )

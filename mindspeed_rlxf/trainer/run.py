@@ -187,7 +187,7 @@ def _examined(runtime: RayRuntime) -> Iterator[None]:
     try:
         yield
     except WorkerError as error:
-        raise runtime.examined(error) from None
+        raise runtime.explain_death(error) from None
 
 
 def _tell(config: RunConfig, directory: RunDirectory) -> None:

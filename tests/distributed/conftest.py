@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -47,26 +47,44 @@ def ray_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
                 os.environ[name] = value
 
 
-class OnePoolSetAtATime:
-    """A Runtime whose new pools take over the processes of those before."""
+class KeptPools:
+    """A Runtime that gives the same pools for the same request: a role is built in a world that is
+    there already, in the place of the one before. Another request takes over processes of pools
+    that have its shapes."""
 
     def __init__(self, runtime: Any) -> None:
-        self._runtime, self._pools = runtime, {}
+        self._runtime = runtime
+        self._kept: dict[str, dict[str, Any]] = {}
 
     def create_pools(self, processes_per_node: Any, parts: Any = None) -> dict[str, Any]:
-        self.end_pools()
-        self._pools = self._runtime.create_pools(processes_per_node, parts)
-        return self._pools
+        request = f"{dict(processes_per_node)} {parts or {}}"
+        if request not in self._kept:
+            shapes = {tuple(shape) for shape in processes_per_node.values()}
+            self.end_pools(shapes)
+            held = sum(pool.world_size for pools in self._kept.values() for pool in pools.values())
+            if held + sum(map(sum, processes_per_node.values())) > WARM_DEVICES:
+                self.end_pools()
+            self._kept[request] = self._runtime.create_pools(processes_per_node, parts)
+        return self._kept[request]
 
-    def end_pools(self) -> None:
-        for pool in self._pools.values():
-            pool.shutdown()
-        self._pools = {}
+    def end_pools(self, shapes: Set[tuple[int, ...]] | None = None) -> None:
+        """End the requests with a pool of these shapes, or all: for tests that leave ranks dead, or
+        waiting for each other."""
+        for request, pools in list(self._kept.items()):
+            if shapes is None or shapes & {p.workers.processes_per_node for p in pools.values()}:
+                for pool in self._kept.pop(request).values():
+                    pool.shutdown()
+
+
+@pytest.fixture(scope="session")
+def kept_pools(ray_runtime: Any) -> KeptPools:
+    return KeptPools(ray_runtime)
 
 
 @pytest.fixture
-def warm_runtime(ray_runtime: Any) -> Iterator[OnePoolSetAtATime]:
-    """For tests that build one set of pools after another."""
-    runtime = OnePoolSetAtATime(ray_runtime)
-    yield runtime
-    runtime.end_pools()
+def warm_runtime(kept_pools: KeptPools, request: pytest.FixtureRequest) -> Iterator[KeptPools]:
+    """For tests that build one role, or one run, after another. A failure ends the pools."""
+    failures = request.session.testsfailed
+    yield kept_pools
+    if request.session.testsfailed > failures:
+        kept_pools.end_pools()

@@ -9,6 +9,7 @@ import megatron.core
 import pytest
 import torch
 from packaging.version import Version
+from safetensors.torch import load_file
 
 from mindspeed_rlxf.config.enums import (
     CONFIGURED,
@@ -33,6 +34,7 @@ from mindspeed_rlxf.config.schema import (
     TrainingConfig,
 )
 from tests.families import config_keys, family_of
+from tests.trl.record import make_tokenizer
 
 # Tensor-parallel ranks may share a key-value group.
 SHARES_GROUPS = Version(megatron.core.__version__).release >= SHARED_GROUPS_SINCE
@@ -109,6 +111,49 @@ def make_llama(
                 parameter.uniform_(-1.0, 1.0)
     model.save_pretrained(folder)
     return model.eval()
+
+
+def make_pair(folder: Path, architecture: ArchitectureConfig) -> tuple[Path, Path]:
+    """Folders of a language model and of a model with a score head."""
+    lm, scored = folder / "lm", folder / "scored"
+    make_llama(lm, architecture)
+    make_llama(scored, architecture, scored=True)
+    return lm, scored
+
+
+def make_models(folder: Path, architecture: ArchitectureConfig) -> Path:
+    """Tokenizer, policy, value and reward model of a run."""
+    make_tokenizer().save_pretrained(folder / "tokenizer")
+    make_llama(folder / "lm", architecture)
+    for seed, part in enumerate(("value", "reward"), start=1):
+        make_llama(folder / part, architecture, scored=True, seed=seed)
+    return folder
+
+
+def read_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face folder, by name."""
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def same_tensors(one: Path, other: Path) -> bool:
+    """The same names and, bit by bit, the same numbers."""
+    ours, theirs = read_folder(one), read_folder(other)
+    return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def greedy_response(model: Any, prompt: Any, eos: list[int]) -> list[int]:
+    """What transformers generates after a prompt, of `MAX_NEW_TOKENS` tokens at most."""
+    with torch.no_grad():
+        found = model.generate(
+            torch.tensor(prompt)[None],
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=MAX_NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=eos,
+            pad_token_id=0,
+        )
+    response: list[int] = found[0, len(prompt) :].tolist()
+    return response
 
 
 def locally(config: RunConfig) -> RunConfig:

@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_rlxf.cluster.group import RoleGroup
-from mindspeed_rlxf.config.enums import LossNormalizer, Role
-from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.enums import LossNormalizer
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
@@ -24,6 +22,7 @@ from mindspeed_rlxf.engine.losses import normalised_loss
 from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models import heads
 from mindspeed_rlxf.models.parameters import Head
+from tests.distributed.groups import build_group, layout_of
 from tests.distributed.llamas import PLAIN, TIED, make_llama
 from tests.distributed.samples import make_rollouts
 from tests.golden import runs
@@ -100,9 +99,7 @@ def test_output_gradient_of_chunks_reaches_the_optimizer_once(
             model="t", architecture=architecture, load=str(tmp_path), micro_batch_size=4, bf16=bf16,
             pipeline_model_parallel_size=pp,
         )  # fmt: skip
-        pool = warm_runtime.create_pools({"main": [pp]})["main"]
-        group = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(pp, 1, pp), pool)
-        group.build(OutputGradient, role).result()
+        group = build_group(warm_runtime, layout_of(role), OutputGradient, role)
         return torch.tensor(group.call(OutputGradient.step, rollouts, chunk).result()[-1])
 
     exact = gradient(False, 1024, 1)

@@ -13,8 +13,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from mindspeed_rlxf.cli.convert import main
-from mindspeed_rlxf.cluster.group import RoleGroup
-from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import ArchitectureConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
@@ -22,6 +20,7 @@ from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.models.parameters import Head, padded_vocab_size
 from mindspeed_rlxf.models.transformer import transformer_config
+from tests.distributed.groups import build_group, layout_of
 from tests.distributed.llamas import (
     ONE_GROUP,
     PLAIN,
@@ -29,10 +28,12 @@ from tests.distributed.llamas import (
     QWEN3_MOE,
     TIED,
     make_llama,
+    read_folder,
+    same_tensors,
     shares_groups,
 )
 from tests.distributed.samples import make_rollouts
-from tests.distributed.test_parity_with_transformers import expected_logits, read_folder
+from tests.distributed.test_parity_with_transformers import expected_logits
 from tests.distributed.test_virtual_pipeline import Exporter
 
 FAMILIES = {"plain": PLAIN, "tied": TIED, "qwen2": QWEN2, "qwen3-moe": QWEN3_MOE}
@@ -102,13 +103,6 @@ def converted(source: Path, target: Path, *options: str) -> Path:
     return target
 
 
-def group_of(runtime: Any, kind: Any, size: int, tp: int, pp: int, *arguments: Any) -> RoleGroup:
-    pool = runtime.create_pools({"main": [size]})["main"]
-    group = RoleGroup(Role.REF, ParallelLayout(size, tp, pp), pool)
-    group.build(kind, *arguments).result()
-    return group
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stock_megatron_loads_both_formats_strictly(
     warm_runtime: Any, tmp_path: Path, family: str
@@ -120,7 +114,7 @@ def test_stock_megatron_loads_both_formats_strictly(
     legacy = converted(tmp_path / "hf", tmp_path / "legacy")
     options = ["--format", "torch_dist", "--pp", "2"]
     sharded = converted(tmp_path / "hf", tmp_path / "sharded", *options)
-    group = group_of(warm_runtime, StockModel, 1, 1, 1, a)
+    group = build_group(warm_runtime, ParallelLayout(1), StockModel, a)
     for folder, is_sharded in ((legacy, False), (sharded, True)):
         got = group.call(StockModel.load, folder, is_sharded).result()[0]
         named = {name: torch.tensor(values) for name, values in got.items()}
@@ -153,7 +147,7 @@ def test_stock_megatron_computes_with_ranks_that_share_a_group(
     tokens = make_rollouts().response_ids[0].tolist()
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0]
-    group = group_of(warm_runtime, StockModel, 2, 2, 1, ONE_GROUP, 2)
+    group = build_group(warm_runtime, ParallelLayout(2, 2), StockModel, ONE_GROUP, 2)
     for kind in ("torch", "torch_dist"):
         folder = converted(tmp_path / "hf", tmp_path / kind, "--format", kind, "--tp", "2")
         got = group.call(StockModel.logits, folder, kind == "torch_dist", tokens).result()[0]
@@ -177,16 +171,13 @@ def test_a_role_starts_from_a_folder_of_another_layout(
     for load, out in ((folder, "run"), (tmp_path / "run" / "megatron", "again")):
         layout = {"pipeline_model_parallel_size": 2}
         role = RoleConfig(model="t", architecture=PLAIN, load=str(load), **layout)
-        group = group_of(warm_runtime, Exporter, 2, 1, 2, role, head)
+        group = build_group(warm_runtime, layout_of(role), Exporter, role, head)
         got = torch.tensor(group.call(method, rollouts).result()[0])
         error = (got - expected).abs().max() / expected.abs().max()
         assert error < 2e-5, f"{load}: {error:.2e}"
         group.call(Exporter.export, tmp_path / out).result()
-    original = read_folder(tmp_path / "hf")
     # What the run left in Megatron's format needs no flag.
     source, target = str(tmp_path / "again" / "megatron"), str(tmp_path / "again" / "converted")
     assert main([source, target, "--to", "hf"]) == 0
     for left in ("run/hf", "again/hf", "again/converted"):
-        after = read_folder(tmp_path / left)
-        assert after.keys() == original.keys()
-        assert all(torch.equal(after[key], original[key]) for key in original)
+        assert same_tensors(tmp_path / left, tmp_path / "hf"), left

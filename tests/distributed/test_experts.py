@@ -10,8 +10,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
-from mindspeed_rlxf.config.enums import LossNormalizer, Role
+from mindspeed_rlxf.config.enums import LossNormalizer
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
@@ -20,21 +19,20 @@ from mindspeed_rlxf.engine.grouping import chunk_rows
 from mindspeed_rlxf.engine.losses import normalised_loss
 from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
+from tests.distributed.groups import build_group, build_policy, layout_of, shared_out
 from tests.distributed.llamas import (
     MIXTRAL,
     QWEN3_MOE,
     QWEN3_MOE_UNNORMED,
+    greedy_response,
     make_llama,
+    read_folder,
     run_config,
+    same_tensors,
 )
-from tests.distributed.policies import build_policy
 from tests.distributed.probe import EngineProbe
 from tests.distributed.samples import make_rollouts
-from tests.distributed.test_parity_with_transformers import (
-    expected_logits,
-    make_prompts,
-    read_folder,
-)
+from tests.distributed.test_parity_with_transformers import expected_logits, make_prompts
 
 FAMILIES = {"qwen3-moe": QWEN3_MOE, "unnormed": QWEN3_MOE_UNNORMED, "mixtral": MIXTRAL}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -77,23 +75,15 @@ def test_forward_equals_transformers_wherever_the_experts_are(
             micro_batch_size=3,
             **keys,
         )
-        layout = ParallelLayout(
-            size, role.tensor_model_parallel_size, role.pipeline_model_parallel_size
-        )
-        group = RoleGroup(
-            Role.ACTOR_ROLLOUT, layout, warm_runtime.create_pools({"main": [size]})["main"]
-        )
-        group.build(EngineProbe, role, head).result()
-        each = rollouts.num_rows // layout.dp
-        shares = [rollouts.select(range(n * each, (n + 1) * each)) for n in range(layout.dp)]
-        flat = [x for part in group.call(method, Sharded(shares)).result() for x in part]
+        layout = layout_of(role, size)
+        group = build_group(warm_runtime, layout, EngineProbe, role, head)
+        reports = group.call(method, shared_out(rollouts, layout.dp)).result()
+        flat = [number for part in reports for number in part]
         error = (torch.tensor(flat) - expected).abs().max() / expected.abs().max()
         assert error < 2e-5, f"{name}: {error:.2e}"
         if family == "qwen3-moe":
             group.call(EngineProbe.stream, tmp_path / name, size - 1).result()
-            streamed, loaded = read_folder(tmp_path / name), read_folder(tmp_path)
-            assert streamed.keys() == loaded.keys()
-            assert all(torch.equal(streamed[key], loaded[key]) for key in loaded), name
+            assert same_tensors(tmp_path / name, tmp_path), name
 
 
 @pytest.mark.parametrize(
@@ -121,24 +111,13 @@ def test_experts_are_exported_once_each_and_generate_as_in_transformers(
     pool = warm_runtime.create_pools({"main": [size]})["main"]
     actor, rollout = build_policy(config, pool, eos)
     actor.export(tmp_path / "out", tmp_path / "megatron").result()
-    before, after = read_folder(lm), read_folder(tmp_path / "out")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert same_tensors(lm, tmp_path / "out")
     reloaded = type(model).from_pretrained(tmp_path / "out").state_dict()  # by its index too
     assert all(torch.equal(t, reloaded[name]) for name, t in model.state_dict().items())
     prompts = make_prompts(8)
     produced = actor.sample_texts(rollout.generate(prompts, seed=5, greedy=True).rows(), 8)
     for text, prompt in zip(produced, prompts.token_ids, strict=True):
-        with torch.no_grad():
-            expected = model.generate(
-                torch.tensor(prompt)[None],
-                attention_mask=torch.ones(1, len(prompt)),
-                max_new_tokens=16,
-                do_sample=False,
-                eos_token_id=eos,
-                pad_token_id=0,
-            )[0, len(prompt) :].tolist()
-        assert text.response_ids == expected
+        assert text.response_ids == greedy_response(model, prompt, eos)
     assert len({len(text.response_ids) for text in produced}) > 2
 
 
@@ -170,9 +149,8 @@ def test_routing_of_a_bf16_model_is_computed_in_fp32(warm_runtime: Any, tmp_path
     role = RoleConfig(
         model="t", architecture=QWEN3_MOE, load=str(tmp_path), micro_batch_size=8, bf16=True
     )
-    pool = warm_runtime.create_pools({"main": [1]})["main"]
-    group = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(1, 1), pool)
-    group.build(RoutingProbe, role, Head.LANGUAGE_MODEL).result()
+    layout = ParallelLayout(1, 1)
+    group = build_group(warm_runtime, layout, RoutingProbe, role, Head.LANGUAGE_MODEL)
     (found,) = group.call(RoutingProbe.errors, make_rollouts()).result()
     assert found == [("torch.float32", 0)] * 2
 
@@ -280,14 +258,10 @@ def test_gradients_of_both_losses_equal_transformers(
             micro_batch_size=ROWS,
             **keys,
         )
-        layout = ParallelLayout(size, role.tensor_model_parallel_size)
-        group = RoleGroup(
-            Role.ACTOR_ROLLOUT, layout, warm_runtime.create_pools({"main": [size]})["main"]
-        )
-        group.build(GradientProbe, role).result()
-        each = rollouts.num_rows // layout.dp
-        shares = [rollouts.select(range(n * each, (n + 1) * each)) for n in range(layout.dp)]
-        reports = group.call(GradientProbe.gradients, Sharded(shares), main).result()
+        layout = layout_of(role, size)
+        group = build_group(warm_runtime, layout, GradientProbe, role)
+        shares = shared_out(rollouts, layout.dp)
+        reports = group.call(GradientProbe.gradients, shares, main).result()
         found = {k: torch.tensor(v) for named, _ in reports for k, v in named.items()}
         assert found.keys() == expected.keys()
         for tensor, gradient in expected.items():

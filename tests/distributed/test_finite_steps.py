@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.group import RoleGroup
-from mindspeed_rlxf.config.enums import NanPolicy, Role
+from mindspeed_rlxf.config.enums import NanPolicy
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
@@ -31,6 +31,7 @@ from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.protocol import LossOutput, Mean, PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.dist_metadata import open_torch_dist
+from tests.distributed.groups import build_group
 from tests.distributed.llamas import TIED, make_llama
 from tests.distributed.samples import make_rollouts
 
@@ -98,12 +99,9 @@ def _loss(factor: float, rows: list[int], tokens: TokenLogProbs) -> LossOutput:
 
 
 def group_of(runtime: Any, folder: Path, policy: NanPolicy, bf16: bool) -> RoleGroup:
-    pool = runtime.create_pools({"main": [2]})["main"]
-    group = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(2, 1, 1), pool)
     role = RoleConfig(model="t", architecture=TIED, load=str(folder), bf16=bf16)
     optimizer = OptimizerConfig(lr=0.01, use_distributed_optimizer=bf16)
-    group.build(Learner, role, optimizer, policy).result()
-    return group
+    return build_group(runtime, ParallelLayout(2), Learner, role, optimizer, policy)
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16-distributed-optimizer"])

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
+from mindspeed_rlxf.cluster.group import Sharded
 from mindspeed_rlxf.cluster.protocol import Peer
 from mindspeed_rlxf.config.enums import KlPenalty, RewardKind, Role
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.reference import ReferenceRole
+from tests.distributed.groups import build_group
 from tests.distributed.llamas import PLAIN, make_llama, run_config
 from tests.distributed.samples import make_rollouts
 
@@ -42,11 +43,9 @@ def test_kl_is_the_sum_over_the_vocabulary(warm_runtime: Any, tmp_path: Path, la
         algorithm={"kl_penalty": KlPenalty.FULL},
         reward={"kind": RewardKind.RULE},
     )  # fmt: skip
-    pool = warm_runtime.create_pools({"main": [size]})["main"]
-    actor = RoleGroup(Role.ACTOR_ROLLOUT, config.layout(Role.ACTOR_ROLLOUT), pool)
-    ref = RoleGroup(Role.REF, config.layout(Role.REF), pool)
-    actor.build(ActorRole, config).result()
-    ref.build(ReportingReference, config).result()
+    layout = config.layout(Role.REF)
+    build_group(warm_runtime, layout, ActorRole, config)
+    ref = build_group(warm_runtime, layout, ReportingReference, config, role=Role.REF)
     rollouts = make_rollouts()
     call = ref.call(ReportingReference.report_kl, Sharded([rollouts]), Peer(Role.ACTOR_ROLLOUT))
     kl, log_probs = call.result()[0]

@@ -14,7 +14,7 @@ from mindspeed_rlxf.run.directory import RunDirectory
 from tests.chaos.forked import ITERATIONS
 from tests.chaos.same_run import differences
 from tests.distributed.conftest import REPOSITORY
-from tests.distributed.test_resume import make_models
+from tests.distributed.llamas import PLAIN, make_models
 
 KILLS = 5
 OF_ROLES = ["config.json", "state.json", "state_00000.safetensors"]
@@ -30,7 +30,7 @@ SYNCED = [  # files when they are whole, folders when all names are in them
 
 def forked(module: str, folder: Path, *arguments: str) -> str:
     """What a module of `tests.chaos` printed; it leaves `whole` and another run in the folder."""
-    models = make_models(folder / "models")
+    models = make_models(folder / "models", PLAIN)
     done = subprocess.run(
         [sys.executable, "-m", f"tests.chaos.{module}", models, folder, *arguments],
         cwd=REPOSITORY,

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
 
 from mindspeed_rlxf.config.enums import CONFIGURED, KlControl, LrDecayStyle, RewardKind, Role
 from mindspeed_rlxf.config.schema import (
@@ -35,7 +34,8 @@ from tests.distributed.llamas import (
     QWEN3_ONE_GROUP,
     SHARES_GROUPS,
     TIED,
-    make_llama,
+    make_models,
+    read_folder,
     run_config,
 )
 from tests.training import train
@@ -205,32 +205,26 @@ def response(rng: np.random.Generator) -> list[int]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders with policy, value and reward model of each architecture."""
-    folders = {}
-    for name, architecture in ARCHITECTURES.items():
-        folder = tmp_path_factory.mktemp(name)
-        make_tokenizer().save_pretrained(folder / "tokenizer")
-        make_llama(folder / "lm", architecture)
-        for seed, part in enumerate(("value", "reward"), start=1):
-            make_llama(folder / part, architecture, scored=True, seed=seed)
-        folders[name] = folder
-    return folders
+    return {
+        name: make_models(tmp_path_factory.mktemp(name), architecture)
+        for name, architecture in ARCHITECTURES.items()
+    }
+
+
+START = {"actor": "lm", "critic": "value"}  # role -> folder of the model that it starts from
 
 
 class Outcome:
-    """Metrics of every iteration and the final weights of actor and critic."""
+    """Metrics of every iteration and the final weights of the roles that learn."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.metrics = metrics_of(directory)
-        self.weights = {
-            role: load_folder(directory.path / "final" / f"{role}_hf")
-            for role in ("actor", "critic")
-        }
+        folders = {role: directory.path / "final" / f"{role}_hf" for role in START}
+        self.weights = {r: load_folder(folder) for r, folder in folders.items() if folder.exists()}
 
 
 def load_folder(folder: Path) -> dict[str, Any]:
-    return {
-        k: v.double() for file in folder.glob("*.safetensors") for k, v in load_file(file).items()
-    }
+    return {name: tensor.double() for name, tensor in read_folder(folder).items()}
 
 
 _outcomes: dict[str, Outcome] = {}
@@ -316,10 +310,11 @@ def one_process(runtime: Any, tmp_path: Path, folder: Path, name: str) -> Outcom
     return _outcomes[name]
 
 
-def compare(one: Outcome, other: Outcome, folder: Path) -> None:
-    """folder: the models that both started from."""
-    for role, start in (("actor", "lm"), ("critic", "value")):
-        before = load_folder(folder / start)
+def compare(one: Outcome, other: Outcome, folder: Path, roles: Iterable[str] = START) -> None:
+    """folder: the models that both started from; roles: that have learnt"""
+    assert one.weights.keys() == other.weights.keys() == set(roles)
+    for role in roles:
+        before = load_folder(folder / START[role])
         ours, theirs = one.weights[role], other.weights[role]
         moved = distance(ours, before)
         assert moved > 1e-3 * distance(before, {k: 0 * v for k, v in before.items()})

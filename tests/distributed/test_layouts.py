@@ -13,24 +13,22 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_rlxf.cluster.group import Sharded
 from mindspeed_rlxf.cluster.role_groups import ActorGroup, CriticGroup
 from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig
-from mindspeed_rlxf.data.batch import Experience, Rollouts
-from mindspeed_rlxf.data.mini_batches import rank_steps
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
+from tests.distributed.groups import update
 from tests.distributed.llamas import (
     PLAIN,
     QWEN2,
     QWEN3,
     SHARES_GROUPS,
     TIED,
-    make_llama,
+    make_pair,
+    read_folder,
     run_config,
 )
 from tests.distributed.samples import make_experience, make_rollouts
-from tests.distributed.test_parity_with_transformers import read_folder
 
 EPSILON = 1e4
 
@@ -108,9 +106,7 @@ def check_layouts(
     kind: str,
     layouts: dict[str, tuple[int, dict[str, Any], bool]],
 ) -> None:
-    lm, scored = tmp_path / "lm", tmp_path / "scored"
-    make_llama(lm, architecture)
-    make_llama(scored, architecture, scored=True)
+    lm, scored = make_pair(tmp_path, architecture)
     before = read_folder(lm if kind == "actor" else scored)
     reference, reference_norm = first_gradient(
         warm_runtime, tmp_path, architecture, kind, (1, {"micro_batch_size": 8}, False), before
@@ -149,30 +145,13 @@ def first_gradient(
     rollouts = make_rollouts()
     experience = make_experience(rollouts)
     target = tmp_path / "out"
-    if kind == "actor":
-        actor = ActorGroup(config, pool)
-        actor.build().result()
-        report = update(actor.train, ActorRole.update_policy, rollouts, experience)
-        actor.export(target, None).result()
-    else:
-        critic = CriticGroup(config, pool)
-        critic.build().result()
-        report = update(critic.group, CriticRole.update_critic, rollouts, experience)
-        critic.export(target, None).result()
+    learns = ActorRole.update_policy if kind == "actor" else CriticRole.update_critic
+    group = (ActorGroup if kind == "actor" else CriticGroup)(config, pool)
+    group.build().result()
+    report = update(group.learners, learns, rollouts, experience)
+    group.export(target, None).result()
     after = read_folder(target)
     for file in target.iterdir():
         file.unlink()
     gradient = torch.cat([(before[n] - after[n]).flatten() for n in sorted(before)])
     return gradient, report.steps[0]["grad_norm"]
-
-
-def update(group: Any, method: Any, rollouts: Rollouts, experience: Experience) -> Any:
-    """One optimizer step on all eight samples, spread over the replicas."""
-    shares = rank_steps([list(range(8))], 8, group.layout.dp)
-    pending = group.call(
-        method,
-        Sharded([rollouts.select(share.rows) for share in shares]),
-        Sharded([experience.select(share.rows) for share in shares]),
-        Sharded([share.steps for share in shares]),
-    )
-    return pending.result()[0]

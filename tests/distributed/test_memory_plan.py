@@ -10,7 +10,6 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_rlxf.cluster.group import RoleGroup
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import RoleOutput
@@ -18,9 +17,9 @@ from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.ops.planning.memory import role_memory
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
-from tests.distributed.llamas import PLAIN, TIED, make_llama, run_config
+from tests.distributed.groups import build_group, update
+from tests.distributed.llamas import PLAIN, TIED, make_pair, run_config
 from tests.distributed.samples import make_experience, make_rollouts
-from tests.distributed.test_layouts import update
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {  # processes, layout, distributed optimizer
     "fp32": (1, {}, False),
@@ -34,14 +33,21 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {  # processes, layout, d
 Bytes = tuple[int, int, int]  # weights, gradients, optimizer
 
 
-class MeasuredActor(ActorRole):
-    def measure(self) -> RoleOutput:
+class Measured:
+    def measure(self: Any) -> RoleOutput:
         return RoleOutput(report=measured(self.engine))
 
 
-class MeasuredCritic(CriticRole):
-    def measure(self) -> RoleOutput:
-        return RoleOutput(report=measured(self.engine))
+class MeasuredActor(Measured, ActorRole): ...
+
+
+class MeasuredCritic(Measured, CriticRole): ...
+
+
+KINDS: dict[Role, tuple[Any, Any]] = {
+    Role.ACTOR_ROLLOUT: (MeasuredActor, ActorRole.update_policy),
+    Role.CRITIC: (MeasuredCritic, CriticRole.update_critic),
+}
 
 
 def measured(engine: MegatronEngine) -> list[Bytes]:
@@ -78,22 +84,15 @@ def storages(values: Iterable[Any]) -> dict[int, int]:
 def test_plan_is_what_is_allocated(
     warm_runtime: Any, tmp_path: Path, role: Role, architecture: Any
 ) -> None:
-    lm, scored = tmp_path / "lm", tmp_path / "scored"
-    make_llama(lm, architecture)
-    make_llama(scored, architecture, scored=True)
+    lm, scored = make_pair(tmp_path, architecture)
     rollouts = make_rollouts()
     for name, (size, layout, distributed) in LAYOUTS.items():
         optimizer = OptimizerConfig(lr=1e-3, use_distributed_optimizer=distributed)
         config = run_config(lm, scored, architecture, layout, size, optimizer)
-        pool = warm_runtime.create_pools({"main": [size]})["main"]
-        group = RoleGroup(role, config.layout(role), pool)
-        if role is Role.CRITIC:
-            kind, step = MeasuredCritic, CriticRole.update_critic
-        else:
-            kind, step = MeasuredActor, ActorRole.update_policy
-        group.build(kind, config).result()
+        kind, step = KINDS[role]
+        group = build_group(warm_runtime, config.layout(role), kind, config, role=role)
         update(group, step, rollouts, make_experience(rollouts))
-        ranks = group.call(kind.measure).result()[0]
+        ranks = group.call(Measured.measure).result()[0]
         for rank, real in enumerate(ranks):
             planned = role_memory(config, role, config.layout(role).pp_rank(rank))
             wanted = (planned.weights, planned.gradients, planned.optimizer)

@@ -12,23 +12,23 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from mindspeed_rlxf.cluster.group import RoleGroup
-from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.engine import train_state
 from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.engine.sharded_files import save_sharded
 from mindspeed_rlxf.engine.slots import held_slots
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.roles.saved import SavedRole
 from mindspeed_rlxf.weights.role_state import file_of
 from mindspeed_rlxf.weights.state_files import Loaded
+from tests.distributed.groups import build_group
 from tests.distributed.llamas import QWEN3_MOE, make_llama
 from tests.distributed.test_resume import whole_tensors
 
 
-class Older(SavedRole):
+class Older:
     """A role in bf16 that can save as older versions did."""
 
     def __init__(self, folder: Path, tp: int, ep: int, distributed: bool) -> None:
@@ -84,16 +84,9 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def built(runtime: Any, *arguments: Any) -> RoleGroup:
-    pool = runtime.create_pools({"main": [2]})["main"]
-    group = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(2, 1, 1), pool)
-    group.build(Older, *arguments).result()
-    return group
-
-
 def save(group: RoleGroup, folder: Path) -> None:
-    group.call(Older.begin_save, folder).result()
-    group.call(Older.end_save).result()
+    group.call_engine(TrainEngine.begin_save, folder).result()
+    group.call_engine(TrainEngine.end_save).result()
 
 
 def test_an_older_checkpoint_is_resumed_in_another_layout(
@@ -102,13 +95,13 @@ def test_an_older_checkpoint_is_resumed_in_another_layout(
     """Experts, a padded vocabulary, query groups and gated layers, from two tensor-parallel ranks
     to two replicas with half of the experts and of the slots each."""
     make_llama(tmp_path / "model", QWEN3_MOE)
-    group = built(warm_runtime, tmp_path / "model", 2, 1, False)
+    group = build_group(warm_runtime, ParallelLayout(2), Older, tmp_path / "model", 2, 1, False)
     group.call(Older.step).result()
     group.call(Older.save_older, tmp_path / "older").result()
     save(group, tmp_path / "written")
     assert (tmp_path / "older" / ".metadata").exists()
-    resumed = built(warm_runtime, tmp_path / "model", 1, 2, True)
-    loaded = resumed.call(Older.load_state, tmp_path / "older").result()
+    resumed = build_group(warm_runtime, ParallelLayout(2), Older, tmp_path / "model", 1, 2, True)
+    loaded = resumed.call_engine(TrainEngine.load_state, tmp_path / "older").result()
     assert loaded == [Loaded(same_layout=False)] * 2
     save(resumed, tmp_path / "resumed")
     expected, found = (whole_tensors(tmp_path / name) for name in ("written", "resumed"))

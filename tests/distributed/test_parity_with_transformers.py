@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
 from mindspeed_rlxf.cluster.role_groups import ActorGroup, CriticGroup
@@ -17,6 +16,7 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig, RoleConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.critic import CriticRole
+from tests.distributed.groups import build_group, build_policy, layout_of
 from tests.distributed.llamas import (
     ONE_GROUP,
     PLAIN,
@@ -24,11 +24,13 @@ from tests.distributed.llamas import (
     QWEN3,
     SCALED,
     TIED,
+    greedy_response,
     make_llama,
+    make_pair,
     run_config,
+    same_tensors,
     shares_groups,
 )
-from tests.distributed.policies import build_policy
 from tests.distributed.probe import EngineProbe
 from tests.distributed.samples import make_rollouts
 
@@ -105,18 +107,10 @@ def test_forward_equals_transformers_in_every_layout(
             micro_batch_size=3,
             **layout,
         )
-        group = probe_group(warm_runtime, role, head)
+        group = build_group(warm_runtime, layout_of(role), EngineProbe, role, head)
         got = torch.tensor(group.call(method, Sharded([rollouts])).result()[0])
         error = (got - expected).abs().max() / expected.abs().max()
         assert error < 2e-5, f"{name}: {error:.2e}"
-
-
-def probe_group(warm_runtime: Any, role: RoleConfig, head: Head) -> RoleGroup:
-    tp, pp = role.tensor_model_parallel_size, role.pipeline_model_parallel_size
-    pool = warm_runtime.create_pools({"main": [tp * pp]})["main"]
-    group = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(tp * pp, tp, pp), pool)
-    group.build(EngineProbe, role, head).result()
-    return group
 
 
 @pytest.mark.parametrize(
@@ -125,9 +119,7 @@ def probe_group(warm_runtime: Any, role: RoleConfig, head: Head) -> RoleGroup:
 def test_export_gives_back_every_tensor_byte_for_byte(
     warm_runtime: Any, tmp_path: Path, layout: str, architecture: ArchitectureConfig
 ) -> None:
-    lm, scored = tmp_path / "lm", tmp_path / "scored"
-    make_llama(lm, architecture)
-    make_llama(scored, architecture, scored=True)
+    lm, scored = make_pair(tmp_path, architecture)
     size = world_size(LAYOUTS[layout])
     config = run_config(lm, scored, architecture, LAYOUTS[layout], pool=size)
     pool = warm_runtime.create_pools({"main": [size]})["main"]
@@ -137,14 +129,7 @@ def test_export_gives_back_every_tensor_byte_for_byte(
     actor.export(tmp_path / "lm_out", tmp_path / "lm_megatron").result()
     critic.export(tmp_path / "scored_out", tmp_path / "scored_megatron").result()
     for source, target in ((lm, tmp_path / "lm_out"), (scored, tmp_path / "scored_out")):
-        before, after = read_folder(source), read_folder(target)
-        assert before.keys() == after.keys()
-        assert all(torch.equal(before[name], after[name]) for name in before)
-        assert (target / "config.json").exists()
-
-
-def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+        assert same_tensors(source, target) and (target / "config.json").exists()
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
@@ -152,7 +137,7 @@ def test_a_rank_reads_only_its_own_shard(warm_runtime: Any, tmp_path: Path, layo
     make_llama(tmp_path, PLAIN)
     role = RoleConfig(model="test", architecture=PLAIN, load=str(tmp_path), **LAYOUTS[layout])
     # Every process leads a replica of its own as far as reports go, so that each one answers.
-    group = probe_group(warm_runtime, role, Head.LANGUAGE_MODEL)
+    group = build_group(warm_runtime, layout_of(role), EngineProbe, role, Head.LANGUAGE_MODEL)
     everyone = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(2, 1, 1), group.pool)
     for read, shard in everyone.call(EngineProbe.bytes_of_a_load).result():
         assert read <= shard * 1.05
@@ -181,17 +166,8 @@ def test_greedy_generation_equals_transformers_token_by_token(
     produced = actor.sample_texts(pending.rows(), 8)
     lengths = set()
     for text, prompt in zip(produced, prompts.token_ids, strict=True):
-        with torch.no_grad():
-            expected = model.generate(
-                torch.tensor(prompt)[None],
-                attention_mask=torch.ones(1, len(prompt)),
-                max_new_tokens=16,
-                do_sample=False,
-                eos_token_id=eos,
-                pad_token_id=0,
-            )[0, len(prompt) :].tolist()
-        assert text.response_ids == expected
-        lengths.add(len(expected))
+        assert text.response_ids == greedy_response(model, prompt, eos)
+        lengths.add(len(text.response_ids))
     assert len(lengths) > 2, "the prompts should end at different steps"
     reports = pending.result()
     responses = sum(len(text.response_ids) for text in produced)
@@ -230,9 +206,8 @@ def test_values_equal_transformers_at_every_state(warm_runtime: Any, tmp_path: P
     """Slot t is the value before token t; the slot after the last token is at that token."""
     model = make_llama(tmp_path, PLAIN, scored=True)
     config = run_config(tmp_path, tmp_path, PLAIN, {"micro_batch_size": 3})
-    pool = warm_runtime.create_pools({"main": [1]})["main"]
-    group = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
-    group.build(ValuesAsReport, config).result()
+    layout = config.layout(Role.CRITIC)
+    group = build_group(warm_runtime, layout, ValuesAsReport, config, role=Role.CRITIC)
     rollouts = make_rollouts()
     got = group.call(ValuesAsReport.report_values, Sharded([rollouts])).result()[0]
     for row in range(rollouts.num_rows):

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
 from mindspeed_rlxf.algorithms.slots import value_mask
-from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
+from mindspeed_rlxf.cluster.group import Sharded
 from mindspeed_rlxf.config.enums import Role, ScorePosition
 from mindspeed_rlxf.config.schema import OptimizerConfig, RunConfig
 from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.reports import UpdateReport
+from tests.distributed.groups import build_group
 from tests.distributed.llamas import PLAIN, make_llama, run_config
 from tests.distributed.samples import make_experience, make_rollouts
 from tests.plain_engine import PlainEngine
@@ -28,14 +28,14 @@ ADAM = OptimizerConfig(lr=1e-3, clip_grad=0.5)
 
 
 class Reporting(CriticRole):
-    def told(self, rollouts: Rollouts) -> RoleOutput:
-        """Values as numbers, which a driver never gets otherwise."""
+    def report(self, rollouts: Rollouts) -> RoleOutput:
+        """Report values as numbers, which a driver gets in no other way."""
         rows: Any = self.values(rollouts).rows
         return RoleOutput(report=rows.values.tolist())
 
 
 class ReportingActor(ActorRole):
-    def told(self, rollouts: Rollouts) -> RoleOutput:
+    def report(self, rollouts: Rollouts) -> RoleOutput:
         rows: Any = self.log_probs(rollouts).rows
         return RoleOutput(report=rows.log_probs.tolist())
 
@@ -80,24 +80,18 @@ def test_actor_and_critic_learn_the_same_over_both_engines(
 ) -> None:
     rollouts, experience = samples
     config = configured(tmp_path)
-    pool = warm_runtime.create_pools({"main": [1]})["main"]
-    actor = RoleGroup(Role.ACTOR_ROLLOUT, config.layout(Role.ACTOR_ROLLOUT), pool)
-    critic = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
-    actor.build(ReportingActor, config).result()
-    critic.build(Reporting, config).result()
+    layout = config.layout(Role.CRITIC)
+    actor = build_group(warm_runtime, layout, ReportingActor, config)
+    critic = build_group(warm_runtime, layout, Reporting, config, role=Role.CRITIC)
     rows = Sharded([rollouts]), Sharded([experience]), Sharded([STEPS])
     plain_actor = ReportingActor(config, PlainEngine)
     plain_critic = Reporting(config, PlainEngine)
 
     for group, role in ((actor, plain_actor), (critic, plain_critic)):
-        (ours,) = group.call(type(role).told, rows[0]).result()
-        theirs = role.told(rollouts).report
-        assert_close(_tensor(ours), _tensor(theirs), rtol=1e-4, atol=1e-5)
+        (ours,) = group.call(type(role).report, rows[0]).result()
+        theirs = role.report(rollouts).report
+        assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-5)
     (ours,) = actor.call(ActorRole.update_policy, *rows, 0.0).result()
     close(ours, plain_actor.update_policy(rollouts, experience, STEPS).report)
     (ours,) = critic.call(CriticRole.update_critic, *rows).result()
     close(ours, plain_critic.update_critic(rollouts, experience, STEPS).report)
-
-
-def _tensor(rows: list[list[float]]) -> Tensor:
-    return torch.tensor(rows)

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
 from mindspeed_rlxf.config.enums import (
     DpoLoss,
     KlIn,
@@ -25,9 +23,10 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import Experience, Rollouts
-from mindspeed_rlxf.data.mini_batches import rank_steps
+from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.roles.actor import ActorRole
-from tests.distributed.llamas import MAX_NEW_TOKENS, TIED, make_llama, run_config
+from tests.distributed.groups import build_group, update
+from tests.distributed.llamas import MAX_NEW_TOKENS, TIED, make_llama, read_folder, run_config
 from tests.distributed.samples import make_experience, make_rollouts
 
 EPSILON = 1e8  # of Adam, and its rate: the first step is then the gradient itself
@@ -201,26 +200,19 @@ def test_gradient_equals_a_loop_over_transformers(
         tmp_path / "lm", tmp_path / "lm", TIED, keys, size, optimizer,
         **{"reward": {"kind": RewardKind.RULE}, **sections},
     )  # fmt: skip
-    pool = warm_runtime.create_pools({"main": [size]})["main"]
-    group = RoleGroup(Role.ACTOR_ROLLOUT, config.layout(Role.ACTOR_ROLLOUT), pool)
-    group.build(ActorRole, config).result()
-    shares = rank_steps([list(range(8))], 8, group.layout.dp)
-    update = group.call(
-        ActorRole.update_policy,
-        Sharded([rollouts.select(share.rows) for share in shares]),
-        Sharded([experience.select(share.rows) for share in shares]),
-        Sharded([share.steps for share in shares]),
-        KL_COEF,
-    ).result()[0]
-    group.call(ActorRole.export, tmp_path / "out", None).result()
-    before, after = (load_folder(tmp_path / name) for name in ("lm", "out"))
+    layout = config.layout(Role.ACTOR_ROLLOUT)
+    group = build_group(warm_runtime, layout, ActorRole, config)
+    report = update(group, ActorRole.update_policy, rollouts, experience, KL_COEF)
+    group.call_engine(TrainEngine.export, tmp_path / "out", None).result()
+    before, after = (read_folder(tmp_path / name) for name in ("lm", "out"))
     named = {name: p for name, p in model.named_parameters() if p.grad is not None}
     assert named.keys() == before.keys() == after.keys()
-    ours = torch.cat([(before[n] - after[n]).flatten() for n in sorted(named)])
+    moved = {name: before[name].double() - after[name].double() for name in sorted(named)}
+    ours = torch.cat([difference.flatten() for difference in moved.values()])
     theirs = torch.cat([named[n].grad.flatten() for n in sorted(named)])
     assert theirs.norm() > 0.01
     assert (ours - theirs).norm() < 1e-4 * theirs.norm()
-    metrics = update.steps[0]
+    metrics = report.steps[0]
     assert metrics["grad_norm"] == pytest.approx(float(theirs.norm()), rel=1e-4)
     if "dpo_loss" in metrics:
         assert metrics["dpo_decided"] == 0.75
@@ -262,8 +254,3 @@ def responses_of(model: Any, rollouts: Rollouts, experience: Experience) -> list
         chosen = logs.gather(-1, tokens[:, None]).squeeze(-1)
         found.append(Response(chosen, -(logs.exp() * logs).sum(-1), old, ref, rollout, advantages))
     return found
-
-
-def load_folder(folder: Path) -> dict[str, Tensor]:
-    files = folder.glob("*.safetensors")
-    return {k: v.double() for file in files for k, v in load_file(file).items()}

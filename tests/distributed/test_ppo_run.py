@@ -25,7 +25,7 @@ from mindspeed_rlxf.roles import objectives
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
-from tests.distributed.llamas import PLAIN, TIED, make_llama, run_config
+from tests.distributed.llamas import PLAIN, TIED, make_llama, make_pair, run_config
 from tests.distributed.samples import make_experience
 from tests.distributed.test_parity_with_transformers import make_prompts
 from tests.training import train
@@ -33,6 +33,16 @@ from tests.training import train
 DATA = Path(os.environ.get("RLXF_DATA", Path(__file__).parents[3] / "shared" / "data"))
 GSM8K = DATA / "gsm8k"
 VOCAB = 384
+ON_GSM8K: dict[str, dict[str, Any]] = {
+    "data": {
+        "prompt_key": "question",
+        "ground_truth_key": "answer",
+        "default_data_source": "openai/gsm8k",
+    },
+    "reward": {"kind": RewardKind.RULE, "model": None, "architecture": None, "load": None},
+    "actor_rollout": {"max_prompt_length": 400, "max_new_tokens": 24, "do_sample": True},
+    "training": {"seq_length": 424},
+}
 
 
 class RecordingActor(ActorRole):
@@ -90,10 +100,8 @@ def test_first_mini_batch_has_ratio_one_and_no_clipping(warm_runtime: Any, tmp_p
 def test_kl_to_the_reference_starts_at_zero_and_saves_are_kept(
     warm_runtime: Any, tmp_path: Path
 ) -> None:
-    lm, scored = tmp_path / "lm", tmp_path / "scored"
     architecture = PLAIN.model_copy(update={"vocab_size": VOCAB})
-    make_llama(lm, architecture)
-    make_llama(scored, architecture, scored=True)
+    lm, scored = make_pair(tmp_path, architecture)
     write_prompts(tmp_path / "train.jsonl", [f"count to {n}" for n in range(40)])
     write_tokenizer(tmp_path / "tokenizer", [f"count to {n}" for n in range(40)])
     saving = {"save_interval": 2}
@@ -136,10 +144,8 @@ def assert_timeline_is_that_of(metrics: list[dict[str, float]], run: RunDirector
 @pytest.mark.long
 def test_roles_may_have_different_layouts(warm_runtime: Any, tmp_path: Path) -> None:
     """Replicas of different roles see different samples, so different longest responses."""
-    lm, scored = tmp_path / "lm", tmp_path / "scored"
     architecture = PLAIN.model_copy(update={"vocab_size": VOCAB})
-    make_llama(lm, architecture)
-    make_llama(scored, architecture, scored=True)
+    lm, scored = make_pair(tmp_path, architecture)
     prompts = [f"count to {n}" for n in range(40)]
     write_prompts(tmp_path / "train.jsonl", prompts)
     write_tokenizer(tmp_path / "tokenizer", prompts)
@@ -170,12 +176,10 @@ def test_roles_may_have_different_layouts(warm_runtime: Any, tmp_path: Path) -> 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K} (set RLXF_DATA)")
 def test_gsm8k_runs_at_dp2_tp2_and_pp2(warm_runtime: Any, tmp_path: Path) -> None:
-    lm, scored = tmp_path / "lm", tmp_path / "scored"
     architecture = TIED.model_copy(
         update={"vocab_size": VOCAB, "max_position_embeddings": 512, "hidden_size": 64}
     )
-    make_llama(lm, architecture)
-    make_llama(scored, architecture, scored=True)
+    lm, scored = make_pair(tmp_path, architecture)
     rows = (GSM8K / "train.jsonl").read_text(encoding="utf-8").splitlines()[:64]
     questions = [json.loads(row)["question"] for row in rows]
     (tmp_path / "train.jsonl").write_text("\n".join(rows), encoding="utf-8")
@@ -194,14 +198,7 @@ def test_gsm8k_runs_at_dp2_tp2_and_pp2(warm_runtime: Any, tmp_path: Path) -> Non
             architecture,
             {**layout, "micro_batch_size": 2},
             2,
-            data={
-                "prompt_key": "question",
-                "ground_truth_key": "answer",
-                "default_data_source": "openai/gsm8k",
-            },
-            reward={"kind": RewardKind.RULE, "model": None, "architecture": None, "load": None},
-            actor_rollout={"max_prompt_length": 400, "max_new_tokens": 24, "do_sample": True},
-            training={"seq_length": 424},
+            **ON_GSM8K,
         )
         curves[name] = metrics_of(config, warm_runtime)
     for name, curve in curves.items():
@@ -225,8 +222,7 @@ def test_the_run_from_the_indexed_form_is_that_from_parquet(
     warm_runtime: Any, tmp_path: Path
 ) -> None:
     architecture = PLAIN.model_copy(update={"vocab_size": VOCAB, "max_position_embeddings": 512})
-    make_llama(tmp_path / "lm", architecture)
-    make_llama(tmp_path / "scored", architecture, scored=True)
+    lm, scored = make_pair(tmp_path, architecture)
     rows = (GSM8K / "train.jsonl").read_text(encoding="utf-8").splitlines()[:64]
     table = pa.Table.from_pylist([json.loads(row) for row in rows])
     parquet, prefix = tmp_path / "train.parquet", tmp_path / "indexed" / "gsm8k"
@@ -241,21 +237,12 @@ def test_the_run_from_the_indexed_form_is_that_from_parquet(
         config = small_run(
             tmp_path,
             name,
-            tmp_path / "lm",
-            tmp_path / "scored",
+            lm,
+            scored,
             architecture,
             {"micro_batch_size": 2},
             2,
-            data={
-                "prompt_key": "question",
-                "ground_truth_key": "answer",
-                "default_data_source": "openai/gsm8k",
-                "train_files": (),
-                **place,
-            },
-            reward={"kind": RewardKind.RULE, "model": None, "architecture": None, "load": None},
-            actor_rollout={"max_prompt_length": 400, "max_new_tokens": 24, "do_sample": True},
-            training={"seq_length": 424},
+            **{**ON_GSM8K, "data": {**ON_GSM8K["data"], "train_files": (), **place}},
         )
         metrics = metrics_of(config, warm_runtime)
         samples = (tmp_path / name / "samples.jsonl").read_text(encoding="utf-8").splitlines()

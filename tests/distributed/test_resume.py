@@ -23,7 +23,7 @@ from mindspeed_rlxf.run.store import Checkpoint, RunStore
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from tests.chaos.same_run import lines_of, state_of
 from tests.distributed.conftest import REPOSITORY
-from tests.distributed.llamas import make_llama
+from tests.distributed.llamas import PLAIN, make_models, same_tensors
 from tests.distributed.resume_run import Killed, start
 from tests.distributed.test_layout_invariance import (
     ARCHITECTURES,
@@ -32,9 +32,7 @@ from tests.distributed.test_layout_invariance import (
     PP2,
     TP2,
     VP2,
-    load_folder,
 )
-from tests.trl.record import make_tokenizer
 
 T = TypeVar("T")
 Run = Callable[..., RunDirectory]
@@ -42,17 +40,9 @@ LOSSES = ("actor/pg_loss", "critic/vf_loss", "actor/grad_norm", "critic/grad_nor
 SHARDED_SLOTS = {"optimizer": {"use_distributed_optimizer": True}}
 
 
-def make_models(folder: Path, architecture: str = "untied") -> Path:
-    make_tokenizer().save_pretrained(folder / "tokenizer")
-    make_llama(folder / "lm", ARCHITECTURES[architecture])
-    for seed, part in enumerate(("value", "reward"), start=1):
-        make_llama(folder / part, ARCHITECTURES[architecture], scored=True, seed=seed)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_models(tmp_path_factory.mktemp("models"))
+    return make_models(tmp_path_factory.mktemp("models"), PLAIN)
 
 
 class OneDriver:
@@ -231,9 +221,7 @@ def test_weights_and_moments_come_out_of_other_layouts_as_they_went_in(
             target = tmp_path / f"{role}_{number}"
             source = directory.checkpoints / "iter_0000001" / role
             assert convert([str(source), str(target), "--to", "hf"]) == 0
-            converted, exported = map(load_folder, (target, out / "final" / f"{role}_hf"))
-            assert converted.keys() == exported.keys()
-            assert [name for name in converted if not converted[name].equal(exported[name])] == []
+            assert same_tensors(target, out / "final" / f"{role}_hf")
 
 
 def saved_again(trainer: PpoTrainer) -> None:
@@ -292,7 +280,7 @@ CHUNKS = {"ranks": 2, "layout": VP2}
 def test_experts_tied_embeddings_and_chunks_change_their_layout(
     warm_runtime: Any, tmp_path: Path, architecture: str, chain: list[dict[str, Any]]
 ) -> None:
-    folder = make_models(tmp_path / "models", architecture)
+    folder = make_models(tmp_path / "models", ARCHITECTURES[architecture])
     go = partial(start, OneDriver(warm_runtime), folder, fixed=True, train_iters=3)
     whole = lines_of(go(tmp_path / "whole", architecture=architecture).metrics)
     for n, layout in enumerate(chain[:-1]):

@@ -15,17 +15,16 @@ from unittest import mock
 
 import torch
 
-from mindspeed_rlxf.cluster.group import RoleGroup
-from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.engine.slots import held_slots, single_optimizers
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.roles.saved import SavedRole
 from mindspeed_rlxf.weights.boxes import BoxedWeights
 from mindspeed_rlxf.weights.role_state import BUFFER_BYTES
+from tests.distributed.groups import build_group
 from tests.distributed.llamas import PLAIN, make_llama
 
 MIB = 1 << 20
@@ -43,7 +42,7 @@ LARGE = PLAIN.model_copy(
 NUMBERS = 2 * 8000 * 512 + 6 * (4 * 512 * 512 + 3 * 512 * 1536 + 2 * 512) + 512
 
 
-class Saver(SavedRole):
+class Saver:
     """A model in fp32 whose optimizer is distributed."""
 
     def __init__(self, folder: Path) -> None:
@@ -142,13 +141,11 @@ def test_a_resume_holds_a_slice_of_the_slots_and_a_bounded_buffer(
 ) -> None:
     """Moments of 29 million numbers in fp32 are 219 MiB, of which a rank of four holds 55 MiB."""
     make_llama(tmp_path / "model", LARGE)
-    pool = warm_runtime.create_pools({"main": [RANKS]})["main"]
-    group = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(RANKS, 1, 1), pool)
-    group.build(Saver, tmp_path / "model").result()
+    group = build_group(warm_runtime, ParallelLayout(RANKS), Saver, tmp_path / "model")
     moments = group.call(Saver.step).result()
     assert sum(numbers for numbers, _ in moments) == 2 * NUMBERS
-    group.call(Saver.begin_save, tmp_path / "state").result()
-    group.call(Saver.end_save).result()
+    group.call_engine(TrainEngine.begin_save, tmp_path / "state").result()
+    group.call_engine(TrainEngine.end_save).result()
     found = group.call(Saver.measured_load, tmp_path / "state").result()
     print("MiB grown, read, and at once:", [[n // MIB for n in rank] for rank in found])
     assert group.call(Saver.moments).result() == moments
@@ -158,3 +155,4 @@ def test_a_resume_holds_a_slice_of_the_slots_and_a_bounded_buffer(
         assert at_once <= BUFFER_BYTES
         assert grown < slots + 48 * MIB
         assert weights + slots < read < weights + slots + MIB
+    warm_runtime.end_pools()  # frees the model, which is large

@@ -19,23 +19,24 @@ from megatron.core import tensor_parallel
 
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.group import RoleGroup
-from mindspeed_rlxf.config.enums import NanPolicy, Role
+from mindspeed_rlxf.config.enums import NanPolicy
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.engine import train_state
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps, Step
+from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.roles.saved import SavedRole
 from mindspeed_rlxf.weights.state_files import Loaded
+from tests.distributed.groups import build_group
 from tests.distributed.llamas import TIED, make_llama
 
 MAX_SKIPPED = 2
 
 
-class Drawer(SavedRole):
-    """Draws from every stream of its process, and can be told of a wrong step."""
+class Drawer:
+    """Draws from every stream of its process, and can be given wrong steps."""
 
     def __init__(self, folder: Path) -> None:
         role = RoleConfig(model="t", architecture=TIED, load=str(folder))
@@ -88,15 +89,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def built(runtime: Any, model: Path) -> RoleGroup:
     """Two replicas in new roles."""
-    pool = runtime.create_pools({"main": [2]})["main"]
-    group = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(2, 1, 1), pool)
-    group.build(Drawer, model).result()
-    return group
+    return build_group(runtime, ParallelLayout(2), Drawer, model)
 
 
 def save(group: RoleGroup, folder: Path) -> None:
-    group.call(Drawer.begin_save, folder).result()
-    group.call(Drawer.end_save).result()
+    group.call_engine(TrainEngine.begin_save, folder).result()
+    group.call_engine(TrainEngine.end_save).result()
 
 
 def test_every_rank_goes_on_with_its_own_random_streams(
@@ -107,7 +105,8 @@ def test_every_rank_goes_on_with_its_own_random_streams(
     save(group, tmp_path / "state")
     following = group.call(Drawer.draw, 1).result()
     group.call(Drawer.draw, 5).result()
-    assert group.call(Drawer.load_state, tmp_path / "state").result() == [Loaded()] * 2
+    loaded = group.call_engine(TrainEngine.load_state, tmp_path / "state").result()
+    assert loaded == [Loaded()] * 2
     assert group.call(Drawer.draw, 1).result() == following
     first, second = following
     assert len(first) == 6 and not set(first.values()) & set(second.values())
@@ -135,7 +134,7 @@ def test_wrong_steps_before_a_resume_count_in_those_in_a_row(
     group.call(Drawer.wrong_steps, MAX_SKIPPED).result()
     save(group, tmp_path / "state")
     resumed = built(warm_runtime, model)
-    resumed.call(Drawer.load_state, tmp_path / "state").result()
+    resumed.call_engine(TrainEngine.load_state, tmp_path / "state").result()
     with pytest.raises(WorkerError, match=r"of the 2 steps before, over training\.max_skipped=2"):
         resumed.call(Drawer.wrong_steps, 1).result()
 

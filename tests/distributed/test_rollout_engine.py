@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
+from mindspeed_rlxf.cluster.group import Sharded
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
 from mindspeed_rlxf.roles.generation import make_requests, sampling_settings
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.weights import OwnWeights
+from tests.distributed.groups import build_group, build_policy
 from tests.distributed.llamas import QWEN2, QWEN3_MOE, TIED, make_llama, run_config
-from tests.distributed.policies import build_policy
 from tests.distributed.test_parity_with_transformers import LAYOUTS, make_prompts
 
 EOS, SEED, VERSION = 3, 11, 6
@@ -84,8 +84,8 @@ def test_streamed_weights_generate_what_a_loaded_folder_does(
     actor, rollout = build_policy(config, pool, [EOS])
     rows = rollout.generate(prompts, SEED).rows()
     expected = actor.sample_texts(rows, 8)
-    streamed = RoleGroup(Role.ROLLOUT, config.rollout_layout, pool)
-    streamed.build(Streamed, config).result()
+    layout = config.rollout_layout
+    streamed = build_group(warm_runtime, layout, Streamed, config, role=Role.ROLLOUT)
     (found,) = streamed.call(Streamed.responses, Sharded([prompts])).result()
     assert [tokens for tokens, _, _ in found] == [text.response_ids for text in expected]
     assert len({tuple(tokens) for tokens, _, _ in found}) == 8

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from mindspeed_rlxf.cluster.group import RoleGroup
-from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.data.batch import RoleOutput
+from tests.distributed.groups import build_group
 
 
 class GroupsProbe:
@@ -51,9 +50,7 @@ class GroupsProbe:
 
 
 def test_roles_of_one_layout_share_groups_and_keep_their_own_state(warm_runtime: Any) -> None:
-    pool = warm_runtime.create_pools({"main": [2]})["main"]
-    probe = RoleGroup(Role.REF, ParallelLayout(2, 2, 1), pool)
-    probe.build(GroupsProbe).result()
+    probe = build_group(warm_runtime, ParallelLayout(2, 2), GroupsProbe)
     shared, same_stream, sizes = probe.call(GroupsProbe.same_and_other_layouts).result()[0]
     assert shared == [True, True, False]
     assert not same_stream

@@ -43,7 +43,7 @@ __all__ = ["models"]
 
 # name -> architecture, ranks that train and that generate, training's layout, rollout's TP
 SPLITS: dict[str, tuple[str, tuple[int, int], dict[str, Any], int]] = {
-    "tp2 -> dp2": ("untied", (2, 2), TP2, 1),
+    "tp2 -> dp2": ("qwen3", (2, 2), TP2, 1),
     "pp2 -> dp2": ("qwen3", (2, 2), PP2, 1),
     "dp2 -> tp2": ("tied", (2, 2), {}, 2),
     "dp2 ep2 -> dp2": ("qwen3-moe", (2, 2), EP2, 1),
@@ -124,7 +124,7 @@ def ranks_in_timeline(run: Path, what: str) -> set[int]:
 
 
 class TinyBuckets(ActorRole):
-    """Sends a few rows at a time; flips one bit of the sixth bucket where it is told to."""
+    """Sends a few rows at a time; flips one bit of the sixth bucket if `flips`."""
 
     def __init__(self, config: RunConfig, flips: bool) -> None:
         usual, transfer.BUCKET_BYTES = transfer.BUCKET_BYTES, 512
@@ -196,6 +196,7 @@ def test_small_buckets_arrive_and_a_bit_that_flips_is_named(
     # Rank 0 sends to rank 2 first: 19 rows of the embedding by 4, then a norm and rows of QKV.
     sent = "weights that rank 0 sent arrived changed at rank 2 of the pool, by the sums of their"
     assert sent + " bits: decoder.layers.0.self_attention.linear_qkv.weight;" in str(error.value)
+    warm_runtime.end_pools()  # other ranks wait for those that raised
 
 
 def test_a_killed_rank_of_the_rollout_is_named(
@@ -206,3 +207,4 @@ def test_a_killed_rank_of_the_rollout_is_named(
         responses(policy, make_prompts(4))
     assert (error.value.role, error.value.rank) == ("rollout", 3)
     assert error.value.phase == "generate"
+    warm_runtime.end_pools()

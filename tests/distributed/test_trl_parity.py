@@ -71,7 +71,7 @@ LAYOUTS = {
 
 
 class ReportingCritic(CriticRole):
-    def tell(
+    def report_tensors(
         self, rollouts: Rollouts, experience: Experience, ref: LogProbs, scores: Scores
     ) -> RoleOutput:
         return RoleOutput(
@@ -114,8 +114,8 @@ def run_like_trl(
         pending = original(self, inputs)
         if not first:
             given = inputs.rollouts, pending.rows(), inputs.ref, inputs.scores
-            (told,) = self.group.call(ReportingCritic.tell, *given).result()
-            first.update(told)
+            (tensors,) = self.group.call(ReportingCritic.report_tensors, *given).result()
+            first.update(tensors)
         return pending
 
     patch.setattr(role_groups, "mini_batch_order", recorded_order(trace, UPDATES))

@@ -12,28 +12,20 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.testing import assert_close
 
-from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
-from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.cluster.group import Sharded
 from mindspeed_rlxf.config.schema import RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.models.parameters import Head
-from tests.distributed.llamas import PLAIN, TIED, make_llama
+from tests.distributed.groups import build_group, layout_of
+from tests.distributed.llamas import PLAIN, TIED, make_llama, read_folder
 from tests.distributed.probe import EngineProbe
 from tests.distributed.samples import PROMPT_LENGTHS, RESPONSE_LENGTHS, make_rollouts
-from tests.distributed.test_parity_with_transformers import expected_logits, read_folder
+from tests.distributed.test_parity_with_transformers import expected_logits
 
 FOUR = PLAIN.model_copy(update={"num_layers": 4})
 TIED_FOUR = TIED.model_copy(update={"num_layers": 4})
+LM = Head.LANGUAGE_MODEL
 VIRTUAL = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
-
-
-def probe(runtime: Any, role: RoleConfig, size: int, head: Head) -> RoleGroup:
-    pool = runtime.create_pools({"main": [size]})["main"]
-    pp = role.pipeline_model_parallel_size
-    group = RoleGroup(Role.REF, ParallelLayout(size, 1, pp), pool)
-    group.build(Exporter, role, head).result()
-    return group
 
 
 class Exporter(EngineProbe):
@@ -61,7 +53,7 @@ def test_forward_takes_any_number_of_rows(warm_runtime: Any, tmp_path: Path) -> 
         role = RoleConfig(
             model="t", architecture=FOUR, load=str(tmp_path), micro_batch_size=micro, **VIRTUAL
         )
-        group = probe(warm_runtime, role, 2, Head.LANGUAGE_MODEL)
+        group = build_group(warm_runtime, layout_of(role), Exporter, role, LM)
         for count in counts:
             rollouts = make_rollouts().select(range(count))
             got = torch.tensor(group.call(EngineProbe.logits, rollouts).result()[0])
@@ -78,7 +70,7 @@ def test_files_are_those_of_one_process(warm_runtime: Any, tmp_path: Path, score
         role = RoleConfig(
             model="t", architecture=architecture, load=str(tmp_path / "start"), **layout
         )
-        group = probe(warm_runtime, role, len(layout) or 1, head)
+        group = build_group(warm_runtime, layout_of(role), Exporter, role, head)
         group.call(Exporter.export, tmp_path / name).result()
         megatron = tmp_path / name / "megatron"
         fill_planner_data(megatron / ".metadata")
@@ -112,5 +104,5 @@ def test_replicas_make_as_many_micro_batches(warm_runtime: Any, tmp_path: Path) 
         role = RoleConfig(
             model="t", architecture=PLAIN, load=str(tmp_path), max_tokens_per_micro_batch=limit
         )
-        group = probe(warm_runtime, role, 2, Head.LANGUAGE_MODEL)
+        group = build_group(warm_runtime, layout_of(role, 2), Exporter, role, LM)
         assert group.call(Exporter.group_sizes, Sharded(parts)).result() == [first, second]

@@ -15,7 +15,7 @@ from pathlib import Path
 from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
-from tests.distributed.conftest import OnePoolSetAtATime
+from tests.distributed.conftest import KeptPools
 from tests.golden.runs import SETTINGS, START, TRACES, Curves, read_trace, run, write_trace
 
 NUM_PROMPTS, STEPS = 1000, 400
@@ -35,7 +35,7 @@ def main() -> None:
         log_dir=Path(tempfile.mkdtemp()),
         keep_warm=True,
     )
-    runtime = OnePoolSetAtATime(ray_runtime)
+    runtime = KeptPools(ray_runtime)
     try:
         for name in arguments.names or SETTINGS:
             with tempfile.TemporaryDirectory() as folder:

@@ -13,9 +13,9 @@ from typing import cast
 import pytest
 
 from mindspeed_rlxf.cluster.host_agent import HostAgent
-from mindspeed_rlxf.cluster.places import Place
-from mindspeed_rlxf.cluster.process import redirect_output
-from mindspeed_rlxf.cluster.witness import GONE, Sighting, Watched, keep_logs
+from mindspeed_rlxf.cluster.nodes import Place
+from mindspeed_rlxf.cluster.witness import GONE, Sighting, Watched, copy_logs
+from mindspeed_rlxf.cluster.worker import redirect_output
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.handlers import HANDLERS
 from mindspeed_rlxf.data.preprocessing.writer import PromptSetWriter, finish_interrupted
@@ -167,7 +167,7 @@ def test_logs_of_other_hosts_are_private_too(run: RunDirectory) -> None:
     place = Place("node2", "10.0.0.2", 0, ())
     log = run.logs / "main" / "rank_00000.log"
     worker = Watched("main", 0, place, str(log), cast(HostAgent, None))
-    keep_logs([worker], {("main", 0): Sighting(0, GONE, False, "the end\n")})
+    copy_logs([worker], {("main", 0): Sighting(0, GONE, False, "the end\n")})
     assert log.read_text().endswith("the end\n")
     assert mode(log) == 0o600 == mode_within(run.logs)
 

@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster, and an agent on each: a process without a device or a processor."""
+"""The nodes of a Ray cluster, with an agent on each: a process without a reserved device or CPU."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mindspeed_rlxf.cluster.errors import HostError
-from mindspeed_rlxf.cluster.host_agent import Function, HostAgent, late
-from mindspeed_rlxf.cluster.nodes import Node, by_address, make_node
-from mindspeed_rlxf.cluster.ray.wait import how_it_ended
+from mindspeed_rlxf.cluster.host_agent import Function, HostAgent, deadline_error
+from mindspeed_rlxf.cluster.nodes import Node, make_node, sort_by_address
+from mindspeed_rlxf.cluster.ray.wait import describe_end
 from mindspeed_rlxf.config.withheld import open_variables
 
-FETCH_S = 10.0  # for a result that is there to come from its host, whatever the deadline
-# Calls at the same time: a long one of files does not keep diagnosis waiting.
+FETCH_S = 10.0  # least time for the transfer of a result that is ready
+# Several calls at the same time, so that diagnosis does not wait for a long call of files.
 RESTARTED = {"max_restarts": -1, "max_task_retries": 1, "max_concurrency": 8}
 
 
 def live_nodes(resource: str) -> list[Node]:
-    """All nodes that are alive, with their devices by this resource, in the order of addresses."""
+    """List the nodes that are alive, with their devices of this resource, sorted by address."""
     free = ray._private.state.available_resources_per_node()
     alive = [facts for facts in ray.nodes() if facts["Alive"]]
     hosts = Counter(facts["NodeManagerHostname"] for facts in alive)
@@ -34,11 +34,11 @@ def live_nodes(resource: str) -> list[Node]:
         available = free.get(facts["NodeID"], totals).get(resource, 0)
         named = {**facts, "NodeManagerHostname": name}
         found.append(make_node(named, resource, totals, available))
-    return by_address(found)
+    return sort_by_address(found)
 
 
 class Caller:
-    """The actor class: calls what it is given."""
+    """The actor class of an agent."""
 
     def call(self, function: Function, *args: Any) -> Any:
         return function(*args)
@@ -96,20 +96,22 @@ class RayHostCall:
         if not ray.wait([self.ref], timeout=left, fetch_local=False)[0]:
             is_there = ray.wait([self._agent.answer], timeout=0, fetch_local=False)[0]
             waits_for = "the function to return" if is_there else "the process of its agent"
-            raise late(host, self._function, self._timeout_s, waits_for)
+            raise deadline_error(host, self._function, self._timeout_s, waits_for)
         try:
             return ray.get(self.ref, timeout=max(left, FETCH_S))
         except GetTimeoutError:
-            raise late(host, self._function, self._timeout_s, "its result to arrive") from None
+            raise deadline_error(
+                host, self._function, self._timeout_s, "its result to arrive"
+            ) from None
         except RayError as error:
             for call in self._inputs:  # its own failure, if there was one, is the cause
                 call.result()
             raised = error.cause if isinstance(error, RayTaskError) else None
-            raise HostError(host, name, how_it_ended(error), str(error)) from raised
+            raise HostError(host, name, describe_end(error), str(error)) from raised
 
 
 class RayAgents:
-    """The agents of one run, or of one look at a cluster, by node."""
+    """The agents of one run, or of one inspection of a cluster, by node."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         """environment: variables to set for them"""
@@ -117,18 +119,18 @@ class RayAgents:
         self._by_node: dict[str, RayAgent] = {}
 
     def on(self, node: str, host: str) -> RayAgent:
-        """The agent of a node. node: its id"""
+        """Return the agent of a node. node: its id"""
         options = device_options(None, self._environment) | RESTARTED
         return self._by_node.setdefault(node, RayAgent(node, host, **options))
 
     def end(self, but: Sequence[HostAgent] = ()) -> None:
-        """End their processes, except those of some."""
+        """End the processes of all agents but some."""
         for agent in set(self._by_node.values()).difference(but):
             agent.end()
 
 
 def device_options(resource: str | None, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Options of an actor with one device. resource: of a device, None = without"""
+    """Return the options of a Ray actor. resource: of its one device, None = no device"""
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
     if resource == "GPU":
         options["num_gpus"] = 1
@@ -136,6 +138,8 @@ def device_options(resource: str | None, environment: Mapping[str, str]) -> dict
         options["resources"] = {resource: 1}
     if environment:
         shown = open_variables(environment)
-        assert len(shown) == len(environment), "Ray shows and logs what it sets"
+        assert len(shown) == len(environment), (
+            "secrets must not be given to Ray, which shows and logs them"
+        )
         options["runtime_env"] = {"env_vars": shown}
     return options

@@ -1,4 +1,4 @@
-"""Reserving the devices of all pools of a run at once, and waiting for those that are not there."""
+"""Reserve the devices of all pools of a run at once, and wait for missing ones."""
 
 from __future__ import annotations
 
@@ -13,40 +13,47 @@ from ray.util.placement_group import placement_group
 
 from mindspeed_rlxf.cluster.errors import DevicesMissing, TooFewDevices
 from mindspeed_rlxf.cluster.node_check import NodeCheck
-from mindspeed_rlxf.cluster.nodes import MODEL_PREFIX, Node, lacking, missing, model_for, taken
+from mindspeed_rlxf.cluster.nodes import (
+    MODEL_PREFIX,
+    Node,
+    choose_model,
+    describe_shortage,
+    find_unplaced_pools,
+    take_devices,
+)
 from mindspeed_rlxf.cluster.ray.agent import live_nodes
 from mindspeed_rlxf.config.errors import Problem
 
 logger = logging.getLogger(__name__)
 
-OWN_WAIT_S = 30.0  # an own cluster has nobody to wait for
-FIRST_S = 3.0  # until a joined cluster without the devices is told so for the first time
+OWN_WAIT_S = 30.0  # on an own cluster, which never grows
+FIRST_S = 3.0  # before the first report of missing devices on a joined cluster
 SAY_MISSING_EVERY_S = 15.0
-PAUSE_S = (0.2, 2.0)  # between attempts; random, so that two runs do not collide for ever
+PAUSE_S = (0.2, 2.0)  # between attempts; random, so that two runs do not collide again
 NODE_ID = "ray.io/node-id"  # a label that Ray gives each node
-A_LITTLE = 0.001  # of a node's model resource: names the model, uses nothing up
+A_LITTLE = 0.001  # of a node's model resource: chooses the model, leaves room for all pools
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 class DeviceClaim:
-    """Placement groups for the pools of one run: all of them or none.
+    """Reserves placement groups for the pools of one run: all of them or none.
 
-    A run that waits holds nothing, so that two runs, each with half of what it needs, do not wait
+    A run that waits holds no devices, so that two runs with half of their devices each do not wait
     for each other.
     """
 
     def __init__(
         self, address: str, resource: str, logical: bool, wait_s: float | None, check: NodeCheck
     ) -> None:
-        """logical: nodes of an own CPU cluster are as logical as its devices
-        wait_s: None on an own cluster, which nobody adds nodes to
+        """logical: an own CPU cluster, whose one host stands for all nodes
+        wait_s: None on an own cluster, which never grows
         """
         self._address, self._resource = address, resource
         self._logical, self._wait_s, self._check = logical, wait_s, check
 
     def reserve(self, shapes: Shapes) -> dict[str, Any]:
-        """A placement group per pool, with a bundle for each entry of its shape.
+        """Reserve a placement group per pool, with a bundle for each entry of its shape.
 
         Raises DevicesMissing (joined cluster) or TooFewDevices (own) at the deadline; UserError
         when a node differs from the driver's, or a pool would mix device models.
@@ -64,18 +71,18 @@ class DeviceClaim:
             self._report(shapes, late, time.monotonic() >= deadline)
 
     def _attempt(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
-        """All groups, or none and the pools that did not get theirs."""
-        nodes = self._checked_nodes()
+        """Return all groups, or none and the pools that were not placed."""
+        nodes = self._list_nodes()
         groups: dict[str, Any] = {}
         try:
             # The largest first: small pools fit into what is left, not the other way round.
             for name in sorted(shapes, key=lambda name: -max(shapes[name])):
-                model = model_for(name, shapes[name], nodes)
-                nodes = taken(nodes, shapes[name], model)
+                model = choose_model(name, shapes[name], nodes)
+                nodes = take_devices(nodes, shapes[name], model)
                 groups[name] = self._group(shapes[name], model)
-            late = _late(groups, wait_s)
+            late = _find_late_pools(groups, wait_s)
             if not late:  # a node may have joined meanwhile
-                late = _mixed(groups, self._checked_nodes())
+                late = _find_mixed_pools(groups, self._list_nodes())
         except BaseException:
             _remove(groups)
             raise
@@ -83,8 +90,8 @@ class DeviceClaim:
             _remove(groups)
         return groups, [name for name in shapes if name in late]
 
-    def _checked_nodes(self) -> list[Node]:
-        """Of a joined cluster; none of an own one, which is this host alone."""
+    def _list_nodes(self) -> list[Node]:
+        """Return the usable nodes of a joined cluster; none of an own one, which is this host."""
         if self._wait_s is None:
             return []
         return self._check.check([node for node in live_nodes(self._resource) if node.count])
@@ -103,8 +110,10 @@ class DeviceClaim:
     def _report(self, shapes: Shapes, late: list[str], is_last: bool) -> None:
         left_out = self._check.left_out
         nodes = [n for n in live_nodes(self._resource) if n.count and n.id not in left_out]
-        told = lacking(late, shapes, nodes)
-        found = [missing(n, shapes[n], self._resource, self._address, nodes) for n in told]
+        unplaced = find_unplaced_pools(late, shapes, nodes)
+        found = [
+            describe_shortage(n, shapes[n], self._resource, self._address, nodes) for n in unplaced
+        ]
         if not is_last:
             logger.warning("waiting for devices: %s", "; ".join(found))
             return
@@ -115,7 +124,7 @@ class DeviceClaim:
         raise DevicesMissing(waited + "; ".join(found), free)
 
 
-def _late(groups: Mapping[str, Any], wait_s: float) -> list[str]:
+def _find_late_pools(groups: Mapping[str, Any], wait_s: float) -> list[str]:
     deadline = time.monotonic() + wait_s
     return [
         name
@@ -124,8 +133,8 @@ def _late(groups: Mapping[str, Any], wait_s: float) -> list[str]:
     ]
 
 
-def _mixed(groups: Mapping[str, Any], nodes: Sequence[Node]) -> list[str]:
-    """Pools that Ray put on several device models, which the choice before did not know of."""
+def _find_mixed_pools(groups: Mapping[str, Any], nodes: Sequence[Node]) -> list[str]:
+    """Find pools that Ray put on several device models, because a node joined meanwhile."""
     models = {node.id: node.model for node in nodes if node.model}
     found = []
     for name, group in groups.items() if len(set(models.values())) > 1 else ():

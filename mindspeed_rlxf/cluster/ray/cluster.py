@@ -1,9 +1,8 @@
-"""The Ray cluster of a run: one that is there, or our own, which never outlives this process.
+"""The Ray cluster of a run: a running one, or our own, which never outlives this process.
 
 An own cluster listens on the loopback interface only, needs a token made here, keeps its files in
-one temporary folder that no other user enters, and is watched over by `orphan_guard` for the case
-that this process is killed. Ray is imported inside the functions: it reads its environment when it
-is imported.
+one temporary folder that no other user enters, and is ended by `orphan_guard` when this process is
+killed. Ray is imported inside the functions, because it reads its environment on import.
 """
 
 from __future__ import annotations
@@ -75,14 +74,14 @@ class RayCluster:
 
 
 def resource_name(device: DeviceConfig) -> str:
-    """The Ray resource that stands for one device."""
+    """Return the Ray resource of one device."""
     return device.resource_name or device_facade.ray_resource(device.kind)
 
 
 def open_cluster(
     address: str | None, resources: dict[str, float], allow_unauthenticated: bool = False
 ) -> RayCluster:
-    """Join the cluster that `config.cluster` chooses; where there is none start our own.
+    """Join the cluster that `config.cluster` chooses, or start our own.
 
     address:   `runtime.address`
     resources: that an own cluster registers beyond those Ray finds by itself
@@ -108,8 +107,9 @@ def _join(address: str, allow_unauthenticated: bool) -> RayCluster:
         if address == AUTO:
             raise ValueError("no `ray start` of this user runs on this host")
         connect_once(address, KNOCK_S)
-        if ray_trust.check(address, allow_unauthenticated):
-            _ask_with_token()
+        has_tokens = ray_trust.check(address, allow_unauthenticated)
+        if has_tokens and "RAY_AUTH_MODE" not in os.environ:
+            _set_token_mode()  # Ray looks for the user's token by itself for `auto` only
         import ray
 
         _keep_quiet()
@@ -121,26 +121,17 @@ def _join(address: str, allow_unauthenticated: bool) -> RayCluster:
         of_ray = type(error).__module__.startswith("ray.")
         if isinstance(error, UserError) or not (expected or of_ray):
             raise
-        raise _cannot_join(address, error) from error
+        raise UserError(
+            Problem(
+                "runtime.address",
+                f"must be that of a running Ray cluster ({error})",
+                address,
+                "start one, correct it, give the token of the cluster as ~/.ray/auth_token or "
+                "RAY_AUTH_TOKEN_PATH if it asks for one, or runtime.address=local for an own "
+                "cluster",
+            )
+        ) from error
     return RayCluster(own=False, address=context.address_info["address"])
-
-
-def _cannot_join(address: str, error: Exception) -> UserError:
-    return UserError(
-        Problem(
-            "runtime.address",
-            f"must be that of a running Ray cluster ({error})",
-            address,
-            "start one, correct it, give the token of the cluster as ~/.ray/auth_token or "
-            "RAY_AUTH_TOKEN_PATH if it asks for one, or runtime.address=local for an own cluster",
-        )
-    )
-
-
-def _ask_with_token() -> None:
-    """Have this process show the token of its user; Ray finds it by itself for `auto` only."""
-    if "RAY_AUTH_MODE" not in os.environ:
-        _set_token_mode()
 
 
 def _set_token_mode(**token: str) -> None:
@@ -159,7 +150,7 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
     if "ray" not in sys.modules:  # too late otherwise: Ray's own defaults hold
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's word for: loopback only
         os.environ.setdefault("RAY_worker_niceness", "0")  # its 15 slows the workers down
-    if not _own_token:  # the whole process has one
+    if not _own_token:  # one for the whole process
         _own_token.append(secrets.token_hex(32))
     _set_token_mode(RAY_AUTH_TOKEN=_own_token[0])
     import ray
@@ -180,7 +171,7 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
                 # Ray opens the folder that it is given, and all below, to every user of the host.
                 _temp_dir=str(temp_dir / SESSIONS),
             )
-        guard.tell(process.pid for process in psutil.Process().children(recursive=True))
+        guard.watch(process.pid for process in psutil.Process().children(recursive=True))
     except BaseException:
         ray.shutdown()
         guard.end()
@@ -191,8 +182,10 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
 
 
 def _keep_quiet() -> None:
-    """Ray has no option against the paragraph it prints here when a worker dies, nor against the
-    command line that it shows with the job, whose overrides may have secrets."""
+    """Keep Ray from printing when a worker dies, and from showing the command line of the job.
+
+    It has options for neither, and the overrides of a command line may have secrets.
+    """
     import ray._private.utils
     import ray._private.worker
 
@@ -201,7 +194,7 @@ def _keep_quiet() -> None:
 
 
 def _short_temp_root() -> str:
-    """Where the paths of Ray's sockets are not too long."""
+    """Return a folder for temporary files in which the paths of Ray's sockets are short enough."""
     root = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     longest = f"{root}/{PREFIX}12345678/{SESSIONS}/{LONGEST_SOCKET}"
     return root if len(os.fsencode(longest)) <= SOCKET_BYTES else "/tmp"
@@ -213,7 +206,7 @@ def object_store_bytes() -> int:
 
 
 class _own_sigterm:
-    """Ray replaces the driver's SIGTERM handler; put it back."""
+    """Restore the driver's SIGTERM handler, which Ray replaces inside the block."""
 
     def __enter__(self) -> None:
         self._main = threading.current_thread() is threading.main_thread()

@@ -1,11 +1,10 @@
-"""Ends what a killed driver leaves behind: `python -S orphan_guard.py TEMP_DIR`.
+"""End the processes and files that a killed driver leaves: `python -S orphan_guard.py TEMP_DIR`.
 
-Standard input is a pipe from the driver: it closes when the driver ends, whatever ended it. Ray's
-own processes notice too, but its agents, and workers that were just starting, take a minute over
-it. The driver starts the guard before Ray, and writes a line with the pids of Ray's processes once
-they are there. The others are known by the name of the cluster's own TEMP_DIR: in their command
-line, their environment, or a file that they have open (a worker writes its title over the first
-two).
+Standard input is a pipe from the driver, which closes however the driver ends. Ray's own processes
+notice that too, but its agents, and workers that were just starting, take a minute. The driver
+starts the guard before Ray, and writes a line with the pids of Ray's processes once they run. The
+others are found by the name of the cluster's own TEMP_DIR: in their command line, their
+environment, or a file that they have open (a worker writes its title over the first two).
 """
 
 import contextlib
@@ -20,7 +19,7 @@ QUIET_S = 0.5  # without a process of the cluster, until there is none on its wa
 
 
 def start_time(pid: int) -> str:
-    """Tells a process from a later one with the same pid; empty when there is none."""
+    """Return the start time, which tells a process from a later one of its pid; empty = none."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()[19]
@@ -54,7 +53,7 @@ def end(pid: int) -> None:
 
 
 def processes_of(temp_dir: str, spared: set[int]) -> list[int]:
-    """Every other process that names the folder; mkdtemp made it, so no other run does."""
+    """Find the other processes that name the folder; its name is random, so no other run has it."""
     word = os.fsencode(temp_dir)
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return [pid for pid in pids if pid not in spared and mentions(pid, word)]

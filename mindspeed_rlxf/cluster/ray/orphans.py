@@ -1,4 +1,4 @@
-"""The process that clears up after a killed driver, kept alive as long as the driver is."""
+"""Run the guard that clears up after a killed driver, as long as the driver lives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUSH_S = 0.5  # one that ends sooner is replaced this much later
 
 
 class OrphanGuard:
-    """`orphan_guard` over one cluster of our own; one that is killed is replaced at once."""
+    """The `orphan_guard` process of an own cluster; a killed guard is replaced at once."""
 
     def __init__(self, temp_dir: Path) -> None:
         """temp_dir: the cluster's, by which the guard knows its processes"""
@@ -32,8 +32,8 @@ class OrphanGuard:
     def pid(self) -> int:
         return self._process.pid
 
-    def tell(self, pids: Iterable[int]) -> None:
-        """Which processes are Ray's; once, when they are there."""
+    def watch(self, pids: Iterable[int]) -> None:
+        """Send the pids of Ray's processes to the guard, once they run."""
         with self._lock:
             self._pids = " ".join(str(pid) for pid in pids if pid != self.pid)
             self._write()
@@ -47,7 +47,7 @@ class OrphanGuard:
                 self._process.stdin.close()
         try:
             self._process.wait(timeout=END_S)
-        except subprocess.TimeoutExpired:  # everything it looks after has ended already
+        except subprocess.TimeoutExpired:  # the cluster has ended already
             self._process.kill()
             self._process.wait()
 
@@ -62,7 +62,7 @@ class OrphanGuard:
 
     def _write(self) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # killed just now: the next one is told
+        with contextlib.suppress(BrokenPipeError):  # killed just now: the next guard gets them
             self._process.stdin.write(f"{self._pids}\n".encode())
             self._process.stdin.flush()
 
@@ -70,7 +70,7 @@ class OrphanGuard:
         while True:
             started = time.monotonic()
             status = self._process.wait()
-            if time.monotonic() - started < RUSH_S:  # does it fail by itself?
+            if time.monotonic() - started < RUSH_S:  # it may fail by itself each time
                 time.sleep(RUSH_S)
             with self._lock:
                 if self._ending:

@@ -7,32 +7,34 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.cluster.deadlines import Deadlines
-from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.errors import Origin, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.host_agent import HostAgent
-from mindspeed_rlxf.cluster.places import Place
-from mindspeed_rlxf.cluster.process import ProcessSetup, WorkerProcess, log_of
+from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.cluster.protocol import Reply, Request
-from mindspeed_rlxf.cluster.ray.wait import Origin, RayHandle, fetch_rows, gather, not_ready
+from mindspeed_rlxf.cluster.ray.wait import RayHandle, fetch_rows, find_missing, gather
 from mindspeed_rlxf.cluster.refs import find_refs
 from mindspeed_rlxf.cluster.witness import Watched, oom_kills
-from mindspeed_rlxf.cluster.worker import worker_error
+from mindspeed_rlxf.cluster.worker import ProcessSetup, WorkerProcess, log_of, worker_error
 from mindspeed_rlxf.config.enums import DeviceKind
 
-RESET_S = 3.0  # for the calls of an ended pool to finish, so that its processes can be kept
+if TYPE_CHECKING:
+    from mindspeed_rlxf.cluster.ray.pools import RayPools
+
+RESET_S = 3.0  # for the last calls of an ended pool, whose processes are kept
 
 
-class RayWorker:
-    """The actor class. Errors are returned, not raised: Ray then has nothing to say about them."""
+class RayWorker(WorkerProcess):
+    """The actor class. Errors are returned, not raised, so that Ray does not report them too."""
 
     def __init__(self) -> None:
         self._timeout_s = 0.0
-        self._process = WorkerProcess(lambda handles: fetch_rows(handles, self._timeout_s))
+        super().__init__(lambda handles: fetch_rows(handles, self._timeout_s))
 
     def place(self, entry: int) -> Place:
         context = ray.get_runtime_context()
@@ -42,34 +44,28 @@ class RayWorker:
         node, kills = context.get_node_id(), oom_kills()
         return Place(socket.gethostname(), ip, entry, devices, os.getpid(), node, kills)
 
-    def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
-        return self._process.open_store(ip, world_size, timeout_s)
-
-    def start(
+    def join(
         self, setup: ProcessSetup, ip: str, port: int, secrets: Mapping[str, str]
     ) -> WorkerError | None:
-        """secrets: variables that Ray is not to know"""
+        """Join the pool's world, as `start`. secrets: environment variables hidden from Ray"""
         os.environ.update(secrets)
         self._timeout_s = setup.collective_timeout_s
         try:
-            self._process.start(setup, ip, port, assigned_device(setup.device_kind))
+            self.start(setup, ip, port, assigned_device(setup.device_kind))
         except Exception as error:
             return worker_error(error, setup.pool, setup.rank, "start")
         return None
 
     @ray.method(num_returns=2)
-    def run(self, request: Request) -> tuple[Any, Any]:
+    def run_request(self, request: Request) -> tuple[Any, Any]:
         try:
-            return self._process.run(request)
+            return self.run(request)
         except WorkerError as error:
             return error, error
 
-    def reset(self) -> None:
-        self._process.reset()
-
 
 def assigned_device(kind: DeviceKind) -> str | None:
-    """Number of the one device that Ray gave this process; None for logical devices."""
+    """Return the number of the one device that Ray gave this process; None for logical devices."""
     resource = device_facade.ray_resource(kind)
     found = ray.get_runtime_context().get_accelerator_ids().get(resource, [])
     return str(found[0]) if found else None
@@ -77,7 +73,7 @@ def assigned_device(kind: DeviceKind) -> str | None:
 
 @dataclass(frozen=True)
 class RayWorkers:
-    """Started processes with the reservation they live in, in the order of ranks."""
+    """Started processes in the order of ranks, with their placement group."""
 
     processes_per_node: tuple[int, ...]
     placement_group: Any
@@ -90,7 +86,7 @@ class RayWorkers:
         ray.util.remove_placement_group(self.placement_group)
 
     def reset(self) -> bool:
-        """Make the processes ready for another pool; False when they cannot be used again."""
+        """Prepare the processes for another pool; False when they cannot be used again."""
         origins = [Origin("pool", rank, "", "reset") for rank in range(len(self.actors))]
         tasks = [(a.reset.remote(), o) for a, o in zip(self.actors, origins, strict=True)]
         try:
@@ -101,7 +97,7 @@ class RayWorkers:
 
 
 class RayCall:
-    """A method under way; keeps its requests until it ends, to explain a timeout."""
+    """A method under way. Its requests are kept until it ends, to explain a timeout."""
 
     def __init__(
         self,
@@ -118,33 +114,24 @@ class RayCall:
     def wait(self) -> list[Reply]:
         deadlines, started = self._pool.deadlines, time.monotonic()
         try:
-            replies = gather(self._tasks, deadlines.of(self._requests))
+            replies = gather(self._tasks, deadlines.seconds_for(self._requests))
         except RuntimeTimeout as error:
-            raise self._pool.explain(error, self._late_inputs(error.missing)) from None
+            inputs = self._late_inputs(error.missing)
+            raise self._pool.owner.explain_timeout(self._pool, error, inputs) from None
         took_s = max(time.monotonic() - started, *(reply.seconds for reply in replies))
-        deadlines.ended(self._requests, took_s)
+        deadlines.record(self._requests, took_s)
         self._requests.clear()
         return replies
 
     def _late_inputs(self, ranks: Sequence[int]) -> list[RayHandle]:
-        """Rows that these ranks wait for."""
+        """Return the rows that these ranks wait for."""
         waiting = [
             request
             for (_, origin), request in zip(self._tasks, self._requests, strict=True)
             if origin.rank in ranks
         ]
         refs = [ref for request in waiting for ref in find_refs(request.args)]
-        return not_ready([piece.handle for ref in refs for piece in ref.pieces])
-
-
-class RayPoolOwner(Protocol):
-    def release(self, pool: RayPool) -> None:
-        """Take the workers back when the pool ends."""
-
-    def explain(
-        self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
-    ) -> RuntimeTimeout:
-        """inputs: rows that the missing ranks wait for"""
+        return find_missing([piece.handle for ref in refs for piece in ref.pieces])
 
 
 class RayPool:
@@ -157,32 +144,28 @@ class RayPool:
         setups: Sequence[ProcessSetup],
         hosts: Sequence[HostAgent],
         deadlines: Deadlines,
-        owner: RayPoolOwner,
+        owner: RayPools,
     ) -> None:
         self.name, self.world_size, self.workers = name, len(workers.actors), workers
         self.hosts, self.deadlines = hosts, deadlines
-        self._setups, self._owner = setups, owner
+        self._setups, self.owner = setups, owner
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> RayCall:
         ranks = range(first_rank, first_rank + len(requests))
         pairs = list(zip(ranks, requests, strict=True))
         origins = [self.origin(rank, r.role.value, r.method) for rank, r in pairs]
-        refs = [self.workers.actors[rank].run.remote(request) for rank, request in pairs]
+        refs = [self.workers.actors[rank].run_request.remote(request) for rank, request in pairs]
         return RayCall(requests, refs, origins, self)
 
     def origin(self, rank: int, role: str, phase: str) -> Origin:
         host, log = self.workers.places[rank].host, log_of(self._setups[rank]) or ""
         return Origin(role, rank, host, phase, log, self.name)
 
-    def watched(self) -> list[Watched]:
-        """Its workers, for diagnosis."""
+    def list_workers(self) -> list[Watched]:
+        """Return the workers of this pool, for diagnosis."""
         ranks = zip(self._setups, self.workers.places, self.hosts, strict=True)
         return [Watched(self.name, s.rank, at, log_of(s) or "", agent) for s, at, agent in ranks]
 
-    def explain(self, error: RuntimeTimeout, inputs: Sequence[RayHandle]) -> RuntimeTimeout:
-        """The same with what every rank did when the deadline passed."""
-        return self._owner.explain(self, error, inputs)
-
     def shutdown(self) -> None:
-        """End the processes, or hand them back to a runtime that keeps them warm."""
-        self._owner.release(self)
+        """End the processes, or return them to a runtime that keeps them warm."""
+        self.owner.release(self)

@@ -1,4 +1,4 @@
-"""Pools on a Ray cluster: reserves devices, starts processes, joins them into worlds."""
+"""Create pools on a Ray cluster: reserve devices, start processes, join them into worlds."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mindspeed_rlxf import device as device_facade
 from mindspeed_rlxf.cluster.deadlines import Deadlines, collective_timeout_s
 from mindspeed_rlxf.cluster.environment import worker_environment
-from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.errors import Origin, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.node_check import NodeCheck
-from mindspeed_rlxf.cluster.places import by_rank, described
-from mindspeed_rlxf.cluster.process import ProcessSetup
+from mindspeed_rlxf.cluster.nodes import describe_places, order_ranks
 from mindspeed_rlxf.cluster.ray.agent import RayAgent, RayAgents, device_options
 from mindspeed_rlxf.cluster.ray.claim import DeviceClaim
 from mindspeed_rlxf.cluster.ray.cluster import LOOPBACK, RayCluster, resource_name
 from mindspeed_rlxf.cluster.ray.pool import RayPool, RayWorker, RayWorkers
-from mindspeed_rlxf.cluster.ray.wait import Origin, RayHandle, gather
+from mindspeed_rlxf.cluster.ray.wait import RayHandle, gather
 from mindspeed_rlxf.cluster.witness import (
-    Producer,
     Sighting,
-    examined,
-    explained,
-    keep_logs,
-    look_everywhere,
+    copy_logs,
+    explain_death,
+    explain_timeout,
+    inspect_hosts,
 )
+from mindspeed_rlxf.cluster.worker import ProcessSetup
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RuntimeConfig
 from mindspeed_rlxf.config.withheld import open_variables, secret_variables
@@ -75,7 +74,7 @@ class RayPools:
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]],
     ) -> dict[str, RayPool]:
-        """Pools by name, started at the same time. parts: sizes, of pools that are split.
+        """Create pools by name, at the same time. parts: sizes of the parts of split pools.
 
         Raises DevicesMissing (joined cluster) or UserError (own) when the devices are not there,
         WorkerError when a process does not come up, RuntimeTimeout when it does not come back.
@@ -111,7 +110,7 @@ class RayPools:
         return pools
 
     def _hosts(self, workers: RayWorkers) -> list[RayAgent]:
-        """The agent of each rank's host."""
+        """Return the agent of each rank's host."""
         return [self._agents.on(place.node, place.host) for place in workers.places]
 
     def end(self) -> None:
@@ -124,41 +123,42 @@ class RayPools:
         self._warm.clear()
         self._agents.end()
 
-    def look(self, stacks: bool) -> dict[tuple[str, int], Sighting]:
-        """At every worker, by pool and rank; brings the logs of other hosts here.
+    def inspect_workers(self, stacks: bool) -> dict[tuple[str, int], Sighting]:
+        """Inspect every worker, by pool and rank, and copy the logs of other hosts here.
 
-        Empty where looking fails: the failure that it is to explain counts for more.
+        Empty where that fails: the failure under diagnosis must not be lost.
 
-        stacks: have each write the stack of its threads to its log
+        stacks: have each worker write the stacks of its threads to its log
         """
-        watched = [worker for pool in self._pools for worker in pool.watched()]
+        watched = [worker for pool in self._pools for worker in pool.list_workers()]
         try:
-            told = look_everywhere(watched, stacks)
-            keep_logs(watched, told)
-            return told
+            seen = inspect_hosts(watched, stacks)
+            copy_logs(watched, seen)
+            return seen
         except Exception:  # of Ray, or a disk that is full
-            logger.exception("the workers could not be looked at")
+            logger.exception("the workers could not be inspected")
             return {}
 
-    def explain(
+    def explain_timeout(
         self, pool: RayPool, error: RuntimeTimeout, inputs: Sequence[RayHandle]
     ) -> RuntimeTimeout:
-        made = [(handle.origin, repr(handle)) for handle in inputs]
-        producers = [Producer(o.pool, o.rank, o.host, f"{o.role}.{o.phase}", r) for o, r in made]
-        return explained(error, pool.name, producers, self.look(stacks=True))
+        """Return the error with the states of its ranks. inputs: rows that they wait for"""
+        producers = [handle.origin for handle in inputs]
+        return explain_timeout(error, pool.name, producers, self.inspect_workers(stacks=True))
 
-    def examined(self, error: WorkerError) -> WorkerError:
-        """As `witness.examined`, after a look at all workers."""
-        watched = {(w.pool, w.rank): w for pool in self._pools for w in pool.watched()}
-        told = self.look(stacks=False)
+    def explain_death(self, error: WorkerError) -> WorkerError:
+        """Return the error with what the host of its process knows."""
+        watched = {(w.pool, w.rank): w for pool in self._pools for w in pool.list_workers()}
+        seen = self.inspect_workers(stacks=False)
         rose = [
             sighting.oom_kills - watched[key].place.oom_kills
-            for key, sighting in told.items()
+            for key, sighting in seen.items()
             if watched[key].place.host == error.host
         ]
-        return examined(error, max(rose, default=0))
+        return explain_death(error, max(rose, default=0))
 
     def release(self, pool: RayPool) -> None:
+        """End the processes of a pool, or keep them warm."""
         if pool not in self._pools:
             return
         self._pools.remove(pool)
@@ -187,15 +187,15 @@ class RayPools:
         ]
         places, workers = iter(gather(tasks, self.start_timeout_s)), {}
         for name, found in actors.items():
-            ordered = by_rank([(actor, next(places)) for _, actor in found])
+            ordered = order_ranks([(actor, next(places)) for _, actor in found])
             workers[name] = RayWorkers(shapes[name], groups[name], *ordered)
             for agent in self._hosts(workers[name]):
                 agent.open()  # starts while the ranks import what they need
             if not self._cluster.own:
-                logger.info("pool %s: %s", name, described(workers[name].places))
+                logger.info("pool %s: %s", name, describe_places(workers[name].places))
         if not self._cluster.own:
             hosts = {place.host for w in workers.values() for place in w.places}
-            self._node_check.say_what_is_not_shared(hosts)
+            self._node_check.warn_of_unshared_hosts(hosts)
         return workers
 
     def _actors(self, shape: tuple[int, ...], group: Any) -> list[tuple[int, Any]]:
@@ -226,7 +226,7 @@ class RayPools:
         }
         starting = [
             (
-                actor.start.remote(setups[name][rank], ips[name], ports[name], self._secrets),
+                actor.join.remote(setups[name][rank], ips[name], ports[name], self._secrets),
                 Origin(name, rank, w.places[rank].host, "start"),
             )
             for name, w in workers.items()

@@ -1,7 +1,7 @@
-"""Asks a Ray cluster, without a token, for its nodes: `python ray_probe.py HOST:PORT`.
+"""Ask a Ray cluster for its nodes without a token: `python probe.py HOST:PORT`.
 
-Prints one line of JSON: {"tokens": true} where the cluster refuses that, else the addresses of the
-nodes that are alive. A process of its own, as Ray has one way to authenticate per process; only
+Prints one line of JSON: {"tokens": true} where the cluster refuses, else the addresses of the live
+nodes. It runs in a process of its own, because Ray authenticates in one way per process. Only
 messages of the protocol are read, nothing is unpickled.
 """
 

@@ -33,9 +33,9 @@ class RayRuntime:
 
         num_devices: logical devices that an own cluster declares
         log_dir: gets one folder per pool; None leaves the output of workers to Ray
-        keep_warm: processes of ended pools wait for a pool of the same shape (tests)
-        read_by_workers: folder -> the configuration keys that name it; looked at on every node
-        run_file: of the run directory, written already: who sees it shares the directory
+        keep_warm: keep the processes of ended pools for pools of the same shape (tests)
+        read_by_workers: folder -> the configuration keys that name it; compared on every node
+        run_file: a file of the run directory; hosts that see it share the directory
         """
         resource = resource_name(device)
         declared = {} if resource in FOUND_BY_RAY else {resource: float(num_devices)}
@@ -72,16 +72,16 @@ class RayRuntime:
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, Pool]:
-        """Pools by name, started at the same time.
+        """Create pools by name, at the same time.
 
         Raises DevicesMissing (joined cluster) or UserError (own) when the devices are not there,
         WorkerError when a process does not come up, RuntimeTimeout when it does not come back.
         """
         return dict(self.pools.create(processes_per_node, parts or {}))
 
-    def examined(self, error: WorkerError) -> WorkerError:
-        """The error with what is to be seen of its process; brings logs of other hosts here."""
-        return self.pools.examined(error)
+    def explain_death(self, error: WorkerError) -> WorkerError:
+        """Return the error with what its host knows; copies the logs of other hosts here."""
+        return self.pools.explain_death(error)
 
     def shutdown(self) -> None:
         """End all pools, and an own cluster with everything in it."""
@@ -92,7 +92,7 @@ class RayRuntime:
 
 
 def folders_of_workers(config: RunConfig) -> dict[str, str]:
-    """Folders that workers read, each with the keys that name it; the rest is the driver's."""
+    """Return the folders that workers read, each with the configuration keys that name it."""
     keys: dict[str, list[str]] = {}
     for role in config.roles:
         if role is Role.REWARD and config.reward.kind is RewardKind.RULE:

@@ -1,7 +1,7 @@
-"""Whether a Ray cluster may be joined: who reaches it can run code in every process of the run.
+"""Decide whether a Ray cluster may be joined: its users can run code in every process of the run.
 
-A cluster that asks for a token keeps strangers out. One that does not is joined where this user
-started it and it has this host only; any other where the user says so.
+A cluster that asks for a token is safe. One without tokens is joined where this user started it and
+it has this host only, and any other where the configuration allows it.
 """
 
 from __future__ import annotations
@@ -31,26 +31,43 @@ TURN_ON = (
 
 @dataclass(frozen=True)
 class View:
-    """What a cluster tells without a token."""
+    """The answer of a cluster to a request without a token."""
 
     tokens: bool
     nodes: tuple[str, ...] = ()
 
 
 def check(address: str, allow_unauthenticated: bool) -> bool:
-    """True where the cluster asks for a token; warns where it does not and may be joined anyway.
+    """Return whether the cluster asks for a token; warns where it does not and may be joined.
 
     Raises UserError where it may not, OSError or ValueError where nothing answers as Ray does.
     """
     view, here = ask(address), is_here(host_and_port(address)[0])
     strangers = find_owners(address) - {os.getuid(), ROOT} if here else frozenset()
     if strangers and not allow_unauthenticated:
-        raise UserError(_of_another_user(address, min(strangers)))
+        raise UserError(
+            Problem(
+                "runtime.address",
+                "must be a Ray cluster of this user on this host, and user id "
+                f"{min(strangers)} listens there",
+                address,
+                f"correct it, or set {ref(KEY)}=true if you trust that user with everything you "
+                "may do",
+            )
+        )
     if view.tokens:
         return True
     alone = here and find_owners(address) == {os.getuid()} and all(map(is_here, view.nodes))
     if not alone and not allow_unauthenticated:
-        raise UserError(_without_tokens(address))
+        raise UserError(
+            Problem(
+                "runtime.address",
+                "must be a Ray cluster that asks for a token, or one that you started and that has "
+                "this host only, because whoever reaches it can run code in this run",
+                address,
+                f"{TURN_ON}; or set {ref(KEY)}=true where the network keeps others out",
+            )
+        )
     others = "every user of this host" if alone else "whoever reaches it"
     logger.warning(
         "the Ray cluster at %s asks for no token: %s can run code in this run", address, others
@@ -59,7 +76,7 @@ def check(address: str, allow_unauthenticated: bool) -> bool:
 
 
 def ask(address: str) -> View:
-    """What the cluster tells without a token; ConnectionError where it does not answer."""
+    """Ask the cluster without a token. Raises ConnectionError where it does not answer."""
     private = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
     environment = {name: value for name, value in os.environ.items() if name not in private}
     script = Path(__file__).with_name("probe.py")
@@ -74,29 +91,10 @@ def ask(address: str) -> View:
         )
         if found.returncode == -signal.SIGALRM:
             raise ConnectionError("it does not answer as Ray does")
-        told = json.loads(found.stdout.splitlines()[-1])
-        return View(told["tokens"], tuple(told["nodes"]))
+        answer = json.loads(found.stdout.splitlines()[-1])
+        return View(answer["tokens"], tuple(answer["nodes"]))
     except subprocess.TimeoutExpired:
         raise ConnectionError(f"no answer within {PROBE_S:g} s") from None
     except (LookupError, ValueError):
         said = found.stderr.strip().splitlines()[-1:] or ["nothing is said"]
         raise ConnectionError(said[0][:300]) from None
-
-
-def _of_another_user(address: str, uid: int) -> Problem:
-    return Problem(
-        "runtime.address",
-        f"must be a Ray cluster of this user on this host, and user id {uid} listens there",
-        address,
-        f"correct it, or set {ref(KEY)}=true if you trust that user with everything you may do",
-    )
-
-
-def _without_tokens(address: str) -> Problem:
-    return Problem(
-        "runtime.address",
-        "must be a Ray cluster that asks for a token, or one that you started and that has this "
-        "host only, because whoever reaches it can run code in this run",
-        address,
-        f"{TURN_ON}; or set {ref(KEY)}=true where the network keeps others out",
-    )

@@ -1,4 +1,4 @@
-"""Waiting for Ray tasks with a deadline, and turning whatever goes wrong into our own errors."""
+"""Wait for Ray tasks with a deadline, and turn the errors of Ray into our own."""
 
 from __future__ import annotations
 
@@ -15,44 +15,29 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from mindspeed_rlxf.cluster.errors import DIED, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.errors import DIED, Origin, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.data.batch import Rows
 
-# After a lost connection was reported: how long to look for the failure that came before it.
+# How long to wait for the first failure after a lost connection was reported.
 FIRST_CAUSE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Origin:
-    """A rank at work, for messages."""
-
-    role: str
-    rank: int
-    host: str
-    phase: str
-    log: str = ""  # where its output goes
-    pool: str = ""
-
-    def error(self, cause: str) -> WorkerError:
-        return WorkerError(self.role, self.rank, self.host, self.phase, cause)
-
-
-@dataclass(frozen=True)
 class RayHandle:
-    """Rows in the object store, and who put them there."""
+    """Rows in the object store, and the rank that makes them."""
 
     ref: Any  # ObjectRef of Rows, None or WorkerError
     origin: Origin
 
     def __repr__(self) -> str:
-        return f"rows of {self.origin.role}.{self.origin.phase} from rank {self.origin.rank}"
+        return self.origin.rows
 
 
 def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float) -> list[Any]:
-    """Values of all tasks, each an ObjectRef with who computes it.
+    """Return the values of all tasks, each an ObjectRef with the rank that computes it.
 
-    Returns as soon as one fails: raises its WorkerError. At the deadline raises RuntimeTimeout
-    with the ranks that did not arrive.
+    Raises WorkerError as soon as one task fails, and at the deadline RuntimeTimeout with the ranks
+    that did not arrive.
     """
     origins = dict(tasks)
     values: dict[Any, Any] = {}
@@ -62,18 +47,17 @@ def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float) -> list[Any]:
         ready, waiting = _wait(waiting, deadline - time.monotonic())
         if not ready:
             late = sorted((origins[ref] for ref in waiting), key=lambda origin: origin.rank)
-            what = f"{late[0].role}.{late[0].phase}"
             ranks, hosts = [o.rank for o in late], [o.host for o in late]
-            raise RuntimeTimeout(what, timeout_s, ranks, hosts=hosts)
+            raise RuntimeTimeout(late[0].call, timeout_s, ranks, hosts=hosts)
         values.update(_read(ready, origins))
         failed = [value for value in values.values() if isinstance(value, WorkerError)]
         if failed:
-            raise _first_cause(failed, waiting, origins)
+            raise _find_first_cause(failed, waiting, origins)
     return [values[ref] for ref, _ in tasks]
 
 
 def fetch_rows(handles: Sequence[RayHandle], timeout_s: float) -> list[Rows]:
-    """Rows of other workers, on a worker. Raises the WorkerError of a rank that failed."""
+    """Fetch the rows of other workers. Raises the WorkerError of a rank that failed."""
     refs = [handle.ref for handle in handles]
     ready, missing = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
     origins = {handle.ref: handle.origin for handle in handles}
@@ -87,8 +71,8 @@ def fetch_rows(handles: Sequence[RayHandle], timeout_s: float) -> list[Rows]:
     return [values[ref] for ref in refs]
 
 
-def not_ready(handles: Sequence[RayHandle]) -> list[RayHandle]:
-    """Those whose rows do not exist yet."""
+def find_missing(handles: Sequence[RayHandle]) -> list[RayHandle]:
+    """Return the handles whose rows do not exist yet."""
     if not handles:
         return []
     by_ref = {handle.ref: handle for handle in handles}
@@ -98,7 +82,7 @@ def not_ready(handles: Sequence[RayHandle]) -> list[RayHandle]:
 
 
 def _wait(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
-    """At least one finished task, with all others that are finished too; none at the deadline."""
+    """Wait for a task; return all finished tasks, none at the deadline, and the others."""
     ready, waiting = ray.wait(refs, num_returns=1, timeout=max(timeout_s, 0))
     if ready and waiting:
         more, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
@@ -121,19 +105,17 @@ def _read_one(ref: Any, origin: Origin) -> Any:
 
 
 def as_worker_error(error: RayError, origin: Origin) -> WorkerError:
-    """What Ray says about a task, in one line."""
-    died = origin.error(how_it_ended(error))
-    if not died.cause.startswith(DIED):
-        return died
-    died = origin.error(
-        died.cause + (f"; its last words are in {origin.log}" if origin.log else "")
-    )
-    died.remote_traceback = str(error)  # all that Ray knows
-    return died
+    """Turn an error of Ray into one line."""
+    cause = describe_end(error)
+    if not cause.startswith(DIED):
+        return origin.error(cause)
+    if origin.log:
+        cause += f"; its last words are in {origin.log}"
+    return origin.error(cause, remote_traceback=str(error))
 
 
-def how_it_ended(error: RayError) -> str:
-    """What was raised, or how the process ended; begins with DIED where it did."""
+def describe_end(error: RayError) -> str:
+    """Describe what was raised, or how the process ended; begins with DIED where it died."""
     text = str(error)
     if isinstance(error, RayTaskError):
         cause = error.cause
@@ -150,10 +132,10 @@ def how_it_ended(error: RayError) -> str:
     return f"{DIED} ({reason})"
 
 
-def _first_cause(
+def _find_first_cause(
     failed: list[WorkerError], waiting: list[Any], origins: dict[Any, Origin]
 ) -> WorkerError:
-    """The failure that the others follow from, which may be reported a moment later."""
+    """Return the failure that caused the others; it may be reported a moment after them."""
     deadline = time.monotonic() + FIRST_CAUSE_S
     while waiting and all(error.is_aftermath for error in failed):
         ready, waiting = _wait(waiting, deadline - time.monotonic())

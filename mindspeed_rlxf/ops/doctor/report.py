@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, TextIO
 
-from mindspeed_rlxf.cluster.installed import build
+from mindspeed_rlxf.cluster.installed import build_id
 from mindspeed_rlxf.files.printable import printable
 from mindspeed_rlxf.ops.doctor.findings import Finding, Status
 
@@ -75,7 +75,7 @@ class Report:
 def make_report(findings: Sequence[Finding]) -> Report:
     """Report the findings with the time, this host and this installation."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return Report(socket.gethostname(), build(), now, tuple(findings))
+    return Report(socket.gethostname(), build_id(), now, tuple(findings))
 
 
 def _count(counts: Mapping[str, int], word: str) -> str:

@@ -49,8 +49,11 @@ class StandIn:
         first, name, more = inputs
         return RoleOutput(report=[name, first.numbers.tolist(), more["more"].numbers.tolist()])
 
-    def make_late(self, numbers: Numbers, seconds: float) -> RoleOutput:
-        time.sleep(seconds)
+    def make_late(self, numbers: Numbers, seconds: float, until: str = "") -> RoleOutput:
+        """Return rows after some seconds, or as soon as the file `until` exists."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not os.path.exists(until):
+            time.sleep(0.02)
         return RoleOutput(numbers)
 
     def leak(self) -> RoleOutput:
@@ -61,6 +64,12 @@ class StandIn:
         if dist.get_rank() == rank:
             raise ValueError("a bad number")
         dist.barrier()
+        return RoleOutput()
+
+    def enter_barrier(self, rank: int) -> RoleOutput:
+        """One rank enters the barrier that the others of `fail_on` wait in."""
+        if dist.get_rank() == rank:
+            dist.barrier()
         return RoleOutput()
 
     def fail_alone(self, rank: int) -> RoleOutput:

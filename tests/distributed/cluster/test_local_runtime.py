@@ -19,7 +19,7 @@ def torchrun() -> list[str]:
     return ["-m", "torch.distributed.run", "--nproc-per-node", "2", *place]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_local_runtime_passes_the_group_checks(ranks: int) -> None:
     launcher = torchrun() if ranks > 1 else []
     command = [sys.executable, *launcher, "-m", "tests.distributed.cluster.local_driver"]

@@ -92,8 +92,18 @@ def nodes(ray_runtime: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         found.end()
 
 
+@pytest.fixture(scope="module")
+def agents(ray_runtime: Any) -> Iterator[Any]:
+    """Agents that look at the nodes for all runs of this module."""
+    from mindspeed_rlxf.cluster.ray.agent import RayAgents
+
+    found = RayAgents()
+    yield found
+    found.end()
+
+
 @pytest.fixture
-def make_pools(ray_runtime: Any, nodes: Nodes) -> Iterator[Callable[..., Any]]:
+def make_pools(ray_runtime: Any, nodes: Nodes, agents: Any) -> Iterator[Callable[..., Any]]:
     """Pools of one more run on the cluster, as if it had joined."""
     from mindspeed_rlxf.cluster.node_check import NodeCheck
     from mindspeed_rlxf.cluster.ray.agent import RayAgents
@@ -107,7 +117,6 @@ def make_pools(ray_runtime: Any, nodes: Nodes) -> Iterator[Callable[..., Any]]:
         leave_out: Set[str] = frozenset(),
         **environment: str,
     ) -> Any:
-        agents = RayAgents()
         check = NodeCheck(agents.on, {}, None, 60.0)
         check.left_out |= leave_out
         run = RayPools(
@@ -119,7 +128,7 @@ def make_pools(ray_runtime: Any, nodes: Nodes) -> Iterator[Callable[..., Any]]:
             keep_warm=False,
             pool_settings=PoolSettings(wait_s=wait_s, env=environment),
             node_check=check,
-            agents=agents,
+            agents=RayAgents(),
         )
         runs.append(run)
         return run.create(shapes, {})
@@ -133,14 +142,14 @@ def test_two_runs_share_the_nodes_and_the_second_waits_for_the_first(
     make_pools: Callable[..., Any],
 ) -> None:
     """The nodes may still be on their way: the first waits for them."""
-    first = make_pools(JOIN_S, {"a": [2]})["a"]
-    assert build(first).call(StandIn.rank).result() == [(0, 2), (1, 2)]
+    first = make_pools(JOIN_S, {"a": [1]})["a"]
+    assert build(first).call(StandIn.rank).result() == [(0, 1)]
     beside = make_pools(JOIN_S, {"b": [1]}, NCCL_RLXF_TEST="from the pool")["b"]
     assert build(beside).call(StandIn.environment, "NCCL_RLXF_TEST").result() == ["from the pool"]
-    threading.Timer(4.0, first.shutdown).start()
+    threading.Timer(2.0, first.shutdown).start()
     started = time.monotonic()
     later = make_pools(JOIN_S, {"c": [1], "d": [1]})
-    assert time.monotonic() - started > 3.0
+    assert time.monotonic() - started > 1.5
     assert [pool.world_size for pool in later.values()] == [1, 1]
 
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -43,27 +45,18 @@ def make_pools(ray_runtime: Any) -> Iterator[MakePools]:
         pool.shutdown()
 
 
-def test_ranks_are_ordered_and_leaders_report(make_pools: MakePools) -> None:
+@pytest.mark.parametrize(
+    "check", [check_ranks_and_leaders, check_two_roles_in_one_process, check_failures]
+)
+def test_a_pool_passes_the_group_checks(make_pools: MakePools, check: Any) -> None:
     (pool,) = make_pools(2)
-    check_ranks_and_leaders(pool)
+    check(pool)
 
 
 def test_rows_reach_consumers_of_another_layout(make_pools: MakePools) -> None:
     one, two = make_pools(1, 2)
     check_rows_between_layouts(two, one)
     check_rows_between_layouts(one, two)
-
-
-def test_roles_share_a_process_and_see_rows_in_containers(make_pools: MakePools) -> None:
-    (pool,) = make_pools(2)
-    check_two_roles_in_one_process(pool)
-
-
-def test_failures_carry_role_and_phase_and_no_tensor_reaches_the_driver(
-    make_pools: MakePools,
-) -> None:
-    (pool,) = make_pools(2)
-    check_failures(pool)
 
 
 def test_functions_run_on_hosts_beside_their_workers(make_pools: MakePools) -> None:
@@ -126,13 +119,14 @@ def test_the_failure_of_a_producer_is_reported_and_not_its_consumers(
 
 
 def test_a_hang_ends_and_names_the_ranks_that_did_not_arrive(
-    ray_runtime: Any, make_pools: MakePools, monkeypatch: pytest.MonkeyPatch
+    make_pools: MakePools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     one, two = make_pools(1, 2)
     producer, consumer = build(one), build(two, Role.CRITIC)
     for pool in (one, two):
         monkeypatch.setattr(pool, "deadlines", Deadlines(1.0))
-    rows = producer.call(StandIn.make_late, Sharded([Numbers(torch.arange(2))]), 20.0).rows()
+    parts, end = Sharded([Numbers(torch.arange(2))]), tmp_path / "end"
+    rows = producer.call(StandIn.make_late, parts, 20.0, str(end)).rows()
     with pytest.raises(RuntimeTimeout) as hang:
         consumer.call(StandIn.read, rows).result()
     hang.match(
@@ -140,6 +134,7 @@ def test_a_hang_ends_and_names_the_ranks_that_did_not_arrive(
     )
     hang.match(r"waiting for rows of actor_rollout.make_late from rank 0; pool_0 rank 0 is in ")
     assert (hang.value.role, hang.value.missing) == ("actor_rollout", [0])
+    end.touch()  # so that the processes can be used again
 
 
 def test_processes_of_an_ended_pool_are_used_again_with_a_new_world(ray_runtime: Any) -> None:
@@ -175,9 +170,6 @@ def test_output_of_workers_goes_to_one_file_per_rank(
         assert log.read_text(encoding="utf-8").endswith("hällo\nfrom C\n")
 
 
-# The last tests end processes, which the others would have to start again.
-
-
 def test_an_exception_arrives_as_one_worker_error(
     make_pools: MakePools, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,15 +185,7 @@ def test_an_exception_arrives_as_one_worker_error(
     assert 'raise ValueError("a bad number")' in error.remote_traceback
     assert error.__cause__ is None and "ray" not in str(error)
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_killed_worker_is_named(make_pools: MakePools, capfd: pytest.CaptureFixture[str]) -> None:
-    (pool,) = make_pools(2)
-    group = build(pool)
-    with pytest.raises(WorkerError, match=r"rank 1 .* failed in die_on: the process died") as died:
-        group.call(StandIn.die_on, 1).result()  # rank 0 sees its connection close
-    assert died.value.rank == 1 and "rank_00001.log" in died.value.cause
-    assert "ray" not in "".join(capfd.readouterr())
+    group.call(StandIn.enter_barrier, 1).result()  # so that the processes can be used again
 
 
 def test_a_stopped_rank_is_named_and_the_others_stacks_are_in_their_logs(
@@ -216,14 +200,20 @@ def test_a_stopped_rank_is_named_and_the_others_stacks_are_in_their_logs(
     assert hang.value.missing == [1] and "rank 1 is stopped" in str(hang.value)
     log = ray_runtime.pools.log_dir / "pool_0" / "rank_00000.log"
     assert "in stop_on" in log.read_text(encoding="utf-8")
+    os.kill(pool.workers.places[1].pid, signal.SIGCONT)  # so that the processes can be used again
 
 
-def test_rows_of_a_killed_worker_are_reported_with_its_rank(make_pools: MakePools) -> None:
-    producer, consumer = [build(pool) for pool in make_pools(1, 2)]
-    (pid,) = producer.call(StandIn.process).result()
-    late = producer.call(StandIn.make_late, Sharded([Numbers(torch.arange(2))]), 60.0).rows()
-    pending = consumer.call(StandIn.read, late)
-    psutil.Process(pid).kill()
-    with pytest.raises(WorkerError, match="the process died") as died:
-        pending.result()
-    assert (died.value.rank, died.value.phase) == (0, "make_late")
+def test_a_killed_worker_is_named_by_its_call_and_by_calls_that_wait_for_its_rows(
+    make_pools: MakePools, capfd: pytest.CaptureFixture[str]
+) -> None:
+    producer, consumer = [build(pool) for pool in make_pools(2, 1)]
+    dying = producer.call(StandIn.die_on, 1)  # rank 0 sees its connection close
+    rows = producer.call(StandIn.make, Sharded([Numbers(torch.arange(2))] * 2)).rows()
+    reading = consumer.call(StandIn.read, rows)
+    with pytest.raises(WorkerError, match=r"rank 1 .* failed in die_on: the process died") as died:
+        dying.result()
+    assert died.value.rank == 1 and "rank_00001.log" in died.value.cause
+    with pytest.raises(WorkerError, match="the process died") as lost:
+        reading.result()
+    assert (lost.value.rank, lost.value.phase) == (1, "make")
+    assert "ray" not in "".join(capfd.readouterr())

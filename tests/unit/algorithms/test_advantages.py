@@ -135,11 +135,6 @@ def test_slots_of_a_response_with_a_gap() -> None:
     assert readable_slots(trained, there).int().tolist() == [[1, 0, 1, 1, 1, 1], [1, 1, 0, 1, 0, 0]]
 
 
-def test_length_mask_is_true_below_the_length() -> None:
-    mask = length_mask(torch.tensor([0, 2, 3]), 3)
-    assert mask.int().tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 1]]
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3),

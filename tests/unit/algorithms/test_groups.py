@@ -73,17 +73,14 @@ def test_equal_rewards_have_no_advantage(reward: float, size: int) -> None:
     assert not grpo_advantages(torch.full((size,), reward), size).any()
 
 
-def test_groups_with_one_score_only_are_found() -> None:
+def test_groups_with_one_score_only_are_found_and_wrong_scores_are_not_alike() -> None:
     scores = [1.0, 1.0, 0.0, 1.0, 0.5, 0.5, 2.0, 1.0]
     assert groups_that_differ(scores, 2) == [1, 3]
     assert groups_that_differ(scores, 4) == [0, 1]
+    nan = float("nan")
+    assert groups_that_differ([1.0, nan, 2.0, 2.0, nan, 1.0], 2) == [0, 2]
 
 
 def test_the_better_of_a_pair_is_preferred_and_equals_are_not() -> None:
     signs = preference_of_pairs(torch.tensor([1.0, 0.5, -2.0, 3.0, 0.7, 0.7]))
     assert signs.tolist() == [1, -1, -1, 1, 0, 0]
-
-
-def test_groups_with_a_score_that_is_no_number_are_not_dropped_as_alike() -> None:
-    nan = float("nan")
-    assert groups_that_differ([1.0, nan, 2.0, 2.0, nan, 1.0], 2) == [0, 2]

@@ -53,18 +53,13 @@ def test_whitened_values_have_mean_zero_and_sample_variance_one() -> None:
     assert not white[~mask].any() and white.dtype == torch.float32
 
 
-def test_whitening_of_three_values_by_hand() -> None:
+@pytest.mark.parametrize(("shift_mean", "mean"), [(True, 0.0), (False, 3.0)])
+def test_whitening_of_three_values_by_hand(shift_mean: bool, mean: float) -> None:
     # 1, 2, 6: mean 3, squared deviations 4 + 1 + 9 = 14, divisor 2: variance 7
     values = torch.tensor([1.0, 2.0, 6.0, 99.0])
-    white = masked_whiten(values, torch.tensor([True, True, True, False]))
-    assert_close(white, torch.tensor([-2.0, -1.0, 3.0, 0.0]) / 7**0.5)
-
-
-def test_the_mean_may_stay() -> None:
-    values = torch.tensor([1.0, 2.0, 6.0, 99.0])
     mask = torch.tensor([True, True, True, False])
-    white = masked_whiten(values, mask, shift_mean=False)
-    assert_close(white, torch.tensor([3 - 2 / 7**0.5, 3 - 1 / 7**0.5, 3 + 3 / 7**0.5, 0.0]))
+    white = masked_whiten(values, mask, shift_mean=shift_mean)
+    assert_close(white, torch.tensor([-2.0, -1.0, 3.0, 0.0]) / 7**0.5 + mean * mask)
 
 
 @settings(max_examples=20, deadline=None)

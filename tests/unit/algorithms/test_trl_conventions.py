@@ -25,25 +25,10 @@ from mindspeed_rlxf.data.batch import (
     Values,
 )
 from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.objectives import objective_of
-from tests.rows import length_mask, made_rollouts
+from mindspeed_rlxf.roles.objectives import make_objective
+from tests.rows import rollouts_of
 
 KL_COEF = 0.1
-
-
-def rollouts_of(lengths: list[int], has_eos: list[bool], seed: int = 0) -> Rollouts:
-    rows, width = len(lengths), max(lengths)
-    generator = torch.Generator().manual_seed(seed)
-    mask = length_mask(torch.tensor(lengths), width)
-    return made_rollouts(
-        prompt_ids=torch.ones(rows, 2, dtype=torch.long),
-        prompt_lengths=torch.full((rows,), 2),
-        response_ids=torch.ones(rows, width, dtype=torch.long) * mask,
-        response_mask=mask,
-        trained_mask=mask,
-        has_eos=torch.tensor(has_eos),
-        rollout_log_probs=-torch.rand(rows, width, generator=generator) * mask,
-    )
 
 
 def inputs(rollouts: Rollouts, seed: int = 1) -> tuple[LogProbs, Values, Scores]:
@@ -64,7 +49,7 @@ def make_experience(
         actor_rollout=ActorConfig.model_construct(max_new_tokens=slot_limit),
         training=SimpleNamespace(stage=Stage.RAY_PPO, nan_policy=NanPolicy.RAISE),
     )
-    objective = objective_of(config, alone)  # type: ignore[arg-type]
+    objective = make_objective(config, alone)  # type: ignore[arg-type]
     maker = ExperienceMaker(config, objective, alone)  # type: ignore[arg-type]
     given = rollouts, None, ref, scores, values, None, None
     output = maker.make(ExperienceInputs(*given, KL_COEF, slot_limit))

@@ -5,6 +5,7 @@ import pytest
 from mindspeed_rlxf.cluster.deadlines import ON_STORAGE, Deadlines, collective_timeout_s
 from mindspeed_rlxf.cluster.protocol import Request
 from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.engine.protocol import TrainEngine
 
 
 def call(method: str, rows: int | None = 8, role: Role = Role.CRITIC) -> list[Request]:
@@ -17,28 +18,28 @@ def call(method: str, rows: int | None = 8, role: Role = Role.CRITIC) -> list[Re
 
 def test_a_first_call_has_ten_times_the_floor_and_later_ones_five_medians() -> None:
     deadlines = Deadlines(longest_s=600.0)
-    assert deadlines.of(call("values")) == 600.0
+    assert deadlines.seconds_for(call("values")) == 600.0
     for seconds in (2.0, 100.0, 20.0):
-        deadlines.ended(call("values"), seconds)
-    assert deadlines.of(call("values")) == 100.0  # 5 x 20, the median
-    deadlines.ended(call("update_critic"), 1.0)
-    assert deadlines.of(call("update_critic")) == 60.0  # the floor
-    deadlines.ended(call("generate"), 400.0)
-    assert deadlines.of(call("generate")) == 600.0  # collectives would end first beyond it
+        deadlines.record(call("values"), seconds)
+    assert deadlines.seconds_for(call("values")) == 100.0  # 5 x 20, the median
+    deadlines.record(call("update_critic"), 1.0)
+    assert deadlines.seconds_for(call("update_critic")) == 60.0  # the floor
+    deadlines.record(call("generate"), 400.0)
+    assert deadlines.seconds_for(call("generate")) == 600.0  # collectives would end first beyond it
 
 
 def test_no_later_call_has_less_than_half_a_minute_unless_the_first_had() -> None:
     for longest, later in ((120.0, 30.0), (20.0, 20.0)):
         deadlines = Deadlines(longest_s=longest)
-        deadlines.ended(call("values"), 0.1)
-        assert deadlines.of(call("values")) == later
+        deadlines.record(call("values"), 0.1)
+        assert deadlines.seconds_for(call("values")) == later
 
 
 def test_the_median_is_of_the_last_calls() -> None:
     deadlines = Deadlines(longest_s=600.0)
     for seconds in [100.0] * 20 + [30.0] * 8:  # the last 15: 7 x 100, 8 x 30
-        deadlines.ended(call("values"), seconds)
-    assert deadlines.of(call("values")) == 150.0
+        deadlines.record(call("values"), seconds)
+    assert deadlines.seconds_for(call("values")) == 150.0
 
 
 OF_FILES = ["build", "export", "begin_save", "end_save", "load_state"]
@@ -47,28 +48,26 @@ OF_FILES = ["build", "export", "begin_save", "end_save", "load_state"]
 @pytest.mark.parametrize("method", OF_FILES)
 def test_what_waits_for_storage_always_has_the_longest(method: str) -> None:
     deadlines = Deadlines(longest_s=600.0)
-    deadlines.ended(call(method), 1.0)
-    assert deadlines.of(call(method)) == 600.0
+    deadlines.record(call(method), 1.0)
+    assert deadlines.seconds_for(call(method)) == 600.0
 
 
-def test_what_waits_for_storage_are_methods_of_roles() -> None:
-    from mindspeed_rlxf.roles.saved import SavedRole
-
+def test_what_waits_for_storage_are_methods_of_engines() -> None:
     assert sorted(ON_STORAGE) == sorted(OF_FILES)
-    assert [name for name in OF_FILES if not hasattr(SavedRole, name)] == ["build"]
+    assert [name for name in OF_FILES if not hasattr(TrainEngine, name)] == ["build"]
 
 
 def test_other_roles_methods_and_sizes_are_other_phases() -> None:
     deadlines = Deadlines(longest_s=600.0)
-    deadlines.ended(call("values", rows=8), 1.0)
-    assert deadlines.of(call("values", rows=15)) == 60.0
+    deadlines.record(call("values", rows=8), 1.0)
+    assert deadlines.seconds_for(call("values", rows=15)) == 60.0
     for other in (
         call("values", rows=16),
         call("values", rows=None),
         call("scores"),
         call("values", role=Role.REWARD),
     ):
-        assert deadlines.of(other) == 600.0
+        assert deadlines.seconds_for(other) == 600.0
 
 
 def test_collectives_wait_longer_than_the_driver() -> None:

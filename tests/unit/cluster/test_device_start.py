@@ -1,4 +1,4 @@
-"""A worker tells the device facade what it knows, before anything of Megatron is imported."""
+"""A worker sets up its device before anything of Megatron is imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster import local
-from mindspeed_rlxf.cluster.process import ProcessSetup, WorkerProcess
+from mindspeed_rlxf.cluster.worker import ProcessSetup, WorkerProcess
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
 

@@ -1,8 +1,10 @@
-"""What Ray says of a lost worker, in our words."""
+"""Messages of Ray about a lost worker become one line of ours."""
 
 from __future__ import annotations
 
 import pytest
+
+from mindspeed_rlxf.cluster.errors import Origin
 
 
 @pytest.mark.parametrize(
@@ -14,10 +16,10 @@ import pytest
         ("connection error code 2. End of file. ray stop --force", "killed, crashed or out of"),
     ],
 )
-def test_a_lost_worker_is_told_with_its_reason(said: str, reason: str) -> None:
+def test_a_lost_worker_is_reported_with_its_reason(said: str, reason: str) -> None:
     from ray.exceptions import RayActorError
 
-    from mindspeed_rlxf.cluster.ray.wait import Origin, as_worker_error
+    from mindspeed_rlxf.cluster.ray.wait import as_worker_error
 
     origin = Origin("critic", 3, "b", "values", "/logs/rank_00003.log")
     error = as_worker_error(RayActorError(error_msg=said), origin)

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import pickle
 
+import pytest
+
 from mindspeed_rlxf.cluster.errors import HostError, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.local import _from_text, _to_text
 
 
-def test_worker_error_says_who_where_when_and_why_and_survives_pickling() -> None:
+def test_worker_error_names_role_host_phase_and_cause_and_survives_pickling() -> None:
     error = WorkerError("critic", 3, "host-a", "update_critic", "ValueError: bad", "trace", True)
     for known in (error, pickle.loads(pickle.dumps(error))):
         assert str(known) == ("critic rank 3 on host-a failed in update_critic: ValueError: bad")
@@ -28,3 +31,21 @@ def test_a_function_on_a_host_is_named_with_its_cause_on_one_line() -> None:
         assert str(known) == "commit on b failed: OSError: no space"
         assert (known.host, known.phase, known.cause) == ("b", "commit", "OSError: no space")
         assert known.remote_traceback == "trace" and known.is_late
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerError("actor", 3, "host", "update", "ValueError: \x1b no", "Traceback", True),
+        HostError("host", "commit", "OSError: full", "Traceback", is_late=True),
+    ],
+)
+def test_an_error_reaches_other_ranks_of_torchrun_as_it_was(error: WorkerError | HostError) -> None:
+    found = _from_text(_to_text(error))
+    assert type(found) is type(error) and vars(found) == vars(error) and str(found) == str(error)
+
+
+def test_no_error_and_an_unknown_kind() -> None:
+    assert _from_text(_to_text(None)) is None
+    with pytest.raises(KeyError, match="system"):
+        _from_text('["system", ["true"]]')

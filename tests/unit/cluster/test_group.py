@@ -12,13 +12,9 @@ from mindspeed_rlxf.cluster.protocol import PoolPart, Reply, Request
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
-from mindspeed_rlxf.data.batch import RoleOutput, Rows
+from mindspeed_rlxf.data.batch import RoleOutput
+from tests.distributed.cluster.stand_ins import Numbers
 from tests.unit.cluster.agents import InProcess
-
-
-@dataclass(frozen=True)
-class Numbers(Rows):
-    numbers: torch.Tensor  # [batch]
 
 
 class RecordingCall:

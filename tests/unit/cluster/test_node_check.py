@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mindspeed_rlxf.cluster.host_agent import Function, HostCall
-from mindspeed_rlxf.cluster.installed import OURS, build
-from mindspeed_rlxf.cluster.node_check import NodeCheck
-from mindspeed_rlxf.cluster.node_report import NodeReport, report
+from mindspeed_rlxf.cluster.installed import OURS, build_id, hash_sources
+from mindspeed_rlxf.cluster.node_check import NodeCheck, NodeReport, find_node_problems, report_node
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
@@ -27,7 +28,7 @@ class Reporter(InProcess):
         self._reports = reports
 
     def start(self, function: Function, *args: Any, timeout_s: float) -> HostCall:
-        assert function is report
+        assert function is report_node
         return super().start(reported, self._reports, self.host, timeout_s=timeout_s)
 
 
@@ -43,7 +44,7 @@ NODES = [Node(name, name, f"10.0.0.{i}", 8, 8) for i, name in enumerate("abcde")
 def checked(probe: DeviceKind | None) -> tuple[Any, list[str]]:
     """The check, and the ids it lets pass: b does not answer, c has a sick device, d too few, e
     another build."""
-    ours = dataclasses.replace(report([], None), devices=8)
+    ours = dataclasses.replace(report_node([], None), devices=8)
     changes: dict[str, dict[str, Any]] = {
         "a": {}, "c": {"sick": ("device 3: Alarm",)}, "d": {"devices": 7},
         "e": {"versions": {**ours.versions, OURS: "0"}},
@@ -53,18 +54,18 @@ def checked(probe: DeviceKind | None) -> tuple[Any, list[str]]:
     return check, [node.id for node in check.check(NODES)]
 
 
-def test_bad_nodes_are_left_out_and_each_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_nodes_are_left_out_and_each_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     check, usable = checked(DeviceKind.NPU)
     assert usable == ["a"] and check.left_out == {"b", "c", "d", "e"}
     said = caplog.messages
     assert said[0].startswith("b (10.0.0.1) is left out: mindspeed_rlxf on b (10.0.0.1) must be ")
-    assert f"({build()}): ModuleNotFoundError: no answer; install the same there" in said[0]
+    assert f"({build_id()}): ModuleNotFoundError: no answer; install the same there" in said[0]
     assert said[1:3] == [
         "c (10.0.0.2) is left out: device 3: Alarm",
         "d (10.0.0.3) is left out: its driver lists 7 of 8 devices",
     ]
     assert "mindspeed_rlxf on e must be that of the driver" in said[3]
-    assert check.check(NODES) == [NODES[0]] and len(caplog.messages) == 4  # told once
+    assert check.check(NODES) == [NODES[0]] and len(caplog.messages) == 4  # reported once
 
 
 def test_without_leave_they_are_refused() -> None:
@@ -76,8 +77,182 @@ def test_without_leave_they_are_refused() -> None:
 def test_health_is_asked_of_the_drivers_tool(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = tuple(driver.DriverDevice(i, "x", "OK" if i else "Alarm", 1, 0) for i in range(2))
     monkeypatch.setattr(driver, "driver_view", lambda kind: driver.DriverView("t", "1", devices))
-    seen = report([], None, DeviceKind.NPU)
+    seen = report_node([], None, DeviceKind.NPU)
     assert (seen.devices, seen.sick) == (2, ("device 0: Alarm",))
     view = driver.DriverView("t", "", (), "no tool")
     monkeypatch.setattr(driver, "driver_view", lambda kind: view)
-    assert report([], None, DeviceKind.NPU).devices is None
+    assert report_node([], None, DeviceKind.NPU).devices is None
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def node(ours: NodeReport, host: str, **changes: object) -> NodeReport:
+    return dataclasses.replace(ours, host=host, **changes)  # type: ignore[arg-type]
+
+
+def test_a_like_node_has_no_problem(folder: Path) -> None:
+    ours = report_node([str(folder)], str(folder / "config.json"))
+    assert ours.sees_run and ours.versions[OURS] == build_id()
+    assert not report_node([], str(folder / "nothing")).sees_run
+    assert (
+        find_node_problems(ours, [node(ours, "a"), node(ours, "b")], {str(folder): "ref.load"})
+        == []
+    )
+
+
+def test_a_node_without_the_folder_or_with_half_of_it_is_named(folder: Path) -> None:
+    ours = report_node([str(folder)], None)
+    keys = {str(folder): "ref.load"}
+    (problem,) = find_node_problems(ours, [ours, node(ours, "b", files={str(folder): None})], keys)
+    assert problem == (
+        f"ref.load={folder} must be on every node; b has no such folder; copy the folder to b, "
+        "or use one that every node shares"
+    )
+    half = {str(folder): {**(ours.files[str(folder)] or {}), "model.safetensors": "3 bytes"}}
+    (problem,) = find_node_problems(ours, [node(ours, "b", files=half)], keys)
+    assert "on b: model.safetensors (3 bytes there, 5 bytes here); copy" in problem
+    (problem,) = find_node_problems(ours, [node(ours, "b", files={str(folder): {}})], keys)
+    assert "model.safetensors (missing there, 5 bytes here)" in problem
+
+
+RANK = "mp_rank_00/model_optim_rng.pt"
+MEGATRON = {
+    "legacy": {RANK: 5, "mp_rank_01/model_optim_rng.pt": 7},
+    "torch_dist": {".metadata": 3, "__0_0.distcp": 9, "common.pt": 4},
+}
+
+
+def megatron(folder: Path, files: dict[str, int], iteration: str = "iter_0000001") -> Path:
+    for name, size in files.items():
+        file = folder / iteration / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bytes(size))
+    return folder
+
+
+def problems_between(driver: Path, there: Path, below: str = "") -> list[str]:
+    """What is said of a host where `there` stands in the place of the driver's folder."""
+    folder, other = str(driver / below), str(there / below)
+    ours, theirs = report_node([folder], None), report_node([other], None)
+    theirs = node(theirs, "b", files={folder: theirs.files[other]})
+    return find_node_problems(ours, [ours, theirs], {folder: "ref.load"})
+
+
+@pytest.mark.parametrize("kind", MEGATRON)
+def test_every_file_of_megatrons_weights_counts(tmp_path: Path, kind: str) -> None:
+    files = MEGATRON[kind]
+    ours, same = (megatron(tmp_path / name, files) for name in ("ours", "same"))
+    assert problems_between(ours, same) == []
+    for name, size in files.items():
+        without = megatron(tmp_path / f"no-{name}", {k: v for k, v in files.items() if k != name})
+        (problem,) = problems_between(ours, without)
+        assert f"iter_0000001/{name} (missing there, {size} bytes here)" in problem
+        cut = megatron(tmp_path / f"cut-{name}", {**files, name: size - 1})
+        (problem,) = problems_between(ours, cut)
+        assert (
+            f"b: iter_0000001/{name} ({size - 1} bytes there, {size} bytes here); copy" in problem
+        )
+
+
+@pytest.mark.parametrize("kind", MEGATRON)
+def test_an_iteration_that_a_host_lacks_is_named(tmp_path: Path, kind: str) -> None:
+    ours = megatron(tmp_path / "ours", MEGATRON[kind])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (problem,) = problems_between(ours, empty)
+    form = "torch" if kind == "legacy" else kind
+    assert f"b: weights (hf in . there, {form} in iter_0000001 here), iter_0000001/" in problem
+    (problem,) = problems_between(ours, empty, "iter_0000001")
+    assert problem == (
+        f"ref.load={ours}/iter_0000001 must be on every node; b has no such folder; copy the "
+        "folder to b, or use one that every node shares"
+    )
+
+
+def test_a_host_with_another_iteration_or_several_is_named(tmp_path: Path) -> None:
+    ours = megatron(tmp_path / "ours", {RANK: 5})
+    second = megatron(tmp_path / "second", {RANK: 5}, "iter_0000002")
+    (problem,) = problems_between(ours, second)
+    assert "weights (torch in iter_0000002 there, torch in iter_0000001 here)" in problem
+    (problem,) = problems_between(ours, megatron(second, {RANK: 5}))
+    assert f"weights ({second} holds iter_0000001, iter_0000002 and no latest_" in problem
+
+
+def test_optimizer_states_that_nobody_reads_do_not_count(tmp_path: Path, folder: Path) -> None:
+    whole = megatron(tmp_path / "whole", {RANK: 5, "mp_rank_00/distrib_optim.pt": 50})
+    assert problems_between(whole, megatron(tmp_path / "weights", {RANK: 5})) == []
+    (folder / "optimizer.pt").write_bytes(b"123")
+    assert report_node([str(folder)], None).files[str(folder)] == {
+        "config.json": "44136fa355b3",  # sha256 of {}
+        "model.safetensors": "5 bytes",
+        "weights": "hf in .",
+    }
+
+
+def test_a_folder_that_only_the_hub_has_is_not_compared(tmp_path: Path) -> None:
+    name = str(tmp_path / "Qwen")
+    assert report_node([name], None).files == {name: None}
+    assert problems_between(tmp_path / "Qwen", tmp_path) == []
+
+
+def test_a_file_that_may_not_be_read_is_a_difference(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    ours = report_node([str(folder)], None)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    (problem,) = find_node_problems(
+        ours, [report_node([str(folder)], None)], {str(folder): "ref.load"}
+    )
+    assert "config.json (Permission denied there, 44136fa355b3 here)" in problem
+
+
+def test_contents_of_small_files_count(folder: Path) -> None:
+    before = report_node([str(folder)], None)
+    (folder / "config.json").write_text("[]")
+    assert find_node_problems(before, [report_node([str(folder)], None)], {str(folder): "ref.load"})
+
+
+def test_other_sources_and_packages_are_named(folder: Path) -> None:
+    ours = report_node([], None)
+    other = {**ours.versions, OURS: "0.0.9, sources 0"}
+    (problem,) = find_node_problems(ours, [ours, node(ours, "b", versions=other)], {})
+    assert problem.startswith(
+        f"mindspeed_rlxf on b must be that of the driver ({build_id()}), not 0."
+    )
+    older = {**ours.versions, "torch": "2.1.0"}
+    (problem,) = find_node_problems(ours, [node(ours, "b", versions=older)], {})
+    assert problem.startswith("torch on b must be that of the driver")
+    local = {**ours.versions, "torch": ours.versions["torch"].split("+")[0] + "+other"}
+    assert find_node_problems(ours, [node(ours, "b", versions=local)], {}) == []
+
+
+def test_device_packages_are_compared_among_nodes_and_not_with_the_driver() -> None:
+    ours = report_node([], None)
+    newer, older = ({**ours.versions, "torch-npu": v} for v in ("2.7.1", "2.6.0"))
+    a, b = node(ours, "a", versions=newer), node(ours, "b", versions=older)
+    assert find_node_problems(ours, [a, node(a, "c")], {}) == []
+    (problem,) = find_node_problems(ours, [a, b], {})
+    assert problem.startswith("torch-npu on b must be that of the other nodes (2.7.1), not 2.6.0")
+
+
+def test_names_and_contents_of_sources_decide(tmp_path: Path) -> None:
+    def made(folder: str, **files: str) -> str:
+        for name, text in files.items():
+            path = tmp_path / folder / f"{name}.py"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        return hash_sources(tmp_path / folder)
+
+    first = made("a", one="x", two="y")
+    assert made("b", two="y", one="x") == first
+    (tmp_path / "b" / "one.pyc").write_text("compiled")
+    assert hash_sources(tmp_path / "b") == first
+    assert len({first, made("c", one="x", two="z"), made("d", one="x", tw="oy")}) == 3

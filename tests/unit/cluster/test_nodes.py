@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from mindspeed_rlxf.cluster.nodes import (
     Node,
-    by_address,
+    Place,
+    choose_model,
+    describe_places,
+    describe_shortage,
+    find_unplaced_pools,
     fits,
-    lacking,
     make_node,
-    missing,
-    model_for,
-    taken,
+    order_ranks,
+    sort_by_address,
+    take_devices,
 )
 from mindspeed_rlxf.config.errors import UserError
 
@@ -47,29 +52,33 @@ def test_each_entry_needs_a_node_of_its_own(
 
 def test_a_pool_asks_for_one_model_where_there_are_several() -> None:
     old, new = node(1, 8, model="A2"), node(2, 8, model="A3")
-    assert model_for("main", [8], [old, node(3, 8)]) is None  # one known model: nothing to choose
-    assert model_for("main", [8], [new, old]) == "A2"  # the first by address, on every start
-    assert model_for("main", [8, 8], [old, new, node(3, 8, model="A3")]) == "A3"
-    assert model_for("main", [8, 8, 8], [old, new]) is None  # more nodes may come
+    assert (
+        choose_model("main", [8], [old, node(3, 8)]) is None
+    )  # one known model: nothing to choose
+    assert choose_model("main", [8], [new, old]) == "A2"  # the first by address, on every start
+    assert choose_model("main", [8, 8], [old, new, node(3, 8, model="A3")]) == "A3"
+    assert choose_model("main", [8, 8, 8], [old, new]) is None  # more nodes may come
 
 
 def test_devices_that_are_free_come_first() -> None:
     old, new = node(1, 8, 0, "A2"), node(2, 8, 8, "A3")
-    assert model_for("main", [8], [old, new]) == "A3"
-    assert model_for("main", [8], taken([old, new], [4], "A3")) == "A2"  # none is free: by address
+    assert choose_model("main", [8], [old, new]) == "A3"
+    assert (
+        choose_model("main", [8], take_devices([old, new], [4], "A3")) == "A2"
+    )  # none is free: by address
 
 
 def test_a_pool_takes_the_nodes_that_it_fills_best() -> None:
     nodes = [node(1, 8, 8), node(2, 8, 4), node(3, 8, 4, "A2")]
-    left = taken(nodes, [4, 2], None)
+    left = take_devices(nodes, [4, 2], None)
     assert [n.free for n in left] == [8, 0, 2]
-    assert [n.free for n in taken(nodes, [4], "A2")] == [8, 4, 0]
-    assert taken(nodes, [9], None) == nodes
+    assert [n.free for n in take_devices(nodes, [4], "A2")] == [8, 4, 0]
+    assert take_devices(nodes, [9], None) == nodes
 
 
 def test_a_mixture_of_models_is_refused_by_name() -> None:
     with pytest.raises(UserError) as caught:
-        model_for("main", [8, 8], [node(1, 8, 8, "A2"), node(2, 8, 8, "A3")])
+        choose_model("main", [8, 8], [node(1, 8, 8, "A2"), node(2, 8, 8, "A3")])
     assert str(caught.value) == (
         "resource_pool.main=[8, 8] must be on devices of one model; the cluster has "
         "node1 (10.0.0.1): 8 of 8 A2 free, node2 (10.0.0.2): 8 of 8 A3 free; "
@@ -79,19 +88,52 @@ def test_a_mixture_of_models_is_refused_by_name() -> None:
 
 def test_nodes_that_lack_devices_are_named_in_the_order_of_their_addresses() -> None:
     nodes = [node(10, 4, 1), node(9, 8, 8)]
-    assert [n.host for n in by_address(nodes)] == ["node9", "node10"]
-    text = missing("main", [8, 8], "NPU", "head:1", nodes)
+    assert [n.host for n in sort_by_address(nodes)] == ["node9", "node10"]
+    text = describe_shortage("main", [8, 8], "NPU", "head:1", nodes)
     assert text.startswith(
         "resource_pool.main needs NPU: [8, 8], one entry per node; the cluster at head:1 has "
         "node9 (10.0.0.9): 8 of 8 free, node10 (10.0.0.10): 1 of 4 free; ask for less"
     )
-    assert "and 4 more nodes" in missing("m", [1], "NPU", "a:1", [node(n, 1) for n in range(1, 21)])
-    assert "has no node that has any; ask" in missing("m", [1], "NPU", "a:1", [])
+    assert "and 4 more nodes" in describe_shortage(
+        "m", [1], "NPU", "a:1", [node(n, 1) for n in range(1, 21)]
+    )
+    assert "has no node that has any; ask" in describe_shortage("m", [1], "NPU", "a:1", [])
 
 
-def test_only_pools_with_too_few_devices_are_told() -> None:
+def test_only_pools_with_too_few_devices_are_reported() -> None:
     nodes = [node(1, 4, 4), node(2, 4, 2)]
     shapes = {"small": [2], "big": [3, 3], "wide": [4]}
-    assert lacking(["small", "big"], shapes, nodes) == ["big"]
+    assert find_unplaced_pools(["small", "big"], shapes, nodes) == ["big"]
     # Each of them fits alone: together they do not, or another run has taken what was free.
-    assert lacking(["small", "wide"], shapes, nodes) == ["small", "wide"]
+    assert find_unplaced_pools(["small", "wide"], shapes, nodes) == ["small", "wide"]
+
+
+def test_ranks_go_by_node_then_device_whatever_the_order_of_start() -> None:
+    started = [
+        ("c", Place("b", "10.0.0.10", 0, (2,))),
+        ("b", Place("a", "10.0.0.9", 1, (10,))),  # as numbers: 9 before 10, device 2 before 10
+        ("a", Place("a", "10.0.0.9", 1, (2,))),
+        ("d", Place("b", "10.0.0.10", 0, (3,))),
+        ("f", Place("c", "fd00::1", 2, (1,))),
+        ("e", Place("c", "fd00::1", 2, (0,))),
+    ]
+    for seed in range(5):
+        random.Random(seed).shuffle(started)
+        processes, places = order_ranks(started)
+        assert "".join(processes) == "abcdef"
+        assert [place.host for place in places] == ["a", "a", "b", "b", "c", "c"]
+
+
+def test_entries_of_other_sizes_keep_the_order_of_the_list() -> None:
+    """`[2, 1, 1]`: the plan shows two ranks on the first node, whatever its address."""
+    started = [
+        ("c", Place("y", "10.0.0.2", 2, (0,))),
+        ("b", Place("z", "10.0.0.3", 0, (1,))),
+        ("d", Place("x", "10.0.0.9", 1, (0,))),
+        ("a", Place("z", "10.0.0.3", 0, (0,))),
+    ]
+    processes, places = order_ranks(started)
+    assert "".join(processes) == "abcd"
+    assert describe_places(places) == (
+        "ranks 0-1 on z (10.0.0.3), rank 2 on y (10.0.0.2), rank 3 on x (10.0.0.9)"
+    )

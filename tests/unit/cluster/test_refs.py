@@ -1,20 +1,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_rlxf.cluster.refs import Piece, RowsRef, find_refs, resolve, resolve_refs
+from mindspeed_rlxf.cluster.refs import (
+    Piece,
+    RowsRef,
+    check_report,
+    find_array,
+    find_refs,
+    resolve,
+    resolve_refs,
+)
 from mindspeed_rlxf.data.batch import Rows
-
-
-@dataclass(frozen=True)
-class Numbers(Rows):
-    numbers: torch.Tensor  # [batch] int64
+from tests.distributed.cluster.stand_ins import Numbers
 
 
 @dataclass
@@ -144,3 +149,34 @@ def test_references_are_found_and_resolved_inside_containers_with_one_fetch() ->
 def test_a_value_without_references_is_left_as_it_is() -> None:
     value = [Numbers(torch.zeros(1)), {"a": 1}]
     assert resolve_refs(value, lambda handles: []) is value
+
+
+@dataclass
+class Report:
+    losses: Any
+
+
+@pytest.mark.parametrize(
+    ("report", "place"),
+    [
+        (torch.zeros(1), "report (Tensor)"),
+        ({"kl": [1.0, np.zeros(2)]}, "report['kl'][1] (ndarray)"),
+        ((Report({"a": torch.tensor(1.0)}),), "report[0].losses['a'] (Tensor)"),
+        ({"a": Report((1, {2: torch.zeros(1)}))}, "report['a'].losses[1][2] (Tensor)"),
+    ],
+)  # fmt: skip
+def test_a_tensor_is_found_wherever_it_hides(report: Any, place: str) -> None:
+    assert find_array(report) == place
+
+
+def test_plain_values_pass() -> None:
+    check_report({"a": [1, 2.5, "x", None, True], "b": Report((Role(),))}, "critic", "values")
+
+
+class Role:
+    """Some other object."""
+
+
+def test_the_refusal_names_role_and_method() -> None:
+    with pytest.raises(TypeError, match=r"critic\.values must report plain .* report\[0\]"):
+        check_report([torch.zeros(1)], "critic", "values")

@@ -1,4 +1,4 @@
-"""Looking at processes from beside them: running, waiting, stopped and gone."""
+"""Diagnosis of processes from outside: running, waiting, stopped and gone."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cluster import witness
-from mindspeed_rlxf.cluster.errors import DIED, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.errors import DIED, Origin, RuntimeTimeout, WorkerError
 from mindspeed_rlxf.cluster.host_agent import Function, HostCall
-from mindspeed_rlxf.cluster.places import Place
+from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.cluster.witness import (
     GONE,
     SILENT,
     STOPPED,
-    Producer,
     Sighting,
     Subject,
     Watched,
-    examined,
-    explained,
-    keep_logs,
-    look,
-    look_everywhere,
+    copy_logs,
+    explain_death,
+    explain_timeout,
+    inspect_hosts,
+    inspect_workers,
 )
 from tests.unit.cluster.agents import InProcess
 
@@ -71,25 +70,27 @@ def workers(tmp_path: Path) -> Iterator[list[Subject]]:
         process.wait()
 
 
-def test_stacks_of_all_threads_go_to_the_log_and_the_rest_is_told(workers: list[Subject]) -> None:
+def test_stacks_of_all_threads_go_to_the_log_and_states_are_reported(
+    workers: list[Subject],
+) -> None:
     os.kill(workers[1].pid, signal.SIGSTOP)
     os.kill(workers[2].pid, signal.SIGKILL)
     os.waitpid(workers[2].pid, 0)
-    alive, stopped, gone = look(workers, stacks=True)
+    alive, stopped, gone = inspect_workers(workers, stacks=True)
     assert (stopped.state, gone.state) == (STOPPED, GONE)
     assert "in busy" in alive.tail and alive.tail.count("hread 0x") == 2
     assert "hread 0x" not in stopped.tail  # no signal waits for it
     before = Path(workers[0].log).stat().st_size
-    (again,) = look(workers[:1], stacks=False)
+    (again,) = inspect_workers(workers[:1], stacks=False)
     assert again.state == "is alive" and Path(workers[0].log).stat().st_size == before
 
 
-def test_a_process_that_takes_no_signal_is_told(
+def test_a_process_that_takes_no_signal_is_reported(
     workers: list[Subject], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(witness, "STACK_S", 0.3)
     monkeypatch.setattr(witness, "STACK_SIGNAL", 0)  # arrives nowhere
-    (silent,) = look(workers[:1], stacks=True)
+    (silent,) = inspect_workers(workers[:1], stacks=True)
     assert silent.state == SILENT and not silent.waits
 
 
@@ -124,33 +125,36 @@ HOST = ("mindspeed_rlxf/cluster/worker.py:run", "default_worker.py:<module>")
         (("default_worker.py:<module>",), "has no call to work on", False),
     ],
 )  # fmt: skip
-def test_a_stack_tells_who_waits(stack: tuple[str, ...], state: str, waits: bool) -> None:
-    assert witness.doing(frames(*stack)) == (state, waits)
+def test_a_stack_shows_whether_its_rank_waits(
+    stack: tuple[str, ...], state: str, waits: bool
+) -> None:
+    assert witness.describe_stack(frames(*stack)) == (state, waits)
 
 
-def told(*states: tuple[str, bool] | None) -> dict[tuple[str, int], Sighting]:
+def sightings(*states: tuple[str, bool] | None) -> dict[tuple[str, int], Sighting]:
     return {("main", rank): Sighting(rank, *s, "") for rank, s in enumerate(states) if s}
 
 
 def test_ranks_that_wait_for_others_are_not_the_ones_that_did_not_arrive() -> None:
     error = RuntimeTimeout("critic.values", 30, [0, 1, 2, 3], hosts=["a", "a", "b", "b"])
     wait = ("waits for others in all_reduce", True)
-    found = explained(error, "main", [], told(wait, wait, (STOPPED, False)))
+    found = explain_timeout(error, "main", [], sightings(wait, wait, (STOPPED, False)))
     assert str(found) == (
         "critic.values: ranks 2, 3 did not arrive within 30 s; each of ranks 0, 1 waits for others "
         f"in all_reduce; rank 2 {STOPPED}; rank 3 is on a node that does not answer; the logs of "
         "all ranks have their stacks"
     )
     assert (found.role, found.phase, found.rank, found.host) == ("critic", "values", 2, "b")
-    both = explained(RuntimeTimeout("critic.values", 30, [0, 1]), "main", [], told(wait, wait))
+    error = RuntimeTimeout("critic.values", 30, [0, 1])
+    both = explain_timeout(error, "main", [], sightings(wait, wait))
     assert both.missing == [0, 1]  # they wait for each other
 
 
-def test_who_has_not_made_the_rows_is_told() -> None:
-    seen = told(("waits for rows", True)) | {("judge", 1): Sighting(1, STOPPED, False, "")}
+def test_the_ranks_that_make_the_rows_are_reported() -> None:
+    seen = sightings(("waits for rows", True)) | {("judge", 1): Sighting(1, STOPPED, False, "")}
     error = RuntimeTimeout("critic.values", 30, [0])
-    maker = Producer("judge", 1, "b", "reward.score", "rows of reward.score from rank 1")
-    found = explained(error, "main", [maker], seen)
+    maker = Origin("reward", 1, "b", "score", pool="judge")
+    found = explain_timeout(error, "main", [maker], seen)
     assert str(found) == (
         "reward.score: rank 1 did not arrive within 30 s; critic.values: rank 0 waits for rows; "
         f"waiting for rows of reward.score from rank 1; judge rank 1 {STOPPED}; the logs of all "
@@ -158,7 +162,8 @@ def test_who_has_not_made_the_rows_is_told() -> None:
     )
     assert (found.role, found.rank, found.host) == ("reward", 1, "b")
     busy = seen | {("judge", 1): Sighting(1, "waits for others in all_reduce", True, "")}
-    assert explained(error, "main", [maker], busy).role == "critic"  # the judge waits for others
+    found = explain_timeout(error, "main", [maker], busy)
+    assert found.role == "critic", "the judge waits for others itself"
 
 
 def test_logs_of_other_hosts_are_copied_and_our_own_are_left_alone(tmp_path: Path) -> None:
@@ -167,14 +172,14 @@ def test_logs_of_other_hosts_are_copied_and_our_own_are_left_alone(tmp_path: Pat
         Watched("main", rank, place, str(tmp_path / f"{rank}.log"), agent) for rank in range(3)
     ]
     (tmp_path / "0.log").write_text("here\n")
-    told = {("main", rank): Sighting(rank, GONE, False, f"words {rank}\n") for rank in (0, 1)}
-    keep_logs(workers, told)
+    seen = {("main", rank): Sighting(rank, GONE, False, f"words {rank}\n") for rank in (0, 1)}
+    copy_logs(workers, seen)
     assert (tmp_path / "0.log").read_text() == "here\n"
     assert (tmp_path / "1.log").read_text() == (
         "[the end of this log, fetched from node2]\nwords 1\n"
     )
-    assert not (tmp_path / "2.log").exists()  # nobody told
-    keep_logs(workers, {("main", 1): Sighting(1, GONE, False, "later\n")})
+    assert not (tmp_path / "2.log").exists()  # not inspected
+    copy_logs(workers, {("main", 1): Sighting(1, GONE, False, "later\n")})
     assert (tmp_path / "1.log").read_text().endswith("]\nlater\n")
 
 
@@ -193,7 +198,7 @@ def test_hosts_that_answer_are_heard_and_the_others_are_named(
         Watched("main", rank, place, str(tmp_path / "log"), agent)
         for rank, agent in enumerate([here, there, here])
     ]
-    found = look_everywhere(workers, stacks=False)
+    found = inspect_hosts(workers, stacks=False)
     assert {key: (s.rank, s.state, s.tail) for key, s in found.items()} == {
         ("main", rank): (rank, "is alive", "last words\n") for rank in (0, 2)
     }
@@ -203,12 +208,12 @@ def test_hosts_that_answer_are_heard_and_the_others_are_named(
 
 def test_a_death_on_a_host_that_killed_for_memory_says_so() -> None:
     died = WorkerError("critic", 1, "b", "values", f"{DIED} (killed)", "all that is known")
-    assert examined(died, 0) is died
-    found = examined(died, 2)
+    assert explain_death(died, 0) is died
+    found = explain_death(died, 2)
     assert "its host ran out of memory: the kernel killed 2 of its processes" in found.cause
     assert (found.rank, found.remote_traceback) == (1, "all that is known")
     raised = WorkerError("critic", 1, "b", "values", "ValueError: x")
-    assert examined(raised, 2) is raised
+    assert explain_death(raised, 2) is raised
 
 
 def test_kills_for_memory_are_counted() -> None:
@@ -218,5 +223,5 @@ def test_kills_for_memory_are_counted() -> None:
 def test_a_tail_is_the_end_of_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "log").write_bytes(b"first\xff second")
     monkeypatch.setattr(witness, "TAIL_BYTES", 7)
-    assert witness.tail(str(tmp_path / "log")) == " second"
-    assert witness.tail(str(tmp_path / "none")) == witness.tail("") == ""
+    assert witness.read_tail(str(tmp_path / "log")) == " second"
+    assert witness.read_tail(str(tmp_path / "none")) == witness.read_tail("") == ""

@@ -39,7 +39,7 @@ from mindspeed_rlxf.ops.planning.plan import plan
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.roles import actor, critic, engines
 from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.objectives import objective_of
+from mindspeed_rlxf.roles.objectives import make_objective
 from mindspeed_rlxf.run import recorder
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.stopping import Stopped
@@ -111,7 +111,7 @@ def adam(config: RunConfig) -> Any:
 
 def experience(config: RunConfig) -> Any:
     """Advantages and returns of four responses, two to each prompt; an error in words."""
-    maker = ExperienceMaker(config, objective_of(config, alone), alone)
+    maker = ExperienceMaker(config, make_objective(config, alone), alone)
     rollouts = rollouts_of(LENGTHS, HAS_EOS)
     shape = rollouts.response_ids.shape
     old, ref = (LogProbs(-noise(seed, *shape)) for seed in (1, 2))

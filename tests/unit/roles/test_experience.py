@@ -28,28 +28,14 @@ from mindspeed_rlxf.data.batch import (
     Scores,
 )
 from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.objectives import objective_of
+from mindspeed_rlxf.roles.objectives import make_objective
 from mindspeed_rlxf.roles.reports import ExperienceReport
-from tests.rows import length_mask, made_rollouts
+from tests.rows import length_mask, rollouts_of
 
 LIMIT = 6  # max_new_tokens
 LENGTHS, HAS_EOS = [3, 5, 2, 6], [True, False, True, True]
 SCORES = [1.0, 0.0, 0.25, 2.0]
 KL_COEF = 0.1
-
-
-def rollouts_of(lengths: list[int], has_eos: list[bool]) -> Rollouts:
-    rows, width = len(lengths), max(lengths)
-    mask = length_mask(torch.tensor(lengths), width)
-    return made_rollouts(
-        prompt_ids=torch.ones(rows, 2, dtype=torch.long),
-        prompt_lengths=torch.full((rows,), 2),
-        response_ids=torch.ones(rows, width, dtype=torch.long) * mask,
-        response_mask=mask,
-        trained_mask=mask,
-        has_eos=torch.tensor(has_eos),
-        rollout_log_probs=-torch.rand(rows, width, generator=torch.Generator().manual_seed(0)),
-    )
 
 
 def made(
@@ -75,7 +61,7 @@ def made(
     log_probs = -torch.rand(rollouts.response_ids.shape, generator=torch.Generator().manual_seed(1))
     ref = LogProbs(log_probs) if kl is None else LogProbsWithKl(log_probs, kl)
     given = rollouts, None, ref, Scores(torch.tensor(scores)), None, *greedy
-    maker = ExperienceMaker(config, objective_of(config, alone), alone)
+    maker = ExperienceMaker(config, make_objective(config, alone), alone)
     output = maker.make(ExperienceInputs(*given, KL_COEF, LIMIT))
     assert isinstance(output.rows, Experience) and isinstance(output.report, ExperienceReport)
     mask = length_mask(rollouts.response_lengths, rollouts.response_ids.size(1))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mindspeed_rlxf.data.batch import Prompts
-from mindspeed_rlxf.roles.generation import gather_rollouts, generated, version_span
+from mindspeed_rlxf.roles.generation import gather_rollouts, make_output, version_span
 from mindspeed_rlxf.rollout.protocol import FinishReason, GenerationResult, GenerationStats
 
 PROMPTS = Prompts(
@@ -32,7 +32,7 @@ def test_rows_stand_in_the_order_of_the_prompts() -> None:
     assert rows.weights_version.dtype == torch.int32
     assert rows.weights_version.tolist() == [[4, 4, 4], [5, 0, 0], [5, 5, 0]]
     assert [version_span(rows, row) for row in range(3)] == [(4, 4), (5, 5), (5, 5)]
-    report = generated(rows, GenerationStats(6, 3, 6), 0.5).report
+    report = make_output(rows, GenerationStats(6, 3, 6), 0.5).report
     assert (report.sample_ids, report.response_lengths) == ([40, 41, 42], [3, 1, 2])
     assert (report.prompt_tokens, report.sync_s) == (6, 0.5)
 

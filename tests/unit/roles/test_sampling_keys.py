@@ -1,4 +1,4 @@
-"""What the configuration says about sampling is what generation is told."""
+"""The sampling keys of the configuration reach generation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_every_sampling_key_reaches_generation() -> None:
         "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_new_tokens": 2, "max_new_tokens": 8,
     }  # fmt: skip
     actor: Any = SimpleNamespace(**keys)
-    told = sampling_settings(actor, [3, 4], True)
-    assert told == SamplingSettings(do_sample=True, eos_token_ids=(3, 4), **keys)
-    assert told.logit_temperature == 0.7  # of the log-probs in training too
+    found = sampling_settings(actor, [3, 4], True)
+    assert found == SamplingSettings(do_sample=True, eos_token_ids=(3, 4), **keys)
+    assert found.logit_temperature == 0.7  # of the log-probs in training too
     assert sampling_settings(actor, [3, 4], False).logit_temperature == 1.0

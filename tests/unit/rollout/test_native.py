@@ -196,6 +196,16 @@ def test_a_given_response_scores_what_generating_it_reported(
     assert rollout.stats().prompt_tokens == sum(map(len, prompts)) + sum(len(t) - 1 for t in tokens)
 
 
+def second_rank(monkeypatch: pytest.MonkeyPatch, broadcast: Any) -> TinyModel:
+    """The model of the second of two tensor-parallel ranks, whose first is rank 40 of the world."""
+    monkeypatch.setattr(native, "full_logits", lambda h, w, vocab, group: (h @ w.T).float())
+    monkeypatch.setattr(native.dist, "get_global_rank", lambda group, rank: 40 + rank)
+    monkeypatch.setattr(native.dist, "broadcast", broadcast)
+    model = TinyModel()
+    model.tp_group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+    return model
+
+
 def test_ranks_of_one_replica_have_as_many_rows_as_the_first_one_says(
     prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, caches: list[KvCache]
 ) -> None:
@@ -203,12 +213,7 @@ def test_ranks_of_one_replica_have_as_many_rows_as_the_first_one_says(
         if values.dim() == 0:  # the number of slots
             values.fill_(3)
 
-    monkeypatch.setattr(native, "full_logits", lambda h, w, vocab, group: (h @ w.T).float())
-    monkeypatch.setattr(native.dist, "get_global_rank", lambda group, rank: rank)
-    monkeypatch.setattr(native.dist, "broadcast", broadcast)
-    model = TinyModel()
-    model.tp_group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
-    tokens, _ = answers(engine(model, 5), prompts, max_new_tokens=3)
+    tokens, _ = answers(engine(second_rank(monkeypatch, broadcast), 5), prompts, max_new_tokens=3)
     assert caches[0].slots == 3 and len(tokens) == len(prompts)
 
 
@@ -316,12 +321,7 @@ def test_tensor_parallel_ranks_take_the_tokens_of_the_first(
         assert source == 40
         tokens.fill_(7)
 
-    monkeypatch.setattr(native, "full_logits", lambda h, w, vocab, group: (h @ w.T).float())
-    monkeypatch.setattr(native.dist, "get_global_rank", lambda group, rank: 40 + rank)
-    monkeypatch.setattr(native.dist, "broadcast", broadcast)
-    model = TinyModel()
-    model.tp_group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
-    tokens, _ = answers(engine(model, 2), prompts, max_new_tokens=3)
+    tokens, _ = answers(engine(second_rank(monkeypatch, broadcast), 2), prompts, max_new_tokens=3)
     assert tokens == [[7, 7, 7]] * len(prompts)
 
 

@@ -21,21 +21,13 @@ from mindspeed_rlxf.rollout.sampling import (
     uniform_numbers,
 )
 from tests.unit.rollout.on_device import on_device
+from tests.unit.rollout.test_native import settings as usual_settings
 
 EOS = (3, 5)
 
 
 def settings(**keys: Any) -> SamplingSettings:
-    base: dict[str, Any] = {
-        "do_sample": True,
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_new_tokens": 0,
-        "max_new_tokens": 8,
-        "eos_token_ids": EOS,
-    }
-    return SamplingSettings(**(base | keys))
+    return usual_settings(**{"do_sample": True, "eos_token_ids": EOS, **keys})
 
 
 def random_logits(rows: int, vocab: int, seed: int = 0) -> Tensor:

@@ -1,4 +1,4 @@
-"""The sums that tell whether weights arrived: exact, on devices without wide integers too."""
+"""The sums that check arrived weights are exact, on devices without wide integers too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the layouts, every number that generates comes from one place, and the right one."""
+"""In every layout each number of the rollout comes from one place, and the right one."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from mindspeed_rlxf.models.parameters import (
 from mindspeed_rlxf.rollout.transfer_plan import (
     Move,
     TrainingLayout,
-    in_buckets,
+    make_buckets,
     moves,
-    peers_in_turn,
+    order_peers,
 )
 
 PLAIN = ArchitectureConfig(
@@ -105,7 +105,7 @@ def test_every_number_arrives_once_and_where_it_belongs(
         got = {n: torch.zeros_like(t) for n, t in wanted.items()}
         arrivals = {n: torch.zeros_like(t) for n, t in wanted.items()}
         mine = [move for move in planned if move.receiver == receiver]
-        for move in (piece for bucket in in_buckets(mine, limit) for piece in bucket):
+        for move in (piece for bucket in make_buckets(mine, limit) for piece in bucket):
             piece = held[move.sender][move.source].narrow(move.dim, move.source_start, move.size)
             target = got[move.target].narrow(move.dim, move.target_start, move.size)
             assert piece.numel() == move.numbers
@@ -173,19 +173,19 @@ def test_ranks_that_share_a_group_send_and_take_their_rows_of_it() -> None:
 
 def test_buckets_hold_no_more_than_the_limit_but_one_row() -> None:
     move = Move(0, 0, "a", "a", 0, 0, 0, size=10, width=4)
-    found = in_buckets([move, move], limit=12)
+    found = make_buckets([move, move], limit=12)
     assert [[m.size for m in b] for b in found] == [[3], [3], [3], [1], [3], [3], [3], [1]]
-    assert [[m.size for m in bucket] for bucket in in_buckets([move, move], 56)] == [[10], [10]]
-    assert [[m.size for m in bucket] for bucket in in_buckets([move, move], 80)] == [[10, 10]]
-    assert len(in_buckets([move], 3)) == 10
+    assert [[m.size for m in bucket] for bucket in make_buckets([move, move], 56)] == [[10], [10]]
+    assert [[m.size for m in bucket] for bucket in make_buckets([move, move], 80)] == [[10, 10]]
+    assert len(make_buckets([move], 3)) == 10
 
 
 @pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (2, 3), (4, 2), (3, 5), (1, 4)])
 def test_nobody_waits_in_a_circle(senders: int, receivers: int) -> None:
     """Each side takes its next peer only when that one takes it: the exchange comes to an end."""
     orders = {
-        **{("s", s): peers_in_turn(s, senders, receivers, True) for s in range(senders)},
-        **{("r", r): peers_in_turn(r, senders, receivers, False) for r in range(receivers)},
+        **{("s", s): order_peers(s, senders, receivers, True) for s in range(senders)},
+        **{("r", r): order_peers(r, senders, receivers, False) for r in range(receivers)},
     }
     assert all(sorted(orders["s", s]) == list(range(receivers)) for s in range(senders))
     met = 0

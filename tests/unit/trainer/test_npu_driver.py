@@ -42,8 +42,8 @@ ray_runtime.open_cluster, ray_pools.RayPools.create = no_cluster, reached
 assert main([*line, f"training.output_dir={sys.argv[2]}/run"]) == 2
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.ops.doctor import devices, software
-from mindspeed_rlxf.cluster.node_report import report
-report([], None, DeviceKind.NPU)
+from mindspeed_rlxf.cluster.node_check import report_node
+report_node([], None, DeviceKind.NPU)
 devices.look(DeviceKind.NPU)
 software.look(DeviceKind.NPU)
 """

@@ -20,26 +20,26 @@ def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
     return condition()
 
 
-def test_a_killed_guard_is_replaced_and_the_next_one_knows_what_it_was_told(
+def test_a_killed_guard_is_replaced_and_the_next_one_gets_its_pids(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "cluster"
     folder.mkdir()
     sleeper = "import time; time.sleep(300)"
     named = subprocess.Popen([sys.executable, "-c", sleeper, str(folder)])
-    told = subprocess.Popen([sys.executable, "-c", sleeper])
+    watched = subprocess.Popen([sys.executable, "-c", sleeper])
     guard = OrphanGuard(folder)
     try:
-        guard.tell([told.pid, guard.pid])
+        guard.watch([watched.pid, guard.pid])
         first = guard.pid
         psutil.Process(first).kill()
         assert until(lambda: guard.pid != first and psutil.pid_exists(guard.pid))
         guard.end()
-        assert (named.wait(20), told.wait(20)) == (-9, -9)
+        assert (named.wait(20), watched.wait(20)) == (-9, -9)
         assert not folder.exists()
         assert until(lambda: not psutil.pid_exists(guard.pid))
     finally:
-        for process in (named, told):
+        for process in (named, watched):
             process.kill()
             process.wait()
         guard.end()

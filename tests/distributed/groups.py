@@ -1,0 +1,72 @@
+"""Groups of roles of tests, and the calls that several tests make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
+from mindspeed_rlxf.cluster.role_groups import ActorGroup, RolloutGroup
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
+from mindspeed_rlxf.data.batch import Experience, Rollouts
+from mindspeed_rlxf.data.mini_batches import rank_steps
+from mindspeed_rlxf.roles.reports import UpdateReport
+
+
+def build_group(
+    runtime: Any,
+    layout: ParallelLayout,
+    kind: Callable[..., Any],
+    *arguments: Any,
+    role: Role = Role.ACTOR_ROLLOUT,
+) -> RoleGroup:
+    """A role on a pool of its own, or on that of another role on as many ranks."""
+    pool = runtime.create_pools({"main": [layout.world_size]})["main"]
+    group = RoleGroup(role, layout, pool)
+    group.build(kind, *arguments).result()
+    return group
+
+
+def layout_of(role: RoleConfig, size: int | None = None) -> ParallelLayout:
+    """size: ranks; None = one replica"""
+    tp, pp = role.tensor_model_parallel_size, role.pipeline_model_parallel_size
+    return ParallelLayout(size or tp * pp, tp, pp)
+
+
+def build_policy(
+    config: RunConfig, pool: Any, eos_token_ids: Sequence[int]
+) -> tuple[ActorGroup, RolloutGroup]:
+    """Actor and rollout on one pool, ready to generate."""
+    actor, rollout = ActorGroup(config, pool), RolloutGroup(config, pool)
+    for build in (actor.build(), rollout.build(eos_token_ids)):
+        build.result()
+    rollout.update_weights(actor, 0)
+    return actor, rollout
+
+
+def shared_out(rollouts: Rollouts, replicas: int) -> Sharded:
+    """Equal contiguous parts."""
+    each = rollouts.num_rows // replicas
+    return Sharded([rollouts.select(range(n * each, (n + 1) * each)) for n in range(replicas)])
+
+
+def update(
+    group: RoleGroup,
+    method: Callable[..., Any],
+    rollouts: Rollouts,
+    experience: Experience,
+    *more: Any,
+) -> UpdateReport:
+    """One optimizer step on all eight samples, spread over the replicas."""
+    shares = rank_steps([list(range(8))], 8, group.layout.dp)
+    pending = group.call(
+        method,
+        Sharded([rollouts.select(share.rows) for share in shares]),
+        Sharded([experience.select(share.rows) for share in shares]),
+        Sharded([share.steps for share in shares]),
+        *more,
+    )
+    report: UpdateReport = pending.result()[0]
+    return report
