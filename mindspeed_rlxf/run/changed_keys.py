@@ -37,7 +37,7 @@ class Change:
         return f"{self.key}: {before} -> {now}"
 
 
-def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
+def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     """Keys that differ, in the order of the configuration.
 
     before, now: trees of `dump.to_tree` in plain YAML types. A key that one of them lacks, as an

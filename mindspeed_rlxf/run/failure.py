@@ -18,8 +18,8 @@ from mindspeed_rlxf.run.stopping import StopRequest
 NAMED = ("role", "rank", "host", "phase", "cause", "missing", "remote_traceback")
 
 
-def failure_message(error: BaseException) -> str:
-    """One line with role, rank, host, phase and cause."""
+def _describe(error: BaseException) -> str:
+    """Return one line with role, rank, host, phase and cause."""
     if isinstance(error, (WorkerError, RuntimeTimeout, HostError)):
         return " ".join(str(error).split())
     return " ".join(f"driver: {type(error).__name__}: {error}".split())
@@ -30,7 +30,7 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
 
     directory: None on the later ranks of torchrun, which write no files
     """
-    message = failure_message(error)
+    message = _describe(error)
     where = f" (iteration {stop.under_way})" if stop.under_way else ""
     print(f"failed: {message}{where}", file=sys.stderr, flush=True)
     if directory is None:
@@ -49,7 +49,7 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
         "traceback": "".join(traceback.format_exception(error)),
     }
     if isinstance(error, RuntimeTimeout):
-        details["cause"] = "did not arrive in time"  # the same each time, whatever the deadline
+        details["cause"] = "did not arrive in time"  # a repeated failure has the same cause
     text = json.dumps(details, indent=2, ensure_ascii=False, default=str)
     try:
         content = (text + "\n").encode("utf-8", "backslashreplace")

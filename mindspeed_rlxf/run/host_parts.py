@@ -18,19 +18,21 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.run import host_files
 from mindspeed_rlxf.run.host_files import CHUNK_BYTES, HostView
 from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
-from mindspeed_rlxf.weights.state_files import HOST, Entry, without_host
+from mindspeed_rlxf.weights.state_files import HOST, Entry
 
 DRIVER = ""  # the key of every host that sees the driver's folder
 Held = Mapping[str, set[int]]
 
 
-def key_of(view: HostView) -> str:
+def _key_of(view: HostView) -> str:
     return DRIVER if view.sees else f"{view.host}_{view.machine}"
 
 
 @dataclass
 class HostParts:
-    """folder: checkpoints of the run, the same path everywhere
+    """Commit, prune and fetch the parts of all hosts.
+
+    store:     checkpoints of the run, at the same path on every host
     roles:     hosts of the roles that are trained, by their subfolder of a checkpoint
     views:     what each of these hosts sees
     timeout_s: for each call
@@ -46,7 +48,7 @@ class HostParts:
     def __post_init__(self) -> None:
         servers: dict[str, HostAgent] = {}
         for agent, view in self.views.items():
-            servers.setdefault(key_of(view), agent)
+            servers.setdefault(_key_of(view), agent)
         self._key = {key: key for key in servers} | self._shared_folders(servers)
         self._servers = {key: servers[key] for key in set(self._key.values())}
 
@@ -82,12 +84,6 @@ class HostParts:
     def begin(self, iteration: int) -> None:
         self._on_each(self._apart, host_files.begin_part, self.store.folder, iteration)
 
-    def with_host_if_apart(self, entry: Entry) -> Entry:
-        """The manifest entry of a file, without its host where the driver sees the file."""
-        if entry.get(HOST) in self.hosts:
-            return entry
-        return without_host(entry)
-
     def commit(self, manifest: Manifest, texts: dict[str, str], mode: int) -> None:
         """Name the part of each host; the driver names its own afterwards.
 
@@ -110,7 +106,7 @@ class HostParts:
         for name, agents in self.roles.items():
             folder, entries = checkpoint.path / name, manifest.part(name)
             held = self._held(folder, entries)
-            wanted = sorted({self._key[key_of(self.views[agent])] for agent in agents})
+            wanted = sorted({self._key[_key_of(self.views[agent])] for agent in agents})
             lost = [e for i, e in enumerate(entries) if not any(i in h for h in held.values())]
             if lost:
                 return self._report_lost(checkpoint, name, lost)
@@ -125,7 +121,7 @@ class HostParts:
         return "; ".join(found)
 
     def _held(self, folder: Path, entries: list[Entry]) -> Held:
-        """Indices of the entries that each folder has."""
+        """Return the indices of the entries that each folder has."""
         found = self._on_each(self._apart, host_files.find_present, folder, entries)
         found[DRIVER] = host_files.find_present(folder, entries)
         return {key: set(places) for key, places in found.items()}

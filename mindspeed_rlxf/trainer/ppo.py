@@ -22,7 +22,7 @@ from mindspeed_rlxf.trainer.validation import Validator
 
 
 class PpoTrainer:
-    """Drives the roles through `train_iters` iterations; holds references to rows, no tensors."""
+    """Run `train_iters` iterations of the roles; hold references to rows, no tensors."""
 
     def __init__(
         self,
@@ -64,7 +64,8 @@ class PpoTrainer:
             self.rollout.update_weights(self.actor, version=self.iteration - 1)
             collected = self.collector.collect()
             rollouts = collected.rollouts
-            old = self.actor.log_probs(rollouts) if self._recompute else None
+            recompute = self.config.algorithm.old_log_probs is OldLogProbs.RECOMPUTE
+            old = self.actor.log_probs(rollouts) if recompute else None
             ref = self.ref.log_probs(rollouts)
             values = self.critic.values(rollouts) if self.critic else None
 
@@ -130,10 +131,10 @@ class PpoTrainer:
         measured["timing/sync"] = collected.sync_s()
         measured["timing/all"] = all_s
         measured.update(names.throughput_metrics(reports, all_s, self._num_devices))
-        self.recorder.samples(
+        self.recorder.write_samples(
             self.iteration, self.actor, collected.rollouts, [collected.score_report()]
         )
-        self.recorder.skipped(self.iteration, measured, collected.non_finite_scores())
+        self.recorder.warn_of_non_finite(self.iteration, measured, collected.non_finite_scores())
         last = self.iteration == self.config.training.train_iters
         validation = self.config.validation
         due = validation.interval and self.iteration % validation.interval == 0
@@ -149,9 +150,9 @@ class PpoTrainer:
             began = time.time()
             measured["timing/save"] = self.checkpoints.write(self.iteration, note)
             driver["save"] = began, measured["timing/save"]
-        self.recorder.consumed(self.iteration, self.prompts.pop_consumed())
-        self.recorder.iteration(self.iteration, measured, all_s)
-        self.recorder.timeline(self.iteration, calls, driver)
+        self.recorder.write_consumed(self.iteration, self.prompts.pop_consumed())
+        self.recorder.write_iteration(self.iteration, measured, all_s)
+        self.recorder.write_timeline(self.iteration, calls, driver)
         if saves:
             score = names.validation_score(measured)
             self.checkpoints.commit(self.iteration, self.state_dict(), score, note)
@@ -159,7 +160,7 @@ class PpoTrainer:
                 self.checkpoints.settle(note)
             whole_s = (
                 measured["timing/save"] + self.checkpoints.write_s
-            )  # at an end all is waited for
+            )  # a last save waits for both
             self.stop.record_save(self.checkpoints.newest, whole_s)
         if stops:
             raise Stopped
@@ -169,10 +170,6 @@ class PpoTrainer:
         """Devices of all pools; the pools of a local runtime are the same processes."""
         sizes = [sum(processes) for processes in self.config.resource_pool.values()]
         return max(sizes) if self.config.runtime.kind is RuntimeKind.LOCAL else sum(sizes)
-
-    @property
-    def _recompute(self) -> bool:
-        return self.config.algorithm.old_log_probs is OldLogProbs.RECOMPUTE
 
     def _slot_limit(self, collected: Collected) -> int:
         if self.config.algorithm.score_slot_limit is ScoreSlotLimit.BATCH_WIDTH:

@@ -268,7 +268,7 @@ def validated(config: RunConfig) -> list[Any]:
 def supervised(config: RunConfig) -> Any:
     """What the supervisor is told of restarts, and the request to stop of its limits."""
     with patch.object(run.supervised, "report_facts") as tell:
-        run._tell(config, MagicMock(path="here"))
+        run._report_for_restart(config, MagicMock(path="here"))
     stops = patch.object(run, "StopRequest", side_effect=Over)
     with stops as stop, contextlib.suppress(Over):
         run.Run(config, MagicMock())

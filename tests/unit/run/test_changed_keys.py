@@ -11,7 +11,7 @@ import yaml
 
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.resolve import resolve
-from mindspeed_rlxf.run.changed_keys import changes
+from mindspeed_rlxf.run.changed_keys import find_changes
 from tests.unit.config.conftest import make_tree, no_cluster
 
 __all__ = ["make_tree", "no_cluster"]
@@ -37,7 +37,7 @@ def changed(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 
 
 def test_the_same_configuration_has_no_changes(tree: dict[str, Any]) -> None:
-    assert changes(tree, copy.deepcopy(tree)) == []
+    assert find_changes(tree, copy.deepcopy(tree)) == []
 
 
 @pytest.mark.parametrize(
@@ -65,20 +65,20 @@ def test_the_same_configuration_has_no_changes(tree: dict[str, Any]) -> None:
 def test_each_key_has_the_rule_of_the_schema(
     tree: dict[str, Any], key: str, value: Any, rule: str
 ) -> None:
-    (found,) = changes(tree, changed(tree, key, value))
+    (found,) = find_changes(tree, changed(tree, key, value))
     assert (found.key, found.now, found.rule) == (key, value, rule)
 
 
 def test_another_architecture_is_another_run(tree: dict[str, Any]) -> None:
     name = next(iter(tree["model"]))
-    (found,) = changes(tree, changed(tree, f"model.{name}.num_layers", 96))
+    (found,) = find_changes(tree, changed(tree, f"model.{name}.num_layers", 96))
     assert found.rule == "fixed"
     assert str(found).startswith(f"model.{name}.num_layers: ")
 
 
 def test_what_a_command_does_is_not_what_the_run_is(tree: dict[str, Any]) -> None:
-    assert changes(tree, changed(tree, "training.new_run", True)) == []
-    assert changes(tree, changed(tree, "training.resume", "never")) == []
+    assert find_changes(tree, changed(tree, "training.new_run", True)) == []
+    assert find_changes(tree, changed(tree, "training.resume", "never")) == []
 
 
 def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(
@@ -86,12 +86,12 @@ def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(
 ) -> None:
     older = copy.deepcopy(tree)
     del older["training"]["keep_last"], older["algorithm"]["gamma"]
-    assert changes(older, tree) == []
-    (found,) = changes(older, changed(tree, "training.keep_last", 5))
+    assert find_changes(older, tree) == []
+    (found,) = find_changes(older, changed(tree, "training.keep_last", 5))
     assert str(found) == "training.keep_last: 2 -> 5"
 
 
 def test_a_key_that_this_version_does_not_have_is_refused(tree: dict[str, Any]) -> None:
     newer = changed(tree, "algorithm.of_a_later_version", 1)
-    (found,) = changes(newer, tree)
+    (found,) = find_changes(newer, tree)
     assert (found.rule, str(found)) == ("fixed", "algorithm.of_a_later_version: 1 -> absent")

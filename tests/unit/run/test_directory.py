@@ -69,7 +69,7 @@ def test_a_used_folder_is_gone_on_with(make_config):
     text = first.config.read_text()
     assert RunDirectory.check(config) == []
     again = RunDirectory.create(config)
-    assert again.path == first.path and again.changes == ()
+    assert again.path == first.path and again.changes == []
     assert again.config.read_text() == text
     assert sorted(os.listdir(again.path)) == ["config.yaml", "logs", "run.lock"]
 

@@ -30,7 +30,7 @@ def test_a_worker_is_named_on_one_line_and_its_traceback_kept(
     report(RunDirectory(tmp_path), RAISED, in_iteration(5))
     assert capsys.readouterr().err == (
         "failed: critic rank 3 on b failed in values: ValueError: a bad number (iteration 5)\n"
-        f"logs: {tmp_path}/logs; iteration 5 will be done again: there is the checkpoint of "
+        f"logs: {tmp_path}/logs; iteration 5 will run again, from the checkpoint of "
         "iteration 4\n"
     )
     found = json.loads((tmp_path / "failure.json").read_text())

@@ -290,7 +290,7 @@ def test_a_hostile_file_of_another_host_is_never_opened(cluster: Cluster) -> Non
     cluster.save(2)
     hostile = cluster.c.at(cluster.directory.checkpoints) / "iter_0000002/critic/common.pt"
     hostile.write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    with pytest.raises(UserError, match=r"can be gone on from: .*common\.pt.*\(on "):
+    with pytest.raises(UserError, match=r"can be resumed: .*common\.pt.*\(on "):
         cluster.start()
     assert cluster.critic.loaded == [""]
 
@@ -340,7 +340,7 @@ def test_with_shared_storage_the_key_changes_nothing(make_tree: MakeTree, tmp_pa
     manifest = json.loads((cluster.checkpoints.store.path(2) / "manifest.json").read_text())
     assert not any(HOST in entry for entry in manifest["files"])
     shutil.rmtree(cluster.checkpoints.store.path(2) / "critic")
-    with pytest.raises(UserError, match=r"can be gone on from: .* is missing"):
+    with pytest.raises(UserError, match=r"can be resumed: .* is missing"):
         cluster.start()
 
 
@@ -348,5 +348,5 @@ def test_torchrun_is_refused(make_tree: MakeTree, tmp_path: Path) -> None:
     cluster = Cluster(make_tree, tmp_path)
     kind = cluster.config.runtime.model_copy(update={"kind": RuntimeKind.LOCAL})
     cluster.config = cluster.config.model_copy(update={"runtime": kind})
-    with pytest.raises(UserError, match=r"no_shared_storage=true must be with runtime=ray.*b, c"):
+    with pytest.raises(UserError, match=r"no_shared_storage=true needs runtime=ray.*b, c"):
         cluster.start()

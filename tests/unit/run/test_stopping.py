@@ -66,7 +66,7 @@ def test_what_does_not_fit_stops_at_once_and_says_what_is_lost(clock: Clock) -> 
         "SIGINT; the iteration and its save need about 65 s, training.stop_grace_s=60"
     )
     assert stop.work_lost == (
-        "iterations 2 to 4 will be done again: there is the checkpoint of iteration 1"
+        "iterations 2 to 4 will run again, from the checkpoint of iteration 1"
     )
 
 
@@ -85,7 +85,7 @@ def test_before_the_first_iteration_has_ended_a_signal_stops_at_once(clock: Cloc
     stop.begin_iteration()
     with pytest.raises(KeyboardInterrupt):
         stop.on_signal(signal.SIGTERM)
-    assert stop.work_lost == "iteration 1 will be done again: there is no checkpoint"
+    assert stop.work_lost == "iteration 1 will run again, from the start"
 
 
 def test_a_second_signal_stops_at_once_but_not_an_echo_of_the_first(clock: Clock) -> None:
@@ -105,7 +105,7 @@ def test_a_prediction_that_was_wrong_ends_with_the_grace(clock: Clock) -> None:
     clock.now += 59.0
     with pytest.raises(KeyboardInterrupt):
         stop.on_signal(signal.SIGALRM)
-    assert stop.reason == "SIGTERM; training.stop_grace_s=60 are over"
+    assert stop.reason == "SIGTERM; training.stop_grace_s=60 has passed"
 
 
 def test_wall_time_ends_the_run_while_a_save_still_fits(clock: Clock) -> None:
@@ -140,7 +140,7 @@ def test_after_a_resume_nothing_before_it_counts_as_lost(clock: Clock) -> None:
     stop.record_resume(7)
     assert stop.work_lost == "nothing is lost"
     stop.begin_iteration()
-    assert stop.work_lost.startswith("iteration 8 will be done again")
+    assert stop.work_lost.startswith("iteration 8 will run again")
 
 
 def test_signals_reach_it_while_it_watches_and_not_afterwards(clock: Clock) -> None:

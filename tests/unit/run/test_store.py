@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -11,14 +12,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.run import store as run_store
-from mindspeed_rlxf.run.store import (
-    MANIFEST,
-    POINTER,
-    Checkpoint,
-    Manifest,
-    RunStore,
-    missing_parts,
-)
+from mindspeed_rlxf.run.store import MANIFEST, POINTER, Checkpoint, Manifest, RunStore
 from mindspeed_rlxf.weights.state_files import (
     content_problem,
     entry_of,
@@ -41,17 +35,11 @@ def test_a_checkpoint_is_what_was_committed(tmp_path: Path) -> None:
     folder = save(store, 10)
     manifest = Checkpoint(folder, 10).read()
     (entry,) = manifest.part("actor")
-    # sha256 of b"weights", from sha256sum
-    assert entry == {"path": "w.distcp", "size": 7, "sha256": digest_of(b"weights")}
-    assert missing_parts(manifest, ["actor", "critic"]) == ["critic"]
+    digest = hashlib.sha256(b"weights").hexdigest()
+    assert entry == {"path": "w.distcp", "size": 7, "sha256": digest}
+    assert manifest.part("critic") == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", POINTER]
     assert (tmp_path / POINTER).read_text() == "10\n"
-
-
-def digest_of(data: bytes) -> str:
-    import hashlib
-
-    return hashlib.sha256(data).hexdigest()
 
 
 def missing(folder: Path) -> None:
@@ -121,7 +109,7 @@ def test_of_a_checkpoint_that_was_moved_and_linked_the_link_is_removed(tmp_path:
     store.path(1).rename(elsewhere)
     store.path(1).symlink_to(elsewhere)
     (store.folder / ".iter_0000003").symlink_to(elsewhere)
-    assert store.prune(1, 0) == [1]
+    store.prune(1, 0)
     store.clear_unfinished()
     assert sorted(path.name for path in store.folder.glob("*iter*")) == ["iter_0000002", POINTER]
     assert (elsewhere / MANIFEST).exists(), "what somebody keeps is theirs to remove"
@@ -174,9 +162,8 @@ def test_what_is_kept_is_read_from_the_disk(
     for iteration in range(1, 8):
         save(RunStore(tmp_path), iteration)
     store = RunStore(tmp_path)  # as after a restart
-    removed = store.prune(keep_last, keep_every, best)
+    store.prune(keep_last, keep_every, best)
     assert [each.iteration for each in store.newest_first()] == left
-    assert sorted([*removed, *left]) == list(range(1, 8))
     assert not list(tmp_path.glob(".iter_*"))
 
 

@@ -24,7 +24,7 @@ from mindspeed_rlxf.trainer import run as run_module
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.run import Run
 from tests.unit.config.conftest import make_tree, no_cluster
-from tests.unit.run.test_checkpoints import Role
+from tests.unit.run.runs import Role
 
 __all__ = ["make_tree", "no_cluster"]
 FREE = [4, 3]
@@ -97,7 +97,7 @@ def test_a_finished_run_that_is_given_again_is_done_already(
     assert command.give() == 0
     assert capsys.readouterr().out == (
         f"done already: {command.folder} has its 1 iterations; "
-        "raise training.train_iters to go on\n"
+        "raise training.train_iters to continue\n"
     )
     assert command.trained == [1] and sorted(command.folder.rglob("*")) == files
     assert command.told() == {}, "there is nothing to start again"
