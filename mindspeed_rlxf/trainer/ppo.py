@@ -47,6 +47,7 @@ class PpoTrainer:
             control.target_kl,
             float(control.horizon),
         )
+        self._recompute = config.algorithm.old_log_probs is OldLogProbs.RECOMPUTE
         self.iteration = 0
 
     def fit(self) -> None:
@@ -64,8 +65,7 @@ class PpoTrainer:
             self.rollout.update_weights(self.actor, version=self.iteration - 1)
             collected = self.collector.collect()
             rollouts = collected.rollouts
-            recompute = self.config.algorithm.old_log_probs is OldLogProbs.RECOMPUTE
-            old = self.actor.log_probs(rollouts) if recompute else None
+            old = self.actor.log_probs(rollouts) if self._recompute else None
             ref = self.ref.log_probs(rollouts)
             values = self.critic.values(rollouts) if self.critic else None
 
