@@ -44,12 +44,16 @@ REPLICAS = [generated([4, 6], [1, 9], [True, False]), generated([2], [5], [True]
 
 
 def test_lengths_are_over_all_samples() -> None:
-    metrics = rollout_metrics(ResponseLengths([4, 6, 2], [1, 9, 5], [True, False, True]))
-    assert metrics["prompt_length/mean"] == 4 and metrics["prompt_length/max"] == 6
-    assert metrics["prompt_length/min"] == 2
-    assert metrics["response_length/mean"] == 5 and metrics["response_length/max"] == 9
-    assert metrics["response_length/min"] == 1
-    assert metrics["response_length/eos_fraction"] == pytest.approx(2 / 3)
+    lengths = ResponseLengths([4, 6, 2], [1, 9, 5], [True, False, True])
+    assert rollout_metrics(lengths) == {
+        "prompt_length/mean": 4,
+        "prompt_length/max": 6,
+        "prompt_length/min": 2,
+        "response_length/mean": 5,
+        "response_length/max": 9,
+        "response_length/min": 1,
+        "response_length/eos_fraction": pytest.approx(2 / 3),
+    }
 
 
 def test_throughput_counts_prompts_and_responses() -> None:
@@ -58,7 +62,7 @@ def test_throughput_counts_prompts_and_responses() -> None:
     assert metrics["throughput/tokens_per_s_per_device"] == 4.5
 
 
-def test_log_prob_gap_is_weighed_by_tokens() -> None:
+def test_the_log_prob_gap_is_a_mean_over_tokens() -> None:
     reports = [
         LogProbReport(Summary.of(torch.tensor([0.1, 0.3]))),
         LogProbReport(Summary(1, 1, 1, 1)),
@@ -79,7 +83,7 @@ def experience(kl: list[float], *numbers: float) -> ExperienceReport:
     return ExperienceReport(kl, summary, summary, summary, summary, summary)
 
 
-def test_kl_is_the_mean_over_samples_whatever_their_replica() -> None:
+def test_kl_is_a_mean_over_the_samples_of_all_replicas() -> None:
     reports = [experience([0.2], 1.0), experience([0.4, 0.6], -3.0, 5.0)]
     metrics = experience_metrics(reports, kl_coef=0.05)
     assert metrics["critic/kl"] == pytest.approx(0.4) and metrics["critic/kl_coeff"] == 0.05
