@@ -110,37 +110,33 @@ class RunDirectory:
         if directory.path.is_dir() and (found := folder_problem(directory.path)):
             return [_not_writable(directory.path, found)]
         if directory.is_used and not config.training.new_run:
-            return directory._resume_problems(config)
-        found = find_write_obstacle(directory.path)
-        return [_not_writable(directory.path, found)] if found else []
+            problem = directory._find_resume_problem(config)
+            return [problem] if problem else []
+        obstacle = find_write_obstacle(directory.path)
+        return [_not_writable(directory.path, obstacle)] if obstacle else []
 
-    def _resume_problems(self, config: RunConfig) -> list[Problem]:
-        free = _next_free(self.path)
+    def _find_resume_problem(self, config: RunConfig) -> Problem | None:
+        remedy = f"training.new_run=true to take {_next_free(self.path)}"
         if config.training.resume == "never" or not self.config.exists():
             there = self.config if self.config.exists() else self.metrics
-            other = "set another training.run_name or training.output_dir, or training.new_run=true"
-            return [
-                Problem(
-                    KEY,
-                    f"must not hold another run, it has {there.name}",
-                    repr(str(self.path)),
-                    f"{other} to take {free}",
-                )
-            ]
-        if found := lock.find_holder(self.path):
-            return [found]
+            return Problem(
+                KEY,
+                f"must not hold another run, it has {there.name}",
+                repr(str(self.path)),
+                f"set another training.run_name or training.output_dir, or {remedy}",
+            )
+        if holder := lock.find_holder(self.path):
+            return holder
         fixed = [str(change) for change in self._compare_with(config) if change.rule == "fixed"]
         if not fixed:
-            return []
-        differ = f"these keys differ (there -> here): {'; '.join(fixed)}"
-        return [
-            Problem(
-                KEY,
-                f"must hold the same run to resume it, {differ}",
-                repr(str(self.path)),
-                f"put them back, or set training.new_run=true to take {free}",
-            )
-        ]
+            return None
+        return Problem(
+            KEY,
+            "must hold the same run to resume it, these keys differ (there -> here): "
+            + "; ".join(fixed),
+            repr(str(self.path)),
+            f"put them back, or set {remedy}",
+        )
 
     def _compare_with(self, config: RunConfig) -> list[Change]:
         """Compare with the last configuration of the run in this folder."""

@@ -20,7 +20,7 @@ def export_weights(
     directory: RunDirectory,
     writes: bool = True,
 ) -> None:
-    """Write Hugging Face and Megatron folders of each role; replace those of an earlier end.
+    """Write Hugging Face and Megatron folders of each role; replace those of an earlier export.
 
     writes: False on all but the first rank of torchrun
     """
@@ -36,7 +36,7 @@ def export_weights(
 
 
 def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Path]:
-    """(Hugging Face, Megatron) folders of a trained role: under its `save`, else in `final`."""
+    """Return the (Hugging Face, Megatron) folders of a role: under its `save`, else in `final`."""
     folder = config.save_folder(role)
     if folder is not None:
         return folder / HF, folder / MEGATRON

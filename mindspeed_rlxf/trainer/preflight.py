@@ -33,7 +33,7 @@ from mindspeed_rlxf.run.driver_state import (
     read_state,
 )
 from mindspeed_rlxf.run.exports import save_problems
-from mindspeed_rlxf.trainer.fixed_order import order_problems
+from mindspeed_rlxf.trainer.fixed_order import find_order_problems
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.weights.folders import check_side_files, described_by, open_weights
 from mindspeed_rlxf.weights.hf_folder import shape_problems
@@ -77,23 +77,22 @@ def prepare(config: RunConfig) -> Prepared:
     prepared.tokenizer = _collect(
         problems, lambda: load_tokenizer(config.training.tokenizer_name_or_path)
     )
-    if prepared.tokenizer is not None:
-        problems += check_vocabulary(prepared.tokenizer, actor.architecture.vocab_size)
-        data = config.data
-        training = _prompts(config, prepared, data.train_files, data.data_path, problems)
-        validation = _prompts(config, prepared, data.val_files, data.val_data_path, problems)
-        prepared.train_prompts = training.prompts
-        prepared.val_prompts = validation.prompts[: config.validation.max_samples]
-        data_stops = sorted({*training.stop_token_ids, *validation.stop_token_ids})
-        stop_ids = sorted({*actor.stop_token_ids, *data_stops})
-        found = _collect(problems, lambda: eos_token_ids(prepared.tokenizer, described, stop_ids))
-        prepared.eos_token_ids = found or ()
-        problems += _eos_problems(prepared.eos_token_ids, actor.architecture.vocab_size)
-        problems += _reward_problems(config, prepared)
-        prepared.fixed_responses = _collect(problems, lambda: _fixed_responses(config, prepared))
-        problems += _order_problems(config, prepared, directory)
-    else:  # nothing can be tokenized, but missing files can be reported
-        problems += _missing_files(config)
+    if prepared.tokenizer is None:  # nothing can be tokenized, but missing files can be reported
+        raise UserError(problems + _missing_files(config))
+    problems += check_vocabulary(prepared.tokenizer, actor.architecture.vocab_size)
+    data = config.data
+    training = _prompts(config, prepared, data.train_files, data.data_path, problems)
+    validation = _prompts(config, prepared, data.val_files, data.val_data_path, problems)
+    prepared.train_prompts = training.prompts
+    prepared.val_prompts = validation.prompts[: config.validation.max_samples]
+    data_stops = sorted({*training.stop_token_ids, *validation.stop_token_ids})
+    stop_ids = sorted({*actor.stop_token_ids, *data_stops})
+    found = _collect(problems, lambda: eos_token_ids(prepared.tokenizer, described, stop_ids))
+    prepared.eos_token_ids = found or ()
+    problems += _eos_problems(prepared.eos_token_ids, actor.architecture.vocab_size)
+    problems += _reward_problems(config, prepared)
+    prepared.fixed_responses = _collect(problems, lambda: _fixed_responses(config, prepared))
+    problems += _order_problems(config, prepared, directory)
     if problems:
         raise UserError(problems)
     stops = describe_stop_tokens(prepared.tokenizer, described, data_stops, actor.stop_token_ids)
@@ -261,7 +260,9 @@ def _order_problems(
         except ValueError:  # other data or seed than those of the run: reported when it resumes
             return []
     remaining = config.training.train_iters - done
-    return order_problems(prepared.fixed_responses, source, remaining, prepared.tokenizer.decode)
+    return find_order_problems(
+        prepared.fixed_responses, source, remaining, prepared.tokenizer.decode
+    )
 
 
 def _reward_problems(config: RunConfig, prepared: Prepared) -> list[Problem]:

@@ -12,7 +12,7 @@ import pytest
 from mindspeed_rlxf.data.fixed_responses import FixedResponses
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.data.sampler import PromptSampler
-from mindspeed_rlxf.trainer.fixed_order import order_problems
+from mindspeed_rlxf.trainer.fixed_order import find_order_problems
 from mindspeed_rlxf.trainer.preflight import prepare
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from tests.unit.trainer import test_bad_files
@@ -44,7 +44,7 @@ def check(prompts: Any = None, texts: Any = None, after: int = 0) -> list[str]:
     for _ in range(after):
         drawn.next_prompts()
     resumed.load_state_dict(drawn.state_dict())
-    return [str(found) for found in order_problems(fixed, resumed, 4 - after, decode)]
+    return [str(found) for found in find_order_problems(fixed, resumed, 4 - after, decode)]
 
 
 def test_the_order_of_the_sampler_is_accepted_in_each_form() -> None:
