@@ -70,20 +70,18 @@ class RunCheckpoints:
         self.newest = 0  # iteration of the newest complete checkpoint of this process; 0 = none
 
     def is_due(self, iteration: int, stops: bool = False) -> bool:
-        """Return whether to save after this iteration: by number, by time, and at the end.
+        """Return whether to save after this iteration: by interval, by time, and at the end.
 
         stops: the run ends early, after this iteration
         """
-        if stops:
-            return True
         training = self.config.training
         interval, seconds = training.save_interval, training.seconds_between_saves
-        if iteration == training.train_iters or (interval > 0 and iteration % interval == 0):
-            return True
-        return seconds > 0 and self._clock() - self._last_save >= seconds
+        is_last = stops or iteration == training.train_iters
+        is_multiple = interval > 0 and iteration % interval == 0
+        return is_last or is_multiple or 0 < seconds <= self._clock() - self._last_save
 
     def write(self, iteration: int, note: Note) -> float:
-        """Let all ranks write, or with `async_save` begin to write; return the seconds."""
+        """Let all ranks write; with `async_save`, start the writing. Return the seconds it took."""
         self.settle(note)
         started = time.monotonic()
         hidden = self.store.hidden(iteration)
@@ -94,7 +92,7 @@ class RunCheckpoints:
         begun = [group.begin_save(hidden / SAVED_AS[role]) for role, group in self.trained.items()]
         for call in begun:
             call.result()
-        self._files = [] if self.config.training.async_save else self._written()
+        self._files = [] if self.config.training.async_save else self._wait_for_files()
         return time.monotonic() - started
 
     def commit(
@@ -120,11 +118,11 @@ class RunCheckpoints:
     def settle(self, note: Note) -> None:
         """Wait for the checkpoint that is being written, if any, and name it."""
         if self._waiting is not None:
-            self._files = self._written()
+            self._files = self._wait_for_files()
             content, self._waiting = self._waiting, None
             self._publish(content, note)
 
-    def _written(self) -> list[Entry]:
+    def _wait_for_files(self) -> list[Entry]:
         """Wait for the files of all roles; return their manifest entries."""
         calls = {role: group.end_save() for role, group in self.trained.items()}
         found: dict[Role, Written] = {role: call.result()[0] for role, call in calls.items()}

@@ -257,7 +257,7 @@ def test_a_changed_file_damages_the_checkpoint(
 def test_a_host_that_is_not_in_the_run_is_named(cluster: Cluster) -> None:
     cluster.save(2)
     cluster.critic.machines = [cluster.b, cluster.d]
-    rule = r"files that only c kept \(critic/rank_1\), and this run's"
+    rule = r"must have its files on hosts of this run \(a, b, d\), only c kept critic/rank_1;"
     with pytest.raises(UserError, match=rule):
         cluster.start()
     assert cluster.critic.loaded == [""]
