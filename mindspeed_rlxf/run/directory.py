@@ -116,7 +116,7 @@ class RunDirectory:
         return [_not_writable(directory.path, obstacle)] if obstacle else []
 
     def _find_resume_problem(self, config: RunConfig) -> Problem | None:
-        remedy = f"training.new_run=true to take {_next_free(self.path)}"
+        remedy = f"training.new_run=true to take {_find_free(self.path)}"
         if config.training.resume == "never" or not self.config.exists():
             there = self.config if self.config.exists() else self.metrics
             return Problem(
@@ -148,7 +148,7 @@ class RunDirectory:
                 before: Any = parse_yaml(stream.read(MAX_BYTES))
             assert isinstance(before, dict)
         except (OSError, ValueError, yaml.YAMLError, AssertionError):
-            free = _next_free(self.path)
+            free = _find_free(self.path)
             raise UserError(
                 Problem(
                     f"{latest}",
@@ -159,21 +159,21 @@ class RunDirectory:
         return find_changes(before, yaml.safe_load(to_yaml(config)))
 
     def _find_later_configs(self) -> dict[int, Path]:
-        """config.1.yaml, config.2.yaml, ... by number, in this order."""
+        """Return number -> config.<number>.yaml, in ascending order."""
         files = self.path.glob("config.*")
         found = {int(m[1]): file for file in files if (m := LATER_CONFIG.fullmatch(file.name))}
         return dict(sorted(found.items()))
 
     @classmethod
     def choose(cls, config: RunConfig) -> RunDirectory:
-        """The folder of this run; with training.new_run the next free `<name>-2`, ..."""
+        """Choose the folder of this run; with training.new_run, the next free `<name>-2`, ..."""
         path = Path(config.training.output_dir).absolute()
-        free = _next_free(path) if config.training.new_run else path
+        free = _find_free(path) if config.training.new_run else path
         return cls(free, file_mode=config.training.file_mode_bits)
 
 
-def _next_free(path: Path) -> Path:
-    """The first of path, path-2, path-3, ... that holds no run."""
+def _find_free(path: Path) -> Path:
+    """Find the first of path, path-2, path-3, ... that holds no run."""
     candidates = chain([path], (path.with_name(f"{path.name}-{n}") for n in count(2)))
     return next(p for p in candidates if not RunDirectory(p).is_used)
 
@@ -196,10 +196,10 @@ def _not_writable(path: Path, found: str) -> Problem:
 
 
 def _make_folder(path: Path, file_mode: int) -> None:
-    """Make the run directory with mode 0711: it holds weights, which others may open by name."""
+    """Make the run directory with mode 0711, so that others can open the weights in it by name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir(mode=0o711)
-    except FileExistsError:  # its owner decides
+    except FileExistsError:  # the owner of the folder sets its mode
         return
     path.chmod(stat.S_IMODE(path.stat().st_mode) | folder_mode(file_mode))

@@ -27,7 +27,7 @@ def find_whole_checkpoints(
 ) -> tuple[list[tuple[Checkpoint, Manifest]], list[str]]:
     """Return checkpoints with files of the right sizes, newest first, and a line per damaged one.
 
-    The driver's part is hashed here; the workers hash the parts of the roles.
+    Only the driver's files are hashed here; the hosts of the roles hash those of the roles.
     """
     whole, problems = [], []
     parts = [name for role, name in SAVED_AS.items() if role in config.roles] + [TRAINER]
@@ -160,6 +160,6 @@ def line_positions(directory: RunDirectory) -> dict[str, int]:
 
 
 def _line_files(directory: RunDirectory) -> list[LineFile]:
-    """The files that grow by lines during the run."""
+    """List the files that grow by lines during the run."""
     samples = directory.samples, directory.val_samples
     return [LineFile(path) for path in (directory.metrics, *samples, directory.consumed)]

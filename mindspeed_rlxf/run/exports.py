@@ -43,7 +43,7 @@ def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Pa
     return final / f"{SAVED_AS[role]}_{HF}", final / f"{SAVED_AS[role]}_{MEGATRON}"
 
 
-def save_problems(config: RunConfig) -> list[Problem]:
+def check_save_folders(config: RunConfig) -> list[Problem]:
     """Report folders named by `save` that hold files already or cannot be written."""
     problems = []
     for role in (role for role in config.roles if role in SAVED_AS):

@@ -61,12 +61,12 @@ def find_damage(folder: Path, entries: Sequence[Entry]) -> list[str]:
 
 
 def write_mark(store: Path, name: str) -> None:
-    """Write a mark, which all hosts see that share this folder."""
+    """Write a mark for the other hosts that share this folder."""
     write_text(store / f"{MARK}{name}", "")
 
 
 def read_marks(store: Path) -> list[str]:
-    """Names of the marks in this folder."""
+    """Return the names of the marks in this folder."""
     return sorted(path.name.removeprefix(MARK) for path in store.glob(f"{MARK}*"))
 
 
@@ -100,7 +100,7 @@ def keep_parts(store: Path, iterations: Sequence[int]) -> None:
 
 
 def find_present(folder: Path, entries: Sequence[Entry]) -> list[int]:
-    """Indices of the entries whose files are here and have the right size."""
+    """Return the indices of the entries whose files are here and have the right size."""
     return [i for i, entry in enumerate(entries) if size_problem(folder, entry) is None]
 
 

@@ -1,4 +1,4 @@
-"""One live run in a run directory: a lock that the kernel takes back when its process ends."""
+"""Allow one live run per run directory: a file lock, which ends with its process."""
 
 from __future__ import annotations
 

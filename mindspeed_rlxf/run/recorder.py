@@ -24,7 +24,7 @@ GAP_WARNING = 0.05  # mean |log-prob of generation - of training|, nats; bf16 ro
 
 
 class Recorder:
-    """Owns the open files of the run directory and the console's progress."""
+    """Write the open files of the run directory and the progress on the console."""
 
     def __init__(
         self, config: RunConfig, directory: RunDirectory, tokenizer: Any, writes: bool = True

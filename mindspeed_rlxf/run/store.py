@@ -75,7 +75,7 @@ class Manifest:
     """Versions and layouts that wrote the checkpoint; for people."""
 
     def part(self, name: str) -> list[Entry]:
-        """Files of one subfolder, paths within it."""
+        """Return the entries of one subfolder, with paths inside it."""
         head = f"{name}/"
         return [
             {**entry, "path": entry["path"].removeprefix(head)}
@@ -207,7 +207,7 @@ class RunStore:
                 _discard(folder)
 
     def exported(self) -> int | None:
-        """The iteration whose weights were exported; None = none yet."""
+        """Read the iteration whose weights were exported; None = none yet."""
         try:
             return int(read_pointer(self.folder / EXPORTED))
         except (OSError, ValueError):

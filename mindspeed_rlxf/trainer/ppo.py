@@ -51,7 +51,7 @@ class PpoTrainer:
         self.iteration = 0
 
     def fit(self) -> None:
-        """weights -> generate, score -> log-probs, values -> experience -> updates -> metrics.
+        """Iterate: weights -> generate, score -> log-probs, values -> experience -> updates.
 
         Raises Stopped, after saving, when the run has to end before `train_iters`.
         """
@@ -167,7 +167,7 @@ class PpoTrainer:
 
     @property
     def _num_devices(self) -> int:
-        """Devices of all pools; the pools of a local runtime are the same processes."""
+        """Count the devices of all pools; those of a local runtime are the same processes."""
         sizes = [sum(processes) for processes in self.config.resource_pool.values()]
         return max(sizes) if self.config.runtime.kind is RuntimeKind.LOCAL else sum(sizes)
 
@@ -177,7 +177,7 @@ class PpoTrainer:
         return self.config.actor_rollout.max_new_tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """The driver's state, from which the same run resumes."""
+        """Return the driver's state, from which the same run resumes."""
         return {
             "iteration": self.iteration,
             "kl": self.kl.state_dict(),

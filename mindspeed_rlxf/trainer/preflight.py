@@ -32,7 +32,7 @@ from mindspeed_rlxf.run.driver_state import (
     find_newest_checkpoint,
     read_state,
 )
-from mindspeed_rlxf.run.exports import save_problems
+from mindspeed_rlxf.run.exports import check_save_folders
 from mindspeed_rlxf.trainer.fixed_order import find_order_problems
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.weights.folders import check_side_files, described_by, open_weights
@@ -46,7 +46,7 @@ MAX_SHAPE_PROBLEMS = 3  # of one folder: the first few show which model it is
 
 @dataclass
 class Prepared:
-    """What the driver has read before the run starts."""
+    """Inputs of a run that the driver reads before the start."""
 
     tokenizer: Any = None
     eos_token_ids: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ class Prepared:
     val_prompts: list[Prompt] = field(default_factory=list)
     fixed_responses: FixedResponses | None = None
     validate_by_rule: bool = True
-    notices: list[str] = field(default_factory=list)  # legal, but worth a line before the run
+    notices: list[str] = field(default_factory=list)  # printed before the run
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -69,16 +69,16 @@ def prepare(config: RunConfig) -> Prepared:
         *check_train_iters(config, find_newest_checkpoint(config, directory)),
     ]
     if not directory.is_used:  # the exports in a used folder are those of this run
-        problems += save_problems(config)
+        problems += check_save_folders(config)
     for role in config.roles:
-        problems += weight_problems(config, role)
-    problems += _engine_problems(config)
-    actor, described, prepared = config.actor_rollout, _described(config), Prepared()
+        problems += check_weights(config, role)
+    problems += _check_engine(config)
+    actor, described, prepared = config.actor_rollout, _find_config_folder(config), Prepared()
     prepared.tokenizer = _collect(
         problems, lambda: load_tokenizer(config.training.tokenizer_name_or_path)
     )
     if prepared.tokenizer is None:  # nothing can be tokenized, but missing files can be reported
-        raise UserError(problems + _missing_files(config))
+        raise UserError(problems + _find_missing_files(config))
     problems += check_vocabulary(prepared.tokenizer, actor.architecture.vocab_size)
     data = config.data
     training = _prompts(config, prepared, data.train_files, data.data_path, problems)
@@ -89,10 +89,10 @@ def prepare(config: RunConfig) -> Prepared:
     stop_ids = sorted({*actor.stop_token_ids, *data_stops})
     found = _collect(problems, lambda: eos_token_ids(prepared.tokenizer, described, stop_ids))
     prepared.eos_token_ids = found or ()
-    problems += _eos_problems(prepared.eos_token_ids, actor.architecture.vocab_size)
-    problems += _reward_problems(config, prepared)
-    prepared.fixed_responses = _collect(problems, lambda: _fixed_responses(config, prepared))
-    problems += _order_problems(config, prepared, directory)
+    problems += _check_eos_ids(prepared.eos_token_ids, actor.architecture.vocab_size)
+    problems += _check_rewards(config, prepared)
+    prepared.fixed_responses = _collect(problems, lambda: _load_fixed_responses(config, prepared))
+    problems += _check_order(config, prepared, directory)
     if problems:
         raise UserError(problems)
     stops = describe_stop_tokens(prepared.tokenizer, described, data_stops, actor.stop_token_ids)
@@ -100,7 +100,7 @@ def prepare(config: RunConfig) -> Prepared:
     return prepared
 
 
-def _described(config: RunConfig) -> str | None:
+def _find_config_folder(config: RunConfig) -> str | None:
     """Find the folder with the actor's generation_config.json."""
     load = config.actor_rollout.load
     try:
@@ -118,12 +118,12 @@ def _notices(config: RunConfig) -> list[str]:
             "actor_rollout.top_k/top_p filter the sampled tokens; log-probs are of the unfiltered "
             "distribution"
         )
-    if config.critic and "score.weight" not in _weights(config.critic):
+    if config.critic and "score.weight" not in _open_weights(config.critic):
         notices.append(f"critic.load={config.critic.load} has no score head: it starts untrained")
     return notices
 
 
-def _weights(section: RoleConfig) -> WeightReader:
+def _open_weights(section: RoleConfig) -> WeightReader:
     assert section.load is not None and section.architecture is not None, "checked beforehand"
     return open_weights(section.load, section.architecture)
 
@@ -136,7 +136,7 @@ def _collect(problems: list[Problem], action: Callable[[], T]) -> T | None:
         return None
 
 
-def _engine_problems(config: RunConfig) -> list[Problem]:
+def _check_engine(config: RunConfig) -> list[Problem]:
     key, name, known = "rollout.engine", config.rollout.engine, [NATIVE, *ENGINES]
     if name not in known:
         remedy = f"use {closest(name, known) or NATIVE}, or add its file to training.plugins"
@@ -147,13 +147,13 @@ def _engine_problems(config: RunConfig) -> list[Problem]:
     return []
 
 
-def _eos_problems(eos_token_ids: tuple[int, ...], vocab_size: int) -> list[Problem]:
+def _check_eos_ids(eos_token_ids: tuple[int, ...], vocab_size: int) -> list[Problem]:
     rule, remedy = f"must be below vocab_size={vocab_size}", "correct actor_rollout.stop_token_ids"
     remedy += ", or the generation_config.json of actor_rollout.load"
     return [Problem(f"EOS id {i}", rule, remedy=remedy) for i in eos_token_ids if i >= vocab_size]
 
 
-def _missing_files(config: RunConfig) -> list[Problem]:
+def _find_missing_files(config: RunConfig) -> list[Problem]:
     data = config.data
     keys = {"data.train_files": data.train_files, "data.val_files": data.val_files}
     return [
@@ -179,7 +179,7 @@ def _prompts(
     return IndexedPrompts(_collect(problems, lambda: load_prompts(files, *arguments)) or [])
 
 
-def weight_problems(config: RunConfig, role: Role) -> list[Problem]:
+def check_weights(config: RunConfig, role: Role) -> list[Problem]:
     """Report why a role cannot load its folder; reads headers only."""
     section = config.role(role)
     if role is Role.REWARD and config.reward.kind is RewardKind.RULE:
@@ -194,13 +194,13 @@ def weight_problems(config: RunConfig, role: Role) -> list[Problem]:
             )
         ]
     try:
-        rules, remedy = _broken_by(section, role, config.training.tokenizer_name_or_path)
+        rules, remedy = _find_broken_rules(section, role, config.training.tokenizer_name_or_path)
     except ValueError as error:
-        rules, remedy = [str(error)], _how_to_make(Path(section.load))
+        rules, remedy = [str(error)], _suggest_tiny_model(Path(section.load))
     return [Problem(key, rule, section.load, remedy, colon=True) for rule in rules]
 
 
-def _how_to_make(folder: Path) -> str:
+def _suggest_tiny_model(folder: Path) -> str:
     """Return the remedy for a missing model of examples/tiny; empty for other folders."""
     if folder.exists() or folder.parts[-4:-1] != TINY_MODELS:
         return ""
@@ -208,7 +208,7 @@ def _how_to_make(folder: Path) -> str:
     return f"or make the tiny one with `python examples/tiny/make.py{more}`"
 
 
-def _broken_by(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[str], str]:
+def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[str], str]:
     """Return the rules that the role's folder breaks, and the remedy for all of them."""
     assert section.load is not None and section.architecture is not None
     head = HEADS[role]
@@ -221,7 +221,7 @@ def _broken_by(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[st
         return [
             f"config.json must agree with the model YAML {fields}"
         ], "correct the YAML or give the folder of that model"
-    folder = _weights(section)  # after config.json, by which a Megatron folder is read
+    folder = _open_weights(section)  # after config.json, by which a Megatron folder is read
     expected = hf_shapes(section.architecture, head)
     if role is Role.CRITIC and "score.weight" not in folder:
         del expected["score.weight"]  # a language model; the head starts untrained
@@ -232,7 +232,7 @@ def _broken_by(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[st
     return shown, f"give the folder of model.{section.model}"
 
 
-def _fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | None:
+def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | None:
     actor = config.actor_rollout
     if actor.fixed_responses is None:
         return None
@@ -246,9 +246,7 @@ def _fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | 
     )
 
 
-def _order_problems(
-    config: RunConfig, prepared: Prepared, directory: RunDirectory
-) -> list[Problem]:
+def _check_order(config: RunConfig, prepared: Prepared, directory: RunDirectory) -> list[Problem]:
     """Report fixed responses that answer other prompts than the sampler hands out from here on."""
     if prepared.fixed_responses is None or not prepared.train_prompts:
         return []
@@ -265,7 +263,7 @@ def _order_problems(
     )
 
 
-def _reward_problems(config: RunConfig, prepared: Prepared) -> list[Problem]:
+def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
     """Check that the rules know the data sources.
 
     Where they do not know those of validation, a reward model scores validation too.

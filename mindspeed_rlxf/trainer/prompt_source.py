@@ -13,7 +13,7 @@ from mindspeed_rlxf.data.sampler import ConsumedPrompts, PromptSampler
 
 
 class PromptSource:
-    """Training prompts in sampled order; numbers every sample of the run."""
+    """Draw training prompts in sampled order, and number every sample of the run."""
 
     def __init__(
         self,

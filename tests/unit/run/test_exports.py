@@ -10,7 +10,7 @@ import pytest
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.resolve import resolve, resolve_with_notes
 from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.exports import export_folders, export_weights, save_problems
+from mindspeed_rlxf.run.exports import check_save_folders, export_folders, export_weights
 from tests.unit.config.conftest import make_tree, no_cluster
 from tests.unit.run.runs import MakeTree
 
@@ -70,12 +70,12 @@ def test_the_save_keys_name_the_folders_of_the_final_weights(
 
 def test_a_save_folder_that_holds_weights_is_refused(make_tree: MakeTree, tmp_path: Path) -> None:
     config = resolve(make_tree({"critic.save": str(tmp_path / "c")}), "test")
-    assert save_problems(config) == []
+    assert check_save_folders(config) == []
     (tmp_path / "c" / "megatron").mkdir(parents=True)
     (tmp_path / "c" / "iter_0000001").mkdir()  # what was loaded may stand beside it
-    assert save_problems(config) == []
+    assert check_save_folders(config) == []
     (tmp_path / "c" / "megatron" / "x").write_text("")
-    (problem,) = save_problems(config)
+    (problem,) = check_save_folders(config)
     assert str(problem).startswith(f"critic.save={str(tmp_path / 'c')!r} must not hold weights")
 
 
