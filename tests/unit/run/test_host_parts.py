@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.cluster.host_agent import Function, HostCall, ThreadCall
+from mindspeed_rlxf.cluster.host_agent import Function, HostCall
 from mindspeed_rlxf.config.enums import RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
@@ -54,9 +54,8 @@ def view_from(host: str, file: Path) -> HostView:
 
 
 def run_twice(function: Function, *args: Any) -> Any:
-    given = [arg.result() if isinstance(arg, ThreadCall) else arg for arg in args]
-    function(*given)
-    return function(*given)
+    function(*args)
+    return function(*args)
 
 
 class Role:
