@@ -32,7 +32,7 @@ from mindspeed_rlxf.run.supervised import (
     EXIT_MISTAKE,
     EXIT_STOPPED,
     read_facts,
-    supervision,
+    read_supervision,
     write_facts,
 )
 
@@ -52,7 +52,7 @@ def supervise() -> int | None:
     Returns None where this process has to do the work itself: it is that child, a rank of torchrun,
     runs under a debugger (runtime=local), or trains nothing.
     """
-    if given := supervision():
+    if given := read_supervision():
         _die_with(given[0])
         return None
     words = sys.argv[1:]

@@ -1,1 +1,1 @@
-"""What a run leaves behind and goes on from: its directory, checkpoints, resume and records."""
+"""Directory, lock, checkpoints, records and exports of a run; how a run stops and resumes."""

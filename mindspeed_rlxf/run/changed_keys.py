@@ -20,13 +20,15 @@ from mindspeed_rlxf.config.schema import (
 from mindspeed_rlxf.config.secret_words import mask_secret
 
 ABSENT = object()
-NOT_OF_THE_RUN = {"training.new_run", "training.resume", "dry_run"}
-"""Keys of the command, which do not belong to the run."""
+COMMAND_KEYS = {"training.new_run", "training.resume", "dry_run"}
+"""Keys that belong to one command, not to the run."""
 VARIABLES = ("resource_pool", "env")
 
 
 @dataclass(frozen=True)
 class Change:
+    """A key that differs; `str` shows it. rule: what a resumed run may do about it"""
+
     key: str
     before: Any
     now: Any
@@ -37,25 +39,25 @@ class Change:
         return f"{self.key}: {before} -> {now}"
 
 
-def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """Keys that differ, in the order of the configuration.
+def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
+    """Find the keys that differ, in the order of the configuration.
 
-    before, now: trees of `dump.to_tree` in plain YAML types. A key that one of them lacks, as an
-    older version of the package wrote it, counts as its default.
+    before, now: trees of `dump.to_tree` in plain YAML types. A key that one of them lacks, because
+    an older version of the package wrote it, counts as its default.
     """
     old, new = dict(_leaves(before)), dict(_leaves(now))
     found = []
     for path in [*new, *(path for path in old if path not in new)]:
         was, will = old.get(path, ABSENT), new.get(path, ABSENT)
-        field = _field(path)
+        field = _find_field(path)
         if field is not None and not field.is_required():
-            default = _plain(field.get_default(call_default_factory=True))
+            default = _to_plain(field.get_default(call_default_factory=True))
             was, will = (default if v is ABSENT else v for v in (was, will))
         key = ".".join(path)
         if path[:-1] == VARIABLES:  # an older version of the package wrote their values
             was, will = mask_secret(path[-1], was), mask_secret(path[-1], will)
-        if was != will and key not in NOT_OF_THE_RUN:
-            found.append(Change(key, was, will, _rule(field)))
+        if was != will and key not in COMMAND_KEYS:
+            found.append(Change(key, was, will, _find_rule(field)))
     return found
 
 
@@ -67,16 +69,16 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
         yield path, tree
 
 
-def _rule(field: FieldInfo | None) -> Resume:
-    """The resume rule of a key; fixed where the schema does not know the key."""
+def _find_rule(field: FieldInfo | None) -> Resume:
+    """Return the resume rule of a key; fixed where the schema does not know the key."""
     extra = field.json_schema_extra if field is not None else None
     rule = extra.get("resume") if isinstance(extra, dict) else None
     assert rule in (*get_args(Resume), None), f"unknown resume rule {rule}"
     return rule or "fixed"  # type: ignore[return-value]
 
 
-def _field(path: tuple[str, ...]) -> FieldInfo | None:
-    """The field of the schema behind a key of the YAML."""
+def _find_field(path: tuple[str, ...]) -> FieldInfo | None:
+    """Find the field of the schema behind a key of the YAML."""
     section, *rest = path
     if section == "model" and len(rest) == 2:
         return ArchitectureConfig.model_fields.get(rest[1])
@@ -84,25 +86,24 @@ def _field(path: tuple[str, ...]) -> FieldInfo | None:
         return PoolSettings.model_fields[rest[0]]
     roles = {role.value: known for role, known in ROLE_SECTIONS.items()}
     if section in roles and rest:
-        for model in (roles[section], OptimizerConfig, ArchitectureConfig):
-            if rest[0] in model.model_fields:
-                return model.model_fields[rest[0]]
-        return None
-    return _nested(RunConfig, path)
+        models = (ArchitectureConfig, OptimizerConfig, roles[section])  # the last one wins
+        fields = {name: field for m in models for name, field in m.model_fields.items()}
+        return fields.get(rest[0])
+    return _find_nested(RunConfig, path)
 
 
-def _nested(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
+def _find_nested(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
     field = model.model_fields.get(path[0])
     if field is None or len(path) == 1:
         return field
     inner = field.annotation
     if isinstance(inner, type) and issubclass(inner, BaseModel):
-        return _nested(inner, path[1:])
+        return _find_nested(inner, path[1:])
     return field  # a table, whose entries have the table's rule
 
 
-def _plain(value: Any) -> Any:
-    """A default as YAML has it."""
+def _to_plain(value: Any) -> Any:
+    """Convert a default to plain YAML types."""
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     return getattr(value, "value", value)

@@ -22,6 +22,7 @@ from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.host_parts import HostParts
 from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
 from mindspeed_rlxf.weights.state_files import (
+    HOST,
     Entry,
     Loaded,
     Written,
@@ -36,10 +37,12 @@ PROBE = ".seen_by_all"
 
 
 class RunCheckpoints:
-    """Saving has two steps: roles write their files (`write`), then the folder is named (`commit`).
+    """Save and restore the state of all roles and of the driver.
 
-    Between the two the iteration's line goes into metrics.jsonl, with the time that writing took.
-    With `async_save` the roles write during the next iteration, and `settle` names the folder.
+    Saving has two steps: roles write their files (`write`), then the folder gets its name
+    (`commit`). Between the two the iteration's line goes into metrics.jsonl, with the time that
+    writing took. With `async_save` the roles write during the next iteration, and `settle` names
+    the folder.
     """
 
     def __init__(
@@ -55,31 +58,31 @@ class RunCheckpoints:
         self.config, self.directory, self.writes = config, directory, writes
         self.store = RunStore(directory.checkpoints)
         self.prompts_digest = prompts_digest
-        self.trained = trained_roles(roles)
+        self.trained: dict[Role, ActorGroup | CriticGroup] = {Role.ACTOR_ROLLOUT: roles.actor}
+        if roles.critic is not None:
+            self.trained[Role.CRITIC] = roles.critic
         self._timeout_s = config.runtime.timeout_s
         self._clock = clock
         self._last_save = clock()
         self._files: list[Entry] = []
         self._parts: HostParts | None = None  # None where all hosts see the driver's folder
         self._waiting: dict[str, Any] | None = None
-        self.write_s = 0.0  # the last time that ranks wrote beside an iteration, seconds
+        self.write_s = 0.0  # seconds of the last asynchronous write, beside an iteration
         self.newest = 0  # iteration of the newest complete checkpoint of this process; 0 = none
 
     def is_due(self, iteration: int, stops: bool = False) -> bool:
-        """Return whether to save after this iteration: by number, by time, and at the end.
+        """Return whether to save after this iteration: by interval, by time, and at the end.
 
         stops: the run ends early, after this iteration
         """
-        if stops:
-            return True
         training = self.config.training
         interval, seconds = training.save_interval, training.seconds_between_saves
-        if iteration == training.train_iters or (interval > 0 and iteration % interval == 0):
-            return True
-        return seconds > 0 and self._clock() - self._last_save >= seconds
+        is_last = stops or iteration == training.train_iters
+        is_multiple = interval > 0 and iteration % interval == 0
+        return is_last or is_multiple or 0 < seconds <= self._clock() - self._last_save
 
     def write(self, iteration: int, note: Note) -> float:
-        """Let all ranks write, or with `async_save` begin to write; return the seconds."""
+        """Let all ranks write; with `async_save`, start the writing. Return the seconds it took."""
         self.settle(note)
         started = time.monotonic()
         hidden = self.store.hidden(iteration)
@@ -90,7 +93,7 @@ class RunCheckpoints:
         begun = [group.begin_save(hidden / SAVED_AS[role]) for role, group in self.trained.items()]
         for call in begun:
             call.result()
-        self._files = [] if self.config.training.async_save else self._written()
+        self._files = [] if self.config.training.async_save else self._wait_for_files()
         return time.monotonic() - started
 
     def commit(
@@ -108,35 +111,36 @@ class RunCheckpoints:
             "prompts_digest": self.prompts_digest,
             "score": score,
         }
-        self._waiting = content
-        if not self.config.training.async_save:
-            self._publish(note)
+        if self.config.training.async_save:
+            self._waiting = content
+        else:
+            self._publish(content, note)
 
     def settle(self, note: Note) -> None:
         """Wait for the checkpoint that is being written, if any, and name it."""
         if self._waiting is not None:
-            self._files = self._written()
-            self._publish(note)
+            self._files = self._wait_for_files()
+            content, self._waiting = self._waiting, None
+            self._publish(content, note)
 
-    def _written(self) -> list[Entry]:
+    def _wait_for_files(self) -> list[Entry]:
         """Wait for the files of all roles; return their manifest entries."""
         calls = {role: group.end_save() for role, group in self.trained.items()}
         found: dict[Role, Written] = {role: call.result()[0] for role, call in calls.items()}
         if self.config.training.async_save:
             self.write_s = max(written.seconds for written in found.values())
+        apart = self._parts.hosts if self._parts else []
         return [
-            without_host(entry) if self._parts is None else self._parts.with_host_if_apart(entry)
+            entry if entry.get(HOST) in apart else without_host(entry)
             for role, written in found.items()
             for entry in under(SAVED_AS[role], written.files)
         ]
 
-    def _publish(self, note: Note) -> None:
-        content, self._waiting = self._waiting, None
-        if content is not None:
-            self.newest = content["iteration"]
-        if not self.writes or content is None:
+    def _publish(self, content: dict[str, Any], note: Note) -> None:
+        """Write the driver's files, name the checkpoint, and remove old ones."""
+        iteration = self.newest = content["iteration"]
+        if not self.writes:
             return
-        iteration = content["iteration"]
         hidden = self.store.hidden(iteration)
         texts = {
             f"{driver_state.TRAINER}/{driver_state.STATE}": json.dumps(content, indent=1),
@@ -146,11 +150,11 @@ class RunCheckpoints:
         for path, text in texts.items():
             write_text(hidden / path, text, mode)
         files = self._files + [entry_of(hidden, hidden / path) for path in texts]
-        manifest = Manifest(iteration, files, _about(self.config))
+        manifest = Manifest(iteration, files, _describe_writer(self.config))
         if found := manifest.find_missing(hidden):
             raise RuntimeError(
-                f"the checkpoint of iteration {iteration} is not whole: {found}; is "
-                f"{hidden.parent} the same folder on every host?"
+                f"the checkpoint of iteration {iteration} must have all files that its ranks "
+                f"wrote: {found}; is {hidden.parent} the same folder on every host?"
             )
         if self._parts:
             self._parts.commit(manifest, texts, mode)
@@ -178,13 +182,15 @@ class RunCheckpoints:
                 problems.append(loaded.problem)
                 continue
             for problem in problems:
-                note(f"warning: {problem}; an older one is taken")
+                note(f"warning: {problem}; resuming from an older checkpoint")
             self._resume_from(found, loaded.same_layout, note)
             return found.state
-        if problems:  # to start again would remove what there is
+        if problems:  # a new start would remove the checkpoints and records
             raise UserError(driver_state.no_whole_checkpoint(self.directory, problems))
         if self.writes:
-            self._start_again(note)
+            if any(driver_state.line_positions(self.directory).values()):
+                note("no checkpoint to resume from: starting again from iteration 0")
+            driver_state.cut_files(self.directory, {})
         return None
 
     def _load(self, found: driver_state.WholeCheckpoint) -> Loaded:
@@ -193,7 +199,7 @@ class RunCheckpoints:
         Raises UserError where the prompts are others.
         """
         path = found.checkpoint.path
-        if damage := self._damage(found.checkpoint, found.manifest):
+        if damage := self._find_damage(found.checkpoint, found.manifest):
             return Loaded(f"{path} is damaged: {damage}")
         if lacking := driver_state.find_shortened_file(self.directory, found.state["positions"]):
             return Loaded(f"{path} cannot be resumed from: {lacking}")
@@ -218,10 +224,10 @@ class RunCheckpoints:
 
         Raises UserError where a host does not see the directory and the configuration requires it.
         """
-        # A folder that was copied has the probe of another run. The ranks of torchrun look for the
-        # same name each for itself.
-        alone = self.config.runtime.kind is RuntimeKind.LOCAL
-        probe = self.store.folder / (PROBE if alone else f"{PROBE}_{secrets.token_hex(8)}")
+        # A copied folder holds the probe of another run, so the name is random; but the ranks of
+        # torchrun all look for the same name, without a message from the first one.
+        is_local = self.config.runtime.kind is RuntimeKind.LOCAL
+        probe = self.store.folder / (PROBE if is_local else f"{PROBE}_{secrets.token_hex(8)}")
         if self.writes:
             write_text(probe, "")
         roles = {SAVED_AS[role]: group.hosts for role, group in self.trained.items()}
@@ -244,7 +250,7 @@ class RunCheckpoints:
                     "training.output_dir",
                     f"must be on storage that all hosts share, {', '.join(blind)} do not see it",
                     self.directory.path,
-                    "use such a folder, or training.no_shared_storage=true: each host then keeps "
+                    "use a shared folder, or training.no_shared_storage=true: each host then keeps "
                     "its part of a checkpoint",
                 )
             )
@@ -252,35 +258,29 @@ class RunCheckpoints:
             raise UserError(
                 Problem(
                     "training.no_shared_storage",
-                    "must be with runtime=ray, which brings files from host to host; "
+                    "needs runtime=ray, which copies files from host to host; "
                     f"{', '.join(blind)} do not see {self.directory.path}",
                     True,
                     "use runtime=ray, or a folder that all hosts share",
                 )
             )
 
-    def _damage(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
+    def _find_damage(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
         """Describe the damage of the roles' files; empty = none."""
-        folder, parts = checkpoint.path, self._parts
-        unsafe = (
-            parts.fetch_files(checkpoint, manifest)
-            if parts
-            else host_files.find_unsafe_file(folder)
-        )
+        folder, wait_s = checkpoint.path, self._timeout_s
+        if self._parts:
+            unsafe = self._parts.fetch_files(checkpoint, manifest)
+        else:
+            unsafe = host_files.find_unsafe_file(folder)
         if unsafe:
             return unsafe
-        calls = [  # each host reads its share, or all where it has files of its own
-            (
-                name,
-                agent.start(
-                    host_files.find_damage, folder / name, share, timeout_s=self._timeout_s
-                ),
-            )
-            for role, group in self.trained.items()
-            for name, entries in ((SAVED_AS[role], manifest.part(SAVED_AS[role])),)
-            for place, agent in enumerate(group.hosts)
-            for share in (entries if self._parts else entries[place :: len(group.hosts)],)
-        ]
+        calls = []
+        for role, group in self.trained.items():
+            name, entries = SAVED_AS[role], manifest.part(SAVED_AS[role])
+            for i, agent in enumerate(group.hosts):  # hosts with files of their own read all
+                share = entries if self._parts else entries[i :: len(group.hosts)]
+                call = agent.start(host_files.find_damage, folder / name, share, timeout_s=wait_s)
+                calls.append((name, call))
         found = [f"{name}/{problem}" for name, call in calls for problem in call.result()]
         return "; ".join(dict.fromkeys(found))
 
@@ -290,55 +290,40 @@ class RunCheckpoints:
         """Make the run's files those of the checkpoint, which the roles have taken over."""
         checkpoint, positions = found.checkpoint, found.state["positions"]
         for path in driver_state.find_removed_samples(self.directory, positions):
-            note(f"warning: {path} is gone; it starts with the next iteration")
+            note(f"warning: {path} was removed; it starts again with the next iteration")
         if self.writes:
             for other in self.store.newest_first():
                 if other.iteration > checkpoint.iteration:
                     aside = self.store.move_aside(other)
-                    note(f"note: {other.path.name} is kept as {aside.name}")
+                    note(f"note: {other.path.name} is not resumed from; renamed to {aside.name}")
             self.store.point_to(checkpoint.iteration)
             driver_state.cut_files(self.directory, positions)
         self.newest = checkpoint.iteration
-        note(f"resumed from {checkpoint.path}; its weights, not those of `load`, are gone on with")
+        note(f"resumed from {checkpoint.path}; its weights replace those of `load`")
         if not same_layout:
             note(
-                "note: the layout or the kind of device is another one; state and data go on "
-                "exactly, random streams of the ranks start from the seed"
+                "note: the layout or the kind of device has changed; weights, optimizer and data "
+                "continue exactly, the random streams of the ranks start from the seed"
             )
 
-    def _start_again(self, note: Note) -> None:
-        if any(driver_state.line_positions(self.directory).values()):
-            note("no checkpoint yet to go on from: starts from iteration 0 again")
-        driver_state.cut_files(self.directory, {})
 
-
-def trained_roles(roles: RoleGroups) -> dict[Role, ActorGroup | CriticGroup]:
-    """The groups of the roles that are trained."""
-    trained: dict[Role, ActorGroup | CriticGroup] = {Role.ACTOR_ROLLOUT: roles.actor}
-    if roles.critic is not None:
-        trained[Role.CRITIC] = roles.critic
-    return trained
-
-
-def _about(config: RunConfig) -> dict[str, Any]:
-    """Versions and layouts that wrote the checkpoint."""
-    names = ("torch", "megatron-core", "ray", "numpy")
-    layouts = {}
-    for role, name in SAVED_AS.items():
-        if role in config.roles:
-            layout = config.layout(role)
-            layouts[name] = {"world_size": layout.world_size, "tp": layout.tp, "pp": layout.pp}
+def _describe_writer(config: RunConfig) -> dict[str, Any]:
+    """Versions and layouts that write the checkpoint."""
+    layouts = {name: config.layout(role) for role, name in SAVED_AS.items() if role in config.roles}
     return {
         "versions": {
             "mindspeed_rlxf": mindspeed_rlxf.__version__,
             "python": platform.python_version(),
-            **{name: _version(name) for name in names},
+            **{name: _find_version(name) for name in ("torch", "megatron-core", "ray", "numpy")},
         },
-        "layouts": layouts,
+        "layouts": {
+            name: {"world_size": layout.world_size, "tp": layout.tp, "pp": layout.pp}
+            for name, layout in layouts.items()
+        },
     }
 
 
-def _version(name: str) -> str | None:
+def _find_version(name: str) -> str | None:
     try:
         return version(name)
     except ImportError:  # a checkout on the path, not a package that is installed

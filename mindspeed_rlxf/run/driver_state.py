@@ -1,4 +1,4 @@
-"""The driver's state in checkpoints, and what a used run directory means for a command."""
+"""Find the checkpoints that a run can resume from; read the driver's state; cut its files."""
 
 from __future__ import annotations
 
@@ -15,18 +15,13 @@ from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.reporting.line_file import LineFile
 from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.host_files import find_damage
 from mindspeed_rlxf.run.state_schema import read_driver_state
-from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore, missing_parts
-from mindspeed_rlxf.weights.state_files import content_problem
+from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
 
 TRAINER = "trainer"
 STATE, CONFIG = "state.json", "config.yaml"
 MAX_PROBLEMS, MAX_PROBLEM = 4, 1500  # checkpoints, and characters of each, in an error
-
-
-def checkpoint_parts(config: RunConfig) -> list[str]:
-    """Subfolders of a checkpoint: one per trained role, and the driver's."""
-    return [name for role, name in SAVED_AS.items() if role in config.roles] + [TRAINER]
 
 
 @dataclass(frozen=True)
@@ -43,19 +38,17 @@ def find_whole_checkpoints(
 ) -> tuple[list[WholeCheckpoint], list[str]]:
     """Return checkpoints with files of the right sizes, newest first, and a line per damaged one.
 
-    The driver's part is hashed here; the workers hash the parts of the roles.
+    Only the driver's files are hashed here; the hosts of the roles hash those of the roles.
     """
     whole, problems = [], []
+    parts = [name for role, name in SAVED_AS.items() if role in config.roles] + [TRAINER]
     for checkpoint in store.newest_first():
         try:
             manifest = checkpoint.read()
-            missing = missing_parts(manifest, checkpoint_parts(config))
-            if missing:
+            if missing := [name for name in parts if not manifest.part(name)]:
                 raise ValueError(f"no files of {' and '.join(missing)}")
-            folder = checkpoint.path / TRAINER
-            found = [content_problem(folder, entry) for entry in manifest.part(TRAINER)]
-            if damaged := [problem for problem in found if problem is not None]:
-                raise ValueError("; ".join(f"{TRAINER}/{problem}" for problem in damaged))
+            if damage := find_damage(checkpoint.path / TRAINER, manifest.part(TRAINER)):
+                raise ValueError("; ".join(f"{TRAINER}/{problem}" for problem in damage))
             each = WholeCheckpoint(checkpoint, manifest, read_state(checkpoint))
         except (ValueError, OSError) as error:
             problems.append(f"{checkpoint.path} is damaged: {error}")
@@ -70,33 +63,27 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def find_best_iterations(store: RunStore) -> list[int]:
-    """The checkpoint with the highest validation score, the earliest of equals; [] = no scores."""
+    """Return the checkpoint with the highest validation score, the earliest of equals.
+
+    Returns an empty list where no checkpoint has a score.
+    """
     scores: dict[int, float] = {}
     for checkpoint in store.newest_first():
         try:
             score = read_state(checkpoint).get("score")
         except (OSError, ValueError):
-            continue  # damaged: nothing that is to be kept
+            continue  # damaged
         if isinstance(score, (int, float)) and abs(score) < math.inf:
             scores[checkpoint.iteration] = float(score)
-    best = max(scores.values(), default=None)
-    return [min(n for n, score in scores.items() if score == best)] if scores else []
+    return [max(scores, key=lambda n: (scores[n], -n))] if scores else []
 
 
-def done_iterations(config: RunConfig, directory: RunDirectory) -> int:
-    """Iteration of the checkpoint that the command would resume from; 0 = none."""
-    if not directory.is_used or config.training.new_run:
-        return 0
-    whole, _ = find_whole_checkpoints(config, RunStore(directory.checkpoints))
-    return whole[0].checkpoint.iteration if whole else 0
-
-
-def read_newest_state(config: RunConfig, directory: RunDirectory) -> dict[str, Any] | None:
-    """The driver's state that the command would resume from; None = a new run."""
+def find_newest_checkpoint(config: RunConfig, directory: RunDirectory) -> WholeCheckpoint | None:
+    """Find the checkpoint that the command would resume from; None = a new run."""
     if not directory.is_used or config.training.new_run:
         return None
     whole, _ = find_whole_checkpoints(config, RunStore(directory.checkpoints))
-    return whole[0].state if whole else None
+    return whole[0] if whole else None
 
 
 def check_checkpoints(config: RunConfig, directory: RunDirectory) -> list[Problem]:
@@ -119,12 +106,16 @@ def no_whole_checkpoint(directory: RunDirectory, problems: Sequence[str]) -> Pro
     )
 
 
-def check_train_iters(config: RunConfig, done: int) -> list[Problem]:
-    """Report a run that has done more iterations than `train_iters`. done: see `done_iterations`"""
+def check_train_iters(config: RunConfig, newest: WholeCheckpoint | None) -> list[Problem]:
+    """Report a run that has done more iterations than `train_iters`.
+
+    newest: checkpoint that the command would resume from
+    """
     wanted = config.training.train_iters
-    if done <= wanted:
+    if newest is None or newest.checkpoint.iteration <= wanted:
         return []
-    folder = RunDirectory.choose(config).path
+    done = newest.checkpoint.iteration
+    folder = newest.checkpoint.path.parents[1]
     return [
         Problem(
             "training.train_iters",
@@ -140,10 +131,11 @@ def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
 
     Raises UserError where the run has gone further than `train_iters`.
     """
-    done = done_iterations(config, directory)
-    if problems := check_train_iters(config, done):
+    newest = find_newest_checkpoint(config, directory)
+    if problems := check_train_iters(config, newest):
         raise UserError(problems)
-    return done == config.training.train_iters == RunStore(directory.checkpoints).exported()
+    wanted, store = config.training.train_iters, RunStore(directory.checkpoints)
+    return newest is not None and newest.checkpoint.iteration == wanted == store.exported()
 
 
 def hash_prompts(prompts: Sequence[Prompt], eos_token_ids: Sequence[int]) -> str:
@@ -159,15 +151,11 @@ def hash_prompts(prompts: Sequence[Prompt], eos_token_ids: Sequence[int]) -> str
 def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
     """Cut each metric and sample file to its length at the checkpoint.
 
-    Raises UserError where a file is shorter than that.
+    Raises ValueError where a file is shorter than that (see `find_shortened_file`).
     """
-    for file in line_files(directory):
-        if not file.exists():  # see `find_shortened_file`
-            continue
-        try:
+    for file in _line_files(directory):
+        if file.exists():  # removed samples stay away
             file.cut(positions.get(file.path.name, 0))
-        except ValueError as error:
-            raise UserError(Problem("", str(error))) from None
 
 
 def find_shortened_file(directory: RunDirectory, positions: dict[str, int]) -> str:
@@ -176,39 +164,32 @@ def find_shortened_file(directory: RunDirectory, positions: dict[str, int]) -> s
     Sample files may be removed altogether (`find_removed_samples`).
     """
     cleared = find_removed_samples(directory, positions)
-    for file in line_files(directory):
+    for file in _line_files(directory):
         wanted = positions.get(file.path.name, 0)
         try:
             there = file.position()
         except OSError as error:
             return f"{error.filename or file.path} cannot be read ({error.strerror})"
         if file.path not in cleared and there < wanted:
-            return f"{file.path} has {there} bytes of the {wanted} that it had then"
+            return f"{file.path} has {there} bytes, the checkpoint counts {wanted}"
     return ""
 
 
 def find_removed_samples(directory: RunDirectory, positions: dict[str, int]) -> list[Path]:
-    """Sample files that a checkpoint counts and that were removed since."""
-    return [
-        path
-        for path in _samples(directory)
-        if positions.get(path.name, 0) and not LineFile(path).exists()
-    ]
-
-
-def _samples(directory: RunDirectory) -> tuple[Path, ...]:
-    return directory.samples, directory.val_samples
+    """Find sample files that a checkpoint counts and that were removed since."""
+    samples = directory.samples, directory.val_samples
+    return [path for path in samples if positions.get(path.name) and not LineFile(path).exists()]
 
 
 def line_positions(directory: RunDirectory) -> dict[str, int]:
     """Sync each metric and sample file; return file name -> bytes, older parts included."""
-    files = [file for file in line_files(directory) if file.exists()]
+    files = [file for file in _line_files(directory) if file.exists()]
     for file in files:
         file.sync()
     return {file.path.name: file.position() for file in files}
 
 
-def line_files(directory: RunDirectory) -> list[LineFile]:
-    """The files that grow by lines during the run."""
-    paths = directory.metrics, *_samples(directory), directory.consumed
-    return [LineFile(path) for path in paths]
+def _line_files(directory: RunDirectory) -> list[LineFile]:
+    """List the files that grow by lines during the run."""
+    samples = directory.samples, directory.val_samples
+    return [LineFile(path) for path in (directory.metrics, *samples, directory.consumed)]

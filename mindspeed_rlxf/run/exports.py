@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from mindspeed_rlxf.cluster.role_groups import ActorGroup, CriticGroup
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
-from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.directory import RunDirectory, find_write_obstacle
 
 HF, MEGATRON = "hf", "megatron"
 
@@ -21,7 +20,7 @@ def export_weights(
     directory: RunDirectory,
     writes: bool = True,
 ) -> None:
-    """Write Hugging Face and Megatron folders of each role; replace those of an earlier end.
+    """Write Hugging Face and Megatron folders of each role; replace those of an earlier export.
 
     writes: False on all but the first rank of torchrun
     """
@@ -37,14 +36,14 @@ def export_weights(
 
 
 def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Path]:
-    """(Hugging Face, Megatron) folders of a trained role: under its `save`, else in `final`."""
+    """Return the (Hugging Face, Megatron) folders of a role: under its `save`, else in `final`."""
     folder = config.save_folder(role)
     if folder is not None:
         return folder / HF, folder / MEGATRON
     return final / f"{SAVED_AS[role]}_{HF}", final / f"{SAVED_AS[role]}_{MEGATRON}"
 
 
-def save_problems(config: RunConfig) -> list[Problem]:
+def check_save_folders(config: RunConfig) -> list[Problem]:
     """Report folders named by `save` that hold files already or cannot be written."""
     problems = []
     for role in (role for role in config.roles if role in SAVED_AS):
@@ -56,17 +55,16 @@ def save_problems(config: RunConfig) -> list[Problem]:
                 problems.append(
                     Problem(
                         key,
-                        f"must not hold weights, they would be written over in {path}",
+                        f"must not hold weights, the run would overwrite those in {path}",
                         repr(str(folder)),
                         "give another folder, or move them away",
                     )
                 )
-        above = next(p for p in (folder, *folder.parents) if p.exists())
-        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        if found := find_write_obstacle(folder):
             problems.append(
                 Problem(
                     key,
-                    f"must be a folder that can be written, {above} cannot",
+                    f"must be a folder that can be written: {found}",
                     repr(str(folder)),
                     "give another one",
                 )

@@ -18,19 +18,14 @@ from mindspeed_rlxf.run.stopping import StopRequest
 NAMED = ("role", "rank", "host", "phase", "cause", "missing", "remote_traceback")
 
 
-def failure_message(error: BaseException) -> str:
-    """One line with role, rank, host, phase and cause."""
-    if isinstance(error, (WorkerError, RuntimeTimeout, HostError)):
-        return " ".join(str(error).split())
-    return " ".join(f"driver: {type(error).__name__}: {error}".split())
-
-
 def report(directory: RunDirectory | None, error: BaseException, stop: StopRequest) -> None:
     """Print the message and write failure.json.
 
     directory: None on the later ranks of torchrun, which write no files
     """
-    message = failure_message(error)
+    is_remote = isinstance(error, (WorkerError, RuntimeTimeout, HostError))
+    text = str(error) if is_remote else f"driver: {type(error).__name__}: {error}"
+    message = " ".join(text.split())
     where = f" (iteration {stop.under_way})" if stop.under_way else ""
     print(f"failed: {message}{where}", file=sys.stderr, flush=True)
     if directory is None:
@@ -49,10 +44,10 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
         "traceback": "".join(traceback.format_exception(error)),
     }
     if isinstance(error, RuntimeTimeout):
-        details["cause"] = "did not arrive in time"  # the same each time, whatever the deadline
-    text = json.dumps(details, indent=2, ensure_ascii=False, default=str)
+        details["cause"] = "did not arrive in time"  # a repeated failure has the same cause
+    text = json.dumps(details, indent=2, ensure_ascii=False, default=str) + "\n"
     try:
-        content = (text + "\n").encode("utf-8", "backslashreplace")
+        content = text.encode("utf-8", "backslashreplace")
         replace_file(directory.failure, content, directory.file_mode)
     except OSError as problem:
         print(f"warning: {directory.failure} cannot be written: {problem}", file=sys.stderr)

@@ -7,8 +7,8 @@ repeats a call whose process was lost.
 
 from __future__ import annotations
 
+import glob
 import os
-import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ MARK = ".shared_by_"
 
 @dataclass(frozen=True)
 class HostView:
-    """A host, and whether it sees a file. machine: distinguishes hosts of one name."""
+    """A host, and whether it sees a file. machine: distinguishes hosts of the same name"""
 
     host: str
     machine: str
@@ -60,12 +60,12 @@ def find_damage(folder: Path, entries: Sequence[Entry]) -> list[str]:
 
 
 def write_mark(store: Path, name: str) -> None:
-    """Write a mark that every host sees which shares this folder."""
+    """Write a mark for the other hosts that share this folder."""
     write_text(store / f"{MARK}{name}", "")
 
 
 def read_marks(store: Path) -> list[str]:
-    """Names of the marks in this folder."""
+    """Return the names of the marks in this folder."""
     return sorted(path.name.removeprefix(MARK) for path in store.glob(f"{MARK}*"))
 
 
@@ -83,7 +83,9 @@ def commit_part(store: Path, manifest: str, texts: Mapping[str, str], mode: int 
     """
     found = Manifest.from_json(manifest, "the driver's manifest")
     hidden, final = RunStore(store).hidden(found.iteration), RunStore(store).path(found.iteration)
-    if not hidden.exists() and (final / MANIFEST).is_file():  # run again: it has its name
+    if (
+        not hidden.exists() and (final / MANIFEST).is_file()
+    ):  # run again, and the part has its name already
         RunStore(store).point_to(found.iteration)
         return
     for path, text in texts.items():
@@ -97,7 +99,7 @@ def keep_parts(store: Path, iterations: Sequence[int]) -> None:
 
 
 def find_present(folder: Path, entries: Sequence[Entry]) -> list[int]:
-    """Indices of the entries whose files are here and have the right size."""
+    """Return the indices of the entries whose files are here and have the right size."""
     return [i for i, entry in enumerate(entries) if size_problem(folder, entry) is None]
 
 
@@ -126,7 +128,7 @@ def _read_restricted(file: Path) -> None:
 
 
 def read_chunk(file: Path, offset: int) -> bytes:
-    """Up to CHUNK_BYTES of the file from the offset."""
+    """Read up to CHUNK_BYTES of the file from the offset."""
     with open_file(file, "rb") as stream:
         stream.seek(offset)
         return bytes(stream.read(CHUNK_BYTES))
@@ -135,17 +137,17 @@ def read_chunk(file: Path, offset: int) -> bytes:
 def write_chunk(folder: Path, entry: Entry, offset: int, chunk: bytes, token: str) -> str:
     """Write a chunk of a file; after the last one, check, sync and name the file.
 
-    token: random text, the same for all chunks of the file
+    token: 16 random hex digits, the same for all chunks of the file
     Returns the damage where the file differs from its manifest entry; empty = none or unfinished.
     """
     file = folder / entry["path"]
     file.parent.mkdir(parents=True, exist_ok=True)
     partial_file = file.with_name(f".{file.name}.{token}.partial")
     if offset and not partial_file.exists() and size_problem(folder, entry) is None:
-        return ""  # run again: it has its name
+        return ""  # run again, and the file has its name already
     if offset == 0:
-        for left in _partial_files(file):
-            left.unlink(missing_ok=True)
+        for left in file.parent.glob(f".{glob.escape(file.name)}.{'?' * 16}.partial"):
+            left.unlink(missing_ok=True)  # of killed drivers
         new_file(partial_file).close()
     with open_file(partial_file, "r+b", None) as stream:
         stream.seek(offset)
@@ -159,9 +161,3 @@ def write_chunk(folder: Path, entry: Entry, offset: int, chunk: bytes, token: st
         return f"{entry['path']} is not what was written (sha256)"
     os.replace(partial_file, file)
     return ""
-
-
-def _partial_files(file: Path) -> list[Path]:
-    """Unfinished copies of the file that killed drivers left."""
-    ours = re.compile(re.escape(f".{file.name}.") + r"[0-9a-f]{16}\.partial")
-    return [path for path in file.parent.iterdir() if ours.fullmatch(path.name)]

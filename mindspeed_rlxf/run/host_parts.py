@@ -18,19 +18,22 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.run import host_files
 from mindspeed_rlxf.run.host_files import CHUNK_BYTES, HostView
 from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
-from mindspeed_rlxf.weights.state_files import HOST, Entry, without_host
+from mindspeed_rlxf.weights.state_files import HOST, Entry
 
 DRIVER = ""  # the key of every host that sees the driver's folder
 Held = Mapping[str, set[int]]
+"""Key of a host -> indices of the manifest entries whose files it has."""
 
 
-def key_of(view: HostView) -> str:
+def _key_of(view: HostView) -> str:
     return DRIVER if view.sees else f"{view.host}_{view.machine}"
 
 
 @dataclass
 class HostParts:
-    """folder: checkpoints of the run, the same path everywhere
+    """Commit, prune and fetch the parts of all hosts.
+
+    store:     checkpoints of the run, at the same path on every host
     roles:     hosts of the roles that are trained, by their subfolder of a checkpoint
     views:     what each of these hosts sees
     timeout_s: for each call
@@ -46,14 +49,16 @@ class HostParts:
     def __post_init__(self) -> None:
         servers: dict[str, HostAgent] = {}
         for agent, view in self.views.items():
-            servers.setdefault(key_of(view), agent)
-        self._key = {key: key for key in servers} | self._shared_folders(servers)
+            servers.setdefault(_key_of(view), agent)
+        self._key = {key: key for key in servers} | self._map_shared_folders(servers)
         self._servers = {key: servers[key] for key in set(self._key.values())}
 
-    def _shared_folders(self, servers: Mapping[str, HostAgent]) -> dict[str, str]:
-        """Map each host apart to the one that serves the folder which they share."""
+    def _map_shared_folders(self, servers: Mapping[str, HostAgent]) -> dict[str, str]:
+        """Map each host apart to the one that serves the folder that they share."""
         apart = {key: server for key, server in servers.items() if key != DRIVER}
-        names = {f"{key}_{secrets.token_hex(8)}": key for key in apart}  # not those of a copy
+        names = {
+            f"{key}_{secrets.token_hex(8)}": key for key in apart
+        }  # differ from those in a copied folder
         for name, key in names.items():
             self._start(apart[key], host_files.write_mark, self.store.folder, name).result()
         seen = self._on_each(apart, host_files.read_marks, self.store.folder)
@@ -80,13 +85,8 @@ class HostParts:
         return {key: server for key, server in self._servers.items() if key != DRIVER}
 
     def begin(self, iteration: int) -> None:
+        """Make an empty hidden folder on each host that keeps its part."""
         self._on_each(self._apart, host_files.begin_part, self.store.folder, iteration)
-
-    def with_host_if_apart(self, entry: Entry) -> Entry:
-        """The manifest entry of a file, without its host where the driver sees the file."""
-        if entry.get(HOST) in self.hosts:
-            return entry
-        return without_host(entry)
 
     def commit(self, manifest: Manifest, texts: dict[str, str], mode: int) -> None:
         """Name the part of each host; the driver names its own afterwards.
@@ -109,8 +109,8 @@ class HostParts:
         found: list[str] = []
         for name, agents in self.roles.items():
             folder, entries = checkpoint.path / name, manifest.part(name)
-            held = self._held(folder, entries)
-            wanted = sorted({self._key[key_of(self.views[agent])] for agent in agents})
+            held = self._find_held(folder, entries)
+            wanted = sorted({self._key[_key_of(self.views[agent])] for agent in agents})
             lost = [e for i, e in enumerate(entries) if not any(i in h for h in held.values())]
             if lost:
                 return self._report_lost(checkpoint, name, lost)
@@ -118,14 +118,14 @@ class HostParts:
                 for place in sorted(set(range(len(entries))) - held[key]):
                     if problem := self._copy(folder, entries[place], place, held, key):
                         found.append(f"{name}/{problem}")
-            if not found:  # whole now, which the scan expects
+            if not found:  # the scan needs all files of the role
                 servers = {key: self._servers[key] for key in wanted}
                 scans = self._on_each(servers, host_files.find_unsafe_file, folder)
                 found += [problem for problem in scans.values() if problem]
         return "; ".join(found)
 
-    def _held(self, folder: Path, entries: list[Entry]) -> Held:
-        """Indices of the entries that each folder has."""
+    def _find_held(self, folder: Path, entries: list[Entry]) -> Held:
+        """Find the files that each folder has."""
         found = self._on_each(self._apart, host_files.find_present, folder, entries)
         found[DRIVER] = host_files.find_present(folder, entries)
         return {key: set(places) for key, places in found.items()}
@@ -137,11 +137,11 @@ class HostParts:
         files = f"{name}/{lost[0]['path']}" + (f" and {len(lost) - 1} more" if lost[1:] else "")
         if not away:
             return f"{files} is on no host of this run"
-        hosts = f"this run's hosts are {', '.join(sorted(present))}"
         raise UserError(
             Problem(
                 f"{checkpoint.path}",
-                f"has files that only {', '.join(away)} kept ({files}), and {hosts}",
+                f"must have its files on hosts of this run ({', '.join(sorted(present))}), "
+                f"only {', '.join(away)} kept {files}",
                 remedy="bring the host back, copy the folder from it to one of these, or set "
                 "training.new_run=true",
             )

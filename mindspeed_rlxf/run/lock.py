@@ -1,4 +1,4 @@
-"""One live run in a run directory: a lock that the kernel takes back when its process ends."""
+"""Allow one live run per run directory: a file lock, which ends with its process."""
 
 from __future__ import annotations
 
@@ -27,36 +27,19 @@ def take(folder: Path, mode: int = PRIVATE) -> None:
     file = folder / LOCK
     if file in _held:
         return
-    while not _still_there(file, stream := _locked(folder, file, mode)):
-        stream.close()  # who had the lock removed the file after this process had opened it
+    while True:
+        stream = open_file(file, "a+", mode, encoding="utf-8")
+        if found := _lock(folder, stream):
+            stream.close()
+            raise UserError(found)
+        if _names(file, stream):
+            break
+        stream.close()  # the last holder removed the file after this process had opened it
     stream.seek(0)
     stream.truncate()
     stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n")
     stream.flush()
     _held[file] = stream
-
-
-def _locked(folder: Path, file: Path, mode: int) -> IO[str]:
-    stream = open_file(file, "a+", mode, encoding="utf-8")
-    try:
-        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = _holder(stream)
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            stream.close()
-            raise UserError(_refusal(folder, *holder)) from None
-        if _is_alive(*holder):
-            stream.close()
-            raise UserError(_refusal(folder, *holder)) from None
-    return stream
-
-
-def _still_there(file: Path, stream: IO[str]) -> bool:
-    """Return whether the path still names the opened file."""
-    try:
-        return os.path.samestat(os.stat(file), os.fstat(stream.fileno()))
-    except FileNotFoundError:
-        return False
 
 
 def release(folder: Path) -> None:
@@ -68,26 +51,48 @@ def release(folder: Path) -> None:
         stream.close()
 
 
-def problem(folder: Path) -> Problem | None:
+def find_holder(folder: Path) -> Problem | None:
     """Report why the lock cannot be taken now; None = it can. Does not take it."""
     file = folder / LOCK
     if file in _held or not os.path.lexists(file):
         return None
     try:
-        stream = open_file(file, "r+", None, encoding="utf-8")
+        with open_file(file, "r+", None, encoding="utf-8") as stream:
+            return _lock(folder, stream)
     except OSError as error:
-        return _unusable(folder, error)
-    with stream:
-        try:
-            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = _holder(stream)
-            if error.errno in (errno.EACCES, errno.EAGAIN) or _is_alive(*holder):
-                return _refusal(folder, *holder)
+        return Problem(
+            "training.output_dir",
+            f"must have a lock that this user can take: {error.strerror}",
+            repr(str(folder)),
+            f"remove {LOCK}, or set training.new_run=true",
+        )
+
+
+def _lock(folder: Path, stream: IO[str]) -> Problem | None:
+    """Lock the file until it is closed, or report the process that holds it."""
+    try:
+        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        host, pid = _read_holder(stream)
+        if error.errno in (errno.EACCES, errno.EAGAIN) or _is_alive(host, pid):
+            return Problem(
+                "training.output_dir",
+                f"must not be in use, process {pid} on {host} runs in it",
+                repr(str(folder)),
+                f"wait for it, end it, or set training.new_run=true (if it is gone, remove {LOCK})",
+            )
     return None
 
 
-def _holder(stream: IO[str]) -> tuple[str, int]:
+def _names(file: Path, stream: IO[str]) -> bool:
+    """Return whether the path still names the opened file."""
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(stream.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _read_holder(stream: IO[str]) -> tuple[str, int]:
     stream.seek(0)
     try:
         note = json.loads(stream.read())
@@ -98,24 +103,4 @@ def _holder(stream: IO[str]) -> tuple[str, int]:
 
 def _is_alive(host: str, pid: int) -> bool:
     """Return whether the process may run; one of another host counts as alive."""
-    if host != socket.gethostname():
-        return pid > 0
-    return pid > 0 and Path(f"/proc/{pid}").exists()
-
-
-def _refusal(folder: Path, host: str, pid: int) -> Problem:
-    return Problem(
-        "training.output_dir",
-        f"must not be in use, process {pid} on {host} runs in it",
-        repr(str(folder)),
-        f"wait for it, end it, or set training.new_run=true (if it is gone, remove {LOCK})",
-    )
-
-
-def _unusable(folder: Path, error: OSError) -> Problem:
-    return Problem(
-        "training.output_dir",
-        f"must have a lock that this user can take: {error.strerror}",
-        repr(str(folder)),
-        f"remove {LOCK}, or set training.new_run=true",
-    )
+    return pid > 0 and (host != socket.gethostname() or Path(f"/proc/{pid}").exists())

@@ -24,7 +24,7 @@ GAP_WARNING = 0.05  # mean |log-prob of generation - of training|, nats; bf16 ro
 
 
 class Recorder:
-    """Owns the open files of the run directory and the console's progress."""
+    """Write the open files of the run directory and the progress on the console."""
 
     def __init__(
         self, config: RunConfig, directory: RunDirectory, tokenizer: Any, writes: bool = True
@@ -43,50 +43,56 @@ class Recorder:
             config.logging.console_metrics,
             sys.stdout if writes else io.StringIO(),
         )
+        self.note = self._progress.note  # prints a line beside the progress
 
-    def iteration(self, iteration: int, metrics: dict[str, float], seconds: float) -> None:
-        """seconds: of the whole iteration."""
+    def write_iteration(self, iteration: int, metrics: dict[str, float], seconds: float) -> None:
+        """Write and print the metrics; warn of groups without signal and of log-probs that differ.
+
+        seconds: of the whole iteration
+        """
         self._metrics.write(iteration, metrics, seconds)
         self._progress.update(iteration, metrics)
         if alike := int(metrics.get("rollout/alike_groups", 0)):
-            self._progress.note(
+            self.note(
                 f"warning: {alike} prompt groups of this iteration have zero advantages, because "
                 "all their responses score the same; raise algorithm.max_num_gen_batches, or use "
                 "easier or harder prompts"
             )
         gap = metrics.get("rollout/log_prob_gap_mean", 0.0)
         if gap > GAP_WARNING:
-            self._progress.note(
+            self.note(
                 f"warning: log-probs of generation and training differ by {gap:.3g} on average; "
-                "algorithm.max_log_prob_gap stops at the token that is worst"
+                "algorithm.max_log_prob_gap stops the run at the token with the largest gap"
             )
 
-    def skipped(self, iteration: int, metrics: dict[str, float], scores: dict[int, float]) -> None:
+    def warn_of_non_finite(
+        self, iteration: int, metrics: dict[str, float], scores: dict[int, float]
+    ) -> None:
         """Warn of skipped optimizer steps, and of the samples whose scores were not finite."""
         for role in ("critic", "actor"):
             if count := int(metrics.get(f"{role}/skipped_steps", 0)):
-                self._progress.note(
-                    f"warning: {count} optimizer steps of the {role} left out in iteration "
-                    f"{iteration}: loss or gradient norm was no finite number"
+                self.note(
+                    f"warning: skipped {count} optimizer steps of the {role} in iteration "
+                    f"{iteration}: loss or gradient norm was not finite"
                 )
         if scores:
             named = ", ".join(f"{score} for sample {i}" for i, score in list(scores.items())[:8])
-            self._progress.note(f"warning: the reward gave {named} in iteration {iteration}")
+            self.note(f"warning: the reward returned {named} in iteration {iteration}")
 
-    def validation(self, iteration: int, metrics: dict[str, float]) -> None:
+    def write_validation(self, iteration: int, metrics: dict[str, float]) -> None:
         """Print one line; before the first iteration also write a metrics line."""
         if iteration == 0:
             self._metrics.write(iteration, metrics, metrics["timing/val"])
         shown = " | ".join(f"{k} : {v:.4f}" for k, v in metrics.items() if k.startswith("val/"))
-        self._progress.note(f"validation after iteration {iteration} | {shown}")
+        self.note(f"validation after iteration {iteration} | {shown}")
 
-    def consumed(self, iteration: int, taken: ConsumedPrompts) -> None:
+    def write_consumed(self, iteration: int, taken: ConsumedPrompts) -> None:
         """Add the iteration's prompts to the ledger."""
         self._ledger.write(
             iteration, taken.first_sample_id, taken.samples_per_prompt, taken.prompts
         )
 
-    def timeline(
+    def write_timeline(
         self, iteration: int, calls: Iterable[Pending], driver: Mapping[str, tuple[float, float]]
     ) -> None:
         """Write the iteration to the timeline; waits for its calls.
@@ -103,41 +109,25 @@ class Recorder:
         ]
         self._timeline.write(iteration, own + others)
 
-    def note(self, text: str) -> None:
-        """Print a line beside the progress."""
-        self._progress.note(text)
-
-    def samples(
-        self, iteration: int, actor: ActorGroup, rollouts: RowsRef, scores: Sequence[ScoreReport]
-    ) -> None:
-        self._write(self._samples, iteration, actor, rollouts, scores)
-
-    def validation_samples(
-        self,
-        iteration: int,
-        actor: ActorGroup,
-        rollouts: RowsRef,
-        scores: Sequence[ScoreReport],
-        ground_truths: Sequence[str],
-    ) -> None:
-        self._write(self._val_samples, iteration, actor, rollouts, scores, ground_truths)
-
     def close(self) -> None:
         self._progress.close()
         for writer in (self._metrics, self._ledger, self._samples, self._val_samples):
             writer.close()
 
-    def _write(
+    def write_samples(
         self,
-        writer: SampleWriter,
         iteration: int,
         actor: ActorGroup,
         rollouts: RowsRef,
         scores: Sequence[ScoreReport],
-        ground_truths: Sequence[str] = (),
+        ground_truths: Sequence[str] | None = None,
     ) -> None:
-        """Fetch and write the first samples; no others leave the workers."""
-        count = writer.num_kept(len(ground_truths) or rollouts.num_rows)
+        """Fetch and write the first samples; no others leave the workers.
+
+        ground_truths: of a validation, whose samples have a file of their own; None = of training
+        """
+        writer = self._samples if ground_truths is None else self._val_samples
+        count = writer.num_kept(len(ground_truths or ()) or rollouts.num_rows)
         if not count:
             return
         texts = actor.sample_texts(rollouts, count)

@@ -52,19 +52,18 @@ class StopRequest:
         self._since: float | None = None  # start of the iteration under way
         self.reason = ""
         self.iteration = self.saved = 0  # the last that ended, and that was saved
-        self.agree: Callable[[bool], bool] = (
-            bool  # all ranks of torchrun take the first one's answer
-        )
+        # Under torchrun, replaced by a function that returns the first rank's answer on all ranks.
+        self.agree: Callable[[bool], bool] = bool
 
     def record_resume(self, iteration: int) -> None:
-        """A checkpoint was loaded, which was taken after this iteration."""
+        """Note that the checkpoint of this iteration was loaded."""
         self.iteration = self.saved = iteration
 
     def begin_iteration(self) -> None:
         self._since = self._clock()
 
     def end_iteration(self, iteration: int) -> None:
-        """The iteration has ended; its save may follow."""
+        """Note the end of the iteration; its save may follow."""
         assert self._since is not None, "begin_iteration() comes first"
         self._iterations.append(self._clock() - self._since)
         self.iteration, self._since = iteration, None
@@ -101,13 +100,12 @@ class StopRequest:
     @property
     def work_lost(self) -> str:
         """Describe the iterations that a stop at this moment loses."""
-        first = self.saved + 1
-        last = self.iteration + (self._since is not None)
+        first, last = self.saved + 1, self.under_way
         if last < first:
             return "nothing is lost"
         iterations = f"iteration {first}" if first == last else f"iterations {first} to {last}"
-        kept = f"the checkpoint of iteration {self.saved}" if self.saved else "no checkpoint"
-        return f"{iterations} will be done again: there is {kept}"
+        start = f"the checkpoint of iteration {self.saved}" if self.saved else "the start"
+        return f"{iterations} will run again, from {start}"
 
     def _no_time_for_another(self) -> bool:
         if self.wall_s is None or not self._iterations:
@@ -128,7 +126,7 @@ class StopRequest:
             if now - self._asked < ONE_SIGNAL_S and number != signal.SIGALRM:
                 return
             self.reason = (
-                f"{self.reason}; training.stop_grace_s={self.grace_s:g} are over"
+                f"{self.reason}; training.stop_grace_s={self.grace_s:g} has passed"
                 if number == signal.SIGALRM
                 else f"a second signal, {name}"
             )

@@ -1,4 +1,4 @@
-"""The folder `checkpoints` of a run: what is in it, what is whole, what is kept.
+"""The folder `checkpoints` of a run: find, check, name and remove checkpoints.
 
 A checkpoint is written to a hidden folder, which gets its name when everything is on the disk; the
 pointer names it after that. A manifest lists every file with size and hash.
@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ UNUSED = ".unused"  # behind the name of a checkpoint that was set aside
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A named folder of the store; `read` checks whether it is whole."""
+    """A folder with the name of a checkpoint; `read` checks whether it is whole."""
 
     path: Path
     iteration: int
@@ -45,12 +45,24 @@ class Checkpoint:
 
         Contents are not read (`state_files.content_problem`), files of other hosts not looked for.
         """
-        manifest = _read_manifest(self.path / MANIFEST)
+        manifest = self._read_manifest()
         if manifest.iteration != self.iteration:
             raise ValueError(f"{MANIFEST} is of iteration {manifest.iteration}")
         if found := manifest.find_missing(self.path):
             raise ValueError(found)
         return manifest
+
+    def _read_manifest(self) -> Manifest:
+        try:
+            with open_plain(self.path / MANIFEST) as stream:
+                text = stream.read(MAX_JSON).decode("utf-8")
+        except FileNotFoundError:
+            raise ValueError(f"{MANIFEST} is missing") from None
+        except OSError as error:
+            raise ValueError(f"{MANIFEST} cannot be read ({error.strerror})") from None
+        except ValueError:  # no text
+            raise ValueError(f"{MANIFEST} is not what was written") from None
+        return Manifest.from_json(text, MANIFEST)
 
 
 @dataclass(frozen=True)
@@ -61,7 +73,7 @@ class Manifest:
     """Versions and layouts that wrote the checkpoint; for people."""
 
     def part(self, name: str) -> list[Entry]:
-        """Files of one subfolder, paths within it."""
+        """Return the entries of one subfolder, with paths inside it."""
         head = f"{name}/"
         return [
             {**entry, "path": entry["path"].removeprefix(head)}
@@ -91,8 +103,7 @@ class Manifest:
         """Parse the text of `to_json`. Raises ValueError with `name` where the text was changed."""
         try:
             tree = parse_json(text)
-            stated = tree.pop("sha256")
-            version = tree["format_version"]
+            stated, version = tree.pop("sha256"), tree["format_version"]
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise ValueError(f"{name} is not what was written") from None
         if version != FORMAT_VERSION:
@@ -112,11 +123,13 @@ class Manifest:
 
 
 class RunStore:
+    """The checkpoints of one run, and the marks beside them."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def newest_first(self) -> list[Checkpoint]:
-        """All folders with the name of a checkpoint."""
+        """Find all folders with the name of a checkpoint."""
         if not self.folder.is_dir():
             return []
         found = [(NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
@@ -128,10 +141,11 @@ class RunStore:
         return self.folder / f".iter_{iteration:07d}"
 
     def path(self, iteration: int) -> Path:
+        """Folder of a checkpoint that has its name."""
         return self.folder / f"iter_{iteration:07d}"
 
     def begin(self, iteration: int) -> Path:
-        """Make the hidden folder; remove unfinished ones."""
+        """Make the hidden folder of a checkpoint; remove unfinished ones."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.clear_unfinished()
         hidden = self.hidden(iteration)
@@ -160,54 +174,38 @@ class RunStore:
         write_text(self.folder / POINTER, f"{iteration}\n")
 
     def move_aside(self, checkpoint: Checkpoint) -> Path:
-        """Rename a checkpoint that the run does not resume from."""
+        """Rename a checkpoint that the run does not resume from; return its new path."""
         aside = checkpoint.path.with_name(f"{checkpoint.path.name}{UNUSED}")
         if aside.exists():
             _discard(aside)
         os.replace(checkpoint.path, aside)
         return aside
 
-    def prune(self, keep_last: int, keep_every: int, best: Iterable[int] = ()) -> list[int]:
+    def prune(self, keep_last: int, keep_every: int, best: Iterable[int] = ()) -> None:
         """Remove all but the newest `keep_last`, multiples of `keep_every` (0 = none) and `best`.
 
-        Looks at the disk, so that checkpoints from before a restart count. Returns what was
-        removed.
+        Looks at the disk, so that checkpoints from before a restart count.
         """
-        kept, removed = set(best), []
-        for place, checkpoint in enumerate(self.newest_first()):
-            n = checkpoint.iteration
-            if place < keep_last or n in kept or (keep_every and n % keep_every == 0):
-                continue
-            self._remove(checkpoint)
-            removed.append(n)
-        self._forget_unused()
-        return removed
+        found = [checkpoint.iteration for checkpoint in self.newest_first()]
+        multiples = [n for n in found if keep_every and n % keep_every == 0]
+        self.keep({*found[:keep_last], *multiples, *best})
 
-    def keep(self, iterations: Iterable[int]) -> None:
-        """Remove all checkpoints but these."""
-        kept = set(iterations)
+    def keep(self, iterations: Collection[int]) -> None:
+        """Remove all checkpoints but these, and unused ones older than the two newest."""
         for checkpoint in self.newest_first():
-            if checkpoint.iteration not in kept:
-                self._remove(checkpoint)
-        self._forget_unused()
-
-    def _forget_unused(self) -> None:
-        """Remove checkpoints that were moved aside and are older than the two newest ones."""
+            if checkpoint.iteration not in iterations:
+                # Renamed first, so that a half-removed folder never has a checkpoint's name.
+                going = self.folder / f".{checkpoint.path.name}.removed"
+                os.replace(checkpoint.path, going)
+                _discard(going)
         oldest = min((c.iteration for c in self.newest_first()[:2]), default=0)
         for folder in self.folder.glob(f"*{UNUSED}"):
             match = NAME.fullmatch(folder.name.removesuffix(UNUSED))
             if match and int(match[1]) < oldest:
                 _discard(folder)
 
-    def _remove(self, checkpoint: Checkpoint) -> None:
-        """Rename the folder first, so that a half-removed one never has a checkpoint's name."""
-        going = self.hidden(checkpoint.iteration)
-        going = going.with_name(f"{going.name}.removed")
-        os.replace(checkpoint.path, going)
-        _discard(going)
-
     def exported(self) -> int | None:
-        """The iteration whose weights were exported; None = none yet."""
+        """Read the iteration whose weights were exported; None = none yet."""
         try:
             return int(read_pointer(self.folder / EXPORTED))
         except (OSError, ValueError):
@@ -221,24 +219,11 @@ class RunStore:
 
 
 def _discard(path: Path) -> None:
-    """Remove a folder or a file; of a link to where somebody moved it, the link."""
+    """Remove a folder, a file or a link; what a link names stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def _read_manifest(file: Path) -> Manifest:
-    try:
-        with open_plain(file) as stream:
-            text = stream.read(MAX_JSON).decode("utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"{file.name} is missing") from None
-    except OSError as error:
-        raise ValueError(f"{file.name} cannot be read ({error.strerror})") from None
-    except ValueError:  # not even text
-        raise ValueError(f"{file.name} is not what was written") from None
-    return Manifest.from_json(text, file.name)
 
 
 def _are_entries(files: Any) -> bool:
@@ -253,8 +238,3 @@ def _are_entries(files: Any) -> bool:
 def _digest(content: dict[str, Any]) -> str:
     text = json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def missing_parts(manifest: Manifest, parts: Sequence[str]) -> list[str]:
-    """Subfolders of which the manifest has no file."""
-    return [name for name in parts if not manifest.part(name)]

@@ -1,6 +1,6 @@
-"""What a training process and its supervisor tell each other: a file of facts, exit codes.
+"""Messages between a training process and its supervisor: a file of facts, exit codes.
 
-Imports nothing heavy: the supervisor stays small.
+Imports nothing heavy, so that the supervisor stays small.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ CHILD_OF = "RLXF_SUPERVISOR"  # pid of the supervisor, file for facts, when the 
 
 
 def report_facts(**facts: Any) -> None:
-    """Add facts that the supervisor needs to those that it has; in the training process."""
-    if given := supervision():
+    """Add facts that the supervisor needs to its file; without a supervisor do nothing."""
+    if given := read_supervision():
         file = Path(given[1])
         write_facts(file, {**read_facts(file), **facts})
 
 
-def command_started() -> float | None:
-    """When the user gave the command, in seconds of the epoch; None without a supervisor."""
-    given = supervision()
+def find_command_start() -> float | None:
+    """Return when the user gave the command, seconds of the epoch; None without a supervisor."""
+    given = read_supervision()
     return float(given[2]) if given else None
 
 
-def supervision() -> tuple[int, str, str] | None:
-    """(pid of the supervisor, file for facts, start of the command) of this process."""
+def read_supervision() -> tuple[int, str, str] | None:
+    """Return (pid of the supervisor, file for facts, start of the command); None without one."""
     pid, _, rest = os.environ.get(CHILD_OF, "").partition(":")
     started, _, file = rest.partition(":")
-    if not pid.isdigit() or int(pid) != os.getppid():  # inherited from further above
+    if not pid.isdigit() or int(pid) != os.getppid():  # inherited from a process further above
         return None
     return int(pid), file, started
 
 
 def read_facts(file: Path) -> dict[str, Any]:
-    """The facts of a file; none where it cannot be read."""
+    """Read the facts of a file; return an empty dict where it cannot be read."""
     try:
         found = read_json(file)
     except (OSError, ValueError):
@@ -50,5 +50,5 @@ def read_facts(file: Path) -> dict[str, Any]:
 
 
 def write_facts(file: Path, facts: Mapping[str, Any]) -> None:
-    """Replace the file."""
+    """Replace the facts of a file."""
     replace_file(file, json.dumps(facts, indent=2, ensure_ascii=False) + "\n", PRIVATE)

@@ -1,1 +1,1 @@
-"""The PPO loop, validation, and everything that is decided before and after it."""
+"""The PPO loop, its validation, the checks before a run and its end."""

@@ -42,6 +42,7 @@ class Collected:
     rollouts, scores:      references to their rows
     batches:               the batches that were generated for them
     kept:                  indices of the samples among those of `batches`; None = all
+    num_alike:             groups kept although all their scores are equal
     greedy, greedy_scores: for ReMax, rows of the greedy response to each sample's prompt
     greedy_batch:          the batch of the greedy responses
     """
@@ -50,7 +51,7 @@ class Collected:
     scores: RowsRef
     batches: list[Batch]
     kept: list[int] | None = None
-    num_alike: int = 0  # groups kept although all their scores are equal
+    num_alike: int = 0
     greedy: RowsRef | None = None
     greedy_scores: RowsRef | None = None
     greedy_batch: Batch | None = None
@@ -73,7 +74,7 @@ class Collected:
         )
 
     def non_finite_scores(self) -> dict[int, float]:
-        """Sample id -> score, where it is NaN or inf; greedy responses of ReMax included."""
+        """Return sample id -> score where it is NaN or inf, greedy responses of ReMax included."""
         ids = self._chosen(report.sample_ids for report in self.generate_reports())
         scores = self.score_report().scores
         if self.greedy_batch:
@@ -83,11 +84,11 @@ class Collected:
         return {i: s for i, s in zip(ids, scores, strict=True) if not math.isfinite(s)}
 
     def generate_reports(self) -> list[GenerateReport]:
-        """Reports of all batches, samples that were not kept included."""
+        """Wait for the reports of all batches, samples that were not kept included."""
         return [report for batch in self.batches for report in batch.generated.result()]
 
     def seconds(self) -> tuple[float, float]:
-        """Seconds of generation and of scoring; waits for both."""
+        """Wait for generation and scoring; return the seconds of each."""
         generation = sum(batch.generated.seconds for batch in self._all_batches())
         return generation, sum(batch.scored.seconds for batch in self._all_batches())
 
@@ -95,7 +96,7 @@ class Collected:
         return [call for batch in self._all_batches() for call in (batch.generated, batch.scored)]
 
     def sync_s(self) -> float:
-        """Seconds that generation waited for weights."""
+        """Return the seconds that generation waited for weights."""
         calls = [batch.generated for batch in self._all_batches()]
         return sum(max(float(report.sync_s) for report in call.result()) for call in calls)
 
@@ -117,10 +118,9 @@ class Collector:
         self.shaping = ScoreShaping(config)
 
     def collect(self) -> Collected:
-        found = self._filtered() if self.algorithm.filter_groups else self._one_batch()
-        if self.algorithm.estimator.reads_greedy:
-            found = self._with_greedy(found)
-        return found
+        """Start the calls of an iteration; wait for scores only to filter groups."""
+        found = self._filter_groups() if self.algorithm.filter_groups else self._one_batch()
+        return self._add_greedy(found) if self.algorithm.estimator.reads_greedy else found
 
     def metrics(self, found: Collected) -> dict[str, float]:
         if not self.algorithm.filter_groups:
@@ -130,16 +130,16 @@ class Collector:
             "rollout/alike_groups": float(found.num_alike),
         }
 
-    def _batch(self, prompts: Prompts, greedy: bool = False) -> Batch:
+    def _start_batch(self, prompts: Prompts, greedy: bool = False) -> Batch:
         generated = self.rollout.generate(prompts, self.config.training.seed, greedy)
         return Batch(prompts, generated, self.reward.score(generated.rows()))
 
     def _one_batch(self) -> Collected:
-        batch = self._batch(self.prompts.next_prompts())
+        batch = self._start_batch(self.prompts.next_prompts())
         return Collected(batch.generated.rows(), batch.scored.rows(), [batch])
 
-    def _filtered(self) -> Collected:
-        """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2).
+    def _filter_groups(self) -> Collected:
+        """Sample dynamically as DAPO does (arXiv:2503.14476, section 3.2).
 
         Replaces prompts whose responses all score the same, with at most `max_num_gen_batches`
         batches; such prompts fill the batch where that is not enough. Penalties (missing EOS,
@@ -149,7 +149,7 @@ class Collector:
         batches: list[Batch] = []
         differing: list[int] = []
         while len(differing) < wanted and len(batches) < self.algorithm.max_num_gen_batches:
-            batches.append(self._batch(self.prompts.next_prompts()))
+            batches.append(self._start_batch(self.prompts.next_prompts()))
             offset = (len(batches) - 1) * wanted
             seen = self.shaping.shape(torch.tensor(batches[-1].scores()))
             differing += [offset + g for g in groups_that_differ(seen.tolist(), size)]
@@ -161,13 +161,13 @@ class Collector:
         scores = RowsRef.concat([batch.scored.rows() for batch in batches]).take(kept)
         return Collected(rollouts, scores, batches, kept, missing)
 
-    def _with_greedy(self, found: Collected) -> Collected:
+    def _add_greedy(self, found: Collected) -> Collected:
         """Add one greedy response per prompt, shared by the prompt's samples."""
         size = self.group_size
         prompts = Prompts.concat([batch.prompts for batch in found.batches])
         kept = range(prompts.num_rows) if found.kept is None else found.kept
         firsts = prompts.select(kept[::size])
-        batch = self._batch(replace(firsts, responses=[[]] * firsts.num_rows), greedy=True)
+        batch = self._start_batch(replace(firsts, responses=[[]] * firsts.num_rows), greedy=True)
         rows = [row // size for row in range(len(kept))]
         return replace(
             found,

@@ -1,4 +1,4 @@
-"""The metrics of one iteration, by the names of the run directory's contract."""
+"""Metrics of one iteration, under their names in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SKIPPED = "skipped_steps"
 
 
 def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
-    """Lengths of prompts and responses."""
+    """Summarize the lengths of prompts and responses."""
     finished = lengths.has_eos
     return {
         **_summary(lengths.prompts).named("prompt_length"),
@@ -29,7 +29,7 @@ def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
 
 
 def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
-    """How far the training model's log-probs are from those of generation."""
+    """Compare the training model's log-probs with those of generation."""
     gap = Summary.merge(report.gap for report in reports)
     metrics = {"rollout/log_prob_gap_mean": gap.mean, "rollout/log_prob_gap_max": gap.largest}
     weights = [report.weight for report in reports if report.weight is not None]
@@ -37,24 +37,25 @@ def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
 
 
 def score_metrics(report: ScoreReport) -> dict[str, float]:
-    """Means of the named parts of rule rewards; the score itself is the experience's."""
+    """Average the named parts of rule rewards; `experience_metrics` has the score itself."""
     parts = report.parts
     names = sorted({name for part in parts for name in part})
     return {f"reward/{n}": sum(p.get(n, 0.0) for p in parts) / len(parts) for n in names}
 
 
 def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> dict[str, float]:
+    """Summarize KL, scores, rewards and advantages; with a critic, returns and values."""
     kl = [value for report in reports for value in report.kl]
     metrics = {"critic/kl": sum(kl) / len(kl), "critic/kl_coeff": kl_coef}
     for name in ("score", "rewards", "advantages", "returns", "values"):
         parts = [getattr(report, name) for report in reports]
-        if None not in parts:  # returns and values are a critic's
+        if None not in parts:  # only a critic reports returns and values
             metrics.update(Summary.merge(parts).named(f"critic/{name}"))
     return metrics
 
 
 def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
-    """Means over the optimizer steps of the iteration that were taken; NaN where none was.
+    """Average over the optimizer steps of the iteration that were taken; NaN where none was.
 
     `pg_loss_abs` is the mean of |mini-batch loss|: with whitened advantages the plain mean is
     near 0. `skipped_steps`, under `training.nan_policy: skip`, is a count.
@@ -77,7 +78,7 @@ def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
 def throughput_metrics(
     reports: Sequence[GenerateReport], seconds: float, num_devices: int
 ) -> dict[str, float]:
-    """Tokens of prompts and responses per second of the whole iteration."""
+    """Count the tokens of prompts and responses per second of the whole iteration."""
     tokens = sum(sum(r.prompt_lengths) + sum(r.response_lengths) for r in reports)
     rate = tokens / seconds
     return {
@@ -87,7 +88,7 @@ def throughput_metrics(
 
 
 def validation_score(measured: Mapping[str, float]) -> float | None:
-    """Mean of the scores of the data sources; None where the iteration was not validated."""
+    """Average the scores of the data sources; None where the iteration was not validated."""
     scores = [v for k, v in measured.items() if k.startswith("val/") and k.endswith("/score")]
     return sum(scores) / len(scores) if scores else None
 

@@ -22,7 +22,7 @@ from mindspeed_rlxf.trainer.validation import Validator
 
 
 class PpoTrainer:
-    """Drives the roles through `train_iters` iterations; holds references to rows, no tensors."""
+    """Run `train_iters` iterations of the roles; hold references to rows, no tensors."""
 
     def __init__(
         self,
@@ -47,10 +47,11 @@ class PpoTrainer:
             control.target_kl,
             float(control.horizon),
         )
+        self._recompute = config.algorithm.old_log_probs is OldLogProbs.RECOMPUTE
         self.iteration = 0
 
     def fit(self) -> None:
-        """weights -> generate, score -> log-probs, values -> experience -> updates -> metrics.
+        """Iterate: weights -> generate, score -> log-probs, values -> experience -> updates.
 
         Raises Stopped, after saving, when the run has to end before `train_iters`.
         """
@@ -130,10 +131,10 @@ class PpoTrainer:
         measured["timing/sync"] = collected.sync_s()
         measured["timing/all"] = all_s
         measured.update(names.throughput_metrics(reports, all_s, self._num_devices))
-        self.recorder.samples(
+        self.recorder.write_samples(
             self.iteration, self.actor, collected.rollouts, [collected.score_report()]
         )
-        self.recorder.skipped(self.iteration, measured, collected.non_finite_scores())
+        self.recorder.warn_of_non_finite(self.iteration, measured, collected.non_finite_scores())
         last = self.iteration == self.config.training.train_iters
         validation = self.config.validation
         due = validation.interval and self.iteration % validation.interval == 0
@@ -149,9 +150,9 @@ class PpoTrainer:
             began = time.time()
             measured["timing/save"] = self.checkpoints.write(self.iteration, note)
             driver["save"] = began, measured["timing/save"]
-        self.recorder.consumed(self.iteration, self.prompts.pop_consumed())
-        self.recorder.iteration(self.iteration, measured, all_s)
-        self.recorder.timeline(self.iteration, calls, driver)
+        self.recorder.write_consumed(self.iteration, self.prompts.pop_consumed())
+        self.recorder.write_iteration(self.iteration, measured, all_s)
+        self.recorder.write_timeline(self.iteration, calls, driver)
         if saves:
             score = names.validation_score(measured)
             self.checkpoints.commit(self.iteration, self.state_dict(), score, note)
@@ -159,20 +160,16 @@ class PpoTrainer:
                 self.checkpoints.settle(note)
             whole_s = (
                 measured["timing/save"] + self.checkpoints.write_s
-            )  # at an end all is waited for
+            )  # a last save waits for both
             self.stop.record_save(self.checkpoints.newest, whole_s)
         if stops:
             raise Stopped
 
     @property
     def _num_devices(self) -> int:
-        """Devices of all pools; the pools of a local runtime are the same processes."""
+        """Count the devices of all pools; those of a local runtime are the same processes."""
         sizes = [sum(processes) for processes in self.config.resource_pool.values()]
         return max(sizes) if self.config.runtime.kind is RuntimeKind.LOCAL else sum(sizes)
-
-    @property
-    def _recompute(self) -> bool:
-        return self.config.algorithm.old_log_probs is OldLogProbs.RECOMPUTE
 
     def _slot_limit(self, collected: Collected) -> int:
         if self.config.algorithm.score_slot_limit is ScoreSlotLimit.BATCH_WIDTH:
@@ -180,7 +177,7 @@ class PpoTrainer:
         return self.config.actor_rollout.max_new_tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """The driver's state, from which the same run resumes."""
+        """Return the driver's state, from which the same run resumes."""
         return {
             "iteration": self.iteration,
             "kl": self.kl.state_dict(),

@@ -1,4 +1,4 @@
-"""Everything that can be wrong without a device: found before a worker starts, nothing written."""
+"""Check all that needs no device, before a worker starts: files, data, weights; write nothing."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.driver_state import (
     check_checkpoints,
     check_train_iters,
-    done_iterations,
-    read_newest_state,
+    find_newest_checkpoint,
 )
-from mindspeed_rlxf.run.exports import save_problems
-from mindspeed_rlxf.trainer.fixed_order import order_problems
+from mindspeed_rlxf.run.exports import check_save_folders
+from mindspeed_rlxf.trainer.fixed_order import find_order_problems
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.weights.boxes import BoxedWeights
 from mindspeed_rlxf.weights.folders import check_side_files, find_description, open_weights
@@ -42,12 +41,12 @@ from mindspeed_rlxf.weights.hf_folder import shape_problems
 
 T = TypeVar("T")
 TINY_MODELS = ("outputs", "tiny", "models")  # of examples/tiny/make.py
-MAX_SHAPE_PROBLEMS = 3  # of one folder: the first few tell which model it is
+MAX_SHAPE_PROBLEMS = 3  # of one folder: the first few show which model it is
 
 
 @dataclass
 class Prepared:
-    """What the driver has read before the run starts."""
+    """Inputs of a run that the driver reads before the start."""
 
     tokenizer: Any = None
     eos_token_ids: tuple[int, ...] = ()
@@ -55,87 +54,77 @@ class Prepared:
     val_prompts: list[Prompt] = field(default_factory=list)
     fixed_responses: FixedResponses | None = None
     validate_by_rule: bool = True
-    notices: list[str] = field(default_factory=list)  # legal, but worth a line before the run
+    notices: list[str] = field(default_factory=list)  # printed before the run
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Tokenizer, prompts and the check of every file the run reads or writes.
+    """Load tokenizer and prompts; check every file that the run reads or writes.
 
     Raises UserError with all problems.
     """
-    problems: list[Problem] = []
-    prepared = Prepared()
-    problems += RunDirectory.check(config)
-    problems += environment.problems(config.device.kind, config.pool_settings.env)
     directory = RunDirectory.choose(config)
-    problems += check_train_iters(config, done_iterations(config, directory))
-    problems += check_checkpoints(config, directory)
-    if not directory.is_used:  # else they are those of this very run
-        problems += save_problems(config)
+    problems = [
+        *RunDirectory.check(config),
+        *environment.problems(config.device.kind, config.pool_settings.env),
+        *check_train_iters(config, find_newest_checkpoint(config, directory)),
+        *check_checkpoints(config, directory),
+    ]
+    if not directory.is_used:  # the exports in a used folder are those of this run
+        problems += check_save_folders(config)
     for role in config.roles:
-        problems += weight_problems(config, role)
-    problems += _engine_problems(config)
-    actor = config.actor_rollout
-    described = _described(config)
+        problems += check_weights(config, role)
+    problems += _check_engine(config)
+    actor, described, prepared = config.actor_rollout, _find_config_folder(config), Prepared()
     prepared.tokenizer = _collect(
         problems, lambda: load_tokenizer(config.training.tokenizer_name_or_path)
     )
-    if prepared.tokenizer is not None:
-        problems += check_vocabulary(prepared.tokenizer, actor.architecture.vocab_size)
-        data = config.data
-        training = _prompts(config, prepared, data.train_files, data.data_path, problems)
-        validation = _prompts(config, prepared, data.val_files, data.val_data_path, problems)
-        prepared.train_prompts = training.prompts
-        prepared.val_prompts = validation.prompts[: config.validation.max_samples]
-        stop_ids = {*actor.stop_token_ids, *training.stop_token_ids, *validation.stop_token_ids}
-        prepared.eos_token_ids = (
-            _collect(
-                problems,
-                lambda: eos_token_ids(prepared.tokenizer, described, sorted(stop_ids)),
-            )
-            or ()
-        )
-        problems += _eos_problems(prepared.eos_token_ids, actor.architecture.vocab_size)
-        problems += _reward_problems(config, prepared)
-        prepared.fixed_responses = _collect(problems, lambda: _fixed_responses(config, prepared))
-        problems += _order_problems(config, prepared, directory)
-    else:  # nothing can be tokenized, but files that are not there can be told
-        problems += _missing_files(config)
+    if prepared.tokenizer is None:  # nothing can be tokenized, but missing files can be reported
+        raise UserError(problems + _find_missing_files(config))
+    problems += check_vocabulary(prepared.tokenizer, actor.architecture.vocab_size)
+    data = config.data
+    training = _prompts(config, prepared, data.train_files, data.data_path, problems)
+    validation = _prompts(config, prepared, data.val_files, data.val_data_path, problems)
+    prepared.train_prompts = training.prompts
+    prepared.val_prompts = validation.prompts[: config.validation.max_samples]
+    data_stops = sorted({*training.stop_token_ids, *validation.stop_token_ids})
+    stop_ids = sorted({*actor.stop_token_ids, *data_stops})
+    found = _collect(problems, lambda: eos_token_ids(prepared.tokenizer, described, stop_ids))
+    prepared.eos_token_ids = found or ()
+    problems += _check_eos_ids(prepared.eos_token_ids, actor.architecture.vocab_size)
+    problems += _check_rewards(config, prepared)
+    prepared.fixed_responses = _collect(problems, lambda: _load_fixed_responses(config, prepared))
+    problems += _check_order(config, prepared, directory)
     if problems:
         raise UserError(problems)
-    stops = describe_stop_tokens(
-        prepared.tokenizer,
-        described,
-        sorted({*training.stop_token_ids, *validation.stop_token_ids}),
-        actor.stop_token_ids,
-    )
+    stops = describe_stop_tokens(prepared.tokenizer, described, data_stops, actor.stop_token_ids)
     prepared.notices = [stops, *_notices(config)]
     return prepared
 
 
-def _described(config: RunConfig) -> str | None:
-    """The folder with the actor's generation_config.json."""
+def _find_config_folder(config: RunConfig) -> str | None:
+    """Find the folder with the actor's generation_config.json."""
     load = config.actor_rollout.load
     try:
         return load and str(find_description(load, config.training.tokenizer_name_or_path))
-    except ValueError:  # told with the weights
+    except ValueError:  # reported with the weights
         return load
 
 
 def _notices(config: RunConfig) -> list[str]:
     actor, notices = config.actor_rollout, []
     if not actor.do_sample:
-        notices.append("actor_rollout.do_sample=false: greedy responses explore nothing")
+        notices.append("actor_rollout.do_sample=false: greedy responses do not explore")
     if actor.do_sample and (actor.top_k or actor.top_p < 1.0):
         notices.append(
-            "actor_rollout.top_k/top_p filter what is sampled; log-probs are the unfiltered ones"
+            "actor_rollout.top_k/top_p filter the sampled tokens; log-probs are of the unfiltered "
+            "distribution"
         )
-    if config.critic and "score.weight" not in _weights(config.critic):
-        notices.append(f"critic.load={config.critic.load} has no score head: it starts fresh")
+    if config.critic and "score.weight" not in _open_weights(config.critic):
+        notices.append(f"critic.load={config.critic.load} has no score head: it starts untrained")
     return notices
 
 
-def _weights(section: RoleConfig) -> BoxedWeights:
+def _open_weights(section: RoleConfig) -> BoxedWeights:
     assert section.load is not None and section.architecture is not None, "checked beforehand"
     return open_weights(section.load, section.architecture)
 
@@ -148,7 +137,7 @@ def _collect(problems: list[Problem], action: Callable[[], T]) -> T | None:
         return None
 
 
-def _engine_problems(config: RunConfig) -> list[Problem]:
+def _check_engine(config: RunConfig) -> list[Problem]:
     key, name, known = "rollout.engine", config.rollout.engine, [NATIVE, *ENGINES]
     if name not in known:
         remedy = f"use {closest(name, known) or NATIVE}, or add its file to training.plugins"
@@ -159,13 +148,13 @@ def _engine_problems(config: RunConfig) -> list[Problem]:
     return []
 
 
-def _eos_problems(eos_token_ids: tuple[int, ...], vocab_size: int) -> list[Problem]:
+def _check_eos_ids(eos_token_ids: tuple[int, ...], vocab_size: int) -> list[Problem]:
     rule, remedy = f"must be below vocab_size={vocab_size}", "correct actor_rollout.stop_token_ids"
     remedy += ", or the generation_config.json of actor_rollout.load"
     return [Problem(f"EOS id {i}", rule, remedy=remedy) for i in eos_token_ids if i >= vocab_size]
 
 
-def _missing_files(config: RunConfig) -> list[Problem]:
+def _find_missing_files(config: RunConfig) -> list[Problem]:
     data = config.data
     keys = {"data.train_files": data.train_files, "data.val_files": data.val_files}
     return [
@@ -183,7 +172,7 @@ def _prompts(
     prefixes: tuple[str, ...],
     problems: list[Problem],
 ) -> IndexedPrompts:
-    """The prompts of files, which name no stop tokens, or of indexed data sets."""
+    """Load the prompts of files, which name no stop tokens, or of indexed data sets."""
     arguments = prepared.tokenizer, config.data, config.actor_rollout.max_prompt_length
     if prefixes:
         indexed = _collect(problems, lambda: load_indexed_prompts(prefixes, *arguments))
@@ -191,8 +180,8 @@ def _prompts(
     return IndexedPrompts(_collect(problems, lambda: load_prompts(files, *arguments)) or [])
 
 
-def weight_problems(config: RunConfig, role: Role) -> list[Problem]:
-    """What is wrong with the folder that a role loads from; reads headers only."""
+def check_weights(config: RunConfig, role: Role) -> list[Problem]:
+    """Report why a role cannot load its folder; reads headers only."""
     section = config.role(role)
     if role is Role.REWARD and config.reward.kind is RewardKind.RULE:
         return []
@@ -206,22 +195,22 @@ def weight_problems(config: RunConfig, role: Role) -> list[Problem]:
             )
         ]
     try:
-        rules, remedy = _broken_by(section, role, config.training.tokenizer_name_or_path)
+        rules, remedy = _find_broken_rules(section, role, config.training.tokenizer_name_or_path)
     except ValueError as error:
-        rules, remedy = [str(error)], _how_to_make(Path(section.load))
+        rules, remedy = [str(error)], _suggest_tiny_model(Path(section.load))
     return [Problem(key, rule, section.load, remedy, colon=True) for rule in rules]
 
 
-def _how_to_make(folder: Path) -> str:
-    """The remedy where the folder is one of the shipped tiny configurations."""
+def _suggest_tiny_model(folder: Path) -> str:
+    """Return the remedy for a missing model of examples/tiny; empty for other folders."""
     if folder.exists() or folder.parts[-4:-1] != TINY_MODELS:
         return ""
     more = " --reward-model" if folder.name == "rm" else ""
     return f"or make the tiny one with `python examples/tiny/make.py{more}`"
 
 
-def _broken_by(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[str], str]:
-    """Rules that the role's folder breaks, and the remedy for all of them."""
+def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[str], str]:
+    """Return the rules that the role's folder breaks, and the remedy for all of them."""
     assert section.load is not None and section.architecture is not None
     head = HEADS[role]
     described = find_description(section.load, tokenizer)
@@ -230,12 +219,13 @@ def _broken_by(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[st
     differing = find_disagreements(section.architecture, hf_config, scored=head is Head.SCORE)
     if differing:
         fields = f"(field: model.{section.model}, config.json): {'; '.join(differing)}"
-        rule = f"config.json must agree with the model YAML {fields}"
-        return [rule], "correct the YAML or give the folder of that model"
-    folder = _weights(section)  # after config.json, by which a Megatron folder is read
+        return [
+            f"config.json must agree with the model YAML {fields}"
+        ], "correct the YAML or give the folder of that model"
+    folder = _open_weights(section)  # after config.json, by which a Megatron folder is read
     expected = hf_shapes(section.architecture, head)
     if role is Role.CRITIC and "score.weight" not in folder:
-        del expected["score.weight"]  # a language model: the head starts fresh
+        del expected["score.weight"]  # a language model; the head starts untrained
     found = shape_problems(folder, expected)
     shown = found[:MAX_SHAPE_PROBLEMS]
     if len(found) > len(shown):
@@ -243,7 +233,7 @@ def _broken_by(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[st
     return shown, f"give the folder of model.{section.model}"
 
 
-def _fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | None:
+def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | None:
     actor = config.actor_rollout
     if actor.fixed_responses is None:
         return None
@@ -257,29 +247,32 @@ def _fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | 
     )
 
 
-def _order_problems(
-    config: RunConfig, prepared: Prepared, directory: RunDirectory
-) -> list[Problem]:
-    """Fixed responses that answer other prompts than the sampler will hand out from here on."""
+def _check_order(config: RunConfig, prepared: Prepared, directory: RunDirectory) -> list[Problem]:
+    """Report fixed responses that answer other prompts than the sampler hands out from here on."""
     if prepared.fixed_responses is None or not prepared.train_prompts:
         return []
     source, done = PromptSource.from_config(config, prepared.train_prompts), 0
-    if (state := read_newest_state(config, directory)) is not None:
-        done = int(state["iteration"])
+    if newest := find_newest_checkpoint(config, directory):
+        state, done = newest.state, newest.checkpoint.iteration
         try:
             source.load_state_dict(state["trainer"]["prompts"])
         except ValueError:  # other data or seed than those of the run: reported when it resumes
             return []
     remaining = config.training.train_iters - done
-    return order_problems(prepared.fixed_responses, source, remaining, prepared.tokenizer.decode)
+    return find_order_problems(
+        prepared.fixed_responses, source, remaining, prepared.tokenizer.decode
+    )
 
 
-def _reward_problems(config: RunConfig, prepared: Prepared) -> list[Problem]:
-    """Rules have to know the data sources; without them a reward model scores validation too."""
-    problems: list[Problem] = []
-    manager = _collect(problems, lambda: RewardManager(dict(config.reward.rules), config.verifiers))
-    if manager is None:
-        return problems
+def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
+    """Check that the rules know the data sources.
+
+    Where they do not know those of validation, a reward model scores validation too.
+    """
+    try:
+        manager = RewardManager(dict(config.reward.rules), config.verifiers)
+    except UserError as error:
+        return error.problems
     if config.reward.kind is RewardKind.RULE:
         return manager.check(prepared.train_prompts + prepared.val_prompts)
     prepared.validate_by_rule = not manager.check(prepared.val_prompts)

@@ -13,7 +13,7 @@ from mindspeed_rlxf.data.sampler import ConsumedPrompts, PromptSampler
 
 
 class PromptSource:
-    """Training prompts in sampled order; numbers every sample of the run."""
+    """Draw training prompts in sampled order, and number every sample of the run."""
 
     def __init__(
         self,
@@ -32,14 +32,14 @@ class PromptSource:
     def from_config(
         cls, config: RunConfig, prompts: Sequence[Prompt], fixed: FixedResponses | None = None
     ) -> PromptSource:
-        """The source of a run at its start."""
+        """Make the source of a run at its start."""
         training = config.training
         size, shuffle = training.global_batch_size, config.data.shuffle
         sampler = PromptSampler(len(prompts), size, training.seed, shuffle)
         return cls(prompts, sampler, config.actor_rollout.n_samples_per_prompt, fixed)
 
     def next_prompts(self) -> Prompts:
-        """The next global batch, each prompt `n_samples_per_prompt` times in a row."""
+        """Return the next global batch, each prompt `n_samples_per_prompt` times in a row."""
         indices = self.sampler.next_batch()
         self._taken += indices
         chosen = [self.prompts[i] for i in indices for _ in range(self.n_samples_per_prompt)]
@@ -64,6 +64,7 @@ class PromptSource:
 def as_rows(
     prompts: Sequence[Prompt], first_sample_id: int = 0, fixed: FixedResponses | None = None
 ) -> Prompts:
+    """Make one row per prompt, numbered from `first_sample_id`, with its fixed response if any."""
     sample_ids = list(range(first_sample_id, first_sample_id + len(prompts)))
     token_ids = [p.token_ids for p in prompts]
     return Prompts(

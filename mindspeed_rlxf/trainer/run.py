@@ -7,9 +7,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator
-from io import TextIOWrapper
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_rlxf.cluster.errors import (
     DevicesMissing,
@@ -53,21 +51,21 @@ class Run:
             trainer.fit()
     return run.exit_code
 
-    Whatever fails in the block ends in the exit code, but for a UserError. A block that ends well
-    writes the final weights.
+    A failure in the block sets the exit code and is reported; a UserError is raised. A block that
+    ends without an error exports the final weights.
     """
 
     def __init__(self, config: RunConfig, prepared: Prepared) -> None:
         training = config.training
         self.config, self.prepared = config, prepared
         self.exit_code = EXIT_DONE
-        self._started: RunDirectory | None = None  # that this process writes to
+        self._started: RunDirectory | None = None  # the one that this process writes to
         self._done = ""  # the last line of a run that reached its end
         self._open = contextlib.ExitStack()
         self._stop = StopRequest(
             training.stop_grace_s,
             training.max_wall_time,
-            supervised.command_started(),
+            supervised.find_command_start(),
             history=config.validation.interval + 1,
         )
 
@@ -76,7 +74,7 @@ class Run:
         return self
 
     def start(self) -> PpoTrainer | None:
-        """Devices, roles, and the state of the newest checkpoint; None where all is done already.
+        """Claim devices, build roles, load the newest checkpoint; None = the run is finished.
 
         Raises UserError, DevicesMissing, WorkerError, RuntimeTimeout.
         """
@@ -85,7 +83,7 @@ class Run:
             iterations = self.config.training.train_iters
             print(
                 f"done already: {directory.path} has its {iterations} iterations; "
-                "raise training.train_iters to go on",
+                "raise training.train_iters to continue",
                 flush=True,
             )
             return None
@@ -96,16 +94,16 @@ class Run:
     def _start_on_ray(self) -> PpoTrainer:
         from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
 
-        directory = self._take(RunDirectory.create(self.config))
-        _tell(self.config, directory)
+        directory = self._own(RunDirectory.create(self.config))
+        _report_for_restart(self.config, directory)
         runtime = RayRuntime.from_config(self.config, directory.logs, directory.config)
         self._open.callback(runtime.shutdown)
-        self._open.enter_context(_examined(runtime))
+        self._open.enter_context(_diagnosed(runtime))
         supervised.report_facts(joined=not runtime.cluster.own)
         return self._train(directory, runtime)
 
     def _start_locally(self) -> PpoTrainer:
-        """In this process, or in all processes of torchrun, of which the first one writes."""
+        """Train in this process, or in all processes of torchrun, of which the first one writes."""
         from mindspeed_rlxf.cluster.local import LocalRuntime
 
         runtime = LocalRuntime.from_config(self.config, log_dir=None)
@@ -114,27 +112,28 @@ class Run:
             self._stop.agree = lambda mine: runtime.from_first(lambda: mine)
         directory = runtime.from_first(lambda: RunDirectory.create(self.config))
         if runtime.is_first:
-            self._take(directory)
+            self._own(directory)
         return self._train(directory, runtime, writes=runtime.is_first)
 
     def _train(self, directory: RunDirectory, runtime: Runtime, writes: bool = True) -> PpoTrainer:
-        given = self.config, self.prepared, directory, runtime, writes, self._stop
-        trainer = self._open.enter_context(training(*given))
+        trainer = self._open.enter_context(
+            training(self.config, self.prepared, directory, runtime, writes, self._stop)
+        )
         if writes:
             self._done = f"done: {self.config.training.train_iters} iterations, {directory.path}"
         return trainer
 
-    def _take(self, directory: RunDirectory) -> RunDirectory:
-        """This process writes to the directory from here on."""
+    def _own(self, directory: RunDirectory) -> RunDirectory:
+        """Let this process write to the directory from here on; print what the user must know."""
         self._started = directory
         history = directory.logs / "failures.jsonl"
         failure.archive_failure(directory.failure, history, directory.file_mode)
         _log_to(directory)
-        print(f"run directory: {directory.path}", flush=True)
-        for change in directory.changes:
-            print(f"note: changed since the last start: {change}", flush=True)
-        for notice in self.prepared.notices:
-            print(f"note: {notice}", flush=True)
+        notes = [f"changed since the last start: {change}" for change in directory.changes]
+        notes += self.prepared.notices
+        print(
+            f"run directory: {directory.path}", *(f"note: {n}" for n in notes), sep="\n", flush=True
+        )
         return directory
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> bool:
@@ -150,23 +149,23 @@ class Run:
                 supervised.report_facts(free=mistake.free)
             raise
         except (KeyboardInterrupt, Stopped):
-            self._say_stopped(f"{self._stop.reason or 'SIGINT'}; {self._stop.work_lost}")
+            self._end_stopped(f"{self._stop.reason or 'SIGINT'}; {self._stop.work_lost}")
         except DevicesMissing as missing:
             self._release()
             supervised.report_facts(free=missing.free)
-            self._say_stopped(str(missing))
+            self._end_stopped(str(missing))
         except Exception as failed:
-            self._fail(failed)
+            self._end_failed(failed)
         finally:
             if self._started:
                 self._started.unlock()
         return True
 
-    def _say_stopped(self, why: str) -> None:
-        print(f"stopped: {why}", file=sys.stderr, flush=True)
+    def _end_stopped(self, reason: str) -> None:
+        print(f"stopped: {reason}", file=sys.stderr, flush=True)
         self.exit_code = EXIT_STOPPED
 
-    def _fail(self, error: Exception) -> None:
+    def _end_failed(self, error: Exception) -> None:
         if not isinstance(error, (WorkerError, RuntimeTimeout, HostError)):
             logger.error("the driver failed", exc_info=error)
         if self._started:  # a full disk has no room for the report otherwise
@@ -176,22 +175,25 @@ class Run:
         self.exit_code = EXIT_FAILED
 
     def _release(self) -> None:
-        """Nothing has been trained: the same command may take the directory again."""
+        """Give the directory back, because nothing has been trained."""
         if self._started:
             self._started.release()
 
 
 @contextlib.contextmanager
-def _examined(runtime: RayRuntime) -> Iterator[None]:
-    """Find out more about a worker that failed, while its cluster is there."""
+def _diagnosed(runtime: RayRuntime) -> Iterator[None]:
+    """Diagnose a worker that failed, while its cluster is still up."""
     try:
         yield
     except WorkerError as error:
         raise runtime.explain_death(error) from None
 
 
-def _tell(config: RunConfig, directory: RunDirectory) -> None:
-    """The supervisor what it needs for a restart; before the cluster, which may fail to start."""
+def _report_for_restart(config: RunConfig, directory: RunDirectory) -> None:
+    """Report what the supervisor needs for a restart; before the cluster, which may fail to start.
+
+    step: a pool can shrink by this number of processes
+    """
     training = config.training
     steps = {
         name: math.lcm(*(layout.world_size // layout.dp for layout in layouts))
@@ -217,11 +219,11 @@ def training(
     writes: bool = True,
     stop: StopRequest | None = None,
 ) -> Iterator[PpoTrainer]:
-    """A trainer with its roles, gone on from the newest checkpoint if there is one; a block that
-    ends well writes the final weights.
+    """Build a trainer with its roles, resumed from the newest checkpoint if there is one.
 
-    writes: this process writes the metric and sample files.
-    stop:   asked after each iteration; `fit` raises Stopped when it ends the run.
+    writes: this process writes the metric and sample files
+    stop:   decides after each iteration whether `fit` raises Stopped
+    A block that ends without an error exports the final weights.
     """
     stop = stop or StopRequest(config.training.stop_grace_s)
     parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}
@@ -229,7 +231,7 @@ def training(
     roles = RoleGroups.build(config, pools, prepared.eos_token_ids)
     prompts = hash_prompts(prepared.train_prompts, prepared.eos_token_ids)
     checkpoints = RunCheckpoints(config, roles, directory, prompts, writes)
-    state = checkpoints.restore(_say if writes else _say_nothing)
+    state = checkpoints.restore(_announce if writes else lambda _: None)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
     with contextlib.closing(recorder):
         trainer = make_trainer(config, prepared, roles, recorder, checkpoints, stop)
@@ -237,27 +239,16 @@ def training(
             trainer.load_state_dict(state["trainer"])
             stop.record_resume(trainer.iteration)
         yield trainer
-        _export(config, directory, checkpoints, writes)
+        if writes:
+            checkpoints.store.clear_exported()
+        export_weights(config, checkpoints.trained, directory, writes)
+        if writes:  # last, because it marks the run as finished
+            checkpoints.store.set_exported(config.training.train_iters)
 
 
-def _export(
-    config: RunConfig, directory: RunDirectory, checkpoints: RunCheckpoints, writes: bool
-) -> None:
-    """The last thing of a run; the mark that it is done comes after it."""
-    if writes:
-        checkpoints.store.clear_exported()
-    export_weights(config, checkpoints.trained, directory, writes)
-    if writes:
-        checkpoints.store.set_exported(config.training.train_iters)
-
-
-def _say(text: str) -> None:
+def _announce(text: str) -> None:
     print(text, flush=True)
     logger.info(text)
-
-
-def _say_nothing(text: str) -> None:
-    """On ranks that do not write."""
 
 
 def make_trainer(
@@ -279,24 +270,14 @@ def make_trainer(
     return PpoTrainer(config, roles, source, validator, recorder, checkpoints, stop)
 
 
-class _LogFile(logging.FileHandler):
-    """A log that others do not read, and whose name leads nowhere else."""
-
-    def __init__(self, path: Path, mode: int) -> None:
-        self._file_mode = mode
-        super().__init__(path, encoding=CODEC)
-
-    def _open(self) -> TextIOWrapper:
-        name, mode = Path(self.baseFilename), self._file_mode
-        return cast(TextIOWrapper, open_file(name, "a", mode, encoding=CODEC))
-
-
 def _log_to(directory: RunDirectory) -> None:
-    handler = _LogFile(directory.logs / "driver.log", directory.file_mode)
+    """Log the package to driver.log, and its cluster package to the console as well."""
+    file = open_file(directory.logs / "driver.log", "a", directory.file_mode, encoding=CODEC)
+    handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(name)s: %(message)s"))
     package = logging.getLogger("mindspeed_rlxf")
     package.addHandler(handler)
     package.setLevel(logging.INFO)
-    console = logging.StreamHandler(sys.stdout)  # which cluster, which nodes, what is waited for
+    console = logging.StreamHandler(sys.stdout)  # cluster, nodes and waits
     console.setFormatter(logging.Formatter("ray: %(message)s"))
     logging.getLogger("mindspeed_rlxf.cluster").addHandler(console)

@@ -13,7 +13,7 @@ from mindspeed_rlxf.run.recorder import Recorder
 
 
 class Validator:
-    """Runs over all validation prompts; a run without them validates nothing."""
+    """Answer and score all validation prompts; do nothing in a run without them."""
 
     def __init__(
         self, roles: RoleGroups, prompts: Prompts, by_rule: bool, seed: int, recorder: Recorder
@@ -24,7 +24,7 @@ class Validator:
         self._filled = self._fill()
 
     def _fill(self) -> Prompts:
-        """The prompts with the first ones again at the end, so that replicas get equal parts."""
+        """Repeat the first prompts at the end, so that all replicas get equal parts."""
         count = self.prompts.num_rows
         if not count:
             return self.prompts
@@ -32,9 +32,9 @@ class Validator:
         return self.prompts.select([i % count for i in range(count + -count % parts)])
 
     def validate(self, iteration: int) -> dict[str, float]:
-        """`val/<data source>/{score,response_length,<part>}` means and `timing/val`.
+        """Return `val/<data source>/{score,response_length,<part>}` means and `timing/val`.
 
-        iteration: the last one whose updates the actor has had
+        iteration: the last one whose updates are in the actor's weights
         """
         if not self.prompts.num_rows:
             return {}
@@ -46,8 +46,8 @@ class Validator:
         lengths = [n for report in generated.result() for n in report.response_lengths]
         metrics = _means(self.prompts.data_sources, lengths, scored.result())
         metrics["timing/val"] = generated.seconds + scored.seconds
-        self.recorder.validation(iteration, metrics)
-        self.recorder.validation_samples(
+        self.recorder.write_validation(iteration, metrics)
+        self.recorder.write_samples(
             iteration, self.roles.actor, rollouts, scored.result(), self.prompts.ground_truths
         )
         return metrics
@@ -59,7 +59,7 @@ def _means(
     values: dict[str, list[float]] = defaultdict(list)
     scores = [score for report in reports for score in report.scores]
     parts = [part for report in reports for part in report.parts] or [{}] * len(scores)
-    rows = zip(data_sources, lengths, scores, parts, strict=False)  # the fill is left out
+    rows = zip(data_sources, lengths, scores, parts, strict=False)  # drops the repeated prompts
     for source, length, score, part in rows:
         for name, value in {"score": score, "response_length": length, **part}.items():
             values[f"val/{source}/{name}"].append(value)

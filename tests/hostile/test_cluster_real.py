@@ -1,4 +1,4 @@
-"""Ray started by the lines of the documents, with and without tokens, and what joins it."""
+"""Join a Ray that the commands of the documents start, with and without tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.long
 
 
 def documented(document: str, marks: str) -> str:
-    """The line of a document that starts Ray."""
+    """Return the line of a document that starts with `marks`."""
     text = (REPOSITORY / "docs" / document).read_text(encoding="utf-8")
     lines = [line.partition("  #")[0] for line in text.splitlines()]
     return next(line for line in lines if line.startswith(marks))
@@ -48,14 +48,14 @@ def free_port() -> int:
 
 @contextmanager
 def running(line: str, environment: dict[str, str], output: Path) -> Iterator[None]:
-    """Ray as the line starts it, here in the foreground, so that its end is that of this Ray."""
+    """Run the command of the line in the foreground; Ray ends with it."""
     words = [*RAY, *shlex.split(line)[1:], "--block", "--num-cpus=1", "--disable-usage-stats"]
     with open(output, "w") as stream:
         process = subprocess.Popen(words, env=environment, stdout=stream, stderr=stream)
     children: list[psutil.Process] = []
     try:
         deadline = time.monotonic() + START_S
-        while "--block" not in output.read_text():  # the last that it says
+        while "--block" not in output.read_text():  # its last line of output
             assert process.poll() is None, output.read_text()
             assert time.monotonic() < deadline, output.read_text()
             time.sleep(0.2)
@@ -83,7 +83,7 @@ def join(environment: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("document", ["multi_node.md", "npu.md"])
-def test_the_lines_of_the_documents_start_a_cluster_with_tokens_that_is_joined(
+def test_the_commands_of_the_documents_start_a_cluster_with_tokens(
     environment: dict[str, str], tmp_path: Path, document: str
 ) -> None:
     port = str(free_port())
@@ -96,8 +96,8 @@ def test_the_lines_of_the_documents_start_a_cluster_with_tokens_that_is_joined(
     token = Path(environment["HOME"], ".ray", "auth_token")
     assert token.stat().st_mode & 0o077 == 0
     with running(line, {**environment, "RAY_AUTH_MODE": "token"}, tmp_path / "head"):
-        told = join(environment)
-        assert "INFO joined the Ray cluster at" in told and "WARNING" not in told
+        printed = join(environment)
+        assert "INFO joined the Ray cluster at" in printed and "WARNING" not in printed
         other = {**environment, "RAY_AUTH_TOKEN": "another", "RAY_ADDRESS": f"127.0.0.1:{port}"}
         (refused,) = [line for line in join(other).splitlines() if line.startswith("error: ")]
         assert "must be that of a running Ray cluster" in refused
@@ -117,9 +117,9 @@ def test_a_listener_that_is_not_ray_is_refused_within_seconds(environment: dict[
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began = time.monotonic()
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        told = join({**environment, "RAY_ADDRESS": address})
-    assert told.startswith(
+        printed = join({**environment, "RAY_ADDRESS": address})
+    assert printed.startswith(
         f"error: runtime.address={address} must be that of a running Ray cluster"
     )
-    assert "it does not answer as Ray does" in told and len(told.splitlines()) == 1
+    assert "it does not answer as Ray does" in printed and len(printed.splitlines()) == 1
     assert time.monotonic() - began < 40  # 8, and what starting two interpreters takes

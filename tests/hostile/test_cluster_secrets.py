@@ -1,4 +1,4 @@
-"""Secrets of the workers in every spelling: none reaches a run directory, a plan or a console."""
+"""Secrets of the workers reach no run directory, plan or console, however they are written."""
 
 from __future__ import annotations
 
@@ -57,13 +57,17 @@ def everything_below(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(("written", "values"), CASES.values(), ids=CASES)
-def test_no_file_and_no_output_has_the_value(
+def test_no_file_and_no_output_shows_a_secret(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], written: Any, values: dict[str, str]
 ) -> None:
     directory = tmp_path / "configs"
     directory.mkdir()
-    tree = {"defaults": ["ppo_trainer_tiny", "_self_"], "device": {"kind": "cpu"}}
-    tree |= {"training": {"run_name": "shown"}, "resource_pool": {"env": written}}
+    tree = {
+        "defaults": ["ppo_trainer_tiny", "_self_"],
+        "device": {"kind": "cpu"},
+        "training": {"run_name": "shown"},
+        "resource_pool": {"env": written},
+    }
     (directory / "mine.yaml").write_text(yaml.safe_dump(tree))
     config = resolve(compose("mine", config_dir=directory), "mine")
     assert reveal(config.pool_settings.env) == values  # the workers have them
@@ -71,9 +75,9 @@ def test_no_file_and_no_output_has_the_value(
     print(plan(config).text)  # as `dry_run=true` does
     run = RunDirectory.create(config)
     run.unlock()
-    told = capfd.readouterr()
-    assert all(name in told.out for name in values)
-    assert CANARY not in told.out + told.err + everything_below(run.path)
+    printed = capfd.readouterr()
+    assert all(name in printed.out for name in values)
+    assert CANARY not in printed.out + printed.err + everything_below(run.path)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,7 @@ def test_no_file_and_no_output_has_the_value(
         {"***": "***"},
     ],
 )
-def test_a_mask_that_stands_for_nothing_is_one_line(
+def test_a_mask_without_a_secret_behind_it_is_one_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], env: dict[str, Any]
 ) -> None:
     (tmp_path / "mine.yaml").write_text(
@@ -92,6 +96,6 @@ def test_a_mask_that_stands_for_nothing_is_one_line(
         f"device: {{kind: cpu}}\nresource_pool:\n  env: {env}\n"
     )
     assert main(["--config-name", "mine", "--config-dir", str(tmp_path)]) == 2
-    told = capfd.readouterr().err
-    errors = [line for line in told.splitlines() if line.startswith("error: resource_pool.env.")]
-    assert len(errors) == 1 and "Traceback" not in told
+    printed = capfd.readouterr().err
+    errors = [line for line in printed.splitlines() if line.startswith("error: resource_pool.env.")]
+    assert len(errors) == 1 and "Traceback" not in printed

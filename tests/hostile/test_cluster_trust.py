@@ -1,4 +1,4 @@
-"""Clusters, notes and listeners of other users: refused in one line, before Ray is asked."""
+"""Clusters, notes and listeners of other users are refused in one line, before Ray is asked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,8 +58,10 @@ def listener_of(uid: int, host: str = "127.0.0.1") -> Iterator[int]:
             process.kill()
 
 
-def told(monkeypatch: pytest.MonkeyPatch, view: View) -> None:
-    monkeypatch.setattr(ray_trust, "ask", lambda address: view)
+@pytest.fixture
+def show(monkeypatch: pytest.MonkeyPatch) -> Callable[[View], None]:
+    """Let the cluster that is asked answer with a view."""
+    return lambda view: monkeypatch.setattr(ray_trust, "ask", lambda address: view)
 
 
 def note(folder: Path, text: str) -> Path:
@@ -90,17 +92,15 @@ def test_the_owner_of_a_listener_is_known(port: int) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_a_listener_of_another_user_gets_no_token(
-    monkeypatch: pytest.MonkeyPatch, host: str
-) -> None:
+def test_a_listener_of_another_user_gets_no_token(show: Callable[[View], None], host: str) -> None:
     with listener_of(ANOTHER, host) as port:
         address = f"127.0.0.1:{port}"
         for view in (View(True), View(False, ("127.0.0.1",))):
-            told(monkeypatch, view)
+            show(view)
             line = refusal(address)
             assert line.startswith(f"runtime.address={address} must be a Ray cluster of this user")
             assert f"user id {ANOTHER} listens there; " in line
-        told(monkeypatch, View(True))
+        show(View(True))
         assert check(address, allow_unauthenticated=True)
 
 
@@ -110,26 +110,25 @@ def test_a_note_that_names_a_listener_of_another_user_is_not_followed(tmp_path: 
         assert find_local_cluster() is None and choose_cluster(None).address is None
 
 
-def test_a_note_that_is_a_link_a_pipe_or_a_folder_is_not_read(tmp_path: Path, port: int) -> None:
+@pytest.mark.parametrize(
+    "put", [lambda file, moved: file.symlink_to(moved), lambda file, _: os.mkfifo(file),
+            lambda file, _: file.mkdir()], ids=["link", "pipe", "folder"],
+)  # fmt: skip
+def test_a_note_that_is_no_plain_file_is_not_read(
+    tmp_path: Path, port: int, put: Callable[[Path, Path], None]
+) -> None:
     file = note(tmp_path, f"127.0.0.1:{port}")
     assert find_local_cluster() == f"127.0.0.1:{port}"
-    elsewhere = file.rename(tmp_path / "elsewhere")
-    file.symlink_to(elsewhere)
-    assert find_local_cluster() is None
-    file.unlink()
-    os.mkfifo(file)
+    put(file, file.rename(tmp_path / "moved"))
     began = time.monotonic()
-    assert find_local_cluster() is None and time.monotonic() - began < 1  # it is not waited for
-    file.unlink()
-    file.mkdir()
-    assert find_local_cluster() is None
+    assert find_local_cluster() is None and time.monotonic() - began < 1  # does not wait for a pipe
 
 
 @pytest.mark.parametrize(
     "text",
     ["", "auto", "local", "ray://127.0.0.1:1", "127.0.0.1", "127.0.0.1:0", "a b:1", LONG],
 )
-def test_a_note_that_is_no_address_is_not_believed(tmp_path: Path, text: str) -> None:
+def test_a_note_without_an_address_is_ignored(tmp_path: Path, text: str) -> None:
     note(tmp_path, text)
     assert find_local_cluster() is None
 
@@ -139,7 +138,7 @@ def test_a_note_that_is_no_address_is_not_believed(tmp_path: Path, text: str) ->
     ["auto", "ray://127.0.0.1:10001", "127.0.0.1", ":6379", "127.0.0.1:99999", "a b:6379",
      "127.0.0.1:6379/x", "[::1:6379", "127.0.0.1:\u0661\u0662", "-h:6379", LONG],
 )  # fmt: skip
-def test_what_is_no_address_is_refused_in_one_line(
+def test_a_wrong_address_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.setattr(cluster, "find_local_cluster", lambda: None)
@@ -152,31 +151,31 @@ def test_what_is_no_address_is_refused_in_one_line(
     assert time.monotonic() - began < 5
 
 
-def test_a_cluster_without_tokens_is_joined_where_this_user_has_it_alone(
-    monkeypatch: pytest.MonkeyPatch, port: int, caplog: pytest.LogCaptureFixture
+def test_a_cluster_without_tokens_is_joined_where_this_user_runs_it_on_one_host(
+    show: Callable[[View], None], port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     address = f"127.0.0.1:{port}"
-    told(monkeypatch, View(False, ("127.0.0.1",)))
+    show(View(False, ("127.0.0.1",)))
     assert not check(address, allow_unauthenticated=False)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.message.startswith(f"the Ray cluster at {address} asks for no token: every user")
-    told(monkeypatch, View(True))
+    show(View(True))
     assert check(address, allow_unauthenticated=False) and len(caplog.records) == 1
 
 
-def test_any_other_cluster_without_tokens_is_refused_with_the_two_commands(
-    monkeypatch: pytest.MonkeyPatch, port: int, caplog: pytest.LogCaptureFixture
+def test_other_clusters_without_tokens_are_refused_with_the_two_commands(
+    show: Callable[[View], None], port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     address = f"127.0.0.1:{port}"
-    told(monkeypatch, View(False, ("127.0.0.1", "198.51.100.7")))
+    show(View(False, ("127.0.0.1", "198.51.100.7")))
     line = refusal(address)
     assert line.startswith(f"runtime.address={address} must be a Ray cluster that asks for a token")
     assert "ray get-auth-token --generate" in line and "export RAY_AUTH_MODE=token" in line
     assert line.endswith("runtime.allow_unauthenticated=true where the network keeps others out")
     assert not check(address, allow_unauthenticated=True)
     assert "whoever reaches it" in caplog.records[-1].message
-    told(monkeypatch, View(False, ("198.51.100.7",)))
+    show(View(False, ("198.51.100.7",)))
     assert "198.51.100.7:6379" in refusal("198.51.100.7:6379")  # of another host
     with socket.socket() as closed:  # of this host, and nobody is known to listen
         closed.bind(("127.0.0.1", 0))

@@ -258,7 +258,7 @@ def validated(config: RunConfig) -> list[Any]:
 def supervised(config: RunConfig) -> Any:
     """What the supervisor is told of restarts, and the request to stop of its limits."""
     with patch.object(run.supervised, "report_facts") as tell:
-        run._tell(config, MagicMock(path="here"))
+        run._report_for_restart(config, MagicMock(path="here"))
     stops = patch.object(run, "StopRequest", side_effect=Over)
     with stops as stop, contextlib.suppress(Over):
         run.Run(config, MagicMock())
@@ -311,16 +311,16 @@ def prepared(config: RunConfig) -> Any:
     """Validation prompts, stop tokens and given responses that a run starts with."""
     given = IndexedPrompts([prompt(i) for i in range(NUM_PROMPTS)])
     names = (
-        "RunDirectory", "save_problems", "weight_problems", "load_tokenizer", "check_vocabulary",
-        "eos_token_ids", "describe_stop_tokens", "load_fixed_responses", "_order_problems",
-        "_reward_problems", "_notices",
+        "RunDirectory", "check_save_folders", "check_weights", "load_tokenizer", "check_vocabulary",
+        "eos_token_ids", "describe_stop_tokens", "load_fixed_responses", "_check_order",
+        "_check_rewards", "_notices",
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         mocks = {n: stack.enter_context(patch.object(preflight, n)) for n in names}
         stack.enter_context(patch.object(preflight, "_prompts", lambda *_: given))
         mocks["RunDirectory"].check.return_value = []
         for name in names:
-            if name.endswith("_problems") or name == "check_vocabulary":
+            if "check_" in name:
                 mocks[name].return_value = []
         mocks["eos_token_ids"].return_value = (2,)
         found = preflight.prepare(config)

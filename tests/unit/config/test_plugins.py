@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.dump import to_tree
 from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.rewards.rules import RULES, RewardResult
-from mindspeed_rlxf.run.changed_keys import changes
+from mindspeed_rlxf.run.changed_keys import find_changes
 from tests.registries import forgotten
 
 MakeTree = Callable[..., dict[str, Any]]
@@ -62,7 +62,9 @@ def test_a_file_is_loaded_once_and_remembered_by_its_text(
     with pytest.raises(ConfigError, match="must be the file of sha256"):
         resolve(tree, "test")
     RULES.pop("short")
-    (change,) = changes(tree, to_tree(resolve(make_tree({"training.plugins": [file]}), "test")))
+    (change,) = find_changes(
+        tree, to_tree(resolve(make_tree({"training.plugins": [file]}), "test"))
+    )
     assert (change.key, change.rule) == ("training.plugins", "fixed")
 
 

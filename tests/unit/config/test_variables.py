@@ -17,7 +17,7 @@ from mindspeed_rlxf.config.resolve import resolve, resolve_with_notes
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.withheld import Withheld, open_variables, reveal, secret_variables
 from mindspeed_rlxf.ops.planning.plan import plan
-from mindspeed_rlxf.run.changed_keys import changes
+from mindspeed_rlxf.run.changed_keys import find_changes
 
 CANARY = "canary5f0e"
 
@@ -102,7 +102,7 @@ def test_an_interpolation_stays_one_and_the_written_configuration_starts_the_sam
     monkeypatch.setenv("MY_KEY", "from here")
     (tmp_path / "config.yaml").write_text(written)
     again = resolve(compose("config", config_dir=tmp_path), "mine")
-    assert changes(yaml.safe_load(written), yaml.safe_load(to_yaml(again))) == []
+    assert find_changes(yaml.safe_load(written), yaml.safe_load(to_yaml(again))) == []
     assert reveal(again.pool_settings.env) == {
         **found, "HF_TOKEN": "literal", "MY_KEY": "from here",
     }  # fmt: skip
@@ -137,12 +137,12 @@ def test_a_resume_compares_no_values_and_shows_none(make_tree: Callable[..., Any
         found: dict[str, Any] = yaml.safe_load(to_yaml(config))
         return found
 
-    assert changes(tree("one"), tree("two")) == []
+    assert find_changes(tree("one"), tree("two")) == []
     older = tree("one")
     older["resource_pool"]["env"]["HF_TOKEN"] = CANARY  # as versions before this wrote it
-    assert changes(older, tree("two")) == []
+    assert find_changes(older, tree("two")) == []
     del older["resource_pool"]["env"]["A"]
-    assert CANARY not in str([str(change) for change in changes(older, tree("two"))])
+    assert CANARY not in str([str(change) for change in find_changes(older, tree("two"))])
 
 
 def test_a_withheld_value_does_not_travel() -> None:

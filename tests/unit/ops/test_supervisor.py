@@ -25,7 +25,7 @@ STAND_IN = """
 import json, os, signal, sys, time
 from pathlib import Path
 from mindspeed_rlxf.ops.supervisor import supervise
-from mindspeed_rlxf.run.supervised import command_started, report_facts
+from mindspeed_rlxf.run.supervised import find_command_start, report_facts
 assert supervise() is None
 folder = Path(sys.argv[1])
 with open(folder / "attempts.jsonl", "a") as file:
@@ -37,7 +37,7 @@ if "dry_run=true" in sys.argv:
     sys.exit(0 if "resource_pool.main=[4]" in sys.argv else 2)
 number = sum("dry_run" not in line for line in open(folder / "attempts.jsonl")) - 1
 step = json.load(open(folder / "plan.json"))[number]
-assert command_started() > 0
+assert find_command_start() > 0
 if "facts" in step:
     report_facts(directory=str(folder), **step["facts"])
 if "saved" in step:

@@ -1,8 +1,9 @@
-"""Which keys a run that goes on may change."""
+"""Which keys a resumed run may change."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.resolve import resolve
-from mindspeed_rlxf.run.changed_keys import changes
+from mindspeed_rlxf.run.changed_keys import find_changes
 from tests.unit.config.conftest import make_tree, no_cluster
 
 __all__ = ["make_tree", "no_cluster"]
@@ -20,24 +21,19 @@ MakeTree = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def tree(make_tree: MakeTree) -> dict[str, Any]:
-    """As a run directory has it."""
-    loaded = yaml.safe_load(to_yaml(resolve(make_tree({}), "test")))
-    assert isinstance(loaded, dict)
-    return loaded
+    """The configuration as a run directory has it."""
+    return yaml.safe_load(to_yaml(resolve(make_tree({}), "test")))
 
 
 def changed(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     result = copy.deepcopy(tree)
     *path, last = key.split(".")
-    place = result
-    for name in path:
-        place = place[name]
-    place[last] = value
+    functools.reduce(dict.__getitem__, path, result)[last] = value
     return result
 
 
 def test_the_same_configuration_has_no_changes(tree: dict[str, Any]) -> None:
-    assert changes(tree, copy.deepcopy(tree)) == []
+    assert find_changes(tree, copy.deepcopy(tree)) == []
 
 
 @pytest.mark.parametrize(
@@ -65,33 +61,33 @@ def test_the_same_configuration_has_no_changes(tree: dict[str, Any]) -> None:
 def test_each_key_has_the_rule_of_the_schema(
     tree: dict[str, Any], key: str, value: Any, rule: str
 ) -> None:
-    (found,) = changes(tree, changed(tree, key, value))
+    (found,) = find_changes(tree, changed(tree, key, value))
     assert (found.key, found.now, found.rule) == (key, value, rule)
 
 
-def test_another_architecture_is_another_run(tree: dict[str, Any]) -> None:
+def test_the_architecture_is_fixed(tree: dict[str, Any]) -> None:
     name = next(iter(tree["model"]))
-    (found,) = changes(tree, changed(tree, f"model.{name}.num_layers", 96))
+    (found,) = find_changes(tree, changed(tree, f"model.{name}.num_layers", 96))
     assert found.rule == "fixed"
     assert str(found).startswith(f"model.{name}.num_layers: ")
 
 
-def test_what_a_command_does_is_not_what_the_run_is(tree: dict[str, Any]) -> None:
-    assert changes(tree, changed(tree, "training.new_run", True)) == []
-    assert changes(tree, changed(tree, "training.resume", "never")) == []
+@pytest.mark.parametrize(("key", "value"), [("new_run", True), ("resume", "never")])
+def test_keys_of_the_command_do_not_count(tree: dict[str, Any], key: str, value: Any) -> None:
+    assert find_changes(tree, changed(tree, f"training.{key}", value)) == []
 
 
-def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(
+def test_a_key_that_an_older_version_lacks_counts_as_its_default(
     tree: dict[str, Any],
 ) -> None:
     older = copy.deepcopy(tree)
     del older["training"]["keep_last"], older["algorithm"]["gamma"]
-    assert changes(older, tree) == []
-    (found,) = changes(older, changed(tree, "training.keep_last", 5))
+    assert find_changes(older, tree) == []
+    (found,) = find_changes(older, changed(tree, "training.keep_last", 5))
     assert str(found) == "training.keep_last: 2 -> 5"
 
 
 def test_a_key_that_this_version_does_not_have_is_refused(tree: dict[str, Any]) -> None:
     newer = changed(tree, "algorithm.of_a_later_version", 1)
-    (found,) = changes(newer, tree)
+    (found,) = find_changes(newer, tree)
     assert (found.rule, str(found)) == ("fixed", "algorithm.of_a_later_version: 1 -> absent")

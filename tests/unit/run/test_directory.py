@@ -20,31 +20,30 @@ from mindspeed_rlxf.run import lock as run_lock
 from mindspeed_rlxf.run.directory import RunDirectory
 
 
+@pytest.fixture
+def folder(make_config) -> Path:
+    """The run directory of `make_config`, empty."""
+    path = Path(make_config().training.output_dir)
+    path.mkdir(parents=True)
+    return path
+
+
 def test_create_makes_the_folder_and_its_config(make_config):
     config = make_config()
     directory = RunDirectory.create(config)
-    assert directory.path == Path(config.training.output_dir)
-    assert directory.logs.is_dir()
+    assert directory.path == Path(config.training.output_dir) and directory.logs.is_dir()
     assert sorted(os.listdir(directory.path)) == ["config.yaml", "logs", "run.lock"]
     directory.unlock()
     assert sorted(os.listdir(directory.path)) == ["config.yaml", "logs"]
-
-
-def test_the_written_config_is_the_configuration_again(make_config):
-    config = make_config()
-    text = RunDirectory.create(config).config.read_text(encoding="utf-8")
-    assert "größe" in text
-    assert text == to_yaml(config)  # which loads to the same configuration
+    text = directory.config.read_text(encoding="utf-8")
+    assert "größe" in text and text == to_yaml(config)  # which loads to the same configuration
 
 
 def test_files_have_the_names_of_the_contract():
-    directory = RunDirectory(Path("/x"))
-    assert directory.config == Path("/x/config.yaml")
-    assert directory.metrics == Path("/x/metrics.jsonl")
-    assert directory.samples == Path("/x/samples.jsonl")
-    assert directory.val_samples == Path("/x/val_samples.jsonl")
-    assert directory.failure == Path("/x/failure.json")
-    assert directory.logs == Path("/x/logs")
+    run = RunDirectory(Path("/x"))
+    found = [run.config, run.metrics, run.samples, run.val_samples, run.failure, run.logs]
+    names = ["config.yaml", "metrics.jsonl", "samples.jsonl", "val_samples.jsonl", "failure.json"]
+    assert found == [Path("/x", name) for name in [*names, "logs"]]
 
 
 def test_check_writes_nothing(make_config, tmp_path):
@@ -52,7 +51,7 @@ def test_check_writes_nothing(make_config, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_run_that_has_not_trained_gives_its_folder_back(make_config):
+def test_release_frees_the_folder_of_a_run_that_has_not_trained(make_config):
     config = make_config()
     directory = RunDirectory.create(config)
     (directory.logs / "driver.log").write_text("waited for devices")
@@ -63,15 +62,14 @@ def test_a_run_that_has_not_trained_gives_its_folder_back(make_config):
     assert directory.is_used and directory.metrics.read_text() == "{}\n"
 
 
-def test_a_used_folder_is_gone_on_with(make_config):
+def test_the_same_run_may_use_its_folder_again(make_config):
     config = make_config()
     first = RunDirectory.create(config)
     text = first.config.read_text()
     assert RunDirectory.check(config) == []
     again = RunDirectory.create(config)
-    assert again.path == first.path and again.changes == ()
+    assert again.path == first.path and again.changes == []
     assert again.config.read_text() == text
-    assert sorted(os.listdir(again.path)) == ["config.yaml", "logs", "run.lock"]
 
 
 def test_free_keys_that_changed_are_kept_beside_the_first_configuration(make_config):
@@ -103,22 +101,18 @@ def test_fixed_keys_that_changed_are_refused_by_name(make_config):
     assert not (folder / "config.1.yaml").exists()
 
 
-def test_resume_never_refuses_a_used_folder(make_config):
-    folder = RunDirectory.create(make_config()).path
-    problem = str(*RunDirectory.check(make_config(resume="never")))
+@pytest.mark.parametrize(
+    ("name", "keys"), [("config.yaml", {"resume": "never"}), ("metrics.jsonl", {})]
+)
+def test_a_folder_of_another_run_is_refused(make_config, folder, name, keys):
+    """config.yaml under training.resume=never, metrics without a configuration in any case."""
+    (folder / name).write_text("")
+    problem = str(*RunDirectory.check(make_config(**keys)))
     assert problem.startswith(f"training.output_dir='{folder}' must not hold another run, it has")
+    assert f"it has {name}; " in problem
 
 
-def test_metrics_without_a_configuration_are_refused(make_config):
-    config = make_config()
-    folder = Path(config.training.output_dir)
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("")
-    problem = str(*RunDirectory.check(config))
-    assert "must not hold another run, it has metrics.jsonl" in problem
-
-
-def test_a_configuration_that_cannot_be_read_is_told(make_config):
+def test_a_configuration_that_cannot_be_read_is_reported(make_config):
     directory = RunDirectory.create(make_config())
     directory.config.write_text("a: [")
     with pytest.raises(UserError, match="must be what the run wrote"):
@@ -135,10 +129,8 @@ sys.stdin.read()
 """
 
 
-def test_a_second_live_run_is_refused_and_a_killed_one_is_not(make_config):
+def test_a_second_live_run_is_refused_until_the_first_is_killed(make_config, folder):
     config = make_config()
-    folder = Path(config.training.output_dir)
-    folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(config))
     command = [sys.executable, "-c", HOLDER, str(folder)]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -156,8 +148,8 @@ def test_a_second_live_run_is_refused_and_a_killed_one_is_not(make_config):
     RunDirectory.create(config).unlock()
 
 
-def test_a_lock_on_a_file_that_its_holder_removed_is_none(tmp_path, monkeypatch):
-    """The one before removes the file after this process opened it, and before it locks it."""
+def test_a_lock_file_that_its_holder_removed_is_opened_again(tmp_path, monkeypatch):
+    """The holder removes the file after this process opened it, and before it locks it."""
     lock, plain, opened = tmp_path / run_lock.LOCK, run_lock.fcntl.lockf, []
 
     def removed_meanwhile(stream, how):
@@ -176,12 +168,9 @@ def test_a_lock_on_a_file_that_its_holder_removed_is_none(tmp_path, monkeypatch)
     assert not lock.exists()
 
 
-def test_a_folder_with_other_things_is_taken(make_config):
-    config = make_config()
-    folder = Path(config.training.output_dir)
-    folder.mkdir(parents=True)
+def test_a_folder_with_other_files_is_used(make_config, folder):
     (folder / "notes.txt").write_text("mine")
-    assert RunDirectory.create(config).path == folder
+    assert RunDirectory.create(make_config()).path == folder
 
 
 def test_new_run_takes_the_next_free_name(make_config):
@@ -196,7 +185,7 @@ def test_a_relative_output_dir_becomes_absolute(make_config, tmp_path, monkeypat
     assert RunDirectory.create(make_config(output_dir="here")).path == tmp_path / "here"
 
 
-def test_a_file_on_the_way_is_a_user_error(make_config, tmp_path):
+def test_a_file_in_place_of_a_parent_folder_is_a_user_error(make_config, tmp_path):
     (tmp_path / "outputs").write_text("")
     problem = str(*RunDirectory.check(make_config()))
     assert problem.endswith(
@@ -226,19 +215,17 @@ def test_a_failing_write_is_a_user_error_and_leaves_no_config(make_config, monke
 
 
 def test_config_is_utf8_under_an_ascii_locale(tmp_path):
+    file = tmp_path / "config.yaml"
     program = (
-        "import sys\n"
-        "from pathlib import Path\n"
+        "import pathlib, sys\n"
         "from mindspeed_rlxf.files.safe import replace_file\n"
         "assert sys.flags.utf8_mode == 0\n"
-        f"replace_file(Path({str(tmp_path / 'config.yaml')!r}), 'gr\\xf6\\xdfe')\n"
+        f"replace_file(pathlib.Path({str(file)!r}), 'gr\\xf6\\xdfe')\n"
     )
-    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     repo = Path(__file__).parents[3]
-    subprocess.run(
-        [sys.executable, "-c", program], cwd=repo, env={**os.environ, **environment}, check=True
-    )
-    assert (tmp_path / "config.yaml").read_bytes() == "größe".encode()
+    subprocess.run([sys.executable, "-c", program], cwd=repo, env=os.environ | locale, check=True)
+    assert file.read_bytes() == "größe".encode()
     assert os.listdir(tmp_path) == ["config.yaml"]  # no temporary file is left
 
 
@@ -251,8 +238,7 @@ def modes(folder):
     ("given", "folder", "file"), [(None, 0o700, 0o600), ("0640", 0o750, 0o640)]
 )
 def test_files_have_the_mode_of_the_configuration(make_config, umask, given, folder, file):
-    changes = {} if given is None else {"file_mode": given}
-    config = make_config(**changes)
+    config = make_config() if given is None else make_config(file_mode=given)
     before = os.umask(umask)
     try:
         directory = RunDirectory.create(config)
@@ -269,7 +255,7 @@ def test_files_have_the_mode_of_the_configuration(make_config, umask, given, fol
     assert own == folder | (0o011 & ~umask)
 
 
-def test_a_run_that_is_resumed_gets_the_mode_asked_for_now(make_config):
+def test_files_of_a_resumed_run_get_the_mode_of_now(make_config):
     directory = RunDirectory.create(make_config())
     directory.unlock()
     again = RunDirectory.create(make_config(file_mode="0640"))
@@ -279,7 +265,7 @@ def test_a_run_that_is_resumed_gets_the_mode_asked_for_now(make_config):
 
 
 @pytest.mark.parametrize("mode", ["0777", "0606x", "0200", 0o640, "640 ", "0602"])
-def test_a_mode_that_is_none_is_refused(make_config, mode):
+def test_a_text_that_is_no_file_mode_is_refused(make_config, mode):
     with pytest.raises(ValidationError, match="file_mode"):
         make_config(file_mode=mode)
 

@@ -1,8 +1,7 @@
-"""Where the trained weights go."""
+"""The folders of the trained weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,15 @@ import pytest
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.resolve import resolve, resolve_with_notes
 from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.exports import export_folders, export_weights, save_problems
+from mindspeed_rlxf.run.exports import check_save_folders, export_folders, export_weights
 from tests.unit.config.conftest import make_tree, no_cluster
+from tests.unit.run.runs import MakeTree
 
 __all__ = ["make_tree", "no_cluster"]
-MakeTree = Callable[..., dict[str, Any]]
 
 
 class Group:
-    """A role that writes a file where it is told to."""
+    """A role that exports one file to each folder."""
 
     def export(self, *folders: Path) -> Group:
         for folder in folders:
@@ -30,7 +29,7 @@ class Group:
     def result(self) -> None: ...
 
 
-def test_an_export_takes_the_place_of_an_earlier_one(make_tree: MakeTree, tmp_path: Path) -> None:
+def test_an_export_replaces_an_earlier_one(make_tree: MakeTree, tmp_path: Path) -> None:
     config = resolve(make_tree({}), "test")
     trained: Any = {Role.ACTOR_ROLLOUT: Group(), Role.CRITIC: Group()}
     old = tmp_path / "final" / "actor_megatron"
@@ -53,7 +52,7 @@ def test_an_export_takes_the_place_of_an_earlier_one(make_tree: MakeTree, tmp_pa
         ({"actor_rollout.save": "a", "critic.save": "./a"}, "a/actor/hf", "a/critic/hf"),
     ],
 )
-def test_save_says_where_the_final_weights_go(
+def test_the_save_keys_name_the_folders_of_the_final_weights(
     make_tree: MakeTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: dict[str, str],
     actor: str, critic: str,
 ) -> None:  # fmt: skip
@@ -69,18 +68,18 @@ def test_save_says_where_the_final_weights_go(
     assert len(shared) == ("a/actor" in actor)
 
 
-def test_nothing_is_written_over(make_tree: MakeTree, tmp_path: Path) -> None:
+def test_a_save_folder_that_holds_weights_is_refused(make_tree: MakeTree, tmp_path: Path) -> None:
     config = resolve(make_tree({"critic.save": str(tmp_path / "c")}), "test")
-    assert save_problems(config) == []
+    assert check_save_folders(config) == []
     (tmp_path / "c" / "megatron").mkdir(parents=True)
     (tmp_path / "c" / "iter_0000001").mkdir()  # what was loaded may stand beside it
-    assert save_problems(config) == []
+    assert check_save_folders(config) == []
     (tmp_path / "c" / "megatron" / "x").write_text("")
-    (problem,) = save_problems(config)
+    (problem,) = check_save_folders(config)
     assert str(problem).startswith(f"critic.save={str(tmp_path / 'c')!r} must not hold weights")
 
 
-def test_an_interval_beyond_the_run_is_told(make_tree: MakeTree) -> None:
+def test_a_save_interval_beyond_the_run_is_a_note(make_tree: MakeTree) -> None:
     notes = {
         interval: resolve_with_notes(make_tree({"training.save_interval": interval}), "test")[1]
         for interval in (0, 3, 4)  # of 3 iterations

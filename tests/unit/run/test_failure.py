@@ -1,4 +1,4 @@
-"""A failure is one line on the console and the whole story in failure.json."""
+"""A failure is one line on the console, and all its details in failure.json."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def in_iteration(number: int) -> StopRequest:
     return stop
 
 
-def test_a_worker_is_named_on_one_line_and_its_traceback_kept(
+def test_a_failed_worker_is_one_line_and_its_traceback_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report(RunDirectory(tmp_path), RAISED, in_iteration(5))
     assert capsys.readouterr().err == (
         "failed: critic rank 3 on b failed in values: ValueError: a bad number (iteration 5)\n"
-        f"logs: {tmp_path}/logs; iteration 5 will be done again: there is the checkpoint of "
+        f"logs: {tmp_path}/logs; iteration 5 will run again, from the checkpoint of "
         "iteration 4\n"
     )
     found = json.loads((tmp_path / "failure.json").read_text())
@@ -42,25 +42,38 @@ def test_a_worker_is_named_on_one_line_and_its_traceback_kept(
     )
 
 
-def test_late_ranks_hosts_and_the_driver_are_named_too(tmp_path: Path) -> None:
-    report(RunDirectory(tmp_path), LATE, StopRequest(60.0))
-    late = json.loads((tmp_path / "failure.json").read_text())
-    assert [late[k] for k in ("role", "phase", "rank", "host")] == ["critic", "values", 2, "b"]
-    # who else waited differs from time to time, the cause does not
-    assert (late["missing"], late["cause"]) == ([2, 3], "did not arrive in time")
-    report(RunDirectory(tmp_path), HostError("c", "commit", "OSError: x"), StopRequest(60.0))
-    host = json.loads((tmp_path / "failure.json").read_text())
-    assert [host[k] for k in ("role", "phase", "host")] == ["driver", "commit", "c"]
-    assert (host["message"], host["cause"]) == ("commit on c failed: OSError: x", "OSError: x")
-    report(RunDirectory(tmp_path), OSError("no space left"), StopRequest(60.0))
-    ours = json.loads((tmp_path / "failure.json").read_text())
-    assert ours["message"] == ours["cause"] == "driver: OSError: no space left"
-    assert (ours["role"], ours["iteration"]) == ("driver", 0)
+@pytest.mark.parametrize(
+    ("error", "details"),
+    [
+        (
+            LATE,  # the ranks that waited may differ from time to time, the cause does not
+            {"role": "critic", "phase": "values", "rank": 2, "host": "b", "missing": [2, 3],
+             "cause": "did not arrive in time"},
+        ),
+        (
+            HostError("c", "commit", "OSError: x"),
+            {"role": "driver", "phase": "commit", "host": "c", "cause": "OSError: x",
+             "message": "commit on c failed: OSError: x"},
+        ),
+        (
+            OSError("no space left"),
+            {"role": "driver", "iteration": 0, "cause": "driver: OSError: no space left",
+             "message": "driver: OSError: no space left"},
+        ),
+    ],
+    ids=["late ranks", "host", "driver"],
+)  # fmt: skip
+def test_the_failure_file_names_the_place_and_the_cause(
+    tmp_path: Path, error: Exception, details: dict[str, object]
+) -> None:
+    report(RunDirectory(tmp_path), error, StopRequest(60.0))
+    found = json.loads((tmp_path / "failure.json").read_text())
+    assert {name: found[name] for name in details} == details
     assert [file.name for file in tmp_path.iterdir()] == ["failure.json"]
 
 
-def test_a_failure_in_a_save_is_of_the_iteration_that_is_saved(tmp_path: Path) -> None:
-    """Two of these, with checkpoints in between, are not the same failure twice."""
+def test_a_failure_in_a_save_has_the_iteration_of_the_save(tmp_path: Path) -> None:
+    """Two failed saves with checkpoints in between must not count as one repeated failure."""
     stop = StopRequest(60.0)
     for iteration in (1, 2):
         stop.begin_iteration()
@@ -69,7 +82,7 @@ def test_a_failure_in_a_save_is_of_the_iteration_that_is_saved(tmp_path: Path) -
         assert json.loads((tmp_path / "failure.json").read_text())["iteration"] == iteration
 
 
-def test_a_report_that_cannot_be_written_is_told(
+def test_a_report_that_cannot_be_written_is_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_arguments: object, **_keywords: object) -> None:
@@ -80,14 +93,14 @@ def test_a_report_that_cannot_be_written_is_told(
     assert "failure.json cannot be written: [Errno 28] No space" in capsys.readouterr().err
 
 
-def test_a_rank_without_a_directory_of_its_own_writes_nothing(
+def test_a_later_rank_of_torchrun_writes_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report(None, RAISED, StopRequest(60.0))
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_failure_of_an_earlier_attempt_becomes_history(tmp_path: Path) -> None:
+def test_the_failure_of_an_earlier_attempt_is_archived(tmp_path: Path) -> None:
     file, history = tmp_path / "failure.json", tmp_path / "failures.jsonl"
     archive_failure(file, history)
     for text in ('{\n"cause": "x"\n}', "cut o"):

@@ -1,4 +1,4 @@
-"""What the console says beside the metrics."""
+"""Warnings on the console beside the metrics."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.recorder import Recorder
 
 
-def test_steps_left_out_are_said_with_the_samples_that_caused_them(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_skipped_steps_and_non_finite_scores_are_warned_of(tmp_path: Path, capsys: Any) -> None:
     config: Any = SimpleNamespace(logging=LoggingConfig(), training=SimpleNamespace(train_iters=9))
     recorder = Recorder(config, RunDirectory(tmp_path), None)
-    recorder.skipped(3, {"actor/skipped_steps": 2.0, "critic/skipped_steps": 0.0}, {})
-    recorder.skipped(4, {}, {17: float("nan")})
+    recorder.warn_of_non_finite(3, {"actor/skipped_steps": 2.0, "critic/skipped_steps": 0.0}, {})
+    recorder.warn_of_non_finite(4, {}, {17: float("nan")})
     recorder.close()
-    said = capsys.readouterr().out
-    assert "2 optimizer steps of the actor left out in iteration 3" in said
-    assert "critic" not in said
-    assert "the reward gave nan for sample 17 in iteration 4" in said
+    printed = capsys.readouterr().out
+    assert "skipped 2 optimizer steps of the actor in iteration 3" in printed
+    assert "critic" not in printed
+    assert "the reward returned nan for sample 17 in iteration 4" in printed

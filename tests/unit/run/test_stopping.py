@@ -1,4 +1,4 @@
-"""A stop lets the iteration end where that fits into the grace of the scheduler."""
+"""A signal lets the iteration end where that fits into the grace of the scheduler."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ def clock() -> Clock:
     return Clock()
 
 
-def after(clock: Clock, stop: StopRequest, *seconds: float, first: int = 1) -> StopRequest:
-    """The same after iterations that took so long."""
-    for iteration, took in enumerate(seconds, first):
+@pytest.fixture
+def stop(clock: Clock) -> StopRequest:
+    return StopRequest(60.0, clock=clock)
+
+
+def run_iterations(clock: Clock, stop: StopRequest, *seconds: float) -> None:
+    for took in seconds:
         stop.begin_iteration()
         clock.now += took
-        stop.end_iteration(iteration)
-    return stop
+        stop.end_iteration(stop.iteration + 1)
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +43,10 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-def test_an_iteration_and_its_save_that_fit_are_finished(
-    clock: Clock, timer: list[float], capsys: pytest.CaptureFixture[str]
+def test_an_iteration_that_fits_into_the_grace_is_finished(
+    clock: Clock, stop: StopRequest, timer: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stop = after(clock, StopRequest(60.0, clock=clock), 40.0, 50.0, 45.0)
+    run_iterations(clock, stop, 40.0, 50.0, 45.0)
     stop.record_save(3, 10.0)
     assert not stop.is_due()
     stop.begin_iteration()
@@ -55,8 +58,8 @@ def test_an_iteration_and_its_save_that_fit_are_finished(
     assert stop.is_due() and timer == [59.0]
 
 
-def test_what_does_not_fit_stops_at_once_and_says_what_is_lost(clock: Clock) -> None:
-    stop = after(clock, StopRequest(60.0, clock=clock), 100.0, 100.0, 100.0)
+def test_a_stop_at_once_names_the_iterations_that_are_lost(clock: Clock, stop: StopRequest) -> None:
+    run_iterations(clock, stop, 100.0, 100.0, 100.0)
     stop.record_save(1, 5.0)
     stop.begin_iteration()
     clock.now += 40.0
@@ -66,30 +69,34 @@ def test_what_does_not_fit_stops_at_once_and_says_what_is_lost(clock: Clock) -> 
         "SIGINT; the iteration and its save need about 65 s, training.stop_grace_s=60"
     )
     assert stop.work_lost == (
-        "iterations 2 to 4 will be done again: there is the checkpoint of iteration 1"
+        "iterations 2 to 4 will run again, from the checkpoint of iteration 1"
     )
 
 
-def test_a_save_that_was_never_made_is_guessed_from_the_iterations(clock: Clock) -> None:
-    stop = after(clock, StopRequest(60.0, clock=clock), 30.0)
+def test_the_first_save_is_predicted_from_the_iterations(clock: Clock, stop: StopRequest) -> None:
+    run_iterations(clock, stop, 30.0)
     assert stop.left_s == 45.0
     assert StopRequest(60.0, clock=clock).left_s is None
 
 
-def test_before_the_first_iteration_has_ended_a_signal_stops_at_once(clock: Clock) -> None:
-    stop = StopRequest(60.0, clock=clock)
+@pytest.mark.parametrize(
+    ("began", "lost"),
+    [(False, "nothing is lost"), (True, "iteration 1 will run again, from the start")],
+)
+def test_before_the_first_iteration_has_ended_a_signal_stops_at_once(
+    stop: StopRequest, began: bool, lost: str
+) -> None:
+    if began:
+        stop.begin_iteration()
     with pytest.raises(KeyboardInterrupt):
         stop.on_signal(signal.SIGTERM)
-    assert stop.work_lost == "nothing is lost"
-    stop = StopRequest(60.0, clock=clock)
-    stop.begin_iteration()
-    with pytest.raises(KeyboardInterrupt):
-        stop.on_signal(signal.SIGTERM)
-    assert stop.work_lost == "iteration 1 will be done again: there is no checkpoint"
+    assert stop.work_lost == lost
 
 
-def test_a_second_signal_stops_at_once_but_not_an_echo_of_the_first(clock: Clock) -> None:
-    stop = after(clock, StopRequest(60.0, clock=clock), 1.0)
+def test_a_second_signal_stops_at_once_unless_it_follows_within_seconds(
+    clock: Clock, stop: StopRequest
+) -> None:
+    run_iterations(clock, stop, 1.0)
     stop.on_signal(signal.SIGTERM)
     clock.now += 1.0
     stop.on_signal(signal.SIGINT)
@@ -99,53 +106,53 @@ def test_a_second_signal_stops_at_once_but_not_an_echo_of_the_first(clock: Clock
     assert stop.reason == "a second signal, SIGINT"
 
 
-def test_a_prediction_that_was_wrong_ends_with_the_grace(clock: Clock) -> None:
-    stop = after(clock, StopRequest(60.0, clock=clock), 1.0)
+def test_an_iteration_longer_than_predicted_ends_with_the_grace(
+    clock: Clock, stop: StopRequest
+) -> None:
+    run_iterations(clock, stop, 1.0)
     stop.on_signal(signal.SIGTERM)
     clock.now += 59.0
     with pytest.raises(KeyboardInterrupt):
         stop.on_signal(signal.SIGALRM)
-    assert stop.reason == "SIGTERM; training.stop_grace_s=60 are over"
+    assert stop.reason == "SIGTERM; training.stop_grace_s=60 has passed"
 
 
 def test_wall_time_ends_the_run_while_a_save_still_fits(clock: Clock) -> None:
     stop = StopRequest(60.0, wall_s=100.0, started=990.0, clock=clock)
-    after(clock, stop, 20.0, 30.0)  # now 1050; 1090 is the end
+    run_iterations(clock, stop, 20.0, 30.0)  # now 1050; 1090 is the end
     stop.record_save(2, 5.0)
     assert not stop.is_due()  # 1050 + 30 + 5
-    after(clock, stop, 6.0, first=3)
+    run_iterations(clock, stop, 6.0)
     assert stop.is_due() and "training.max_wall_time=100 s leaves no time" in stop.reason
 
 
-def test_a_long_iteration_is_remembered_until_the_next_such_one(clock: Clock) -> None:
-    """As one in fifty that is validated too."""
+def test_a_long_iteration_counts_until_the_next_one_like_it(clock: Clock) -> None:
+    """As a validation in every fiftieth iteration."""
     for history, is_due in ((0, False), (51, True)):
         stop = StopRequest(60.0, 1000.0, clock(), clock, history)
         for iteration in range(1, 51):
-            stop.begin_iteration()
-            clock.now += 300 if iteration == 1 else 10
-            stop.end_iteration(iteration)
+            run_iterations(clock, stop, 300 if iteration == 1 else 10)
             stop.record_save(iteration, 1.0)
         assert stop.is_due() is is_due
 
 
-def test_ranks_agree_on_what_the_first_says(clock: Clock) -> None:
-    stop = after(clock, StopRequest(60.0, clock=clock), 1.0)
+def test_all_ranks_take_the_answer_of_the_first(clock: Clock, stop: StopRequest) -> None:
+    run_iterations(clock, stop, 1.0)
     stop.agree = lambda mine: True
     assert stop.is_due()
 
 
-def test_after_a_resume_nothing_before_it_counts_as_lost(clock: Clock) -> None:
-    stop = StopRequest(60.0, clock=clock)
+def test_iterations_before_a_resume_do_not_count_as_lost(stop: StopRequest) -> None:
     stop.record_resume(7)
     assert stop.work_lost == "nothing is lost"
     stop.begin_iteration()
-    assert stop.work_lost.startswith("iteration 8 will be done again")
+    assert stop.work_lost.startswith("iteration 8 will run again")
 
 
-def test_signals_reach_it_while_it_watches_and_not_afterwards(clock: Clock) -> None:
+def test_signals_are_handled_inside_the_block_alone(clock: Clock, stop: StopRequest) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    with after(clock, StopRequest(60.0, clock=clock), 1.0) as stop:
+    run_iterations(clock, stop, 1.0)
+    with stop:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0)
         assert stop.is_due()

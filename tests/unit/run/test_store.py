@@ -1,7 +1,10 @@
-"""A checkpoint of a run is whole or it is not one, and what is kept is read from the disk."""
+"""Checkpoints on the disk: named when whole, checked when read, pruned."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -12,14 +15,7 @@ import pytest
 
 from mindspeed_rlxf.files.safe import is_plain_path
 from mindspeed_rlxf.run import store as run_store
-from mindspeed_rlxf.run.store import (
-    MANIFEST,
-    POINTER,
-    Checkpoint,
-    Manifest,
-    RunStore,
-    missing_parts,
-)
+from mindspeed_rlxf.run.store import MANIFEST, POINTER, Checkpoint, Manifest, RunStore
 from mindspeed_rlxf.weights.state_files import (
     content_problem,
     entry_of,
@@ -27,12 +23,14 @@ from mindspeed_rlxf.weights.state_files import (
     write_text,
 )
 
+WEIGHTS = "actor/w.distcp"
+
 
 def save(store: RunStore, iteration: int, text: str = "weights") -> Path:
-    hidden = store.begin(iteration)
-    (hidden / "actor").mkdir()
-    (hidden / "actor" / "w.distcp").write_text(text)
-    entries = under("actor", [entry_of(hidden / "actor", hidden / "actor" / "w.distcp")])
+    file = store.begin(iteration) / WEIGHTS
+    file.parent.mkdir()
+    file.write_text(text)
+    entries = under("actor", [entry_of(file.parent, file)])
     return store.commit(Manifest(iteration, entries, {"versions": {"torch": "2"}}))
 
 
@@ -41,101 +39,80 @@ def test_a_checkpoint_is_what_was_committed(tmp_path: Path) -> None:
     folder = save(store, 10)
     manifest = Checkpoint(folder, 10).read()
     (entry,) = manifest.part("actor")
-    # sha256 of b"weights", from sha256sum
-    assert entry == {"path": "w.distcp", "size": 7, "sha256": digest_of(b"weights")}
-    assert missing_parts(manifest, ["actor", "critic"]) == ["critic"]
+    digest = hashlib.sha256(b"weights").hexdigest()
+    assert entry == {"path": "w.distcp", "size": 7, "sha256": digest}
+    assert manifest.part("critic") == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", POINTER]
     assert (tmp_path / POINTER).read_text() == "10\n"
 
 
-def digest_of(data: bytes) -> str:
-    import hashlib
+def replace(old: str, new: str) -> Callable[[Path], object]:
+    def edit(file: Path) -> None:
+        file.write_text(file.read_text().replace(old, new))
 
-    return hashlib.sha256(data).hexdigest()
-
-
-def missing(folder: Path) -> None:
-    (folder / "actor" / "w.distcp").unlink()
+    return edit
 
 
-def truncated(folder: Path) -> None:
-    os.truncate(folder / "actor" / "w.distcp", 3)
-
-
-def linked(folder: Path) -> None:
-    (folder / "actor" / "w.distcp").rename(folder / "other")
-    (folder / "actor" / "w.distcp").symlink_to(folder / "other")
-
-
-def no_manifest(folder: Path) -> None:
-    (folder / MANIFEST).unlink()
-
-
-def cut_manifest(folder: Path) -> None:
-    os.truncate(folder / MANIFEST, 40)
-
-
-def changed_manifest(folder: Path) -> None:
-    text = (folder / MANIFEST).read_text()
-    (folder / MANIFEST).write_text(text.replace('"size": 7', '"size": 8'))
-
-
-def newer_format(folder: Path) -> None:
-    text = (folder / MANIFEST).read_text()
-    (folder / MANIFEST).write_text(text.replace('"format_version": 1', '"format_version": 2'))
+def link(file: Path) -> None:
+    file.symlink_to(file.rename(file.with_name("other")))
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("name", "damage", "problem"),
     [
-        (missing, "actor/w.distcp is missing"),
-        (truncated, "actor/w.distcp has 3 bytes, not 7"),
-        (linked, "actor/w.distcp is a link"),
-        (no_manifest, "manifest.json is missing"),
-        (cut_manifest, "manifest.json is not what was written"),
-        (changed_manifest, r"manifest.json is not what was written \(sha256\)"),
-        (newer_format, "has format_version 2, this version reads 1"),
+        (WEIGHTS, Path.unlink, "actor/w.distcp is missing"),
+        (WEIGHTS, lambda file: os.truncate(file, 3), "actor/w.distcp has 3 bytes, not 7"),
+        (WEIGHTS, link, "actor/w.distcp is a link"),
+        (MANIFEST, Path.unlink, "manifest.json is missing"),
+        (MANIFEST, lambda file: os.truncate(file, 40), "manifest.json is not what was written"),
+        (MANIFEST, replace('"size": 7', '"size": 8'), r"json is not what was written \(sha256\)"),
+        (MANIFEST, replace('_version": 1', '_version": 2'), "has format_version 2, this version"),
     ],
 )
-def test_damage_is_named(damage: Callable[[Path], None], said: str, tmp_path: Path) -> None:
+def test_damage_is_named(
+    name: str, damage: Callable[[Path], object], problem: str, tmp_path: Path
+) -> None:
     folder = save(RunStore(tmp_path), 1)
-    damage(folder)
-    with pytest.raises(ValueError, match=said):
+    damage(folder / name)
+    with pytest.raises(ValueError, match=problem):
         Checkpoint(folder, 1).read()
+
+
+def save_manifest(folder: Path, files: Any) -> Checkpoint:
+    """A manifest with a right hash, whatever its list of files is."""
+    store = RunStore(folder)
+    store.begin(1)
+    return Checkpoint(store.commit(Manifest(1, files, {})), 1)
 
 
 @pytest.mark.parametrize("files", [None, {}, ["x"], [{"size": 1}], [{"path": "a", "size": "1"}]])
 def test_a_list_of_files_of_another_shape_is_damage(files: Any, tmp_path: Path) -> None:
-    """Whatever wrote it, its sum is right."""
-    store = RunStore(tmp_path)
-    store.begin(1)
-    folder = store.commit(Manifest(1, files, {}))
     with pytest.raises(ValueError, match=r"is not what was written \(its list of files\)"):
-        Checkpoint(folder, 1).read()
+        save_manifest(tmp_path, files).read()
 
 
-def test_of_a_checkpoint_that_was_moved_and_linked_the_link_is_removed(tmp_path: Path) -> None:
+def test_removing_a_linked_checkpoint_removes_the_link_alone(tmp_path: Path) -> None:
     store, elsewhere = RunStore(tmp_path / "run"), tmp_path / "larger disk"
     for iteration in (1, 2):
         save(store, iteration)
     store.path(1).rename(elsewhere)
     store.path(1).symlink_to(elsewhere)
     (store.folder / ".iter_0000003").symlink_to(elsewhere)
-    assert store.prune(1, 0) == [1]
+    store.prune(1, 0)
     store.clear_unfinished()
     assert sorted(path.name for path in store.folder.glob("*iter*")) == ["iter_0000002", POINTER]
-    assert (elsewhere / MANIFEST).exists(), "what somebody keeps is theirs to remove"
+    assert (elsewhere / MANIFEST).exists(), "the user moved it there"
 
 
-def test_a_flipped_bit_is_found_where_the_file_is_read(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_by_the_hash(tmp_path: Path) -> None:
     folder = save(RunStore(tmp_path), 1)
     (entry,) = Checkpoint(folder, 1).read().files
     assert content_problem(folder, entry) is None
-    (folder / "actor" / "w.distcp").write_text("weightr")
+    (folder / WEIGHTS).write_text("weightr")
     assert content_problem(folder, entry) == "actor/w.distcp is not what was written (sha256)"
 
 
-def test_a_folder_under_another_number_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_checkpoint_renamed_to_another_iteration_is_refused(tmp_path: Path) -> None:
     folder = save(RunStore(tmp_path), 1)
     moved = folder.rename(tmp_path / "iter_0000002")
     with pytest.raises(ValueError, match="is of iteration 1"):
@@ -147,15 +124,13 @@ def test_a_folder_under_another_number_is_no_checkpoint(tmp_path: Path) -> None:
 )
 def test_paths_that_leave_the_folder_are_refused(path: object, tmp_path: Path) -> None:
     assert not is_plain_path(path)
-    store = RunStore(tmp_path)
-    store.begin(1)
-    folder = store.commit(Manifest(1, [{"path": path, "size": 0, "sha256": ""}], {}))
+    checkpoint = save_manifest(tmp_path, [{"path": path, "size": 0, "sha256": ""}])
     with pytest.raises(ValueError, match="outside its folder"):
-        Checkpoint(folder, 1).read()
+        checkpoint.read()
 
 
 @pytest.mark.parametrize("path", ["a", "actor/__0_0.distcp", "actor/.metadata", "a..b/c"])
-def test_plain_paths_are_taken(path: str) -> None:
+def test_plain_paths_are_accepted(path: str) -> None:
     assert is_plain_path(path)
 
 
@@ -168,19 +143,18 @@ def test_plain_paths_are_taken(path: str) -> None:
         (9, 0, [], [7, 6, 5, 4, 3, 2, 1]),
     ],
 )
-def test_what_is_kept_is_read_from_the_disk(
+def test_prune_keeps_the_newest_the_multiples_and_the_best(
     keep_last: int, keep_every: int, best: list[int], left: list[int], tmp_path: Path
 ) -> None:
     for iteration in range(1, 8):
         save(RunStore(tmp_path), iteration)
     store = RunStore(tmp_path)  # as after a restart
-    removed = store.prune(keep_last, keep_every, best)
+    store.prune(keep_last, keep_every, best)
     assert [each.iteration for each in store.newest_first()] == left
-    assert sorted([*removed, *left]) == list(range(1, 8))
     assert not list(tmp_path.glob(".iter_*"))
 
 
-def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_the_next_save_removes_the_files_of_a_killed_one(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     (store.begin(4) / "actor").mkdir()
     (tmp_path / ".iter_0000001.removed").mkdir()
@@ -190,13 +164,13 @@ def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000005", POINTER]
 
 
-def test_an_older_folder_of_the_same_number_is_set_aside(tmp_path: Path) -> None:
+def test_an_older_folder_of_the_same_iteration_is_set_aside(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     save(store, 3, "before")
     save(store, 3, "after")
-    assert (store.path(3) / "actor" / "w.distcp").read_text() == "after"
+    assert (store.path(3) / WEIGHTS).read_text() == "after"
     aside = tmp_path / "iter_0000003.unused"
-    assert (aside / "actor" / "w.distcp").read_text() == "before"
+    assert (aside / WEIGHTS).read_text() == "before"
     assert [each.iteration for each in store.newest_first()] == [3]
     for iteration, left in ((4, True), (5, False)):
         assert aside.exists()
@@ -207,8 +181,7 @@ def test_an_older_folder_of_the_same_number_is_set_aside(tmp_path: Path) -> None
 
 
 class Synced:
-    """What was on the disk: contents when last synced, by inode, and as they were when a name was
-    given."""
+    """Contents by inode when last synced, and what they were at each rename."""
 
     def __init__(self) -> None:
         self.now, self.at = dict[int, object](), dict[Path, dict[int, object]]()
@@ -227,17 +200,17 @@ def content(path: Path) -> object:
     return sorted(os.listdir(path)) if path.is_dir() else path.read_bytes()
 
 
-def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a host that loses power may have the name and not the files."""
+    """Otherwise a host that loses power could have the name without the files."""
     store, synced = RunStore(tmp_path), Synced()
     monkeypatch.setattr(os, "replace", synced.replace)
     monkeypatch.setattr(os, "fsync", synced.fsync)
     hidden = store.begin(4)
     (hidden / "actor" / "random").mkdir(parents=True)
-    (hidden / "actor" / "w.distcp").write_text("weights")  # by a library, which does not sync it
-    entries = under("actor", [entry_of(hidden / "actor", hidden / "actor" / "w.distcp")])
+    (hidden / WEIGHTS).write_text("weights")  # by a library that does not sync it
+    entries = under("actor", [entry_of(hidden / "actor", hidden / WEIGHTS)])
     for name in ("actor/random/rank_00000.json", "trainer/state.json"):
         write_text(hidden / name, "{}")
     final = store.commit(Manifest(4, entries, {}))
@@ -247,7 +220,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(
         if synced.at[final].get(path.stat().st_ino) != content(path)
     ]
     assert len(list(final.rglob("*"))) == 7 and lacking == []
-    pointer = tmp_path / POINTER  # which gets its name when the checkpoint's is on the disk
+    pointer = tmp_path / POINTER  # replaced after the checkpoint's name is on the disk
     assert final.name in str(synced.at[pointer][tmp_path.stat().st_ino])
     for path in (tmp_path, pointer):
         assert synced.now[path.stat().st_ino] == content(path)
@@ -261,18 +234,16 @@ WRITERS = [
 
 
 @pytest.mark.parametrize("failing", range(12))
-def test_whatever_step_fails_a_whole_checkpoint_is_found(
+def test_a_save_that_fails_at_any_step_leaves_a_whole_checkpoint(
     failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every write, rename and sync of a second save fails in turn, as on a full disk."""
     save(RunStore(tmp_path), 1)
-    calls = 0
+    calls = itertools.count()
 
-    def shim(original: Callable[..., None]) -> Callable[..., None]:
+    def failing_at(original: Callable[..., None]) -> Callable[..., None]:
         def wrapped(*arguments: object) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == failing + 1:
+            if next(calls) == failing:
                 raise OSError(28, "No space left on device")
             original(*arguments)
 
@@ -280,15 +251,13 @@ def test_whatever_step_fails_a_whole_checkpoint_is_found(
 
     with monkeypatch.context() as patch:
         for module, name in WRITERS:
-            patch.setattr(module, name, shim(getattr(module, name)))
-        try:
+            patch.setattr(module, name, failing_at(getattr(module, name)))
+        with contextlib.suppress(OSError):
             save(RunStore(tmp_path), 2)
-            assert calls <= failing
-        except OSError:
-            assert calls == failing + 1
+            assert next(calls) <= failing, "a failure that was reached has to be raised"
     newest = RunStore(tmp_path).newest_first()[0]
     assert [entry["path"] for entry in newest.read().files] == ["actor/w.distcp"]
-    save(RunStore(tmp_path), 2)  # and the next save goes through
+    save(RunStore(tmp_path), 2)  # the next save succeeds
     assert RunStore(tmp_path).newest_first()[0].iteration == 2
 
 
@@ -301,7 +270,6 @@ def test_the_mark_of_an_export_names_its_iteration(tmp_path: Path) -> None:
     assert store.exported() is None
 
 
-def test_a_manifest_says_what_wrote_it(tmp_path: Path) -> None:
-    folder = save(RunStore(tmp_path), 1)
-    tree = json.loads((folder / MANIFEST).read_text())
+def test_a_manifest_names_the_versions_that_wrote_it(tmp_path: Path) -> None:
+    tree = json.loads((save(RunStore(tmp_path), 1) / MANIFEST).read_text())
     assert tree["format_version"] == 1 and tree["versions"] == {"torch": "2"}

@@ -1,8 +1,9 @@
-"""Files that a run cannot use: refused with exit 2, one line each, before anything is written."""
+"""Files that a run cannot use are refused with exit 2, one line each; nothing is written."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,12 +26,14 @@ from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from mindspeed_rlxf.rollout.engines import ENGINES
 from mindspeed_rlxf.trainer.preflight import prepare
 
 VOCAB = 12
+Problems = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
@@ -103,20 +106,31 @@ def write_config(folder: Path) -> None:
     (folder / "good.yaml").write_text(json.dumps(tree), encoding="utf-8")
 
 
-def problems(good: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
-    """The `error:` lines of a refused run; asserts exit 2, no traceback and nothing written."""
-    before = sorted(good.rglob("*"))
-    status = main(["--config-dir", str(good), "--config-name", "good", *overrides])
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert status == 2, lines
-    assert all(line.startswith("error: ") for line in lines), lines
-    assert sorted(good.rglob("*")) == before
-    return lines
+@pytest.fixture
+def problems(good: Path, capsys: pytest.CaptureFixture[str]) -> Problems:
+    """Start a run with overrides that is refused; return its `error:` lines.
+
+    Asserts exit 2, no traceback, and that nothing is written.
+    """
+
+    def start(*overrides: str) -> list[str]:
+        before = sorted(good.rglob("*"))
+        capsys.readouterr()
+        status = main(["--config-dir", str(good), "--config-name", "good", *overrides])
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert status == 2, lines
+        assert all(line.startswith("error: ") for line in lines), lines
+        assert sorted(good.rglob("*")) == before
+        return lines
+
+    return start
 
 
-def test_the_good_configuration_has_no_problem(
-    good: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def load_config(good: Path, *overrides: str) -> RunConfig:
+    return resolve(compose("good", list(overrides), str(good)), "good")
+
+
+def test_the_good_configuration_has_no_problem(good: Path) -> None:
     before = sorted(good.rglob("*"))
     assert main(["--config-dir", str(good), "--config-name", "good", "dry_run=true"]) == 0
     assert sorted(good.rglob("*")) == before
@@ -131,18 +145,16 @@ def test_the_good_configuration_has_no_problem(
         ("data.train_files", "no such file"),
     ],
 )
-def test_missing_files_are_named(
-    good: Path, capsys: pytest.CaptureFixture[str], key: str, rule: str
-) -> None:
-    (line,) = problems(good, capsys, f"{key}=./absent.jsonl")
+def test_missing_files_are_named(problems: Problems, key: str, rule: str) -> None:
+    (line,) = problems(f"{key}=./absent.jsonl")
     assert "absent.jsonl" in line and rule in line
 
 
 @pytest.mark.parametrize(("name", "flag"), [("rm", " --reward-model"), ("sft", "")])
-def test_a_tiny_model_that_is_absent_comes_with_the_command_that_makes_it(
-    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, flag: str
+def test_a_missing_tiny_model_is_reported_with_the_command_that_makes_it(
+    tmp_path: Path, problems: Problems, name: str, flag: str
 ) -> None:
-    (line,) = problems(good, capsys, f"reward.load={tmp_path}/outputs/tiny/models/{name}")
+    (line,) = problems(f"reward.load={tmp_path}/outputs/tiny/models/{name}")
     assert line.endswith(f"make the tiny one with `python examples/tiny/make.py{flag}`")
 
 
@@ -150,16 +162,15 @@ def test_contradicting_timeouts_of_hccl_are_refused(
     good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HCCL_EVENT_TIMEOUT", "1868")
-    pool = "+resource_pool.env.HCCL_EXEC_TIMEOUT=3600"
-    config = resolve(compose("good", [pool], str(good)), "good")
-    prepare(config)  # of no meaning on a CPU
+    config = load_config(good, "+resource_pool.env.HCCL_EXEC_TIMEOUT=3600")
+    prepare(config)  # has no effect on a CPU
     on_npu = config.device.model_copy(update={"kind": DeviceKind.NPU})
     with pytest.raises(UserError, match="HCCL_EVENT_TIMEOUT=1868 must be greater than HCCL_EXEC"):
         prepare(config.model_copy(update={"device": on_npu}))
 
 
-def test_an_absent_data_set_is_named(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (line,) = problems(good, capsys, "data.train_files=[]", "data.data_path=./absent")
+def test_an_absent_data_set_is_named(problems: Problems) -> None:
+    (line,) = problems("data.train_files=[]", "data.data_path=./absent")
     assert "absent: must be the --output-prefix of an indexed data set" in line
 
 
@@ -178,8 +189,7 @@ def test_stop_tokens_of_indexed_data_sets_end_responses(good: Path, tmp_path: Pa
             json.dumps({**json.loads(sidecar.read_text()), "stop_token_ids": [stop]})
         )
     prefixes = [f"data.data_path={tmp_path}/train", f"data.val_data_path={tmp_path}/val"]
-    tree = compose("good", ["data.train_files=[]", *prefixes], str(good))
-    prepared = prepare(resolve(tree, "good"))
+    prepared = prepare(load_config(good, "data.train_files=[]", *prefixes))
     assert prepared.eos_token_ids == (1, 2, 5, 7)
     prompts = (prepared.train_prompts, prepared.val_prompts)
     assert [[p.token_ids.tolist() for p in part] for part in prompts] == [[[3, 4]] * 4] * 2
@@ -200,39 +210,40 @@ def test_stop_tokens_of_indexed_data_sets_end_responses(good: Path, tmp_path: Pa
     ids=["empty file", "no prompt", "number as prompt", "unknown source", "broken line"],
 )
 def test_rows_that_cannot_be_used_are_named(
-    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, rule: str
+    tmp_path: Path, problems: Problems, text: str, rule: str
 ) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(text, encoding="utf-8")
     reward = ["reward.kind=rule"] if "chess" in text else []
-    (line,) = problems(good, capsys, f"data.train_files={file}", *reward)
+    (line,) = problems(f"data.train_files={file}", *reward)
     assert rule in line
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(
-    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, problems: Problems
 ) -> None:
     write_tokenizer(tmp_path, VOCAB + 3)
-    (line,) = problems(good, capsys, f"training.tokenizer_name_or_path={tmp_path}")
+    (line,) = problems(f"training.tokenizer_name_or_path={tmp_path}")
     assert f"vocab_size={VOCAB}" in line and str(VOCAB + 2) in line
 
 
 def truncate(file: Path) -> None:
-    data = file.read_bytes()
-    file.write_bytes(data[: len(data) // 2])
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def transpose_one(file: Path) -> None:
-    tensors = load_file(file)
     name = "model.layers.1.mlp.down_proj.weight"
-    tensors[name] = tensors[name].T.contiguous()
-    save_file(tensors, file, metadata={"format": "pt"})
+    change_tensors(file, lambda tensors: tensors.update({name: tensors[name].T.contiguous()}))
 
 
 def drop_one(file: Path) -> None:
-    tensors = load_file(file)
-    del tensors["model.norm.weight"]
-    save_file(tensors, file, metadata={"format": "pt"})
+    change_tensors(file, lambda tensors: tensors.pop("model.norm.weight"))
 
 
 def pickle_instead(file: Path) -> None:
@@ -240,33 +251,30 @@ def pickle_instead(file: Path) -> None:
     file.unlink()
 
 
-def more_layers(file: Path) -> None:
+def add_layer(file: Path) -> None:
     config = file.with_name("config.json")
-    tree = json.loads(config.read_text())
-    config.write_text(json.dumps({**tree, "num_hidden_layers": 3}))
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": 3}))
 
 
-def test_a_megatron_folder_of_another_tool_is_described_by_the_tokenizers(
-    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_megatron_folder_of_another_tool_uses_the_config_beside_the_tokenizer(
+    good: Path, tmp_path: Path, problems: Problems
 ) -> None:
-    """Such folders have no config.json; stop tokens come from where it is found too."""
+    """Such a folder has no config.json; stop tokens come from the folder that has it."""
     shutil.copytree(good / "tokenizer", tmp_path / "tokenizer")
     convert = [str(good / "lm"), str(tmp_path / "mg"), "--to", "mg"]
     assert convert_main(convert) == 0
-    capsys.readouterr()
     for file in ("config.json", "generation_config.json"):
         (tmp_path / "mg" / file).unlink()
     words = [f"{role}.load={tmp_path / 'mg'}" for role in ("actor_rollout", "ref", "critic")]
     words.append(f"training.tokenizer_name_or_path={tmp_path / 'tokenizer'}")
-    found = problems(good, capsys, *words)
+    found = problems(*words)
     assert len(found) == 3 and all(
         "config.json is neither in it nor in training" in f for f in found
     )
     shutil.copy(good / "lm" / "config.json", tmp_path / "tokenizer")
     generation = tmp_path / "tokenizer" / "generation_config.json"
     generation.write_text(json.dumps({"eos_token_id": [1, 7]}))
-    config = resolve(compose("good", words, str(good)), "good")
-    assert prepare(config).eos_token_ids == (1, 7)
+    assert prepare(load_config(good, *words)).eos_token_ids == (1, 7)
 
 
 @pytest.mark.parametrize(
@@ -277,92 +285,86 @@ def test_a_megatron_folder_of_another_tool_is_described_by_the_tokenizers(
         (drop_one, "model.norm.weight is missing"),
         (pickle_instead, "only safetensors are read"),
         (Path.unlink, "holds neither"),
-        (more_layers, "num_layers: 2, 3"),
+        (add_layer, "num_layers: 2, 3"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_weights_that_do_not_fit_are_refused(
     good: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    problems: Problems,
     damage: Callable[[Path], Any],
     rule: str,
 ) -> None:
     folder = shutil.copytree(good / "lm", tmp_path / "lm")
     damage(folder / "model.safetensors")
-    (line,) = problems(good, capsys, f"ref.load={folder}")
+    (line,) = problems(f"ref.load={folder}")
     assert line.startswith(f"error: ref.load={folder}: ") and rule in line
 
 
 def test_a_reward_model_needs_its_score_head_and_a_critic_does_not(
-    good: Path, capsys: pytest.CaptureFixture[str]
+    good: Path, problems: Problems
 ) -> None:
-    (line,) = problems(good, capsys, f"reward.load={good / 'lm'}")
+    (line,) = problems(f"reward.load={good / 'lm'}")
     assert "score.weight is missing" in line
 
 
 def test_an_eos_id_beyond_the_vocabulary_is_refused(
-    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    good: Path, tmp_path: Path, problems: Problems
 ) -> None:
     folder = shutil.copytree(good / "lm", tmp_path / "lm")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 99]}))
-    (line,) = problems(good, capsys, f"actor_rollout.load={folder}")
+    (line,) = problems(f"actor_rollout.load={folder}")
     assert "EOS id 99" in line
 
 
-def test_the_engine_has_to_be_known(
-    good: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (line,) = problems(good, capsys, "rollout.engine=nativ")
+def test_the_engine_has_to_be_known(problems: Problems, monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = problems("rollout.engine=nativ")
     assert line.startswith("error: rollout.engine=nativ must be one of native; use native, or add")
     monkeypatch.setitem(ENGINES, "other", lambda *_: None)
     split = ["num_gpus_for_train=1", "num_gpus_for_infer=1"]
     words = [*(f"actor_rollout.{word}" for word in split), "resource_pool.actor_rollout=2"]
-    (line,) = problems(good, capsys, "rollout.engine=other", *words)
+    (line,) = problems("rollout.engine=other", *words)
     assert line.startswith("error: rollout.engine=other generates beside the training")
 
 
-def test_all_problems_are_told_at_once(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = problems(good, capsys, "data.train_files=./absent", "ref.load=./gone")
+def test_all_problems_are_reported_at_once(problems: Problems) -> None:
+    lines = problems("data.train_files=./absent", "ref.load=./gone")
     assert len(lines) == 2
 
 
-def test_missing_data_is_told_beside_a_missing_tokenizer(
-    good: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_data_is_reported_beside_a_missing_tokenizer(problems: Problems) -> None:
     absent = ("training.tokenizer_name_or_path=./gone", "data.train_files=./absent")
-    first, second = problems(good, capsys, *absent)
+    first, second = problems(*absent)
     assert "gone" in first and "absent: no such file" in second
 
 
 @pytest.mark.parametrize("used_by", ["a file", "another run"])
 def test_an_output_folder_that_cannot_be_used_is_refused(
-    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], used_by: str
+    tmp_path: Path, problems: Problems, used_by: str
 ) -> None:
     (tmp_path / "run").mkdir()
     target = tmp_path / "run" / "metrics.jsonl"
     target.write_text("")
     folder = target if used_by == "a file" else target.parent
-    (line,) = problems(good, capsys, f"training.output_dir={folder}")
+    (line,) = problems(f"training.output_dir={folder}")
     assert "training.output_dir" in line
 
 
-def test_a_mode_of_files_is_refused_by_what_it_may_be(
-    good: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (line,) = problems(good, capsys, "training.file_mode='0777'")
+def test_a_wrong_file_mode_is_refused_with_the_rule(problems: Problems) -> None:
+    (line,) = problems("training.file_mode='0777'")
     assert "training.file_mode='0777' is not valid (0600 to 0666 in octal digits" in line
-    (line,) = problems(good, capsys, "training.file_mode=416")
+    (line,) = problems("training.file_mode=416")
     assert line == "error: training.file_mode=416 must be text; put it in quotes"
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "chat_template.jinja"])
 def test_a_link_out_of_the_model_is_refused_before_anything_starts(
-    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    good: Path, tmp_path: Path, problems: Problems, name: str
 ) -> None:
     folder = shutil.copytree(good / "lm", tmp_path / "lm")
     (tmp_path / "mine").write_text("{}")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(tmp_path / "mine")
-    lines = problems(good, capsys, f"actor_rollout.load={folder}")
+    lines = problems(f"actor_rollout.load={folder}")
     assert f"{folder / name} must not lead out of its folder" in lines[0]

@@ -1,4 +1,4 @@
-"""Which responses an iteration keeps, with roles that answer from a script."""
+"""The responses that an iteration keeps; the roles answer from a script."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_the_filter_compares_scores_as_advantages_do() -> None:
     assert found.score_report().scores == [0, 1, 0, 1] and len(script.generated) == 2
 
 
-def test_what_is_over_is_not_used() -> None:
+def test_surplus_groups_are_not_used() -> None:
     script = Script([[1, 1, 0, 1], [1, 0, 0, 1]])
     found, _ = collect(script, prompts=2, filter_groups=True)
     assert found.responses().responses == [3, 4, 5, 6]
@@ -134,17 +134,11 @@ def test_remax_answers_each_kept_prompt_greedily_once() -> None:
     assert greedy and [int(ids[0]) for ids in prompts.token_ids] == [1, 2]
     assert prompts.responses == [[], []], "fixed responses are not greedy ones"
     assert found.greedy is not None and found.greedy_scores is not None
-    expanded = [numbers_of(found.greedy), numbers_of(found.greedy_scores)]
-    assert expanded == [[0, 0, 1, 1]] * 2
+    assert found.greedy.selection == found.greedy_scores.selection == (0, 0, 1, 1)
     assert found.seconds() == (3.0, 3.0)
 
 
-def numbers_of(ref: RowsRef) -> list[int]:
-    assert ref.selection is not None
-    return list(ref.selection)
-
-
-def test_scores_that_are_no_numbers_are_named_by_their_samples() -> None:
+def test_non_finite_scores_are_named_by_their_samples() -> None:
     nan, inf = float("nan"), float("inf")
     found, _ = collect(Script([[1, nan, 0, 0], [inf, 1, 1, 1]]), prompts=2, filter_groups=True)
     assert list(found.non_finite_scores()) == [1, 4], (
@@ -156,7 +150,7 @@ def test_scores_that_are_no_numbers_are_named_by_their_samples() -> None:
     assert collect(Script([[1, 1, 0, 1]]), prompts=2)[0].non_finite_scores() == {}
 
 
-def test_clipping_does_not_make_a_group_of_equal_scores_of_infinite_ones() -> None:
+def test_clipping_keeps_a_group_with_an_infinite_score() -> None:
     inf = float("inf")
     keys = {"filter_groups": True, "reward_clip": 1.0}
     found, _ = collect(Script([[inf, 1, 0, 1]]), prompts=2, **keys)

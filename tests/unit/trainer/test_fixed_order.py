@@ -9,17 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindspeed_rlxf.config.compose import compose
-from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.data.fixed_responses import FixedResponses
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.data.sampler import PromptSampler
-from mindspeed_rlxf.trainer import preflight
-from mindspeed_rlxf.trainer.fixed_order import order_problems
+from mindspeed_rlxf.trainer.fixed_order import find_order_problems
+from mindspeed_rlxf.trainer.preflight import prepare
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from tests.unit.trainer import test_bad_files
 
-good = test_bad_files.good  # a fixture: folder of everything that a run needs
+good, problems = test_bad_files.good, test_bad_files.problems  # fixtures
 PROMPTS = [Prompt(i, f"<{i}>", np.array([i, i + 1]), "", "") for i in range(5)]
 
 
@@ -33,11 +31,10 @@ def decode(ids: list[int]) -> str:
 
 def in_order(iterations: int) -> list[Prompt]:
     """The prompt of each sample."""
-    drawn, found = source(), []
+    drawn = source()
     for _ in range(iterations):
         drawn.next_prompts()
-        found += [PROMPTS[i] for i in drawn.pop_consumed().prompts for _ in range(2)]
-    return found
+    return [PROMPTS[i] for i in drawn.pop_consumed().prompts for _ in range(2)]
 
 
 def check(prompts: Any = None, texts: Any = None, after: int = 0) -> list[str]:
@@ -47,7 +44,7 @@ def check(prompts: Any = None, texts: Any = None, after: int = 0) -> list[str]:
     for _ in range(after):
         drawn.next_prompts()
     resumed.load_state_dict(drawn.state_dict())
-    return [str(found) for found in order_problems(fixed, resumed, 4 - after, decode)]
+    return [str(found) for found in find_order_problems(fixed, resumed, 4 - after, decode)]
 
 
 def test_the_order_of_the_sampler_is_accepted_in_each_form() -> None:
@@ -64,8 +61,8 @@ def test_responses_to_other_prompts_are_counted_and_the_first_is_named(form: str
     """Samples 4 and 5 belong to one prompt, 6 and 7 to the next."""
     samples = in_order(4)
     samples[5], samples[6] = samples[6], samples[5]
-    told = {i: p.token_ids.tolist() if form == "prompts" else p.text for i, p in enumerate(samples)}
-    (problem,) = check(**{form: told})
+    given = [p.token_ids.tolist() if form == "prompts" else p.text for p in samples]
+    (problem,) = check(**{form: dict(enumerate(given))})
     assert "the response to sample 5 must answer its prompt" in problem
     assert "1 more samples differ" in problem
 
@@ -78,7 +75,7 @@ def test_samples_before_the_checkpoint_are_left_alone() -> None:
 
 
 def test_preflight_refuses_responses_in_another_order(
-    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    good: Path, tmp_path: Path, problems: test_bad_files.Problems
 ) -> None:
     rows = [{"prompt": f"{i} 1", "ground_truth": "3", "data_source": "a"} for i in range(4)]
     data = tmp_path / "train.jsonl"
@@ -94,7 +91,7 @@ def test_preflight_refuses_responses_in_another_order(
         file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
 
     write(drawn)
-    assert preflight.prepare(resolve(compose("good", words, str(good)), "good")).fixed_responses
+    assert prepare(test_bad_files.load_config(good, *words)).fixed_responses
     write([*drawn[:4], drawn[5], drawn[4]])
-    (line,) = test_bad_files.problems(good, capsys, *words)
+    (line,) = problems(*words)
     assert "the response to sample 4 must answer its prompt" in line

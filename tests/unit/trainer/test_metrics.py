@@ -44,28 +44,34 @@ REPLICAS = [generated([4, 6], [1, 9], [True, False]), generated([2], [5], [True]
 
 
 def test_lengths_are_over_all_samples() -> None:
-    metrics = rollout_metrics(ResponseLengths([4, 6, 2], [1, 9, 5], [True, False, True]))
-    assert metrics["prompt_length/mean"] == 4 and metrics["prompt_length/max"] == 6
-    assert metrics["prompt_length/min"] == 2
-    assert metrics["response_length/mean"] == 5 and metrics["response_length/max"] == 9
-    assert metrics["response_length/min"] == 1
-    assert metrics["response_length/eos_fraction"] == pytest.approx(2 / 3)
+    lengths = ResponseLengths([4, 6, 2], [1, 9, 5], [True, False, True])
+    assert rollout_metrics(lengths) == {
+        "prompt_length/mean": 4,
+        "prompt_length/max": 6,
+        "prompt_length/min": 2,
+        "response_length/mean": 5,
+        "response_length/max": 9,
+        "response_length/min": 1,
+        "response_length/eos_fraction": pytest.approx(2 / 3),
+    }
 
 
 def test_throughput_counts_prompts_and_responses() -> None:
-    metrics = throughput_metrics(REPLICAS, seconds=2.0, num_devices=3)
-    assert metrics["throughput/tokens_per_s"] == 13.5  # 12 + 15 tokens
-    assert metrics["throughput/tokens_per_s_per_device"] == 4.5
+    assert throughput_metrics(REPLICAS, seconds=2.0, num_devices=3) == {
+        "throughput/tokens_per_s": 13.5,  # 12 + 15 tokens
+        "throughput/tokens_per_s_per_device": 4.5,
+    }
 
 
-def test_log_prob_gap_is_weighed_by_tokens() -> None:
+def test_the_log_prob_gap_is_a_mean_over_tokens() -> None:
     reports = [
         LogProbReport(Summary.of(torch.tensor([0.1, 0.3]))),
         LogProbReport(Summary(1, 1, 1, 1)),
     ]
-    metrics = log_prob_metrics(reports)
-    assert metrics["rollout/log_prob_gap_mean"] == pytest.approx(1.4 / 3)
-    assert metrics["rollout/log_prob_gap_max"] == 1
+    assert log_prob_metrics(reports) == {
+        "rollout/log_prob_gap_mean": pytest.approx(1.4 / 3),
+        "rollout/log_prob_gap_max": 1,
+    }
 
 
 def test_reward_parts_are_averaged_over_samples() -> None:
@@ -79,7 +85,7 @@ def experience(kl: list[float], *numbers: float) -> ExperienceReport:
     return ExperienceReport(kl, summary, summary, summary, summary, summary)
 
 
-def test_kl_is_the_mean_over_samples_whatever_their_replica() -> None:
+def test_kl_is_a_mean_over_the_samples_of_all_replicas() -> None:
     reports = [experience([0.2], 1.0), experience([0.4, 0.6], -3.0, 5.0)]
     metrics = experience_metrics(reports, kl_coef=0.05)
     assert metrics["critic/kl"] == pytest.approx(0.4) and metrics["critic/kl_coeff"] == 0.05
@@ -97,11 +103,10 @@ def test_without_a_critic_there_are_neither_values_nor_returns() -> None:
 
 
 def test_importance_weights_are_reported_where_they_are_used() -> None:
-    gap = Summary.of(torch.tensor([0.1]))
-    weighed = [LogProbReport(gap, Summary.of(torch.tensor([0.5, 1.5]))) for _ in range(2)]
-    metrics = log_prob_metrics(weighed)
+    """Reports without weights: see test_the_log_prob_gap_is_a_mean_over_tokens."""
+    gap, weights = Summary.of(torch.tensor([0.1])), Summary.of(torch.tensor([0.5, 1.5]))
+    metrics = log_prob_metrics([LogProbReport(gap, weights) for _ in range(2)])
     assert metrics["rollout/is_weight/mean"] == 1.0 and metrics["rollout/is_weight/max"] == 1.5
-    assert "rollout/is_weight/mean" not in log_prob_metrics([LogProbReport(gap)])
 
 
 def test_update_metrics_are_means_over_steps() -> None:

@@ -14,7 +14,7 @@ from tests.unit.trainer import test_bad_files
 
 good = test_bad_files.good  # a fixture: folder of everything that a run needs
 ROOT = Path(__file__).parents[3]
-# Tells who imported it, and cannot be imported: an `except ImportError` does not hide it.
+# Records its importer, and cannot be imported: an `except ImportError` does not hide it.
 LIBRARY = """
 import os, traceback
 with open(os.environ["IMPORTED"], "a") as file:
@@ -51,7 +51,7 @@ software.look(DeviceKind.NPU)
 
 @pytest.fixture
 def machine(tmp_path: Path) -> dict[str, str]:
-    """Environment of a host with four NPUs, whose libraries tell who imports them."""
+    """Environment of a host with four NPUs, whose libraries record their importers."""
     for name in ("torch_npu", "mindspeed"):
         (tmp_path / "path" / name).mkdir(parents=True)
         (tmp_path / "path" / name / "__init__.py").write_text(LIBRARY)
@@ -81,7 +81,7 @@ def machine(tmp_path: Path) -> dict[str, str]:
 def importers(
     machine: dict[str, str], folder: Path, work: Path, script: str
 ) -> tuple[list[str], list[str], str]:
-    """What the driver imported of the two, what other processes did, and the driver's stderr."""
+    """Return the driver's imports of the two, those of other processes, and the driver's stderr."""
     command = [sys.executable, "-c", script, str(folder), str(work)]
     done = subprocess.run(command, env=machine, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""An iteration asks for everything before it waits for anything."""
+"""An iteration starts all its calls before it waits for any."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Scripted:
 
 
 @pytest.mark.parametrize("limit", ScoreSlotLimit)
-def test_roles_on_different_devices_have_work_at_the_same_time(limit: ScoreSlotLimit) -> None:
+def test_all_roles_have_work_before_the_driver_waits(limit: ScoreSlotLimit) -> None:
     called: list[str] = []
     config: Any = SimpleNamespace(
         algorithm=AlgorithmConfig(score_slot_limit=limit),

@@ -1,3 +1,5 @@
+"""The training prompts of each iteration, and the numbers of their samples."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -25,7 +27,7 @@ def source(per_prompt: int = 1, shuffle: bool = False) -> PromptSource:
     return PromptSource(prompts(5), sampler, per_prompt)
 
 
-def test_each_prompt_stands_n_times_in_a_row_with_all_that_belongs_to_it() -> None:
+def test_each_prompt_is_repeated_n_times_with_its_truth_and_source() -> None:
     batch = source(per_prompt=3).next_prompts()
     assert [ids.tolist() for ids in batch.token_ids] == [[0, 1]] * 3 + [[1, 2]] * 3
     assert batch.ground_truths == ["truth 0"] * 3 + ["truth 1"] * 3
@@ -38,7 +40,7 @@ def test_sample_ids_are_unique_over_the_run() -> None:
     assert ids == list(range(16))
 
 
-def test_what_was_given_out_is_told_once() -> None:
+def test_consumed_prompts_are_returned_once() -> None:
     prompts_of_run = source(per_prompt=2)
     prompts_of_run.next_prompts()
     prompts_of_run.next_prompts()  # an iteration may draw twice
@@ -47,7 +49,7 @@ def test_what_was_given_out_is_told_once() -> None:
     assert prompts_of_run.pop_consumed() == ConsumedPrompts(8, 2, [4, 0])
 
 
-def test_a_source_goes_on_from_its_state() -> None:
+def test_a_source_continues_from_its_state() -> None:
     first, second = source(2, shuffle=True), source(2, shuffle=True)
     for _ in range(3):  # beyond the first epoch of five prompts
         first.next_prompts()

@@ -1,4 +1,4 @@
-"""A command from its configuration to its exit code; no cluster, and a training that is a save."""
+"""A command from its configuration to its exit code, without a cluster; training is one save."""
 
 from __future__ import annotations
 
@@ -24,33 +24,32 @@ from mindspeed_rlxf.trainer import run as run_module
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.run import Run
 from tests.unit.config.conftest import make_tree, no_cluster
-from tests.unit.run.test_checkpoints import Role, trainer_state
+from tests.unit.run.runs import Role, trainer_state
 
 __all__ = ["make_tree", "no_cluster"]
 FREE = [4, 3]
 
 
 class Command:
-    """Gives the command of one run directory; `lacking` is what opening the cluster raises."""
+    """The command of one run directory; `lacking` is the error of opening the cluster."""
 
     def __init__(self, make_tree: Callable[..., dict[str, Any]], root: Path) -> None:
-        self.make_tree, self.folder, self.facts = make_tree, root / "run", root / "facts.json"
+        self.make_tree, self.folder, self.facts_file = make_tree, root / "run", root / "facts.json"
         self.lacking: Exception | None = None
         self.trained: list[int] = []
 
-    def give(self, **training: Any) -> int:
+    def run(self, **training: Any) -> int:
         keys = {"output_dir": str(self.folder), "train_iters": 1, **training}
         tree = self.make_tree({f"training.{name}": value for name, value in keys.items()})
-        self.facts.write_text("{}")
+        self.facts_file.write_text("{}")
         with Run(resolve(tree, "test"), Prepared()) as run:
             if trainer := run.start():
                 trainer.fit()
         return run.exit_code
 
-    def told(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """What the supervisor knows of the last start."""
-        found: dict[str, Any] = json.loads(self.facts.read_text())
-        return found
+        return json.loads(self.facts_file.read_text())
 
     def from_config(self, *_: object) -> Any:
         if self.lacking:
@@ -78,7 +77,7 @@ def command(
     ray = SimpleNamespace(RayRuntime=SimpleNamespace(from_config=found.from_config))
     monkeypatch.setitem(sys.modules, "mindspeed_rlxf.cluster.ray.runtime", ray)  # type: ignore[arg-type]
     monkeypatch.setattr(run_module, "training", found.training)
-    monkeypatch.setenv(CHILD_OF, f"{os.getppid()}:0.0:{found.facts}")
+    monkeypatch.setenv(CHILD_OF, f"{os.getppid()}:0.0:{found.facts_file}")
     loggers = [logging.getLogger(f"mindspeed_rlxf{name}") for name in ("", ".runtime")]
     before = [list(logger.handlers) for logger in loggers]
     yield found
@@ -88,56 +87,56 @@ def command(
             handler.close()
 
 
-def test_a_finished_run_that_is_given_again_is_done_already(
+def test_a_finished_run_is_not_started_again(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.give() == 0
+    assert command.run() == 0
     assert f"done: 1 iterations, {command.folder}" in capsys.readouterr().out
     files = sorted(command.folder.rglob("*"))
-    assert command.give() == 0
+    assert command.run() == 0
     assert capsys.readouterr().out == (
         f"done already: {command.folder} has its 1 iterations; "
-        "raise training.train_iters to go on\n"
+        "raise training.train_iters to continue\n"
     )
     assert command.trained == [1] and sorted(command.folder.rglob("*")) == files
-    assert command.told() == {}, "there is nothing to start again"
+    assert command.facts() == {}, "there is nothing to start again"
 
 
-def test_a_finished_run_with_more_iterations_goes_on_and_notes_what_changed(
+def test_a_finished_run_with_more_iterations_resumes_and_notes_the_changes(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.give() == 0
+    assert command.run() == 0
     assert "note: " not in capsys.readouterr().out
-    assert command.give(train_iters=3, keep_last=5) == 0
-    said = capsys.readouterr().out.splitlines()
+    assert command.run(train_iters=3, keep_last=5) == 0
+    printed = capsys.readouterr().out.splitlines()
     changed = "note: changed since the last start: training."
     assert {f"{changed}train_iters: 1 -> 3", f"{changed}keep_last: 2 -> 5"} == {
-        line for line in said if line.startswith("note: ")
+        line for line in printed if line.startswith("note: ")
     }
-    assert any(line.startswith(f"resumed from {command.folder}") for line in said)
+    assert any(line.startswith(f"resumed from {command.folder}") for line in printed)
     assert command.trained == [1, 3] and (command.folder / "config.1.yaml").exists()
 
 
-def test_devices_that_are_missing_later_are_told_and_end_with_75(
+def test_missing_devices_are_reported_and_end_with_75(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command.lacking = DevicesMissing("8 devices are needed", FREE)
-    assert command.give() == 75
+    assert command.run() == 75
     assert capsys.readouterr().err == "stopped: 8 devices are needed\n"
-    assert command.told()["free"] == FREE
+    assert command.facts()["free"] == FREE
     assert not RunDirectory(command.folder).is_used, "the same command may take it again"
 
 
-def test_too_few_devices_of_an_own_cluster_are_told_and_are_a_mistake(command: Command) -> None:
+def test_too_few_devices_of_an_own_cluster_are_reported_and_a_user_error(command: Command) -> None:
     command.lacking = TooFewDevices([Problem("", "8 devices are needed")], FREE)
     with pytest.raises(UserError, match="8 devices are needed"):
-        command.give()
-    assert command.told()["free"] == FREE
+        command.run()
+    assert command.facts()["free"] == FREE
     assert not RunDirectory(command.folder).is_used
 
 
-def test_another_mistake_says_nothing_of_devices(command: Command) -> None:
+def test_another_user_error_reports_no_devices(command: Command) -> None:
     command.lacking = UserError(Problem("", "of another kind"))
     with pytest.raises(UserError, match="of another kind"):
-        command.give()
-    assert "free" not in command.told() and command.told()["directory"] == str(command.folder)
+        command.run()
+    assert "free" not in command.facts() and command.facts()["directory"] == str(command.folder)

@@ -1,0 +1,117 @@
+"""A run in a folder, whose roles are stand-ins with one file of state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from mindspeed_rlxf.cluster.host_agent import HostAgent
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.run.checkpoints import RunCheckpoints
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.weights.state_files import Loaded, Written, entry_of
+from tests.unit.cluster.agents import InProcess
+
+MakeTree = Callable[..., dict[str, Any]]
+HERE = InProcess("host-a")
+
+
+class Answer:
+    """A call that has ended, with one report."""
+
+    def __init__(self, report: Any = None) -> None:
+        self.report = report
+
+    def result(self) -> list[Any]:
+        return [self.report]
+
+
+class Role:
+    """A role whose state is a text in a file."""
+
+    def __init__(self, state: str) -> None:
+        self.state, self.loaded = state, ""
+        self.hosts: list[HostAgent] = [HERE]
+        self.others: dict[str, bytes] = {}  # further files that it writes
+
+    def begin_save(self, folder: Path) -> Answer:
+        self.saving = folder, self.state
+        return Answer()
+
+    def end_save(self) -> Answer:
+        folder, state = self.saving
+        folder.mkdir(parents=True)
+        files = {"state": state.encode(), **self.others}
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+        return Answer(Written([entry_of(folder, folder / name) for name in files], seconds=7.0))
+
+    def load_state(self, folder: Path) -> Answer:
+        self.loaded = (folder / "state").read_text()
+        return Answer(Loaded())
+
+
+def trainer_state(iteration: int) -> dict[str, Any]:
+    """The state that `PpoTrainer` gives."""
+    sampler = {"epoch": 0, "offset": 1, "num_prompts": 2, "seed": 3, "shuffle": 1}
+    prompts = {"sampler": sampler, "next_sample_id": 4}
+    return {"iteration": iteration, "kl": {"value": 0.5}, "prompts": prompts}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Case:
+    """A run with an actor and a critic."""
+
+    def __init__(self, make_tree: MakeTree, folder: Path, **keys: Any) -> None:
+        keys = {f"training.{k}": v for k, v in {"output_dir": str(folder), **keys}.items()}
+        self.config = resolve(make_tree(keys), "test")
+        self.directory = RunDirectory(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").touch()
+        self.actor, self.critic, self.clock = Role("actor"), Role("critic"), Clock()
+        self.notes: list[str] = []
+        self.restart()
+
+    def restart(self, prompts: str = "p") -> None:
+        """Take a new process."""
+        roles: Any = SimpleNamespace(actor=self.actor, critic=self.critic)
+        self.checkpoints = RunCheckpoints(
+            self.config, roles, self.directory, prompts, clock=self.clock
+        )
+        self.store = self.checkpoints.store
+
+    def resume(self, prompts: str = "p") -> int:
+        """Restore in a new process; return the iteration, 0 = a new start."""
+        self.restart(prompts)
+        self.notes.clear()
+        state = self.checkpoints.restore(self.notes.append)
+        return state["iteration"] if state else 0
+
+    def iterate(self, *iterations: int, score: float | None = None) -> None:
+        for iteration in iterations:
+            self.actor.state, self.critic.state = f"actor {iteration}", f"critic {iteration}"
+            self.checkpoints.settle(self.notes.append)
+            self.checkpoints.write(iteration, self.notes.append)
+            with self.directory.metrics.open("a") as file:
+                file.write(json.dumps({"iteration": iteration}) + "\n")
+            self.checkpoints.commit(iteration, trainer_state(iteration), score, self.notes.append)
+
+    @property
+    def lines(self) -> list[int]:
+        """Iterations that metrics.jsonl has."""
+        text = self.directory.metrics.read_text()
+        return [json.loads(line)["iteration"] for line in text.splitlines()]
+
+    @property
+    def kept(self) -> list[int]:
+        """Iterations of the checkpoints."""
+        return [checkpoint.iteration for checkpoint in self.store.newest_first()]
