@@ -603,7 +603,7 @@ def test_the_checkpoint_before_is_taken(run: Prepared, file: str) -> None:
     signed = Manifest(ITERATION + 1, manifest.files, manifest.about)
     (newer / MANIFEST).write_text(signed.to_json())
     said = run.goes_on().out
-    assert f"warning: {newer}" in said and "an older one is taken" in said
+    assert f"warning: {newer}" in said and "resuming from an older checkpoint" in said
     assert f"resumed from {run.checkpoint}" in said
 
 

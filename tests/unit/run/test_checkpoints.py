@@ -264,7 +264,7 @@ def test_a_run_is_finished_when_its_weights_are_exported(new_case: NewCase) -> N
     with pytest.raises(UserError, match="must be at least the 2 iterations that the run"):
         is_finished(shorter.config, shorter.directory)
     newest = find_newest_checkpoint(shorter.config, shorter.directory)
-    assert newest is not None and newest.iteration == 2
+    assert newest is not None and newest.checkpoint.iteration == 2
     assert [len(check_train_iters(each.config, newest)) for each in (longer, case, shorter)] == [
         0, 0, 1,
     ]  # fmt: skip
