@@ -122,7 +122,7 @@ def test_streams_of_one_rank_that_lie_are_told_by_all(
     state = json.loads(file.read_text())
     state["process"]["numpy"][1] = 700
     file.write_text(json.dumps(state))
-    first, second = group.call(Drawer.load_state, tmp_path / "state").result()
+    first, second = group.call_engine(TrainEngine.load_state, tmp_path / "state").result()
     said = f"{file} must hold the random streams of a rank (the position of numpy must be from 0"
     assert first == second and first.problem.startswith(said)
 
