@@ -1,10 +1,10 @@
-"""Puts one fault after the other into a copy of the package and says which tests see it.
+"""Put one fault after the other into a copy of the package and list the tests that fail.
 
     python -m tests.mutations [--only ID ...] [--output FILE]
 
 `mutations.yaml` has the faults: an old text, which stands once in the whole package wherever its
-file is, and the new one. The copy is first tested as it is. Then each fault is put in, the unit
-tests of the core run with the tests that its entry names, and it is taken out again. Writes a JSON
+file is, and the new one. The copy is first tested unchanged. Then, for each fault, the unit
+tests of the core run with the tests that its entry names, and the fault is removed. Writes a JSON
 line per fault, with the test functions that fail; exits with 1 where none does. `recorded.json` has
 the functions that saw each fault when the table was made.
 """
@@ -30,9 +30,9 @@ ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("mutations.yaml")
 PACKAGE = "mindspeed_rlxf"
 CORE = ("algorithms", "engine", "rollout", "roles", "rewards", "data", "trainer", "models",
-        "checkpoint", "config")  # fmt: skip
+        "weights", "run", "config")  # fmt: skip
 SLOW = ("convert", "convert_memory", "staging", "supervisor", "bad_files", "npu_driver",
-        "host_parts", "real_models", "preprocess", "handlers", "resolve", "older_toolkit",
+        "host_parts", "real_models", "pipeline", "handlers", "resolve", "older_toolkit",
         "tokenizer", "shipped")  # fmt: skip
 """Files of these folders that take long and are about something else."""
 NOT_COPIED = (".*", "outputs", "build", "dist", "wheelhouse", "*.egg-info", "__pycache__")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from mindspeed_rlxf.config.enums import NanPolicy
-from mindspeed_rlxf.engine.finite import SkippedSteps, Step
+from mindspeed_rlxf.engine import finite
+from mindspeed_rlxf.engine.finite import GuardedOptimizer, SkippedSteps, Step
 
 GOOD, BAD = Step(1.0), Step(math.nan, ("gradient norm",))
 
@@ -26,3 +28,38 @@ def test_skip_raises_after_so_many_in_a_row() -> None:
         skipped.judge(step, 1, 1)
     with pytest.raises(FloatingPointError, match=r"2 steps before, over training.max_skipped=2"):
         skipped.judge(BAD, 1, 1)
+
+
+class Optimizer:
+    """Measures the norm before it changes weights, as Megatron's does."""
+
+    def __init__(self, norm: float) -> None:
+        self.norm, self.changed = norm, False
+
+    def get_grad_norm(self) -> float:
+        return self.norm
+
+    def step(self) -> tuple[bool, float, None]:
+        norm = self.get_grad_norm()
+        self.changed = True
+        return True, norm, None
+
+
+@pytest.mark.parametrize(
+    ("norm", "loss", "wrong"),
+    [
+        (1.0, 1.0, ()),
+        (math.inf, 1.0, ("gradient norm",)),
+        (math.nan, 1.0, ("gradient norm",)),
+        (1.0, math.inf, ("loss",)),
+        (math.nan, math.nan, ("loss", "gradient norm")),
+    ],
+)
+def test_a_step_on_numbers_that_are_not_finite_changes_no_weights(
+    norm: float, loss: float, wrong: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finite.device, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(finite.dist, "all_reduce", lambda *_, **__: None)
+    optimizer = Optimizer(norm)
+    step = GuardedOptimizer(optimizer).step([torch.tensor(loss)])  # type: ignore[arg-type]
+    assert step.wrong == wrong and optimizer.changed is (not wrong)
