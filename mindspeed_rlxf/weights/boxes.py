@@ -126,10 +126,10 @@ def shard_boxes(
 
     Rows that pad the vocabulary belong to none. Arguments as of `shard_slices`.
     """
-    offset = 0
+    offset, shapes = 0, {name: hf_shape(name, architecture) for name in parameter.sources}
     for part in shard_slices(parameter, architecture, tp_rank, tp, vocab_rows):
         if part.size:
-            box = box_of(part, hf_shape(part.source, architecture))
+            box = box_of(part, shapes[part.source])
             steps = tuple(
                 offset - part.start if axis == part.dim else 0 for axis in range(len(box.shape))
             )

@@ -34,7 +34,7 @@ from mindspeed_rlxf.weights.safetensors_file import (
 from mindspeed_rlxf.weights.torch_dist import read_torch_dist
 
 WEIGHT = "weight"
-BUFFER_BYTES = 8 << 20
+BUFFER_BYTES = 4 << 20  # of one box; a box of several stored ones is held twice while it is read
 
 
 def file_of(folder: Path, rank: int) -> Path:
