@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
-from mindspeed_rlxf.models.parameters import Slice, StageParameter, hf_shape, shard_slices
+from mindspeed_rlxf.models.parameters import StageParameter, hf_shape, shard_slices
 
 Shape = tuple[int, ...]
 
@@ -66,10 +66,11 @@ def whole(shape: Shape) -> Box:
     return Box((0,) * len(shape), shape)
 
 
-def box_of(part: Slice, shape: Shape) -> Box:
-    """The box that a slice of a Hugging Face tensor is. shape: of the tensor"""
-    starts = tuple(part.start if axis == part.dim else 0 for axis in range(len(shape)))
-    return Box(starts, tuple(part.size if axis == part.dim else n for axis, n in enumerate(shape)))
+def box_of(dim: int, start: int, size: int, shape: Shape) -> Box:
+    """The box of a tensor of that shape that is a range of one of its axes."""
+    starts, sizes = [0] * len(shape), list(shape)
+    starts[dim], sizes[dim] = start, size
+    return Box(tuple(starts), tuple(sizes))
 
 
 def flat_boxes(flat: range, shape: Shape) -> Iterator[Box]:
@@ -129,11 +130,9 @@ def shard_boxes(
     offset, shapes = 0, {name: hf_shape(name, architecture) for name in parameter.sources}
     for part in shard_slices(parameter, architecture, tp_rank, tp, vocab_rows):
         if part.size:
-            box = box_of(part, shapes[part.source])
-            steps = tuple(
-                offset - part.start if axis == part.dim else 0 for axis in range(len(box.shape))
-            )
-            yield ShardBox(part.source, box, box.shift(steps))
+            shape = shapes[part.source]
+            box = box_of(part.dim, part.start, part.size, shape)
+            yield ShardBox(part.source, box, box_of(part.dim, offset, part.size, shape))
             offset += part.size
 
 
