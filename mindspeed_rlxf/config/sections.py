@@ -179,7 +179,9 @@ class AlgorithmConfig(Section):
         KlPenalty.KL, "per-token KL estimate; absent = kl, or low_var_kl in the loss"
     )
     kl_in: Annotated[KlIn, Word] = key(
-        KlIn.REWARD, "where the KL penalty acts; absent = reward, loss for grpo and dr_grpo"
+        KlIn.REWARD,
+        "where the KL penalty acts; absent = reward, loss for grpo, dr_grpo and "
+        "reinforce_plus_plus_baseline",
     )
     kl_ctrl: KlControlConfig = key(KlControlConfig(), "KL coefficient")
     reward_scale: float = key(1.0, "scores are multiplied by it")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 
 from mindspeed_rlxf.config.rules.tensor_parallel import qkv_rows
 from mindspeed_rlxf.config.schema import ArchitectureConfig
@@ -237,10 +238,17 @@ def hf_shapes(architecture: ArchitectureConfig, head: Head) -> dict[str, tuple[i
 
 def hf_shape(source: str, architecture: ArchitectureConfig) -> tuple[int, ...]:
     """Shape of the Hugging Face tensor of that name."""
+    by_suffix = _shapes_by_suffix(architecture)
+    return next(shape for suffix, shape in by_suffix.items() if source.endswith(suffix))
+
+
+@lru_cache(maxsize=16)
+def _shapes_by_suffix(architecture: ArchitectureConfig) -> dict[str, tuple[int, ...]]:
+    """End of a tensor's name -> its shape; the first that fits counts."""
     a = architecture
     queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
     widens, narrows = (a.mlp_hidden_size, a.hidden_size), (a.hidden_size, a.mlp_hidden_size)
-    by_suffix = {
+    return {
         "embed_tokens.weight": (a.vocab_size, a.hidden_size),
         "lm_head.weight": (a.vocab_size, a.hidden_size),
         "score.weight": (1, a.hidden_size),
@@ -262,7 +270,6 @@ def hf_shape(source: str, architecture: ArchitectureConfig) -> tuple[int, ...]:
         ".gate.weight": (a.num_experts or 0, a.hidden_size),
         "norm.weight": (a.hidden_size,),  # also input_layernorm, post_attention_layernorm
     }
-    return next(shape for suffix, shape in by_suffix.items() if source.endswith(suffix))
 
 
 def shard_slices(
