@@ -206,11 +206,11 @@ class RewardGroup:
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """The roles of a run; `critic` is None where the stage has none."""
+    """The roles of a run; `ref` and `critic` are None where the run has none."""
 
     actor: ActorGroup
     rollout: RolloutGroup
-    ref: ReferenceGroup
+    ref: ReferenceGroup | None
     critic: CriticGroup | None
     reward: RewardGroup
 
@@ -221,14 +221,14 @@ class RoleGroups:
         """Make every role in its pool's processes, those of different pools at the same time."""
         policy = pools[config.pool_of(Role.ACTOR_ROLLOUT)]
         actor, rollout = ActorGroup(config, policy), RolloutGroup(config, policy)
-        ref = ReferenceGroup(config, pools[config.pool_of(Role.REF)])
-        critic = None
+        ref = critic = None
+        if Role.REF in config.roles:
+            ref = ReferenceGroup(config, pools[config.pool_of(Role.REF)])
         if config.critic is not None:
             critic = CriticGroup(config, pools[config.pool_of(Role.CRITIC)])
         reward = RewardGroup(config, pools[config.pool_of(Role.REWARD)])
         builds = [actor.build(), rollout.build(eos_token_ids)]
-        builds += [ref.build(), reward.build()]
-        builds += [critic.build()] if critic else []
+        builds += [group.build() for group in (ref, reward, critic) if group]
         for build in builds:
             build.result()
         return cls(actor, rollout, ref, critic, reward)

@@ -344,6 +344,9 @@ class LoggingConfig(Section):
         le=1024,
     )
     console_metrics: Strings = key(CONSOLE_METRICS, "metrics on the console", "free")
+    reference_kl: bool = key(
+        False, "compute critic/kl also where no reward and no loss needs a reference", "free"
+    )
 
 
 class DeviceConfig(Section):

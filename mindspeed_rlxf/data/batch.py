@@ -147,6 +147,7 @@ class ExperienceInputs:
 
     The driver fills it with references to rows (`cluster.refs.as_rows_field`).
     old: recomputed log-probs; None = those of the rollout are used
+    ref: None without a reference, whose KL counts as 0 then
     values: None without a critic
     greedy, greedy_scores: for ReMax, the greedy response to the prompt of each sample
     slot_limit: slots that a response can have at most (`algorithms.slots.value_mask`)
@@ -154,7 +155,7 @@ class ExperienceInputs:
 
     rollouts: Rollouts
     old: LogProbs | None
-    ref: LogProbs
+    ref: LogProbs | None
     scores: Scores
     values: Values | None
     greedy: Rollouts | None

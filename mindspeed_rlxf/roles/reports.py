@@ -91,7 +91,8 @@ class ScoreReport:
 
 @dataclass(frozen=True)
 class ExperienceReport:
-    """kl: one entry per sample; the others over the tokens or samples of the rank.
+    """kl: one entry per sample, none without a reference; the others over the tokens or samples of
+    the rank.
 
     returns, values: None without a critic.
     """

@@ -46,7 +46,8 @@ def score_metrics(report: ScoreReport) -> dict[str, float]:
 def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> dict[str, float]:
     """Summarize KL, scores, rewards and advantages; with a critic, returns and values."""
     kl = [value for report in reports for value in report.kl]
-    metrics = {"critic/kl": sum(kl) / len(kl), "critic/kl_coeff": kl_coef}
+    metrics = {"critic/kl": sum(kl) / len(kl)} if kl else {}
+    metrics["critic/kl_coeff"] = kl_coef
     for name in ("score", "rewards", "advantages", "returns", "values"):
         parts = [getattr(report, name) for report in reports]
         if None not in parts:  # only a critic reports returns and values

@@ -210,6 +210,12 @@ NOTED = (
         lambda config: config.logging.samples == 0,
     ),
     Idle(
+        "logging",
+        ("reference_kl",),
+        "where a reward or a loss reads the reference anyway",
+        lambda config: _prefers_pairs(config) or config.algorithm.kl_ctrl.kl_coef > 0,
+    ),
+    Idle(
         "training",
         ("async_save",),
         "without a save before the last iteration",

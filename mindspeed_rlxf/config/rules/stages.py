@@ -64,7 +64,7 @@ def _estimator(config: RunConfig) -> Iterator[Problem]:
 
 def _full_kl(config: RunConfig) -> Iterator[Problem]:
     """Actor and reference must run in one process and split the vocabulary in the same way."""
-    if config.algorithm.kl_penalty is not KlPenalty.FULL:
+    if config.algorithm.kl_penalty is not KlPenalty.FULL or Role.REF not in config.roles:
         return
     if config.algorithm.kl_in is KlIn.LOSS:
         yield Problem(PENALTY, f"needs {ref(KL_IN)}=reward", "full", "use that, or low_var_kl")
@@ -92,6 +92,8 @@ def _full_kl(config: RunConfig) -> Iterator[Problem]:
 
 def _one_vocabulary(config: RunConfig) -> Iterator[Problem]:
     sections = config.actor_rollout, config.ref
+    if Role.REF not in config.roles:
+        return
     mine, theirs = (section.architecture.vocab_size for section in sections)
     if mine != theirs:
         yield Problem(

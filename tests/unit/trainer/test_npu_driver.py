@@ -44,8 +44,8 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.ops.doctor import devices, software
 from mindspeed_rlxf.cluster.node_check import report_node
 report_node([], None, DeviceKind.NPU)
-devices.look(DeviceKind.NPU)
-software.look(DeviceKind.NPU)
+devices.check_devices(DeviceKind.NPU)
+software.check_software(DeviceKind.NPU)
 """
 
 
