@@ -145,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line. Raises UserError for unknown options and refused older flags."""
     parser = Parser(
         OPTIONS,
         prog="convert",
@@ -306,6 +307,7 @@ def _original_of(source: Path) -> str:
 
 
 def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:
+    """List flags whose values exclude each other or are not supported."""
     size, ranks = arguments.shard_size_gb, vars(arguments)
     given = [f"--{name}={ranks[name]}" for name in ("tp", "pp", "ep") if ranks[name] != 1]
     given += ["--num-layer-list"] if arguments.num_layer_list else []
@@ -332,6 +334,7 @@ def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:
 def _check_model(
     arguments: argparse.Namespace, architecture: ArchitectureConfig, model_type: str
 ) -> None:
+    """Raise UserError where flags about the model differ from its config.json."""
     family, true_size = arguments.model_type_hf, arguments.true_vocab_size
     guess = closest(family or "", FAMILIES)
     families = f"did you mean {guess}?" if guess else f"use {', '.join(FAMILIES)}"
@@ -360,6 +363,7 @@ def _check_model(
 
 
 def _layout(arguments: argparse.Namespace, architecture: ArchitectureConfig) -> MegatronLayout:
+    """Make the Megatron layout of the flags. Raises UserError."""
     from mindspeed_rlxf.weights.layout import make_layout
 
     layer_list = None

@@ -121,6 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line.
+
+    Raises UserError for unknown options; exits where flags are missing.
+    """
     parser = Parser(
         OPTIONS,
         prog="preprocess",
@@ -142,7 +146,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _options(arguments: argparse.Namespace) -> PreprocessOptions:
-    """The typed flags. Errors: UserError with every wrong one."""
+    """Check and convert the flags. Raises UserError with every wrong one."""
     problems = [
         *refused_flags(arguments, PREPROCESS_FLAGS),
         *_handler_problems(arguments.handler_name),
@@ -214,6 +218,7 @@ def _handler_problems(name: str) -> list[Problem]:
 
 
 def _merge(arguments: argparse.Namespace) -> None:
+    """Merge the data sets of a folder, and print what was written."""
     if len(arguments.input) != 1 or not arguments.merge_group_keys:
         raise UserError(
             Problem(
@@ -229,6 +234,7 @@ def _merge(arguments: argparse.Namespace) -> None:
 
 
 def _one_of(flag: str, value: str, known: Collection[str]) -> list[Problem]:
+    """Return a problem unless the flag's value is one of `known`."""
     if value in known:
         return []
     guess = closest(value, known) or next(iter(known))
@@ -253,6 +259,7 @@ def _progress(log_interval: int) -> AbstractContextManager[Callable[..., None]]:
 
 
 def _report(counts: Counts, prefix: str) -> None:
+    """Print the counts of rows, and notes on files and tokens that look wrong."""
     for file in counts.skipped:
         _note(f"{file} is skipped: of no type that is read")
     if counts.not_slow:

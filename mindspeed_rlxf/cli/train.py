@@ -88,6 +88,7 @@ def _dry_run(config: RunConfig) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; exits with usage where it is wrong."""
     parser = Parser(
         OPTIONS, prog="train", description="PPO, GRPO or online DPO from a YAML configuration."
     )

@@ -61,7 +61,7 @@ class Pending:
 
     @property
     def seconds(self) -> float:
-        """The longest time of a rank in the method; waits for it to end."""
+        """Longest time of a rank in the method, s; waits for it to end."""
         return max(reply.seconds for reply in self.replies())
 
     def _leader_replies(self) -> list[Reply]:
@@ -163,6 +163,7 @@ def submit_together(pool: Pool, *parts: Sequence[Request]) -> Pending:
 
 
 def _num_rows(value: Any) -> int | None:
+    """Return the number of rows of the first batch found in `value`; None where there is none."""
     if isinstance(value, (RowsRef, Rows)):
         return value.num_rows
     counts = (_num_rows(item) for _, item in list_items(value))

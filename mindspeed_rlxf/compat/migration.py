@@ -61,7 +61,7 @@ def put_into(text: str) -> str:
 
 
 def _sections() -> dict[str, dict[str, FieldInfo]]:
-    """Title -> keys; those of all roles, of optimizers and of architectures once."""
+    """Map the title of each table to its keys; shared keys of roles and optimizers appear once."""
     common, optimizer = fields(RoleConfig), fields(OptimizerConfig)
     shared = common | optimizer | {"optimizer"}
     own = {role.value: _without(schema, shared) for role, schema in ROLE_SECTIONS.items()}

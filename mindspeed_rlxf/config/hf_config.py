@@ -114,7 +114,7 @@ def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of attention, MLP and embeddings.
+    """Return the fields of attention, MLP and embeddings that a config.json gives.
 
     transformers 5 nests the rotary settings in `rope_parameters`; older files have `rope_theta`
     and `rope_scaling` at the top.
@@ -150,7 +150,10 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expert_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of experts. transformers 5 writes `num_local_experts` for both families."""
+    """Return the fields of experts that a config.json gives; `num_experts` None = dense.
+
+    transformers 5 writes `num_local_experts` for both families.
+    """
     family = config.get("model_type")
     if family not in ("qwen3_moe", "mixtral"):
         return {"num_experts": None}

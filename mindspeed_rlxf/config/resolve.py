@@ -51,7 +51,10 @@ def resolve(tree: Mapping[str, Any], name: str, dialect: Dialect | None = None) 
 def resolve_with_notes(
     tree: Mapping[str, Any], name: str, dialect: Dialect | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """As `resolve`, with notes on keys without effect and keys that mean something else here."""
+    """Resolve as `resolve`.
+
+    Return notes on keys that do nothing or mean something else here too.
+    """
     draft = make_draft(tree, name, dialect)
     if (config := _typed(draft)) is not None:
         draft.add_problems(_section_rules(draft, config))
@@ -68,6 +71,7 @@ def resolve_with_notes(
 
 
 def _remarks(config: RunConfig) -> Iterator[str]:
+    """Yield a line for each setting that is legal but may surprise."""
     training = config.training
     if training.save_interval > training.train_iters:
         yield (
@@ -126,7 +130,7 @@ def _report(draft: Draft, details: list[ErrorDetails], places: list[tuple[int | 
 
 
 def _place(payload: Any, detail: ErrorDetails) -> tuple[int | str, ...]:
-    """The path of an error in the payload, without pydantic's tags for members of a union."""
+    """Return the path of an error in the payload, without pydantic's tags for union members."""
     node = payload
     place: list[int | str] = []
     for part in detail["loc"]:

@@ -111,7 +111,7 @@ def withhold(name: str, value: str) -> str:
 
 
 def mask_secret(name: str, shown: Any) -> Any:
-    """The value of a variable in a file, as `withhold` would have written it."""
+    """Return a variable's value for display, masked as `withhold` would have written it."""
     if isinstance(shown, str) and not BY_NAME.fullmatch(shown) and looks_secret(name, shown):
         return MASK
     return shown
@@ -135,7 +135,7 @@ def _part(written: Any, name: Any) -> Any:
 
 
 def _as_written(name: str, value: Any, written: Any) -> Any:
-    """The value, withheld where its text `written` is an interpolation."""
+    """Return the value, withheld where its text `written` is an interpolation."""
     if not isinstance(written, str) or "${" not in written:
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):

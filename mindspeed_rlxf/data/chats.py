@@ -42,6 +42,7 @@ def fill_in(
 
 
 def _fill_one(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, str]:
+    """Fill the chat template with one conversation; return (text, "") or ("", reason)."""
     try:
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         text = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)

@@ -142,6 +142,7 @@ class _Reader:
         return ([], problem) if problem else (ids, "")
 
     def _problem(self, ids: Any) -> str:
+        """Describe what is wrong with a response's token ids; empty = nothing."""
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             return f"response_ids must be a list of token ids, not {ids!r:.40}"
         if not 1 <= len(ids) <= self._longest:

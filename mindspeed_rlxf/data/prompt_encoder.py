@@ -133,6 +133,7 @@ class PromptEncoder:
         return found
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        """Tokenize texts, without the EOS that some tokenizers append."""
         if not texts:
             return []
         encoded = self._tokenizer(

@@ -48,7 +48,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, with any CUDA device among its arguments replaced by the CPU."""
+    """Wrap a function so that a CUDA device among its arguments becomes the CPU."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -83,6 +83,7 @@ class _Stream(torch.cpu.Stream):
 
 
 def _patch_runtime() -> None:
+    """Replace the calls of `torch.cuda` that Megatron makes by ones that work on the CPU."""
     cuda = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.set_device = lambda device: None

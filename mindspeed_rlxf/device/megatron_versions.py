@@ -30,7 +30,7 @@ def is_before_0_13() -> bool:
 
 
 def chunk_argument(chunk: int | None) -> dict[str, int | None]:
-    """Keyword with which Megatron builds a chunk of a virtual pipeline; none in 0.12."""
+    """Return the keyword with which Megatron builds a chunk of a virtual pipeline; none in 0.12."""
     return {} if is_before_0_13() else {"vp_stage": chunk}
 
 
@@ -64,7 +64,7 @@ def mend() -> None:
 
 
 def mends() -> tuple[Mend, ...]:
-    """Fixes that the imported version needs."""
+    """List the fixes that the imported version needs."""
     if not is_before_0_13():
         return ()
     return (
@@ -104,7 +104,7 @@ class InProcess:
 
 
 def quantize_if_any(quantize: Function) -> Function:
-    """Skip the cast of fp8 parameters where there are none.
+    """Call Megatron's cast to fp8 only where there are fp8 parameters.
 
     Without Transformer Engine the cast of the distributed optimizer raises even then.
     """

@@ -67,6 +67,10 @@ class GuardedOptimizer:
         return Step(float(grad_norm))
 
     def _checked_norm(self) -> float:
+        """Measure the gradient norm.
+
+        Raises _Stopped when it or a loss of any rank is not finite.
+        """
         norm = float(self._measure())
         self._checked = True
         found = {"loss": not self._losses_finite, "gradient norm": not math.isfinite(norm)}

@@ -95,6 +95,7 @@ class RewardManager:
         return bool(truth.strip()) and self._rules[prompt.data_source](truth, truth).score > 0
 
     def _unknown_sources(self, data_sources: Iterable[str]) -> list[Problem]:
+        """List a problem for each data source that has no rule."""
         counts = Counter(source for source in data_sources if source not in self._rules)
         return [
             Problem(

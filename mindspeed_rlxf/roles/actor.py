@@ -98,7 +98,7 @@ class ActorRole:
 
 
 def _gaps(rollouts: Rollouts, recomputed: LogProbs) -> Tensor:
-    """[batch, response] |log-prob of training - of generation|, 0 where not trained."""
+    """Return [batch, response] |log-prob of training - of generation|, 0 where not trained."""
     gaps = (recomputed.log_probs - rollouts.rollout_log_probs).abs()
     return gaps * rollouts.trained_mask
 

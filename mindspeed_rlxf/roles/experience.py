@@ -66,7 +66,10 @@ class ExperienceMaker:
         return kl_per_token(old, ref, self.algorithm.kl_penalty)
 
     def _make_rewarded(self, inputs: ExperienceInputs, kl: Tensor) -> Rewarded:
-        """kl: [batch, response], 0 where not trained"""
+        """Make the inputs of the advantage estimator: rewards per token, masks, values and scores.
+
+        kl: [batch, response], 0 where not trained
+        """
         rollouts, algorithm = inputs.rollouts, self.algorithm
         mask = value_mask(
             rollouts.trained_mask,
@@ -132,7 +135,10 @@ def _check_finite(scores: Tensor, sample_ids: list[int]) -> None:
 
 
 def _report(experience: Experience, given: Rewarded, kl: Tensor) -> ExperienceReport:
-    """kl: [batch, response], 0 where not trained"""
+    """Summarize the experience of a replica for the metrics.
+
+    kl: [batch, response], 0 where not trained
+    """
     tokens, slots = experience.trained_mask, experience.value_mask
     has_values = bool(slots.numel())
     return ExperienceReport(

@@ -23,6 +23,7 @@ from mindspeed_rlxf.rollout.sampling import SamplingSettings
 def sampling_settings(
     actor: ActorConfig, eos_token_ids: Sequence[int], do_sample: bool
 ) -> SamplingSettings:
+    """Make the settings of generation; do_sample False = greedy."""
     return SamplingSettings(
         do_sample=do_sample,
         temperature=actor.temperature,

@@ -64,6 +64,7 @@ def choose_tokens(
 
 
 def _forbid_early_eos(logits: Tensor, generated: Tensor, settings: SamplingSettings) -> Tensor:
+    """Set the logits of EOS to -inf in rows with fewer than `min_new_tokens` tokens."""
     if not settings.eos_token_ids or settings.min_new_tokens == 0:
         return logits
     early = generated < settings.min_new_tokens

@@ -244,6 +244,7 @@ class RunCheckpoints:
         return HostParts(self.store, roles, views, self._timeout_s)
 
     def _check_apart(self, blind: list[str]) -> None:
+        """Raise UserError unless hosts without the run directory are allowed, and supported."""
         if not self.config.training.no_shared_storage:
             raise UserError(
                 Problem(
@@ -308,7 +309,7 @@ class RunCheckpoints:
 
 
 def _describe_writer(config: RunConfig) -> dict[str, Any]:
-    """Versions and layouts that write the checkpoint."""
+    """Return the versions and layouts that write the checkpoint, for its manifest."""
     layouts = {name: config.layout(role) for role, name in SAVED_AS.items() if role in config.roles}
     return {
         "versions": {
@@ -324,6 +325,7 @@ def _describe_writer(config: RunConfig) -> dict[str, Any]:
 
 
 def _find_version(name: str) -> str | None:
+    """Return the version of an installed package; None for a checkout on the path."""
     try:
         return version(name)
     except ImportError:  # a checkout on the path, not a package that is installed

@@ -116,6 +116,7 @@ class RunDirectory:
         return [_not_writable(directory.path, obstacle)] if obstacle else []
 
     def _find_resume_problem(self, config: RunConfig) -> Problem | None:
+        """Return why this configuration cannot resume the run in the folder; None = it can."""
         remedy = f"training.new_run=true to take {_find_free(self.path)}"
         if config.training.resume == "never" or not self.config.exists():
             there = self.config if self.config.exists() else self.metrics
@@ -187,6 +188,7 @@ def find_write_obstacle(folder: Path) -> str:
 
 
 def _not_writable(path: Path, found: str) -> Problem:
+    """Word the problem of a folder that cannot be written."""
     return Problem(
         KEY,
         f"must be a folder that can be written: {found}",

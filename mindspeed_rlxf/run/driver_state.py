@@ -58,7 +58,7 @@ def find_whole_checkpoints(
 
 
 def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The driver's state, see `DriverState`. Errors: OSError, ValueError"""
+    """Read the driver's state, see `DriverState`. Errors: OSError, ValueError"""
     return read_driver_state(checkpoint.path / TRAINER / STATE, checkpoint.iteration)
 
 
@@ -95,7 +95,10 @@ def check_checkpoints(config: RunConfig, directory: RunDirectory) -> list[Proble
 
 
 def no_whole_checkpoint(directory: RunDirectory, problems: Sequence[str]) -> Problem:
-    """problems: a line for each checkpoint"""
+    """Word the problem of a run without a whole checkpoint.
+
+    problems: a line for each checkpoint
+    """
     shown = [problem[:MAX_PROBLEM] for problem in problems[:MAX_PROBLEMS]]
     if len(problems) > len(shown):
         shown.append(f"and {len(problems) - len(shown)} more")

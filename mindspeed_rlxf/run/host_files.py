@@ -118,6 +118,7 @@ def find_unsafe_file(folder: Path) -> str:
 
 
 def _read_restricted(file: Path) -> None:
+    """Read a file of a sharded checkpoint without running it. Raises ValueError for a bad one."""
     from mindspeed_rlxf.weights.dist_metadata import open_torch_dist  # brings in torch
     from mindspeed_rlxf.weights.torch_file import read_torch_file
 

@@ -81,7 +81,7 @@ class HostParts:
 
     @property
     def _apart(self) -> dict[str, HostAgent]:
-        """Agents that serve a folder other than the driver's."""
+        """Map each folder other than the driver's to the agent that serves it."""
         return {key: server for key, server in self._servers.items() if key != DRIVER}
 
     def begin(self, iteration: int) -> None:

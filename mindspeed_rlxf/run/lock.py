@@ -93,6 +93,7 @@ def _names(file: Path, stream: IO[str]) -> bool:
 
 
 def _read_holder(stream: IO[str]) -> tuple[str, int]:
+    """Read (host, pid) of the process that holds the lock; ("another host", 0) when unreadable."""
     stream.seek(0)
     try:
         note = json.loads(stream.read())

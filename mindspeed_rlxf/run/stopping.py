@@ -108,6 +108,10 @@ class StopRequest:
         return f"{iterations} will run again, from {start}"
 
     def _no_time_for_another(self) -> bool:
+        """Whether `max_wall_time` leaves no time for another iteration and its save.
+
+        Sets `reason`.
+        """
         if self.wall_s is None or not self._iterations:
             return False
         needed = max(self._iterations) + self.save_s

@@ -53,6 +53,7 @@ class Checkpoint:
         return manifest
 
     def _read_manifest(self) -> Manifest:
+        """Read the manifest. Raises ValueError where it is missing, unreadable or changed."""
         try:
             with open_plain(self.path / MANIFEST) as stream:
                 text = stream.read(MAX_JSON).decode("utf-8")
@@ -90,6 +91,7 @@ class Manifest:
         return "; ".join(found[:3]) + more
 
     def to_json(self) -> str:
+        """Write the manifest as JSON, with a hash of its own content."""
         content = {
             "format_version": FORMAT_VERSION,
             "iteration": self.iteration,
@@ -137,11 +139,11 @@ class RunStore:
         return sorted(named, key=lambda each: -each.iteration)
 
     def hidden(self, iteration: int) -> Path:
-        """Folder in which a checkpoint is written before it is named."""
+        """Return the folder in which a checkpoint is written before it is named."""
         return self.folder / f".iter_{iteration:07d}"
 
     def path(self, iteration: int) -> Path:
-        """Folder of a checkpoint that has its name."""
+        """Return the folder of a checkpoint that has its name."""
         return self.folder / f"iter_{iteration:07d}"
 
     def begin(self, iteration: int) -> Path:
@@ -227,6 +229,7 @@ def _discard(path: Path) -> None:
 
 
 def _are_entries(files: Any) -> bool:
+    """Whether a value is a list of manifest entries: path, size and sha256 of each file."""
     return isinstance(files, list) and all(
         isinstance(entry, dict)
         and type(entry.get("size")) is int

@@ -123,6 +123,7 @@ class Collector:
         return self._add_greedy(found) if self.algorithm.estimator.reads_greedy else found
 
     def metrics(self, found: Collected) -> dict[str, float]:
+        """Return the metrics of dynamic sampling; none without it."""
         if not self.algorithm.filter_groups:
             return {}
         return {

@@ -111,6 +111,7 @@ def _find_config_folder(config: RunConfig) -> str | None:
 
 
 def _notices(config: RunConfig) -> list[str]:
+    """List settings that are legal but may surprise."""
     actor, notices = config.actor_rollout, []
     if not actor.do_sample:
         notices.append("actor_rollout.do_sample=false: greedy responses do not explore")
@@ -130,6 +131,7 @@ def _open_weights(section: RoleConfig) -> BoxedWeights:
 
 
 def _collect(problems: list[Problem], action: Callable[[], T]) -> T | None:
+    """Call `action`; on a UserError add its problems to `problems` and return None."""
     try:
         return action()
     except UserError as error:
@@ -138,6 +140,7 @@ def _collect(problems: list[Problem], action: Callable[[], T]) -> T | None:
 
 
 def _check_engine(config: RunConfig) -> list[Problem]:
+    """Check that the rollout engine exists, and can run where the pool is split."""
     key, name, known = "rollout.engine", config.rollout.engine, [NATIVE, *ENGINES]
     if name not in known:
         remedy = f"use {closest(name, known) or NATIVE}, or add its file to training.plugins"
@@ -155,6 +158,7 @@ def _check_eos_ids(eos_token_ids: tuple[int, ...], vocab_size: int) -> list[Prob
 
 
 def _find_missing_files(config: RunConfig) -> list[Problem]:
+    """List a problem for each file of prompts that does not exist."""
     data = config.data
     keys = {"data.train_files": data.train_files, "data.val_files": data.val_files}
     return [
@@ -234,6 +238,7 @@ def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple
 
 
 def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | None:
+    """Load the fixed responses, if configured, as many as the run can use."""
     actor = config.actor_rollout
     if actor.fixed_responses is None:
         return None

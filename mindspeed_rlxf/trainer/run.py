@@ -92,6 +92,7 @@ class Run:
         return self._start_on_ray()
 
     def _start_on_ray(self) -> PpoTrainer:
+        """Join or start a Ray cluster, and build the trainer on it."""
         from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
 
         directory = self._own(RunDirectory.create(self.config))
@@ -116,6 +117,10 @@ class Run:
         return self._train(directory, runtime, writes=runtime.is_first)
 
     def _train(self, directory: RunDirectory, runtime: Runtime, writes: bool = True) -> PpoTrainer:
+        """Build the trainer on a runtime, resumed if there is a checkpoint.
+
+        writes: files of the run
+        """
         trainer = self._open.enter_context(
             training(self.config, self.prepared, directory, runtime, writes, self._stop)
         )
@@ -166,6 +171,7 @@ class Run:
         self.exit_code = EXIT_STOPPED
 
     def _end_failed(self, error: Exception) -> None:
+        """Log and report an error, and set the exit code."""
         if not isinstance(error, (WorkerError, RuntimeTimeout, HostError)):
             logger.error("the driver failed", exc_info=error)
         if self._started:  # a full disk has no room for the report otherwise
@@ -259,6 +265,7 @@ def make_trainer(
     checkpoints: RunCheckpoints,
     stop: StopRequest,
 ) -> PpoTrainer:
+    """Build the trainer of its parts."""
     source = PromptSource.from_config(config, prepared.train_prompts, prepared.fixed_responses)
     validator = Validator(
         roles,

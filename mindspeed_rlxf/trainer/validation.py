@@ -56,6 +56,10 @@ class Validator:
 def _means(
     data_sources: Sequence[str], lengths: Sequence[int], reports: Sequence[ScoreReport]
 ) -> dict[str, float]:
+    """Average scores, their parts and lengths by data source.
+
+    Repeated prompts at the end drop out.
+    """
     values: dict[str, list[float]] = defaultdict(list)
     scores = [score for report in reports for score in report.scores]
     parts = [part for report in reports for part in report.parts] or [{}] * len(scores)

@@ -78,6 +78,7 @@ class MegatronWeights(BoxedWeights):
         return []
 
     def _add(self, part: ShardBox, stored: StoredTensor | BoxedTensor) -> None:
+        """Add one box of a rank's shard to the Hugging Face tensor that it belongs to."""
         if part.source not in self.tensors:
             name, shape = (
                 f"{part.source} in {self.folder}",
@@ -94,7 +95,9 @@ class MegatronWeights(BoxedWeights):
 
 
 def spellings(name: str) -> list[str]:
-    """The names of a parameter with local layers, with fused ones, and in our own checkpoints.
+    """List the names under which checkpoints store a parameter.
+
+    Layers may be local or fused, and our own checkpoints name the score head their own way.
 
     Megatron stores the norm before a linear layer under that layer's name where both are one
     module (Transformer Engine), and always so in sharded checkpoints.

@@ -97,6 +97,7 @@ class DeviceClaim:
         return self._check.check([node for node in live_nodes(self._resource) if node.count])
 
     def _group(self, shape: tuple[int, ...], model: str | None) -> Any:
+        """Ask Ray for a placement group of this shape, not on nodes that are left out."""
         bundle = {f"{MODEL_PREFIX}{model}": A_LITTLE} if model else {}
         strategy = "PACK" if self._logical or len(shape) == 1 else "STRICT_SPREAD"
         bundles = [{self._resource: count, **bundle} for count in shape]
@@ -108,6 +109,7 @@ class DeviceClaim:
         )
 
     def _report(self, shapes: Shapes, late: list[str], is_last: bool) -> None:
+        """Warn of pools that wait for devices; at the end raise TooFewDevices or DevicesMissing."""
         left_out = self._check.left_out
         nodes = [n for n in live_nodes(self._resource) if n.count and n.id not in left_out]
         unplaced = find_unplaced_pools(late, shapes, nodes)
@@ -125,6 +127,7 @@ class DeviceClaim:
 
 
 def _find_late_pools(groups: Mapping[str, Any], wait_s: float) -> list[str]:
+    """Wait for the groups; return the names of those that Ray has not placed by then."""
     deadline = time.monotonic() + wait_s
     return [
         name

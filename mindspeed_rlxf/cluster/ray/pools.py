@@ -179,6 +179,7 @@ class RayPools:
     def _start_processes(
         self, shapes: Mapping[str, tuple[int, ...]], groups: Mapping[str, Any]
     ) -> dict[str, RayWorkers]:
+        """Start the processes of pools on their reserved devices, in the order of ranks."""
         actors = {name: self._actors(shape, groups[name]) for name, shape in shapes.items()}
         tasks = [
             (actor.place.remote(entry), Origin(name, index, "a host not known yet", "start"))
@@ -199,6 +200,7 @@ class RayPools:
         return workers
 
     def _actors(self, shape: tuple[int, ...], group: Any) -> list[tuple[int, Any]]:
+        """Start an actor for each process of a shape; return (entry of the shape, actor)."""
         wants = device_options(self._resource, self._environment)
         found = []
         for bundle, count in enumerate(shape):
@@ -236,6 +238,7 @@ class RayPools:
         return setups
 
     def _setups(self, name: str, workers: RayWorkers, parts: tuple[int, ...]) -> list[ProcessSetup]:
+        """Make the settings with which each rank joins its pool's world."""
         return [
             ProcessSetup(
                 pool=name,

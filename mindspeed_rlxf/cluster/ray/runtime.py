@@ -56,7 +56,10 @@ class RayRuntime:
 
     @classmethod
     def from_config(cls, config: RunConfig, log_dir: Path, run_file: Path) -> RayRuntime:
-        """run_file: see the constructor"""
+        """Make the runtime of a configuration: join or start a cluster, and check its nodes.
+
+        run_file: see the constructor
+        """
         return cls(
             config.device,
             config.runtime,

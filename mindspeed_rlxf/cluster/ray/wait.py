@@ -91,6 +91,7 @@ def _wait(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
 
 
 def _read(refs: Sequence[Any], origins: dict[Any, Origin]) -> dict[Any, Any]:
+    """Return the value of each finished task; a failed one has its WorkerError."""
     try:
         return dict(zip(refs, ray.get(list(refs)), strict=True))
     except RayError:
@@ -98,6 +99,7 @@ def _read(refs: Sequence[Any], origins: dict[Any, Origin]) -> dict[Any, Any]:
 
 
 def _read_one(ref: Any, origin: Origin) -> Any:
+    """Return the value of a finished task, or its WorkerError."""
     try:
         return ray.get(ref)
     except RayError as error:

@@ -91,13 +91,16 @@ def _saves_only_at_the_end(config: RunConfig) -> bool:
 
 
 def _returns_total_scores(config: RunConfig) -> bool:
-    """No discounting; or a greedy baseline, whose plain score fits no rescaled return."""
+    """Whether the algorithm reads total scores: nothing is discounted, or the baseline is greedy.
+
+    A greedy baseline's plain score fits no return that is rescaled.
+    """
     traits = config.algorithm.estimator
     return not _prefers_pairs(config) and (traits.reads_greedy or not traits.discounts)
 
 
 def _generates_nothing(config: RunConfig) -> bool:
-    """Every response is fixed, also those of validation and of a greedy baseline."""
+    """Whether every response is fixed, also those of validation and of a greedy baseline."""
     fixed = config.actor_rollout.fixed_responses is not None
     return fixed and not (
         config.algorithm.estimator.reads_greedy or _has_validation_prompts(config)
@@ -420,7 +423,7 @@ def _noted_keys(config: RunConfig) -> dict[tuple[str, str], str]:
 
 
 def _value_and_default(config: RunConfig, section: str, key: str) -> tuple[Any, Any]:
-    """Value and default of a key of a section, or of its architecture or optimizer."""
+    """Return value and default of a key of a section, or of its architecture or optimizer."""
     holder: BaseModel = attrgetter(section)(config)
     if key not in type(holder).model_fields:
         nested = [getattr(holder, name, None) for name in ("architecture", "optimizer")]

@@ -37,6 +37,7 @@ def check_stage(config: RunConfig) -> Iterator[Problem]:
 
 
 def _estimator(config: RunConfig) -> Iterator[Problem]:
+    """Check that the stage has the critic that the estimator needs, and how the KL is estimated."""
     algorithm, stage = config.algorithm, config.training.stage
     estimator, needs_critic = algorithm.adv_estimator, algorithm.estimator.needs_critic
     if stage is Stage.RAY_PPO and not needs_critic:
@@ -63,7 +64,7 @@ def _estimator(config: RunConfig) -> Iterator[Problem]:
 
 
 def _full_kl(config: RunConfig) -> Iterator[Problem]:
-    """Actor and reference must run in one process and split the vocabulary in the same way."""
+    """Check that the full KL is in the reward, with actor and reference alike on one pool."""
     if config.algorithm.kl_penalty is not KlPenalty.FULL:
         return
     if config.algorithm.kl_in is KlIn.LOSS:
@@ -91,6 +92,7 @@ def _full_kl(config: RunConfig) -> Iterator[Problem]:
 
 
 def _one_vocabulary(config: RunConfig) -> Iterator[Problem]:
+    """Check that the reference has the actor's vocabulary."""
     sections = config.actor_rollout, config.ref
     mine, theirs = (section.architecture.vocab_size for section in sections)
     if mine != theirs:
@@ -104,6 +106,7 @@ def _one_vocabulary(config: RunConfig) -> Iterator[Problem]:
 
 
 def _samples_per_prompt(config: RunConfig) -> Iterator[Problem]:
+    """Check that there are several samples where the responses to a prompt are compared."""
     samples, algorithm = config.actor_rollout.n_samples_per_prompt, config.algorithm
     if samples > 1 or config.training.stage is Stage.RAY_ONLINE_DPO:
         return
@@ -121,7 +124,7 @@ def _samples_per_prompt(config: RunConfig) -> Iterator[Problem]:
 
 
 def _pairs(config: RunConfig) -> Iterator[Problem]:
-    """The loss compares two responses to a prompt, which must be in one micro-batch."""
+    """Check that the two responses that online DPO compares are in one micro-batch."""
     samples = config.actor_rollout.n_samples_per_prompt
     limit = config.actor_rollout.max_tokens_per_micro_batch
     if samples != 2:
@@ -141,6 +144,7 @@ def _pairs(config: RunConfig) -> Iterator[Problem]:
 
 
 def _rewards(config: RunConfig) -> Iterator[Problem]:
+    """Check the overlong penalty, and what group filtering needs."""
     actor, algorithm = config.actor_rollout, config.algorithm
     if algorithm.overlong_buffer_len > actor.max_new_tokens:
         yield Problem(
@@ -177,6 +181,7 @@ def _rewards(config: RunConfig) -> Iterator[Problem]:
 
 
 def _verifiers(config: RunConfig) -> Iterator[Problem]:
+    """Check that verifier functions are used, and have a weight each."""
     algorithm = config.algorithm
     rules, weights = algorithm.verifier_function, algorithm.verifier_weight
     if not config.reward.verifier:
@@ -198,7 +203,7 @@ def _verifiers(config: RunConfig) -> Iterator[Problem]:
 
 
 def _whitening(config: RunConfig) -> Iterator[Problem]:
-    """A variance needs two tokens; every response has at least one."""
+    """Check that whitening has two tokens at least; every response has one."""
     whiten, actor = config.algorithm.advantage_whiten, config.actor_rollout
     sizes = {
         AdvantageWhiten.BATCH: config.samples_per_iteration,

@@ -162,6 +162,7 @@ def _merge_own(prefixes: Sequence[Path], groups: Mapping[str, Readers], output: 
 
 
 def _open_own(prefixes: Sequence[Path], groups: Mapping[str, Readers]) -> list[OwnSet]:
+    """Open the sets with a sidecar. Raises UserError unless they are whole and made alike."""
     readers = {stem: reader for group in groups.values() for stem, reader in group.items()}
     sets: list[OwnSet] = []
     problems: list[Problem] = []
@@ -207,6 +208,7 @@ def _differences(sets: Sequence[OwnSet]) -> Iterator[Problem]:
 
 
 def _describe_origin(sidecar: Sidecar) -> dict[str, Any]:
+    """Return what must be the same in all sets, by name."""
     return {
         "handler": sidecar.handler,
         "template": sidecar.template,

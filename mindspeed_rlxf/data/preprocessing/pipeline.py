@@ -129,6 +129,7 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
 def _make_encoder(
     options: PreprocessOptions, handler: Handler, tokenizer: PreTrainedTokenizerBase
 ) -> RowEncoder:
+    """Make the encoder of the options. Raises UserError when EOS is wanted and there is none."""
     eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
     if options.append_eod and eos is None:
         raise UserError(
@@ -154,6 +155,10 @@ def _make_encoder(
 
 
 def _check_prefix(options: PreprocessOptions) -> Path:
+    """Return the absolute output prefix. Raises UserError where a data set is there already.
+
+    A data set of an interrupted run is moved into place first.
+    """
     shown = readable(options.output_prefix)
     if not os.path.basename(options.output_prefix):
         raise UserError(

@@ -90,7 +90,7 @@ def _key(rank: int) -> str:
 
 
 def _absent_ranks(task: Task, store: dist.Store | None) -> tuple[int, ...]:
-    """Ranks of the group that never came to its store."""
+    """Return the ranks of the group that never came to its store."""
     try:
         if store is None:
             return ()

@@ -49,7 +49,7 @@ def check_devices(kind: DeviceKind) -> list[Finding]:
 
 
 def driver_findings(view: DriverView) -> Iterator[Finding]:
-    """Count, health and memory in use, as the driver's tool reports them."""
+    """Report count, health and memory in use, from the driver's tool."""
     if view.problem:
         remedy = "install the driver's tool, or mount it and /dev into the container"
         yield warning("devices.driver", view.problem, remedy)
@@ -76,7 +76,7 @@ def driver_findings(view: DriverView) -> Iterator[Finding]:
 
 
 def count_finding(kind: DeviceKind, counted: int, view: DriverView, hidden: str | None) -> Finding:
-    """torch must see the driver's devices, less those that a variable hides.
+    """Check that torch sees the driver's devices, less those that a variable hides.
 
     hidden: value of that variable; None = not set
     """

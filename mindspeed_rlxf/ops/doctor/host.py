@@ -39,6 +39,7 @@ def open_files(limits: tuple[int, int] | None = None) -> Finding:
 
 
 def processes() -> Finding:
+    """Check how many processes and threads this user may start."""
     soft = _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0])
     return judge(
         soft >= PROCESSES,
@@ -107,6 +108,7 @@ def memory(total: int | None = None, available: int | None = None) -> Finding:
 
 
 def processors(folder: Path = CGROUP) -> Finding:
+    """Check how many processors this process may use, by affinity and container quota."""
     usable, existing = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     value = f"{usable} usable" + (f" of {existing}" if usable < existing else "")
     quota = _cpu_quota(folder)
@@ -129,6 +131,7 @@ def text_encoding(encoding: str | None = None) -> Finding:
 
 
 def clock(now: float | None = None) -> Finding:
+    """Check that the clock is not before the release of this package."""
     now = time.time() if now is None else now
     return judge(
         now >= RELEASED,
@@ -157,7 +160,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def _cgroup_number(file: Path) -> float:
-    """Infinite where there is no such file, or it says `max`."""
+    """Read the number in a control group's file; infinite where there is none, or it says `max`."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -165,7 +168,7 @@ def _cgroup_number(file: Path) -> float:
 
 
 def _cpu_quota(folder: Path) -> float:
-    """Processors that the container may use; infinite without a limit."""
+    """Return the processors that the container may use; infinite without a limit."""
     try:
         quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
         return int(quota) / int(period)
