@@ -43,7 +43,7 @@ OPTIONS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Inspect the hosts, print the findings, and return the exit code."""
+    """Inspect the hosts; print the findings, or pack a bundle; return the exit code."""
     speak_utf8()
     try:
         arguments = _parse(argv)

@@ -119,7 +119,7 @@ class RoleGroup:
     def _requests(
         self, method: str, args: Sequence[Any], **how: Any
     ) -> tuple[list[Request], list[int | None]]:
-        """Return a request for each rank, and the rows that go in by data-parallel rank.
+        """Make a request for each rank; return them, and the number of rows for each replica.
 
         how: fields of `Request`
         """
@@ -134,7 +134,7 @@ class RoleGroup:
         return requests, num_rows
 
     def _shards(self, arg: Any) -> Sequence[Any]:
-        """Return the argument of each data-parallel rank."""
+        """Return the argument for each data-parallel rank: its part, or a copy with its rows."""
         if not isinstance(arg, Sharded):
             return split_refs(arg, self.layout.dp)
         assert len(arg.parts) == self.layout.dp, (

@@ -123,7 +123,7 @@ def _fingerprint(file: Path, sized: tuple[str, ...]) -> str | None:
 def find_node_problems(
     driver: NodeReport, nodes: Sequence[NodeReport], keys: Mapping[str, str]
 ) -> list[str]:
-    """Find differences between nodes that would fail a run later, or change it.
+    """List differences in versions and files between nodes that would change or fail a run.
 
     keys: folder -> the configuration keys that name it
     """

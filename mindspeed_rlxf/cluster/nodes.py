@@ -122,7 +122,7 @@ def choose_model(pool: str, shape: Sequence[int], nodes: Sequence[Node]) -> str 
 
 
 def take_devices(nodes: Sequence[Node], shape: Sequence[int], model: str | None) -> list[Node]:
-    """Return the nodes after a pool has taken its devices, each entry on the node it fills best."""
+    """Return the nodes with the devices of a pool taken, each entry on the node it fills best."""
     left = {node.id: node for node in nodes}
     possible = [node for node in nodes if model in (None, node.model)]
     for count in sorted(shape, reverse=True):

@@ -92,6 +92,7 @@ def _section(keys: dict[str, FieldInfo]) -> str:
 
 
 def _default(field: FieldInfo) -> str:
+    """Format the default of a field for a table."""
     if field.is_required():
         return "required"
     value: Any = getattr(field.default, "value", field.default)
@@ -110,6 +111,7 @@ def _listed(values: Sequence[Any]) -> str:
 
 
 def _table(head: str, rows: Any) -> str:
+    """Format a Markdown table. head: titles with " | " between"""
     columns = head.split(" | ")
     cells = ([cell.replace("|", "\\|") for cell in row] for row in rows)
     lines = [columns, ["---"] * len(columns), *cells]

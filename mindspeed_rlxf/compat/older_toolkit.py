@@ -144,7 +144,7 @@ def _strongest_flag(draft: Draft, sections: Tree, key: str) -> tuple[str, bool] 
 
 
 def _move(draft: Draft, sections: Tree, path: str, value: Any, target: str) -> None:
-    """Set `target`, a `section.key`; a problem where it has another value already."""
+    """Set `target`, a `section.key`; reject the key where `target` has another value already."""
     section, key = target.split(".")
     there = sections[section].setdefault(key, value)
     if there == value:

@@ -210,7 +210,7 @@ class PlainFileSource(FileConfigSource):
 
 @contextmanager
 def _checked_files() -> Iterator[None]:
-    """Make hydra read files through `PlainFileSource`."""
+    """Make hydra read files through `PlainFileSource` inside the block."""
     Plugins.instance()  # registers its own sources, once
     known = SourcesRegistry.instance().types
     before = known["file"]

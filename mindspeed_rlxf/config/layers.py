@@ -217,7 +217,10 @@ def _from_folder(draft: Draft, role: Role, load: Any) -> Tree | None:
 
 
 def _merge(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
-    """Lay the layers over one another, the weakest first; keep the keys that the role has."""
+    """Merge the layers, the weakest first.
+
+    Keep the keys that the role has, and note their origin.
+    """
     merged: Tree = {}
     for section, values in layers.items():
         for key in values.keys() & role_keys(role):

@@ -149,7 +149,7 @@ class TrainingConfig(Section):
 
     @field_validator("max_wall_time", mode="before")
     @classmethod
-    def _as_schedulers_write_it(cls, value: Any) -> Any:
+    def _parse_time_limit(cls, value: Any) -> Any:
         """Turn `1-02:00:00`, as schedulers write times, into seconds."""
         found = CLOCK.fullmatch(value.strip()) if isinstance(value, str) else None
         if found is None:

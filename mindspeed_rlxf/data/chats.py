@@ -57,7 +57,7 @@ def _fill_one(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -
 
 @contextmanager
 def _quiet_fork() -> Iterator[None]:
-    """Silence the tokenizers' warning about forks: the child tokenizes nothing."""
+    """Silence the tokenizers' warning about forks inside the block; the child tokenizes nothing."""
     before = os.environ.get(PARALLEL)
     os.environ.setdefault(PARALLEL, "true")
     try:

@@ -276,7 +276,7 @@ def read_labels(
 def _token_ids(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool, split: bool
 ) -> list[list[int]]:
-    """Tokenize texts. split: read special tokens that the texts spell as text"""
+    """Tokenize texts. split: treat special tokens that a text spells as ordinary text"""
     if not texts:
         return []
     ids: list[list[int]] = tokenizer(

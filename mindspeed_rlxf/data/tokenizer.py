@@ -88,7 +88,7 @@ def _load(path: str, use_fast: bool = True) -> PreTrainedTokenizerBase:
 
 
 def _folder_of(path: str) -> Path | None:
-    """Return the folder that transformers will read, which may be in the local cache."""
+    """Return the folder that transformers will read, perhaps in the local cache; None = no such."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import try_to_load_from_cache

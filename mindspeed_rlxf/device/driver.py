@@ -48,7 +48,7 @@ class DriverView:
 
 
 def driver_view(kind: DeviceKind) -> DriverView | None:
-    """Ask the driver's tool; None where the kind has no driver (CPU)."""
+    """Ask the driver's tool for version and devices; None where there is no driver (CPU)."""
     if kind not in TOOLS:
         return None
     command, parse = TOOLS[kind]

@@ -89,7 +89,7 @@ def _uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def share_device() -> None:
-    """Let the groups that are made from now on share the process's gloo devices."""
+    """Replace gloo's constructor, so that later groups share the process's gloo devices."""
     gloo: Any = dist.ProcessGroupGloo
     make = gloo.__init__
     if getattr(make, "shares_devices", False):

@@ -36,7 +36,7 @@ def chunk_argument(chunk: int | None) -> dict[str, int | None]:
 
 @contextlib.contextmanager
 def current_chunk(chunk: int | None) -> Iterator[None]:
-    """Build and describe a chunk inside this: 0.12 has a global in place of the keyword."""
+    """Set Megatron's current chunk inside the block; 0.12 has a global where later ones pass it."""
     if chunk is None or not is_before_0_13():
         yield
         return
@@ -117,7 +117,7 @@ def quantize_if_any(quantize: Function) -> Function:
 
 
 def write_in_torch_format(write: Function) -> Function:
-    """Pass the file format to torch's writer of checkpoint items, which newer versions require."""
+    """Give torch's writer of checkpoint items the file format, which newer versions require."""
     if "serialization_format" not in inspect.signature(write).parameters:
         return write
     from torch.distributed.checkpoint.filesystem import SerializationFormat

@@ -108,7 +108,7 @@ class StateSaver:
         self._writing = _WRITER.submit(_write_and_hash, copy, folder, state.describe)
 
     def end(self) -> Written:
-        """Wait for the files of all ranks; each is hashed by its rank and has its host.
+        """Wait for the files of all ranks; return their entries, each with its hash and host.
 
         Paths are within the folder. Raises OSError on all ranks when one could not write.
         """
@@ -130,7 +130,10 @@ _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
 
 def _write_and_hash(copy: _Copy, folder: Path, describe: Callable[[Path], list[Path]]) -> Written:
-    """Write the files of a rank without collectives, as another thread is in these."""
+    """Write a rank's files in a thread; return their manifest entries. Uses no collective.
+
+    describe: called on the first rank for files of its own
+    """
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)  # another host may have no such folder yet
     file = file_of(folder, copy.rank)

@@ -165,7 +165,10 @@ class Supervisor:
                     child.kill()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Forward it. A terminal and some schedulers signal the child too, which expects that."""
+        """Note the first signal, and forward each to the training process.
+
+        A terminal and some schedulers signal that process too; it expects both.
+        """
         if self._stop is None:
             self._stop = number
         if self._child is not None and self._child.poll() is None:

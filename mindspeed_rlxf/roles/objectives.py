@@ -95,7 +95,10 @@ class ClippedObjective:
         rows: list[int],
         tokens: TokenLogProbs,
     ) -> LossOutput:
-        """Compute the loss of a micro-batch. advantages: [all rows, response] of this step."""
+        """Compute a micro-batch's loss: the clipped one, less entropy, plus KL where configured.
+
+        advantages: [all rows, response] of this step; rows: the micro-batch's; tokens: theirs
+        """
         mask = experience.trained_mask[rows]
         log_probs, entropy = tokens
 

@@ -288,7 +288,10 @@ class RunCheckpoints:
     def _resume_from(
         self, found: driver_state.WholeCheckpoint, same_layout: bool, note: Note
     ) -> None:
-        """Make the run's files those of the checkpoint, which the roles have taken over."""
+        """Make the checkpoint that the roles have loaded the newest one.
+
+        Later checkpoints are set aside; metric and sample files are cut to its lengths.
+        """
         checkpoint, positions = found.checkpoint, found.state["positions"]
         for path in driver_state.find_removed_samples(self.directory, positions):
             note(f"warning: {path} was removed; it starts again with the next iteration")

@@ -63,9 +63,9 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def find_best_iterations(store: RunStore) -> list[int]:
-    """Return the checkpoint with the highest validation score, the earliest of equals.
+    """Return the iteration of the highest validation score in a list, the earliest of equals.
 
-    Returns an empty list where no checkpoint has a score.
+    The list is empty where no checkpoint has a score.
     """
     scores: dict[int, float] = {}
     for checkpoint in store.newest_first():

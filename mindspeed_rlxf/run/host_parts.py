@@ -54,7 +54,10 @@ class HostParts:
         self._servers = {key: servers[key] for key in set(self._key.values())}
 
     def _map_shared_folders(self, servers: Mapping[str, HostAgent]) -> dict[str, str]:
-        """Map each host apart to the one that serves the folder that they share."""
+        """Map each agent that does not see the driver's folder to the first that shares its folder.
+
+        Each agent writes a mark and lists those that it sees.
+        """
         apart = {key: server for key, server in servers.items() if key != DRIVER}
         names = {
             f"{key}_{secrets.token_hex(8)}": key for key in apart

@@ -131,7 +131,7 @@ class RunStore:
         self.folder = folder
 
     def newest_first(self) -> list[Checkpoint]:
-        """Find all folders with the name of a checkpoint."""
+        """List the checkpoints that have their name, newest first."""
         if not self.folder.is_dir():
             return []
         found = [(NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
@@ -193,7 +193,7 @@ class RunStore:
         self.keep({*found[:keep_last], *multiples, *best})
 
     def keep(self, iterations: Collection[int]) -> None:
-        """Remove all checkpoints but these, and unused ones older than the two newest."""
+        """Remove all other checkpoints, and those set aside that are older than the two newest."""
         for checkpoint in self.newest_first():
             if checkpoint.iteration not in iterations:
                 # Renamed first, so that a half-removed folder never has a checkpoint's name.

@@ -163,7 +163,7 @@ class Collector:
         return Collected(rollouts, scores, batches, kept, missing)
 
     def _add_greedy(self, found: Collected) -> Collected:
-        """Add one greedy response per prompt, shared by the prompt's samples."""
+        """Generate and score one greedy response per prompt; its samples share it."""
         size = self.group_size
         prompts = Prompts.concat([batch.prompts for batch in found.batches])
         kept = range(prompts.num_rows) if found.kept is None else found.kept

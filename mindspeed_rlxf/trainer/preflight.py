@@ -176,7 +176,10 @@ def _prompts(
     prefixes: tuple[str, ...],
     problems: list[Problem],
 ) -> IndexedPrompts:
-    """Load the prompts of files, which name no stop tokens, or of indexed data sets."""
+    """Load prompts of indexed data sets where `prefixes` are given, else of files.
+
+    Errors go to `problems`; files name no stop tokens.
+    """
     arguments = prepared.tokenizer, config.data, config.actor_rollout.max_prompt_length
     if prefixes:
         indexed = _collect(problems, lambda: load_indexed_prompts(prefixes, *arguments))
@@ -214,7 +217,7 @@ def _suggest_tiny_model(folder: Path) -> str:
 
 
 def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[str], str]:
-    """Return the rules that the role's folder breaks, and the remedy for all of them."""
+    """Return how the role's folder differs from the configured model, and one remedy for all."""
     assert section.load is not None and section.architecture is not None
     head = HEADS[role]
     described = find_description(section.load, tokenizer)

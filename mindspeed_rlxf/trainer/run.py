@@ -104,7 +104,10 @@ class Run:
         return self._train(directory, runtime)
 
     def _start_locally(self) -> PpoTrainer:
-        """Train in this process, or in all processes of torchrun, of which the first one writes."""
+        """Build the trainer in this process, or in each process of torchrun.
+
+        The first one writes.
+        """
         from mindspeed_rlxf.cluster.local import LocalRuntime
 
         runtime = LocalRuntime.from_config(self.config, log_dir=None)
@@ -129,7 +132,10 @@ class Run:
         return trainer
 
     def _own(self, directory: RunDirectory) -> RunDirectory:
-        """Let this process write to the directory from here on; print what the user must know."""
+        """Take over the directory as this run's: keep the failure of the last attempt, log to it.
+
+        Prints the directory, the keys that changed since the last start, and the notices.
+        """
         self._started = directory
         history = directory.logs / "failures.jsonl"
         failure.archive_failure(directory.failure, history, directory.file_mode)
@@ -188,7 +194,7 @@ class Run:
 
 @contextlib.contextmanager
 def _diagnosed(runtime: RayRuntime) -> Iterator[None]:
-    """Diagnose a worker that failed, while its cluster is still up."""
+    """Add to a WorkerError inside the block what its host knows, while the cluster is still up."""
     try:
         yield
     except WorkerError as error:
@@ -196,9 +202,9 @@ def _diagnosed(runtime: RayRuntime) -> Iterator[None]:
 
 
 def _report_for_restart(config: RunConfig, directory: RunDirectory) -> None:
-    """Report what the supervisor needs for a restart; before the cluster, which may fail to start.
+    """Report what the supervisor needs for a restart, before the cluster starts, which may fail.
 
-    step: a pool can shrink by this number of processes
+    Among it are the pools, and by how many processes each can shrink.
     """
     training = config.training
     steps = {

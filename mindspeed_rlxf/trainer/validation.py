@@ -32,7 +32,9 @@ class Validator:
         return self.prompts.select([i % count for i in range(count + -count % parts)])
 
     def validate(self, iteration: int) -> dict[str, float]:
-        """Return `val/<data source>/{score,response_length,<part>}` means and `timing/val`.
+        """Generate and score the validation prompts; return means by data source, and `timing/val`.
+
+        Names are `val/<data source>/{score,response_length,<part>}`. Writes samples and metrics.
 
         iteration: the last one whose updates are in the actor's weights
         """

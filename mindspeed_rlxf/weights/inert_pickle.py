@@ -139,7 +139,10 @@ class InertUnpickler:
         self.stack.append(value)
 
     def _hold(self, values: Iterable[Any]) -> int:
-        """Mark values as parts of another value, and return the depth of that one."""
+        """Mark values as held by another one, which must not change later.
+
+        Return the depth of that.
+        """
         deepest, depths = 0, self.depth
         for value in values:
             if type(value) in _PLAIN:
@@ -154,7 +157,7 @@ class InertUnpickler:
         return deepest + 1
 
     def _change(self, target: Any, kind: type, values: Iterable[Any]) -> None:
-        """Check that `target` may get the values as parts, and update its depth."""
+        """Require that `target` is of this kind and not held by others, and update its depth."""
         if type(target) is not kind:
             raise Refused(f"items or attributes for a {type(target).__name__}")
         key, depth = id(target), self._hold(values)

@@ -54,7 +54,7 @@ class MegatronWeights(BoxedWeights):
         tp: int,
         ep_rank: int = 0,
     ) -> list[str]:
-        """Add the boxes of a rank's part of a parameter, unless another rank has the same.
+        """Check a rank's shard of a parameter, and add its boxes unless another rank has the same.
 
         found: its name in the checkpoint, and the tensor
         Returns what is wrong with it.

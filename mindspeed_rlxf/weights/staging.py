@@ -71,7 +71,7 @@ class StagedFolder:
         return same
 
     def _open_partial(self, plan: dict[str, Any]) -> None:
-        """Open the partial folder and keep its parts where they are of this plan."""
+        """Make, lock and read the partial folder; parts of another plan are removed."""
         self.folder = self.target.with_name(self.target.name + ".partial")
         self._check_target()
         self._make()
@@ -208,7 +208,7 @@ class StagedFolder:
         return self.kept[part]["note"]
 
     def write(self, part: str, write: Callable[[Path], Any]) -> None:
-        """Call `write` with a folder to put the part into, move the part to its place and note it.
+        """Write one part: call `write` with a scratch folder, move the part to its place, note it.
 
         Only a whole part gets its name.
         """
@@ -222,7 +222,7 @@ class StagedFolder:
         self._append(line)
 
     def write_beside(self, write: Callable[[Path], Any]) -> None:
-        """Call `write` with a folder to put small files into, which are made anew by every run."""
+        """Write small files, anew in every run: call `write` with a folder, move its files."""
         scratch = self._make_scratch()
         write(scratch)
         for file in sorted(path for path in scratch.rglob("*") if path.is_file()):
@@ -248,7 +248,7 @@ class StagedFolder:
             self._append({BEGINS: name})
 
     def publish(self) -> None:
-        """Give the folder its name; an older one of that name is removed after that.
+        """Rename the partial folder to the target; an older target is moved away, then removed.
 
         If the process is killed here, both folders are whole, and the next run with this plan
         finishes.

@@ -71,7 +71,10 @@ class DeviceClaim:
             self._report(shapes, late, time.monotonic() >= deadline)
 
     def _attempt(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
-        """Return all groups, or none and the pools that were not placed."""
+        """Ask Ray for a placement group per pool and wait; return them and the pools not placed.
+
+        Where a pool was not placed, or is mixed, all groups are removed again.
+        """
         nodes = self._list_nodes()
         groups: dict[str, Any] = {}
         try:

@@ -48,7 +48,10 @@ class RayWorker(WorkerProcess):
     def join(
         self, setup: ProcessSetup, ip: str, port: int, secrets: Mapping[str, str]
     ) -> WorkerError | None:
-        """Join the pool's world, as `start`. secrets: environment variables hidden from Ray"""
+        """Join the pool's world; return the WorkerError if that fails.
+
+        secrets: environment variables hidden from Ray
+        """
         os.environ.update(secrets)
         self._timeout_s = setup.collective_timeout_s
         try:

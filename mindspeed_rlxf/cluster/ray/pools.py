@@ -147,7 +147,7 @@ class RayPools:
         return explain_timeout(error, pool.name, producers, self.inspect_workers(stacks=True))
 
     def explain_death(self, error: WorkerError) -> WorkerError:
-        """Return the error with what the host of its process knows."""
+        """Return the error, completed by whether its host ran out of memory."""
         watched = {(w.pool, w.rank): w for pool in self._pools for w in pool.list_workers()}
         seen = self.inspect_workers(stacks=False)
         rose = [
@@ -158,7 +158,7 @@ class RayPools:
         return explain_death(error, max(rose, default=0))
 
     def release(self, pool: RayPool) -> None:
-        """End the processes of a pool, or keep them warm."""
+        """Keep the processes of a pool warm for another one, or end them if they cannot be."""
         if pool not in self._pools:
             return
         self._pools.remove(pool)

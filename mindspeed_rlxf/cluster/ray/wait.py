@@ -107,7 +107,7 @@ def _read_one(ref: Any, origin: Origin) -> Any:
 
 
 def as_worker_error(error: RayError, origin: Origin) -> WorkerError:
-    """Turn an error of Ray into one line."""
+    """Make a WorkerError with a one-line cause of an error of Ray."""
     cause = describe_end(error)
     if not cause.startswith(DIED):
         return origin.error(cause)

@@ -216,7 +216,7 @@ class _Step:
 
 
 def _odd_micro_batch(step: _Step, key: str, size: int) -> Problem:
-    """Propose a micro-batch of whole pairs that fits the mini-batch, or one of both."""
+    """Make the problem of a micro-batch that splits pairs; propose whole ones that fit."""
     near = sorted(step.micros(), key=lambda micro: abs(micro - step.micro))
     fitting = [micro for micro in near if size in step.sizes(micro)]
     good = neighbours(size, step.sizes(near[0])) or [size]

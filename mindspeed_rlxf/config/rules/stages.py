@@ -22,7 +22,7 @@ FILTER, PENALTY, KL_IN = "algorithm.filter_groups", "algorithm.kl_penalty", "alg
 
 
 def check_stage(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each such rule that the configuration breaks."""
+    """Yield broken rules between the stage, the estimator, the rewards and the samples."""
     if config.training.stage is Stage.RAY_ONLINE_DPO:
         yield from _pairs(config)
     else:

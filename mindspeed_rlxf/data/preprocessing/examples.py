@@ -62,7 +62,10 @@ def _make_alpaca_example(row: Row, keys: MapKeys, output: Output) -> Example:
 
 
 def _make_sharegpt_example(row: Row, keys: ShareGptKeys, output: Output) -> Example:
-    """Refuse an empty prompt as in alpaca rows, but keep an empty response."""
+    """Make the example of a row with a list of messages. Raises UnusableRow.
+
+    An empty prompt is refused, an empty response is kept.
+    """
     messages = _require(row, keys.messages, "messages")
     turns = _read_messages(messages, keys.tags, "messages must be")
     turns = _add_system(turns, _read_text(row, keys.system, "system"), keys.system)

@@ -118,7 +118,10 @@ def _check_lengths(groups: Mapping[str, Readers]) -> None:
 
 
 def _write(output: Path, readers: Sequence[IndexedReader]) -> None:
-    """Write under another name first, so that an older file stays until the new one is whole."""
+    """Write the sequences of all readers, one after the other, as the indexed file `output`.
+
+    An older file stays until the new one is whole.
+    """
     partial = output.with_name(f".{output.name}.partial")
     writer = IndexedWriter(partial, readers[0].dtype.type)
     try:

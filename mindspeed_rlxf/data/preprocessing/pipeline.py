@@ -200,7 +200,7 @@ def _encode(
 
 
 def _start_worker(encoder: RowEncoder, parent: int) -> None:
-    """Keep the encoder for `_work`. An interrupt is the parent's to handle."""
+    """Set up a worker process: keep the encoder, ignore interrupts, end with the parent."""
     global _encoder
     _encoder = encoder
     gc.disable()  # a chunk's many small objects have no cycles, and looking for them costs 5%

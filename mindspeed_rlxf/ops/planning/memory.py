@@ -280,7 +280,7 @@ class _Stage:
         return Phase("forward", held, other=self._sent(tokens))
 
     def update(self, samples: int) -> Phase:
-        """Forward and backward of one micro-batch, with those that are in the pipeline.
+        """Return the memory of an update: activations of the micro-batches in the pipeline.
 
         samples: of an optimizer step on this rank
         """
