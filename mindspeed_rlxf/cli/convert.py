@@ -164,7 +164,10 @@ def _raise_any(problems: list[Problem]) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> Conversion:
-    """Check the arguments and return the conversion. Errors: UserError with the problems found."""
+    """Check the arguments, open the source and return the conversion; notes flags without effect.
+
+    Errors: UserError with the problems found.
+    """
     from mindspeed_rlxf.weights.convert import (
         DTYPE_NAMES,
         Conversion,
@@ -197,7 +200,7 @@ def plan(arguments: argparse.Namespace) -> Conversion:
 
 
 def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
-    """Return the source, the target, and the folder of config.json."""
+    """Return the source, the target, and the folder of config.json. Errors: UserError."""
     problems = _choice_problems(arguments)
     for role, flag in (("source", "load_dir"), ("target", "save_dir")):
         if (getattr(arguments, role) is None) == (getattr(arguments, flag) is None):

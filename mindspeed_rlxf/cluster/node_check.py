@@ -191,7 +191,7 @@ class NodeCheck:
         self._seen: dict[str, NodeReport] = {}
 
     def check(self, nodes: list[Node]) -> list[Node]:
-        """Return the nodes that may be used.
+        """Return the nodes that may be used; those not seen before are asked for their report.
 
         Raises UserError for nodes whose software or files differ, unless they are left out.
         """

@@ -238,7 +238,7 @@ def _read_from(log: str, offset: int) -> str:
 
 
 def copy_logs(workers: Sequence[Watched], seen: Mapping[tuple[str, int], Sighting]) -> None:
-    """Copy the ends of logs from other hosts to the same paths on this one."""
+    """Copy the ends of logs from other hosts to the same paths here; own logs stay."""
     for worker in workers:
         sighting = seen.get((worker.pool, worker.rank))
         if sighting is None or not sighting.tail or not worker.log:

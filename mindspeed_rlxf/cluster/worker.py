@@ -173,7 +173,9 @@ class WorkerProcess:
         return port
 
     def start(self, setup: ProcessSetup, ip: str, port: int, assigned: str | None = None) -> None:
-        """Join the world of the pool, or of a part; returns when every rank has joined.
+        """Set up output, network and device, and join the world of the pool, or of a part.
+
+        Returns when every rank has joined.
 
         assigned: number on the host of the device that Ray gave this process
         """

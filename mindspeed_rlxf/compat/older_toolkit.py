@@ -160,7 +160,10 @@ def _move(draft: Draft, sections: Tree, path: str, value: Any, target: str) -> N
 
 
 def _seeds(draft: Draft, sections: Tree) -> None:
-    """Use one seed for the run: the actor's, by the layers of the older toolkit."""
+    """Use one seed for the run: the actor's, by the layers of the older toolkit.
+
+    The seeds and sequence lengths of models are removed.
+    """
     training = sections["training"]
     if found := _strongest(draft, sections, "seed"):
         draft.origins["training", "seed"], training["seed"] = found
@@ -245,7 +248,10 @@ def _set_older_data_defaults(draft: Draft, data: Tree) -> None:
 
 
 def _category(draft: Draft, sections: Tree) -> None:
-    """Check the mark of each data set: 1 = scored by the verifier, 0 = by a reward model."""
+    """Check that the marks of the data sets name the reward that scores here; set its kind.
+
+    1 = scored by the verifier, 0 = by a reward model; `reward.verifier` implies kind=rule.
+    """
     reward = sections["reward"]
     wanted = "1" if reward.get("verifier") else "0"
     if found := _strongest(draft, sections, "dataset_category"):

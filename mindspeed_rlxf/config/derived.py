@@ -102,7 +102,7 @@ def place_roles(draft: Draft, sections: Tree) -> None:
 
 
 def _place_rule(draft: Draft, is_placed: bool) -> None:
-    """Put a rule, which needs no devices, on a pool of other roles."""
+    """Put a rule, which needs no devices, on a pool of other roles; note a pool that it wastes."""
     pools, placement = draft.payload["resource_pool"], draft.payload["placement"]
     if not is_placed and "reward" not in pools:
         # Any pool will do, but one that is split holds the actor alone.

@@ -127,7 +127,10 @@ class _Reader:
         self._vocab_size, self._longest = vocab_size, max_new_tokens
 
     def response(self, row: Mapping[str, Any]) -> tuple[list[int], str]:
-        """Return (token ids, "") of a row, or ([], problem)."""
+        """Return (token ids, "") of a row, or ([], problem).
+
+        A text that may be longer gets an EOS.
+        """
         if "response_ids" in row:
             ids = row["response_ids"]
         elif isinstance(row.get("response"), str):

@@ -128,7 +128,10 @@ class _DataSet:
         return None  # they are answers, which have other lengths than the prompts
 
     def _list_old_columns(self) -> dict[str, str]:
-        """Map the columns of a data set without sidecar to their file names, which are the same."""
+        """Map the columns of a data set without sidecar to their file names, which are the same.
+
+        Raises UserError where one was written by this package, so that the sidecar is missing.
+        """
         own = (TOKEN_IDS, MASK, *SEQUENCES[Output.PAIR])
         names = [n for n in column_files(Path(self._prefix)) if n not in own]
         for name in names:

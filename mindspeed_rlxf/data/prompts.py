@@ -217,7 +217,7 @@ def _read_rows(file: str, data: DataConfig, problems: FileProblems) -> Iterator[
 
 
 def _prompt_problem(prompt: Any) -> Problem | None:
-    """Return the problem of a prompt that is neither text nor a list of messages."""
+    """Return the problem of a prompt that is no list of messages and no usable text, or None."""
     if isinstance(prompt, str):
         return _text_problem(prompt)
     if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def apply() -> None:
-    """Point the names that Megatron takes from CUDA at the CPU."""
+    """Point the names that Megatron takes from CUDA at the CPU, and extend gloo's collectives."""
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in TENSOR_TYPES:

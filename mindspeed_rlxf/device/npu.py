@@ -107,7 +107,7 @@ def library() -> Any:
 
 
 def set_timeouts(environment: Any, deadline_s: float) -> None:
-    """Let HCCL wait longer than the run does, whose own message names the missing ranks.
+    """Set HCCL's timeouts so that the run, which names the missing ranks, gives up first.
 
     HCCL_EVENT_TIMEOUT must be greater than HCCL_EXEC_TIMEOUT, so both are set. Variables of the
     user stay, with a warning where they are too short for the run. An HCCL_EVENT_TIMEOUT of the
@@ -191,7 +191,7 @@ def communicator_mib(environment: Mapping[str, str]) -> int:
 
 
 def _patch_megatron() -> None:
-    """Import MindSpeed's adaptor and give it its arguments."""
+    """Import MindSpeed's adaptor, apply it with our arguments, and mend its all-reduce for fp64."""
     all_reduce = dist.all_reduce
     with _without_arguments(), _own_logging():
         adaptor = importlib.import_module("mindspeed.megatron_adaptor")

@@ -136,7 +136,7 @@ class MegatronEngine:
         return self.chunks[0].config
 
     def _load(self, seed: int) -> None:
-        """Fill the weights; a score head that the folder lacks is drawn from the seed."""
+        """Load the weights; a score head that the folder lacks is drawn from the seed."""
         assert self.role.load is not None, "checked beforehand"
         absent = self.weights.load(open_weights(self.role.load, self.role.architecture))
         if absent:
@@ -262,7 +262,10 @@ class MegatronEngine:
         return metrics
 
     def end_iteration(self) -> float:
-        """Advance the learning-rate schedule; returns the rate that the iteration used."""
+        """Advance the learning-rate schedule; return the rate that the iteration used.
+
+        Mini-batches are counted from 1 again.
+        """
         assert self.optimizer is not None and self.scheduler is not None
         rate = float(self.optimizer.param_groups[0]["lr"])
         self.scheduler.step(increment=1)

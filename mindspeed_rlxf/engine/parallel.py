@@ -88,7 +88,10 @@ class ParallelGroups:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Give Megatron these groups and random streams inside the block."""
+        """Give Megatron these groups and random streams inside the block.
+
+        Keep their state after it.
+        """
         with _restored():
             _set(self._state, self.random_states)
             try:

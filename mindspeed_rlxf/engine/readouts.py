@@ -21,7 +21,7 @@ Read: TypeAlias = Callable[[TransformerModel, MicroBatch, Tensor], Tensor]
 
 
 def log_prob_reader(temperature: float) -> Read:
-    """Make the function that returns the log-probs of the trained tokens."""
+    """Make the function that computes the trained tokens' log-probs from hidden states."""
 
     def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
         return read_log_probs(model, batch, hidden, temperature).log_probs
@@ -32,7 +32,7 @@ def log_prob_reader(temperature: float) -> Read:
 def loss_reader(
     step: PolicyStep | ValueStep,
 ) -> Callable[[TransformerModel, MicroBatch, Tensor], LossOutput]:
-    """Make the function that returns the loss of a step."""
+    """Make the function that computes the loss of a step from a micro-batch's hidden states."""
 
     def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> LossOutput:
         if isinstance(step, PolicyStep):

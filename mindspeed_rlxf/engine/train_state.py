@@ -96,7 +96,7 @@ class StateSaver:
         self._writing: Future[Written] | None = None
 
     def begin(self, folder: Path) -> None:
-        """Copy what this rank writes to the host and start writing it."""
+        """Copy what this rank writes to the host, and start writing it to `folder` in a thread."""
         assert self._writing is None, "the save before this one has not been ended"
         state, rank = self._state, dist.get_rank()
         texts = {_random_file(rank): json.dumps(_random_state(state.groups))}

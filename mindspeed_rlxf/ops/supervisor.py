@@ -66,7 +66,10 @@ def supervise() -> int | None:
 
 
 def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when the supervisor ends for any reason (Linux)."""
+    """Make the kernel kill this process when the supervisor ends for any reason (Linux).
+
+    An interrupt ends it without a traceback.
+    """
     # Until training watches signals: an end without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with contextlib.suppress(OSError, AttributeError):

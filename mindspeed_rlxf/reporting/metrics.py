@@ -117,7 +117,7 @@ class SampleWriter(_JsonLines):
         return num_samples if self._samples == "all" else min(self._samples, num_samples)
 
     def write(self, iteration: int, samples: Sequence[Sample]) -> None:
-        """Append one line per sample: "iteration" and the fields of `Sample`."""
+        """Append one line for each sample to keep: "iteration" and the fields of `Sample`."""
         for sample in samples[: self.num_kept(len(samples))]:
             fields = {k: v for k, v in asdict(sample).items() if v is not None}
             self._append({"iteration": iteration, **fields})

@@ -41,7 +41,10 @@ class RewardManager:
         ground_truths: Sequence[str],
         data_sources: Sequence[str],
     ) -> list[RewardResult]:
-        """Score each response, in order. Raises UserError for a data source without a rule."""
+        """Score each response, in order, by the verifiers or by the rule of its data source.
+
+        Raises UserError for a data source without a rule.
+        """
         if self._verifiers:
             pairs = zip(response_texts, ground_truths, strict=True)
             return [verify(self._verifiers, response, truth) for response, truth in pairs]

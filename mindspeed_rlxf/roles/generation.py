@@ -47,7 +47,7 @@ def make_requests(
 
 
 def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Rollouts:
-    """Gather the rows of a batch in the order of its prompts; waits for all results."""
+    """Make the rows of a batch, padded, in the order of its prompts; waits for all results."""
     by_place = {result.place: result for result in results}
     assert by_place.keys() == set(range(prompts.num_rows)), "one result for each prompt"
     ordered = [by_place[place] for place in range(prompts.num_rows)]

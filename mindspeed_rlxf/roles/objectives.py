@@ -73,7 +73,10 @@ class ClippedObjective:
         )
 
     def estimate(self, given: Rewarded) -> Estimate:
-        """Estimate by `algorithm.adv_estimator`; returns are made before whitening."""
+        """Estimate by `algorithm.adv_estimator`.
+
+        Advantages, not returns, are whitened if configured.
+        """
         found = ESTIMATORS[self.algorithm.adv_estimator](given)
         advantages = found.advantages
         if self.algorithm.advantage_whiten is AdvantageWhiten.BATCH:

@@ -148,7 +148,7 @@ class NativeRollout:
     def _step(
         self, waiting: deque[Growing], active: list[Growing], cache: KvCache
     ) -> list[Growing]:
-        """Generate one token of some sequences; returns the active sequences."""
+        """Take in waiting prompts if slots are free, else decode; return the active sequences."""
         if waiting and len(active) < cache.slots:
             admitted = self._admit(waiting, cache.slots - len(active))
             self._prefill(admitted, len(active), cache)
@@ -278,7 +278,10 @@ class NativeRollout:
         self._append(active, hidden)
 
     def _append(self, sequences: list[Growing], hidden: Tensor) -> None:
-        """Choose the next token of each sequence from its last hidden state [rows, hidden]."""
+        """Choose and append the next token of each sequence.
+
+        hidden: its last state, [rows, hidden]
+        """
         logits = full_logits(
             hidden,
             self.model.output_weight,
@@ -295,7 +298,7 @@ class NativeRollout:
             sequence.log_probs.append(log_prob)
 
     def _retire(self, active: list[Growing], cache: KvCache) -> tuple[list[Growing], list[Growing]]:
-        """Return active and finished rows; the last active rows move into free slots."""
+        """Return active and finished sequences; the last active ones move into the freed slots."""
         kept, finished = list(active), []
         for slot in reversed(range(len(kept))):
             sequence = kept[slot]

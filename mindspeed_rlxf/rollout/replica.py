@@ -45,7 +45,7 @@ def weight_sender(config: RunConfig, trained: TrainEngine) -> WeightSender | Non
 
 
 def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
-    """Build the engine of `rollout.engine`. A collective over the ranks that generate.
+    """Build the generating engine of this rank; a collective over the ranks that generate.
 
     trained: the actor's engine in the same process, whose weights it gets or shares; None = other
              ranks train and send their weights

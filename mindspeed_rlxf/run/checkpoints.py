@@ -82,7 +82,10 @@ class RunCheckpoints:
         return is_last or is_multiple or 0 < seconds <= self._clock() - self._last_save
 
     def write(self, iteration: int, note: Note) -> float:
-        """Let all ranks write; with `async_save`, start the writing. Return the seconds it took."""
+        """Let all ranks write a checkpoint; with `async_save`, return when they have begun.
+
+        Names an earlier one first. Returns the seconds it took.
+        """
         self.settle(note)
         started = time.monotonic()
         hidden = self.store.hidden(iteration)
@@ -137,7 +140,10 @@ class RunCheckpoints:
         ]
 
     def _publish(self, content: dict[str, Any], note: Note) -> None:
-        """Write the driver's files, name the checkpoint, and remove old ones."""
+        """Write the driver's files and the manifest, name the checkpoint, remove old ones, say so.
+
+        Raises RuntimeError where files are missing.
+        """
         iteration = self.newest = content["iteration"]
         if not self.writes:
             return
@@ -194,7 +200,7 @@ class RunCheckpoints:
         return None
 
     def _load(self, found: driver_state.WholeCheckpoint) -> Loaded:
-        """Give the roles a checkpoint, if nothing is wrong with it.
+        """Check a checkpoint and load it into the roles; return what is wrong with it, if anything.
 
         Raises UserError where the prompts are others.
         """
@@ -220,9 +226,9 @@ class RunCheckpoints:
         return Loaded(same_layout=all(each.same_layout for each in loaded))
 
     def _look_at_hosts(self, note: Note) -> HostParts | None:
-        """Return the hosts that keep parts of their own; None where all share the run directory.
+        """Return the hosts that do not share the run directory, with their parts; None where all do.
 
-        Raises UserError where a host does not see the directory and the configuration requires it.
+        Raises UserError where the configuration does not allow it.
         """
         # A copied folder holds the probe of another run, so the name is random; but the ranks of
         # torchrun all look for the same name, without a message from the first one.

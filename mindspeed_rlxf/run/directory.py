@@ -60,7 +60,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: RunConfig) -> RunDirectory:
-        """Make the folder with logs/ and config.yaml, and lock it for this process.
+        """Make or reuse the folder: lock it for this process, write logs/ and config.yaml.
 
         In a folder of the same run, keys that differ go to `changes`, and the configuration to
         the next config.<n>.yaml. Raises UserError (see `check`).
@@ -93,7 +93,7 @@ class RunDirectory:
         lock.release(self.path)
 
     def release(self) -> None:
-        """Undo `create` where the run has not trained; logs stay."""
+        """Unlock the folder; where the run has not trained, also remove its files, except logs."""
         if not self.metrics.exists() or not self.metrics.stat().st_size:
             self.metrics.unlink(missing_ok=True)
             for file in (self.config, *self._find_later_configs().values()):
@@ -140,7 +140,10 @@ class RunDirectory:
         )
 
     def _compare_with(self, config: RunConfig) -> list[Change]:
-        """Compare with the last configuration of the run in this folder."""
+        """List the keys that differ from the last configuration in this folder.
+
+        Raises UserError.
+        """
         if not self.config.exists():
             return []
         latest = [self.config, *self._find_later_configs().values()][-1]

@@ -87,7 +87,7 @@ def find_newest_checkpoint(config: RunConfig, directory: RunDirectory) -> WholeC
 
 
 def check_checkpoints(config: RunConfig, directory: RunDirectory) -> list[Problem]:
-    """Report a run that has checkpoints of which the driver finds none whole."""
+    """Report a run that has checkpoints, none of them whole as far as the driver sees."""
     if not directory.is_used or config.training.new_run:
         return []
     whole, problems = find_whole_checkpoints(config, RunStore(directory.checkpoints))

@@ -105,7 +105,9 @@ class HostParts:
         self._on_each(self._apart, host_files.keep_parts, self.store.folder, kept)
 
     def fetch_files(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
-        """Copy the missing files of its roles to each host; return the damage found, empty = none.
+        """Copy the missing files of its roles to each host, and scan them for more than data.
+
+        Returns the damage found, empty = none.
 
         Raises UserError where a host that keeps files is not one of the run.
         """
@@ -151,7 +153,10 @@ class HostParts:
         )
 
     def _copy(self, folder: Path, entry: Entry, place: int, held: Held, target: str) -> str:
-        """Copy one file to a host; return its damage, empty = none."""
+        """Copy one file to a host, in chunks from a host that has it.
+
+        Return its damage, empty = none.
+        """
         source = min(key for key, places in held.items() if place in places)
         writer, problem, token = self._servers[target], "", secrets.token_hex(8)
         for offset in range(0, max(1, entry["size"]), CHUNK_BYTES):

@@ -160,7 +160,10 @@ class RunStore:
             _discard(leftover)
 
     def commit(self, manifest: Manifest) -> Path:
-        """Write the manifest, name the folder, then update the pointer."""
+        """Write the manifest, name the folder, update the pointer; return the path.
+
+        A checkpoint of that name is set aside.
+        """
         hidden, final = self.hidden(manifest.iteration), self.path(manifest.iteration)
         write_text(hidden / MANIFEST, manifest.to_json())
         for folder in (hidden, *(path for path in hidden.rglob("*") if path.is_dir())):

@@ -58,7 +58,7 @@ class Prepared:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Load tokenizer and prompts; check every file that the run reads or writes.
+    """Load tokenizer, prompts and responses; check every file that the run reads or writes.
 
     Raises UserError with all problems.
     """
@@ -273,7 +273,9 @@ def _check_order(config: RunConfig, prepared: Prepared, directory: RunDirectory)
 
 
 def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
-    """Check that the rules know the data sources.
+    """Check that the rules can score the prompts, and choose how to score validation.
+
+    Where the rules cannot score it, a reward model does.
 
     Where they do not know those of validation, a reward model scores validation too.
     """

@@ -231,7 +231,7 @@ def training(
     writes: bool = True,
     stop: StopRequest | None = None,
 ) -> Iterator[PpoTrainer]:
-    """Build a trainer with its roles, resumed from the newest checkpoint if there is one.
+    """Build a trainer for the block, resumed from the newest checkpoint if there is one.
 
     writes: this process writes the metric and sample files
     stop:   decides after each iteration whether `fit` raises Stopped

@@ -133,7 +133,7 @@ def open_source(source: Path, architecture: ArchitectureConfig, head: Head) -> B
 
 
 def convert(conversion: Conversion, progress: Progress) -> int:
-    """Write the target; returns the bytes of the files that an earlier run had finished.
+    """Write the target folder, or finish it; return the bytes that an earlier run had written.
 
     Errors: UserError when the target is there, the disk is too small, or bytes of the source were
     changed; DiskFull.

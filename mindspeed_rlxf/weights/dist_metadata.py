@@ -113,7 +113,7 @@ def open_torch_dist(folder: Path) -> Metadata:
 
 @contextmanager
 def _named_errors(folder: Path) -> Iterator[None]:
-    """Raise every error inside as a ValueError that names the file."""
+    """Turn every error inside the block into a ValueError that names the metadata file."""
     path = folder / METADATA
     try:
         yield

@@ -112,7 +112,10 @@ def hf_file_name(number: int, count: int) -> str:
 
 
 def write_index(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Write the index of several files; one needs none. files: name -> bytes of its tensors"""
+    """Write the index of the files; a single file needs none.
+
+    files: name -> bytes of its tensors
+    """
     if len(files) > 1:
         weight_map = {name: file for file, sizes in files.items() for name in sizes}
         total = sum(sum(sizes.values()) for sizes in files.values())

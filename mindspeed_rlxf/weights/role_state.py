@@ -42,7 +42,7 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def write_boxes(file: Path, boxes: Iterable[HeldBox]) -> None:
-    """Write the file of a rank and have it on the disk on return."""
+    """Write a rank's boxes to a safetensors file and fsync it."""
     planned: dict[str, PlannedTensor] = {}
     for held in boxes:
         key = f"{held.slot}/{held.name}@{','.join(map(str, held.box.starts))}"

@@ -46,7 +46,7 @@ HEADER_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 def write_safetensors(path: Path, tensors: dict[str, PlannedTensor], wrote: Wrote) -> None:
-    """Write the file in place of what has the name, and have it on the disk on return."""
+    """Write a safetensors file and fsync it; a file of that name is replaced."""
     header: dict[str, object] = {METADATA: {"format": "pt"}}
     end = 0
     for name, planned in tensors.items():

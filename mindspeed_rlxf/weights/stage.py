@@ -98,7 +98,9 @@ class StageWeights:
     def export(
         self, target: Path, source: Path, writes: bool, described: Path | None = None
     ) -> None:
-        """Write the folder `target`: each pipeline stage its own file, the first one the index.
+        """Write the weights as the folder `target`: each pipeline stage its own file.
+
+        The first one also writes index, config.json and tokenizer.
 
         With experts on several ranks each of these writes a file: the first one of a stage its own
         experts and all else, the others their experts.

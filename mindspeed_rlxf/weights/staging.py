@@ -133,7 +133,7 @@ class StagedFolder:
         return path is not None and os.path.lexists(path) and _node(path) == self._node_before
 
     def _discard(self) -> None:
-        """Remove the files that the journal names, and the folders that this leaves empty."""
+        """Remove the files that the journal names, and folders that become empty by that."""
         for name in self._begun:
             path = self.folder / name
             is_file = path.is_symlink() or not path.is_dir()

@@ -279,7 +279,7 @@ class _Pickler(pickle.Pickler):
 
 
 def write_torch_file(path: Path, tree: Any, wrote: Wrote) -> None:
-    """Write `tree`, in which tensors are PlannedTensors, and have it on the disk on return."""
+    """Write `tree` as `torch.save` would, with PlannedTensors for tensors, and fsync it."""
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
     pickler.dump(tree)

@@ -74,7 +74,9 @@ class RayPools:
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]],
     ) -> dict[str, RayPool]:
-        """Create pools by name, at the same time. parts: sizes of the parts of split pools.
+        """Create pools by name, at the same time, of warm processes where they fit.
+
+        parts: sizes of the parts of split pools
 
         Raises DevicesMissing (joined cluster) or UserError (own) when the devices are not there,
         WorkerError when a process does not come up, RuntimeTimeout when it does not come back.

@@ -56,7 +56,7 @@ class RayRuntime:
 
     @classmethod
     def from_config(cls, config: RunConfig, log_dir: Path, run_file: Path) -> RayRuntime:
-        """Make the runtime of a configuration: join or start a cluster, and check its nodes.
+        """Join or start the cluster of a configuration; `create_pools` checks its nodes later.
 
         run_file: see the constructor
         """

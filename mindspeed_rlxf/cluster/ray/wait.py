@@ -57,7 +57,7 @@ def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float) -> list[Any]:
 
 
 def fetch_rows(handles: Sequence[RayHandle], timeout_s: float) -> list[Rows]:
-    """Fetch the rows of other workers. Raises the WorkerError of a rank that failed."""
+    """Fetch the rows of other workers. Raises a failed rank's WorkerError, or TimeoutError."""
     refs = [handle.ref for handle in handles]
     ready, missing = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
     origins = {handle.ref: handle.origin for handle in handles}

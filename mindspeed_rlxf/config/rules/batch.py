@@ -26,7 +26,7 @@ def check_batches(config: RunConfig) -> list[Problem]:
 
 
 def check_token_budget(config: RunConfig, role: Role) -> Iterator[Problem]:
-    """Check `max_tokens_per_micro_batch` of one role with a model."""
+    """Check that `max_tokens_per_micro_batch` of a role holds the longest sample."""
     limit, longest = config.role(role).max_tokens_per_micro_batch, config.training.seq_length
     if limit is not None and limit < longest:
         yield Problem(

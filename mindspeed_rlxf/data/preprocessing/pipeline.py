@@ -223,7 +223,7 @@ def _work(rows: Sequence[NumberedRow]) -> EncodedChunk:
 def _check_result(
     options: PreprocessOptions, counts: Counts, refusals: Refusals, columns: dict[str, None]
 ) -> None:
-    """Raise UserError when the rows that were read must not become a data set."""
+    """Raise UserError for rows dropped against the options, no row left, or unknown columns."""
     if options.overlong is OverlongPrompts.ERROR and counts.dropped[TOO_LONG]:
         raise UserError(refusals.list_problems(TOO_LONG))
     if not counts.rows_written:

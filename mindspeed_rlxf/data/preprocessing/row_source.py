@@ -61,7 +61,10 @@ class Counts:
 
 
 def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
-    """List the data files of `inputs`, those of a folder by name; its others go to `skipped`."""
+    """List the data files of `inputs`, those of a folder by name. Raises UserError.
+
+    Other entries of a folder go to `skipped`.
+    """
     files, problems = [], []
     endings = ", ".join(READERS)
     for name in inputs:

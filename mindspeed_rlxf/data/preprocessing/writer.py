@@ -207,7 +207,7 @@ def exists_problem(output_prefix: str, name: str) -> Problem:
 
 @contextmanager
 def report_write_errors(output_prefix: str) -> Iterator[None]:
-    """Raise UserError for an OSError inside."""
+    """Turn an OSError inside the block into a UserError about the output prefix."""
     try:
         yield
     except OSError as error:

@@ -46,7 +46,7 @@ Look through it before you hand it on.
 
 
 def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
-    """Pack the run in `folder`; returns the file. Raises UserError where there is no run."""
+    """Pack the redacted files of the run in `folder`; return the archive. Raises UserError."""
     run = RunDirectory(folder.absolute())
     if not (run.config.is_file() or run.failure.is_file() or run.logs.is_dir()):
         raise UserError(

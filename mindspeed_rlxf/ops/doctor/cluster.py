@@ -58,7 +58,7 @@ def versions() -> dict[str, str]:
 def check_cluster(
     subject: Subject, address: str | None, deadline_s: float, allow_unauthenticated: bool = False
 ) -> list[Finding]:
-    """Join the cluster, check it and leave. Raises UserError when there is none to join."""
+    """Join the cluster, check it and leave. Raises UserError when none is named."""
     end = time.monotonic() + deadline_s
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
         raise UserError(
@@ -202,7 +202,7 @@ def _device_findings(subject: Subject, nodes: Sequence[Node]) -> list[Finding]:
 def _collectives(
     subject: Subject, nodes: Sequence[Node], environment: Mapping[str, str], end: float
 ) -> list[Finding]:
-    """Start processes on the free devices of all hosts, and hunt for faults among them."""
+    """Start processes on the free devices of all hosts, and report which hosts and links fail."""
     from mindspeed_rlxf.cluster.ray.agent import RayAgent, device_options
     from mindspeed_rlxf.ops.doctor.all_reduce import warm_up
     from mindspeed_rlxf.ops.doctor.ranks import RayRanks

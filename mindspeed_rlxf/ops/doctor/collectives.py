@@ -42,7 +42,7 @@ class Conductor:
         return self._transport.run(ranks, min(longest_s, left))
 
     def run_hunts(self, hunts: Sequence[Hunt]) -> None:
-        """Run all hunts in step. Their groups share no rank, so they are tried together."""
+        """Run hunts until all have ended, or no time is left; their groups share no rank."""
         running = [hunt.rounds() for hunt in hunts]
         wanted = [next(rounds, []) for rounds in running]
         while any(wanted):
@@ -69,7 +69,7 @@ def check_collectives(
     deadline_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Finding]:
-    """Name the hosts and links that break all-reduces.
+    """Run all-reduces inside and between hosts; report the hosts and links that break them.
 
     hosts: each with its ranks
     Returns within `deadline_s` and the answer to the last round.

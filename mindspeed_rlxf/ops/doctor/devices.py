@@ -15,7 +15,10 @@ BUSY_MIB = 4096  # of a device that nobody uses the driver itself holds up to 3 
 
 
 def check_devices(kind: DeviceKind) -> list[Finding]:
-    """Check the accelerators of this host. A failing torch is a finding too."""
+    """Check the accelerators of this host, by torch and by the driver.
+
+    A failing torch is a finding too.
+    """
     try:
         kind = device.resolve_kind(kind)
         counted = device.count_by_torch(kind)

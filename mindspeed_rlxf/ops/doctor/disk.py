@@ -36,7 +36,7 @@ def output_folder(path: Path, wanted: int = LITTLE_FREE) -> list[Finding]:
 
 
 def write_speed(folder: Path, count: int = SAMPLE_BYTES) -> list[Finding]:
-    """Write `count` bytes, sync and remove them; also compares the clocks."""
+    """Measure writing `count` bytes with fsync, and compare the file server's clock."""
     try:
         handle, name = tempfile.mkstemp(prefix=".rlxf-doctor-", dir=folder)
     except OSError as problem:

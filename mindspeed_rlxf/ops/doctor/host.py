@@ -123,7 +123,7 @@ def processors(folder: Path = CGROUP) -> Finding:
 
 
 def text_encoding(encoding: str | None = None) -> Finding:
-    """Check the locale, which libraries and the console follow; our own files are UTF-8."""
+    """Check that the locale is UTF-8; libraries and the console follow it."""
     encoding = encoding or locale.getpreferredencoding(False)
     is_utf8 = encoding.lower().replace("-", "") == "utf8"
     names = f"{encoding}, file names {sys.getfilesystemencoding()}"
@@ -143,7 +143,7 @@ def clock(now: float | None = None) -> Finding:
 
 
 def threads() -> Finding:
-    """Check OMP_NUM_THREADS: dozens of workers with a thread for each core starve one another."""
+    """Check that OMP_NUM_THREADS is a number or unset."""
     found = os.environ.get("OMP_NUM_THREADS", "unset")
     is_number = found.isdigit() and int(found) >= 1
     return judge(

@@ -97,7 +97,10 @@ def _sources() -> list[Finding]:
 
 
 def _requirements() -> dict[str, Requirement]:
-    """Map each package that this one requires to its range; empty where this one is no package."""
+    """Map each package that this one requires to its range.
+
+    Empty where this one is not installed.
+    """
     try:
         lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError:

@@ -71,7 +71,7 @@ class Fit:
 
 
 def check_fit(config: RunConfig) -> Fit:
-    """Compare needs with the memory of devices and hosts, and with free disk."""
+    """Compare needs with the memory of devices and hosts, and with free disk; return the tables."""
     pools = [memory for pool in config.resource_pool for memory in pool_memories(config, pool)]
     sections: dict[str, tuple[str, Need]] = {}
     for pool in pools:

@@ -27,7 +27,7 @@ class Plan:
 
 
 def plan(config: RunConfig) -> Plan:
-    """Plan the run without claiming a device or writing a file."""
+    """Write the plan of a run as text, with its problems; claims no device, writes no file."""
     fitting = check_fit(config)
     sections = {
         f"Run {config.training.run_name}": pairs(_run(config)),
