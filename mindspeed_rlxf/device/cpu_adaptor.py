@@ -62,7 +62,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type_with_cuda_prefix(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Name types as on CUDA: the distributed optimizer compares with `torch.cuda.FloatTensor`."""
+    """Wrap `Tensor.type` to name types as on CUDA; the distributed optimizer compares the names."""
 
     def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:

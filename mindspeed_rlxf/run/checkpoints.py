@@ -226,7 +226,9 @@ class RunCheckpoints:
         return Loaded(same_layout=all(each.same_layout for each in loaded))
 
     def _look_at_hosts(self, note: Note) -> HostParts | None:
-        """Return the hosts that do not share the run directory, with their parts; None where all do.
+        """Return the hosts that keep parts of their own; None where all share the run directory.
+
+        A file that the driver writes shows which hosts share it.
 
         Raises UserError where the configuration does not allow it.
         """

@@ -153,9 +153,9 @@ class HostParts:
         )
 
     def _copy(self, folder: Path, entry: Entry, place: int, held: Held, target: str) -> str:
-        """Copy one file to a host, in chunks from a host that has it.
+        """Copy one file to a host, in chunks, from a host that has it; return its damage, empty = none.
 
-        Return its damage, empty = none.
+        place: of `entry` in the manifest; held: places of the files that each host has
         """
         source = min(key for key, places in held.items() if place in places)
         writer, problem, token = self._servers[target], "", secrets.token_hex(8)
