@@ -118,7 +118,7 @@ def mask_secret(name: str, shown: Any) -> Any:
 
 
 def withhold_interpolated(tree: dict[str, Any], config: DictConfig) -> None:
-    """Withhold the variables of `tree` that `config` takes from elsewhere (`${oc.env:NAME}`)."""
+    """Withhold values of resource_pool.env that `config` takes from elsewhere (`${oc.env:NAME}`)."""
     raw: Any = OmegaConf.to_container(config, resolve=False)
     for section, pool in tree.items():
         is_pool = section.replace("-", "_") == "resource_pool" and isinstance(pool, dict)

@@ -153,7 +153,7 @@ class HostParts:
         )
 
     def _copy(self, folder: Path, entry: Entry, place: int, held: Held, target: str) -> str:
-        """Copy one file to a host, in chunks, from a host that has it; return its damage, empty = none.
+        """Copy one file to a host, in chunks, from a host that has it; return its damage, if any.
 
         place: of `entry` in the manifest; held: places of the files that each host has
         """
