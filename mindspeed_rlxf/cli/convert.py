@@ -134,12 +134,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             75,
         )
     if reused:
-        print(f"{reused / GB:.2f} GB were there from an earlier run and are verified")
+        print(f"kept {reused / GB:.2f} GB that an earlier run wrote, after verifying them")
     bias = getattr(conversion.weights, "dropped_bias", None)
     if bias:
         print(f"note: the bias {bias:g} of the reward head is dropped: scores shift by that much")
     if conversion.shares_groups:
-        print("note: ranks share query groups: Megatron loads this from megatron-core 0.16 on")
+        print("note: ranks share query groups; megatron-core 0.16 or newer can load this")
     print(f"written: {conversion.target}")
     return 0
 
@@ -183,7 +183,7 @@ def plan(arguments: argparse.Namespace) -> Conversion:
     head = choose_head(hf_config, arguments.orm)
     layout = None if to is Format.HF else _layout(arguments, architecture)
     if ignored := [f"{name} ({why})" for name, why in ignored_flags(arguments, CONVERT_FLAGS)]:
-        print(f"note: without effect: {', '.join(ignored)}", file=sys.stderr)
+        print(f"note: flags without effect: {', '.join(ignored)}", file=sys.stderr)
     return Conversion(
         source=source,
         config=config,
@@ -216,7 +216,7 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
     target = Path(arguments.target or arguments.save_dir)
     if not source.is_dir():
         raise UserError(
-            Problem(f"{source}", "is no folder", remedy="give the folder of the weights")
+            Problem(f"{source}", "must be a folder", remedy="give the folder of the weights")
         )
     try:
         kind, place = find_weights(source)
@@ -242,7 +242,7 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
         raise UserError(
             Problem(
                 f"{source}",
-                "has no config.json that describes the model",
+                "must have a config.json that describes the model",
                 remedy=f"give {_original_of(source)}",
             )
         )
@@ -279,7 +279,7 @@ def _check_source(arguments: argparse.Namespace, source: Path, place: Path, is_h
         raise UserError(
             Problem(
                 "--load-model-type",
-                f"is wrong, {source} is a {'Hugging Face' if is_hf else 'Megatron'} folder",
+                f"must be that of {source}, a {'Hugging Face' if is_hf else 'Megatron'} folder",
                 wanted,
                 "correct one of them",
             )
@@ -323,7 +323,7 @@ def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:
         ),
         (
             arguments.format == "zarr",
-            Problem("--ckpt-format", "is not written", "zarr", "use torch or torch_dist"),
+            Problem("--ckpt-format", "cannot be written", "zarr", "use torch or torch_dist"),
         ),
         (size <= 0, Problem("--shard-size-gb", "must be more than 0", f"{size:g}", "use 4")),
         (
@@ -347,7 +347,7 @@ def _check_model(
     checks = [
         (
             family not in (None, *FAMILIES),
-            Problem("--model-type-hf", "is not converted", family, families),
+            Problem("--model-type-hf", "cannot be converted", family, families),
         ),
         (
             family in FAMILIES and model_type not in FAMILIES[family],

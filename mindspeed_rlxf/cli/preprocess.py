@@ -261,7 +261,7 @@ def _progress(log_interval: int) -> AbstractContextManager[Callable[..., None]]:
 def _report(counts: Counts, prefix: str) -> None:
     """Print the counts of rows, and notes on files and tokens that look wrong."""
     for file in counts.skipped:
-        _note(f"{file} is skipped: of no type that is read")
+        _note(f"{file} is skipped: files of its type are not read")
     if counts.not_slow:
         why = f"the fast tokenizer is used ({counts.not_slow})"
         _note(f"--tokenizer-not-use-fast has no effect: {why}")
@@ -270,8 +270,8 @@ def _report(counts: Counts, prefix: str) -> None:
     if counts.unknown_tokens > MAX_UNKNOWN * counts.num_tokens:
         share = counts.unknown_tokens / counts.num_tokens
         _note(
-            f"{share:.0%} of the tokens are the unknown one: the tokenizer does not fit the text; "
-            "give that of the model which is trained"
+            f"{share:.0%} of the tokens are the unknown token: the tokenizer does not fit the "
+            "text; give the tokenizer of the model to train"
         )
     lines = {"rows read": counts.rows_read, "rows written": counts.rows_written}
     lines |= {f"dropped, {reason}": number for reason, number in counts.dropped.most_common()}

@@ -92,7 +92,9 @@ def inspect_hosts(workers: Sequence[Watched], stacks: bool) -> dict[tuple[str, i
     answers: dict[tuple[str, int], Sighting] = {}
     for found, reply in zip(by_agent.values(), outcomes(calls), strict=True):
         if isinstance(reply, HostError):
-            logger.warning("no stacks and no logs of the ranks on %s: %s", reply.host, reply.cause)
+            logger.warning(
+                "cannot fetch stacks and logs of the ranks on %s: %s", reply.host, reply.cause
+            )
         else:
             answers.update({(w.pool, w.rank): s for w, s in zip(found, reply, strict=True)})
     return answers

@@ -165,7 +165,7 @@ class ArchitectureConfig(Section):
         if self.add_qkv_bias:
             yield Problem(
                 "add_qkv_bias",
-                "has no model with num_experts here (Qwen3-MoE and Mixtral have no biases)",
+                "must be false with num_experts (Qwen3-MoE and Mixtral have no biases)",
                 True,
                 "use false",
                 reads=("num_experts",),

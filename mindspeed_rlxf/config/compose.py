@@ -156,7 +156,7 @@ def _holder_first(config_name: str, directories: list[Path]) -> list[Path]:
             raise ConfigError(
                 Problem(
                     f"--config-dir {chosen}",
-                    f"{name} replaces the built-in one only beside a config of that folder",
+                    f"{name} would be ignored, a built-in config uses the built-in one",
                     remedy=f"copy {builtin / file} there too",
                     colon=True,
                 )

@@ -206,7 +206,7 @@ def _from_folder(draft: Draft, role: Role, load: Any) -> Tree | None:
         config = read_hf_config(Path(load).expanduser(), OF_WEIGHTS)
         if found := find_unsupported(config):
             raise ValueError(
-                "config.json asks for what no model here has (field: possible, config.json): "
+                "config.json must ask for a known model (field: possible, config.json): "
                 f"{'; '.join(found)}; use another model"
             )
         architecture = parse_architecture(config)

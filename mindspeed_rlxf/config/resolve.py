@@ -76,8 +76,8 @@ def _remarks(config: RunConfig) -> Iterator[str]:
     if training.save_interval > training.train_iters:
         yield (
             f"training.save_interval={training.save_interval} is over training.train_iters="
-            f"{training.train_iters}: it fires never; what is saved is what "
-            "training.save_interval_s asks for, and the end"
+            f"{training.train_iters}: checkpoints are saved by training.save_interval_s only, and "
+            "at the end"
         )
     if config.shared_save:
         yield (

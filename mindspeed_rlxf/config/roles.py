@@ -295,13 +295,13 @@ class RewardConfig(RoleConfig):
         if self.verifier and self.kind is RewardKind.MODEL:
             yield Problem(
                 "verifier",
-                f"scores by rule, {ref('kind')}=model by a model",
+                f"must be false with {ref('kind')}=model, which scores by a model",
                 True,
                 "remove one of them",
             )
         if self.verifier and self.rules:
             yield Problem(
                 "rules",
-                f"choose a rule by data source, {ref('verifier')}=true scores all alike",
+                f"must be empty with {ref('verifier')}=true, which scores all prompts alike",
                 remedy="remove one of them",
             )

@@ -91,7 +91,7 @@ def read_variable(name: str, value: Any) -> Any:
         raise ConfigError(
             Problem(
                 f"{KEY}.{name}",
-                "is the variable of this process, which has none of that name",
+                "stands for the variable of this process, which is not set",
                 MASK,
                 f"export {name}, or give its value",
             )
@@ -118,7 +118,10 @@ def mask_secret(name: str, shown: Any) -> Any:
 
 
 def withhold_interpolated(tree: dict[str, Any], config: DictConfig) -> None:
-    """Withhold values of resource_pool.env that `config` takes from elsewhere (`${oc.env:NAME}`)."""
+    """Withhold the values of resource_pool.env that are interpolations (`${oc.env:NAME}`).
+
+    config: before its interpolations were resolved; tree: the resolved one, changed in place
+    """
     raw: Any = OmegaConf.to_container(config, resolve=False)
     for section, pool in tree.items():
         is_pool = section.replace("-", "_") == "resource_pool" and isinstance(pool, dict)

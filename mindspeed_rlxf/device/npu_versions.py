@@ -194,7 +194,7 @@ def _cann_problems(versions: Installed) -> Iterator[Problem]:
         if Version(torch_npu).public not in wanted:
             known = ", ".join(TORCH_NPU_OF_CANN)
             yield Problem(
-                f"torch_npu {torch_npu} with CANN {cann} is no pair of torch_npu's own table",
+                f"torch_npu {torch_npu} with CANN {cann} is not in torch_npu's own table of pairs",
                 f"install torch_npu {' or '.join(wanted)}" if wanted else f"use CANN {known}",
                 fatal=False,
             )

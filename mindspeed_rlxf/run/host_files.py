@@ -159,6 +159,6 @@ def write_chunk(folder: Path, entry: Entry, offset: int, chunk: bytes, token: st
     found = entry_of(folder, partial_file)
     if (found["size"], found["sha256"]) != (entry["size"], entry["sha256"]):
         partial_file.unlink()
-        return f"{entry['path']} is not what was written (sha256)"
+        return f"{entry['path']} differs from what was written (sha256)"
     os.replace(partial_file, file)
     return ""

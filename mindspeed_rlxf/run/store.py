@@ -62,7 +62,7 @@ class Checkpoint:
         except OSError as error:
             raise ValueError(f"{MANIFEST} cannot be read ({error.strerror})") from None
         except ValueError:  # no text
-            raise ValueError(f"{MANIFEST} is not what was written") from None
+            raise ValueError(f"{MANIFEST} differs from what was written") from None
         return Manifest.from_json(text, MANIFEST)
 
 
@@ -107,16 +107,16 @@ class Manifest:
             tree = parse_json(text)
             stated, version = tree.pop("sha256"), tree["format_version"]
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            raise ValueError(f"{name} is not what was written") from None
+            raise ValueError(f"{name} differs from what was written") from None
         if version != FORMAT_VERSION:
             raise ValueError(
                 f"{name} has format_version {version}, this version reads {FORMAT_VERSION}"
             )
         if stated != _digest(tree):
-            raise ValueError(f"{name} is not what was written (sha256)")
+            raise ValueError(f"{name} differs from what was written (sha256)")
         files = tree.get("files")
         if type(tree.get("iteration")) is not int or not _are_entries(files):
-            raise ValueError(f"{name} is not what was written (its list of files)")
+            raise ValueError(f"{name} differs from what was written (its list of files)")
         outside = [entry["path"] for entry in files if not is_plain_path(entry["path"])]
         if outside:
             raise ValueError(f"{name} names {outside[0]!r}, outside its folder")

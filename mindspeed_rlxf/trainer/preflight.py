@@ -146,7 +146,7 @@ def _check_engine(config: RunConfig) -> list[Problem]:
         remedy = f"use {closest(name, known) or NATIVE}, or add its file to training.plugins"
         return [Problem(key, f"must be one of {', '.join(known)}", name, remedy)]
     if name != NATIVE and config.parts:
-        rule = "generates beside the training, not on ranks of its own (num_gpus_for_infer)"
+        rule = "cannot generate on ranks of its own (num_gpus_for_infer)"
         return [Problem(key, rule, name, f"use {NATIVE}, or remove num_gpus_for_infer")]
     return []
 

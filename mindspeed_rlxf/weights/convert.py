@@ -93,7 +93,7 @@ def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]
         check_side_files(folder)
         config = read_hf_config(folder)
         if found := find_unsupported(config):
-            rule = "asks for what no model here has (field: possible, config.json)"
+            rule = "must ask for a known model (field: possible, config.json)"
             raise UserError(
                 Problem(file, f"{rule}: {'; '.join(found)}", remedy="use another model")
             )
@@ -101,7 +101,9 @@ def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]
         return ArchitectureConfig(**fields), config
     except ValidationError as error:
         wrong = "; ".join(map(str, problems_of(error)))
-        raise UserError(Problem(file, f"describes no model: {wrong}", remedy="mend it")) from None
+        raise UserError(
+            Problem(file, f"must describe a model: {wrong}", remedy="correct it")
+        ) from None
     except UserError:
         raise
     except ValueError as error:

@@ -167,7 +167,7 @@ def _find_windows(folder: Path, storage: dict[Any, Any]) -> tuple[dict[str, Wind
         used[name] += length
     for name, length in used.items():
         if length > files[name].size:
-            raise ValueError(f"it has parts of {shorten(name)!r} that lie over each other")
+            raise ValueError(f"it has parts of {shorten(name)!r} that overlap")
     return boxes, list(objects.values())
 
 

@@ -158,7 +158,8 @@ def _layers(
     if pp < 1:
         yield Problem(PP, "must be at least 1", pp, "use 1 or more")
     elif layers_per_chunk is not None and layer_list is not None:
-        yield Problem("--num-layer-list", f"excludes {CHUNK}", remedy="remove one of them")
+        rule = f"must not be given with {CHUNK}"
+        yield Problem("--num-layer-list", rule, remedy="remove one of them")
     elif layer_list is not None:
         text = ",".join(map(str, layer_list))
         if len(layer_list) != pp or sum(layer_list) != num_layers or min(layer_list) < 1:

@@ -19,7 +19,7 @@ MODEL_ALONE = (
 def refusal(path: Path, error: Refused) -> ValueError:
     """Make the error for a file that holds more than data."""
     return ValueError(
-        f"{path} must hold nothing but the data of a checkpoint, it wants {error}; do not open a "
+        f"{path} must hold nothing but the data of a checkpoint, it has {error}; do not open a "
         f"file of others. Where you made it, {_again(path)}"
     )
 

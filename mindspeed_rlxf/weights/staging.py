@@ -148,7 +148,7 @@ class StagedFolder:
         strange = sorted({path.name for path in self.folder.iterdir()} - ours - {JOURNAL})
         if strange:
             self._journal.close()
-            rule = f"is in the way, and its journal does not name {', '.join(strange[:3])}"
+            rule = f"holds files that no conversion wrote: {', '.join(strange[:3])}"
             raise UserError(Problem(f"{self.folder}", rule, remedy="remove or rename it"))
 
     def _remove_scratch(self) -> None:
@@ -162,7 +162,7 @@ class StagedFolder:
         if self.folder.is_symlink() or (
             foreign and (not self.folder.is_dir() or any(self.folder.iterdir()))
         ):
-            rule = "is in the way and not ours"
+            rule = "exists, and no conversion made it"
             raise UserError(Problem(f"{self.folder}", rule, remedy="remove or rename it"))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

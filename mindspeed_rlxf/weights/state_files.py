@@ -84,7 +84,7 @@ def content_problem(folder: Path, entry: Entry) -> str | None:
     try:
         problem = size_problem(folder, entry)
         if problem is None and entry_of(folder, folder / entry["path"]) != without_host(entry):
-            problem = f"{entry['path']} is not what was written (sha256)"
+            problem = f"{entry['path']} differs from what was written (sha256)"
     except OSError as error:
         return f"{entry['path']} cannot be read ({error.strerror})"
     return problem

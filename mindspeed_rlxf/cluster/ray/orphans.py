@@ -78,7 +78,10 @@ class OrphanGuard:
             with self._lock:
                 if self._ending:
                     return
-                logger.warning("the guard of the Ray cluster ended with %d: replaced", status)
+                logger.warning(
+                    "the guard process of the Ray cluster ended with status %d; starting another",
+                    status,
+                )
                 self._process = self._start()
                 if self._pids:
                     self._write()

@@ -112,7 +112,7 @@ def as_worker_error(error: RayError, origin: Origin) -> WorkerError:
     if not cause.startswith(DIED):
         return origin.error(cause)
     if origin.log:
-        cause += f"; its last words are in {origin.log}"
+        cause += f"; its last output is in {origin.log}"
     return origin.error(cause, remote_traceback=str(error))
 
 

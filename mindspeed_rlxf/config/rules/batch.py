@@ -50,7 +50,7 @@ def check_loss_normalizer(config: RunConfig) -> Iterator[Problem]:
             key = ref(f"{role.value}.max_tokens_per_micro_batch")
             yield Problem(
                 "algorithm.loss_normalizer",
-                f"needs micro-batches of one size, {key}={limit} makes others",
+                f"needs micro-batches of one size, which {key}={limit} does not make",
                 LossNormalizer.MICRO_BATCH_MEAN,
                 f"use null there, or {ref('algorithm.loss_normalizer')}=minibatch_tokens",
             )

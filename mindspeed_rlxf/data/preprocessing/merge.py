@@ -181,7 +181,7 @@ def _open_own(prefixes: Sequence[Path], groups: Mapping[str, Readers]) -> list[O
         sets.append(OwnSet(prefix, sidecar, found))
     if problems:
         raise UserError(problems)
-    rule = f"no {SIDECAR_ENDING} says how it was made, as {prefixes[0].name}{SIDECAR_ENDING} does"
+    rule = f"must have a sidecar, as {prefixes[0].name}{SIDECAR_ENDING}, there is none"
     problems = [_problem(stem, rule, "merge sets of one kind") for stem in sorted(readers)]
     problems += [*_differences(sets), *_key_problems(groups, sets[0].sidecar)]
     problems = problems or [problem for each in sets for problem in _find_damage(each)]

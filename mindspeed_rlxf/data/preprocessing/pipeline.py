@@ -242,7 +242,7 @@ def _check_result(
     problems = list(missing_columns(options.map_keys, handler, columns, others))
     response = getattr(options.map_keys, "response", "")
     if own & columns.keys() and response not in (None, LABELS):
-        rule = f"writes the answers as {LABELS!r}, the rows have such a column"
+        rule = f"writes the answers as column {LABELS!r}, which the rows have already"
         problems.append(Problem(handler.name, rule, remedy='map "response" to it or rename it'))
     if problems:
         raise UserError(problems)

@@ -64,7 +64,7 @@ def finish_interrupted(prefix: Path) -> None:
         with _lock_folder(folder, prefix):
             _make_moves(folder, prefix)
             shutil.rmtree(folder, ignore_errors=True)
-        logger.warning("%s: moved the whole data set of an interrupted run in place", prefix)
+        logger.warning("%s: moved the complete data set of an interrupted run into place", prefix)
 
 
 class PromptSetWriter:

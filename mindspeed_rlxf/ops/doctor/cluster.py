@@ -178,7 +178,7 @@ def clock_findings(offsets: Mapping[str, float | None]) -> list[Finding]:
     for host, offset in offsets.items():
         if offset is None:
             found.append(
-                warning(check, "answered once, and then no more", "look at its load").on(host)
+                warning(check, "answered first, but not later", "look at its load").on(host)
             )
         elif abs(offset) > CLOCK_S:
             found.append(

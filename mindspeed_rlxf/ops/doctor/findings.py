@@ -82,7 +82,7 @@ def run_probes(probes: Sequence[Probe]) -> list[Finding]:
             found += queue.get(timeout=max(started + probe.deadline_s - time.monotonic(), 0))
         except Empty:
             value = f"no answer within {probe.deadline_s:g} s"
-            remedy = "what it asks hangs or is very slow: look at this by hand"
+            remedy = "what the check asks hangs or is very slow: check it by hand"
             found.append(warning(probe.name, value, remedy))
     return found
 
@@ -94,7 +94,7 @@ def _run_probe(probe: Probe, queue: Queue[list[Finding]]) -> None:
         queue.put([found] if isinstance(found, Finding) else list(found))
     except Exception as problem:
         value = f"the check itself failed ({describe(problem)})"
-        queue.put([warning(probe.name, value, "look at this by hand")])
+        queue.put([warning(probe.name, value, "check it by hand")])
 
 
 def describe(problem: Exception) -> str:
