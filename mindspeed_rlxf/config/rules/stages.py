@@ -13,7 +13,7 @@ from mindspeed_rlxf.config.enums import (
     Stage,
 )
 from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.rules.idle_keys import refuse_idle_keys
+from mindspeed_rlxf.config.rules.contradictions import refuse_contradictions
 from mindspeed_rlxf.config.schema import RunConfig
 
 ESTIMATOR, STAGE = "algorithm.adv_estimator", "training.stage"
@@ -29,7 +29,7 @@ def check_stage(config: RunConfig) -> Iterator[Problem]:
         yield from _estimator(config)
         yield from _full_kl(config)
     yield from _one_vocabulary(config)
-    yield from refuse_idle_keys(config)
+    yield from refuse_contradictions(config)
     yield from _samples_per_prompt(config)
     yield from _rewards(config)
     yield from _verifiers(config)
@@ -43,7 +43,7 @@ def _estimator(config: RunConfig) -> Iterator[Problem]:
     if stage is Stage.RAY_PPO and not needs_critic:
         yield Problem(
             ESTIMATOR,
-            f"works without the critic of {ref(STAGE)}=ray_ppo",
+            f"needs no critic, and {ref(STAGE)}=ray_ppo trains one",
             estimator,
             f"use gae, or {ref(STAGE)}=ray_grpo",
         )
@@ -159,7 +159,7 @@ def _rewards(config: RunConfig) -> Iterator[Problem]:
         responses = ref("actor_rollout.fixed_responses")
         yield Problem(
             FILTER,
-            f"draws prompts that {responses} has no responses for",
+            f"must be false with {responses}, which answers no more prompts than the batch",
             True,
             "remove one of them",
         )
@@ -167,7 +167,8 @@ def _rewards(config: RunConfig) -> Iterator[Problem]:
     if not (algorithm.estimator.compares_group or pairs):
         yield Problem(
             FILTER,
-            f"drops prompts that {ref(ESTIMATOR)}={algorithm.adv_estimator} learns from",
+            f"must be false with {ref(ESTIMATOR)}={algorithm.adv_estimator}, which learns from "
+            "every prompt",
             True,
             "remove it, or use grpo, dr_grpo, rloo or reinforce_plus_plus_baseline",
         )
