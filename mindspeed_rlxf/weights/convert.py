@@ -55,7 +55,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What to convert, checked. `cli.convert.plan` makes it.
+    """What to convert, checked. `ops.conversion.plan_conversion` makes it.
 
     config:     the folder of config.json and the tokenizer
     target:     the folder that appears
