@@ -24,6 +24,7 @@ def version(distribution: str) -> str | None:
 
 
 def _installed(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -31,7 +32,7 @@ def _installed(distribution: str) -> str | None:
 
 
 def folder_of(module: str) -> Path | None:
-    """Folder that a package would be imported from; only its parents are imported."""
+    """Return the folder that a package would be imported from; imports its parents only."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -41,7 +42,7 @@ def folder_of(module: str) -> Path | None:
 
 
 def megatron_core() -> str | None:
-    """Version of the sources on the path, which may hide a wheel."""
+    """Return the version of Megatron's sources on the path, which may hide a wheel."""
     folder = folder_of("megatron.core")
     values = _constants(folder / "package_info.py") if folder else {}
     if not values.keys() >= set(NUMBERS):
@@ -59,7 +60,7 @@ SOURCES = {MEGATRON: megatron_core, "mindspeed": mindspeed}
 
 
 def _constants(file: Path) -> dict[str, str]:
-    """Constants at the top level of a Python file, by name; none where it cannot be read."""
+    """Return the constants at the top level of a Python file; none where it cannot be read."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):

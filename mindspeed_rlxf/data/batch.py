@@ -52,6 +52,7 @@ def _take(column: Any, index: Tensor) -> Any:
 
 
 def _join(columns: list[Any]) -> Any:
+    """Join columns of rows: lists one after the other, tensors padded to the widest."""
     if not isinstance(columns[0], Tensor):
         return [item for column in columns for item in column]
     if columns[0].dim() == 2:

@@ -48,7 +48,7 @@ class DriverView:
 
 
 def driver_view(kind: DeviceKind) -> DriverView | None:
-    """Ask the driver's tool; None where the kind has no driver (CPU)."""
+    """Ask the driver's tool for version and devices; None where there is no driver (CPU)."""
     if kind not in TOOLS:
         return None
     command, parse = TOOLS[kind]
@@ -60,12 +60,12 @@ def driver_view(kind: DeviceKind) -> DriverView | None:
 
 
 def device_files(folder: Path = Path("/dev")) -> list[str]:
-    """Files of accelerators, which a container may have without their library."""
+    """List the accelerators' files in /dev; a container may have them without their library."""
     return sorted(file.name for file in folder.iterdir() if DEVICE_FILE.fullmatch(file.name))
 
 
 def _run(command: Sequence[str]) -> str:
-    """Output of a tool. Raises ValueError with the reason where there is none."""
+    """Run a tool and return its output. Raises ValueError when it is missing, fails or hangs."""
     tool = command[0]
     if shutil.which(tool) is None:
         raise ValueError(f"{tool} is not on PATH")
@@ -84,7 +84,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def parse_nvidia(text: str) -> Parsed:
-    """Driver version and devices, of lines `0, NVIDIA H100 80GB HBM3, 81559, 4, 550.54`."""
+    """Parse lines `0, NVIDIA H100 80GB HBM3, 81559, 4, 550.54`: driver version and devices."""
     version, devices = "", []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -96,7 +96,9 @@ def parse_nvidia(text: str) -> Parsed:
 
 
 def parse_ascend(text: str) -> Parsed:
-    """Driver version and chips, of the table of `npu-smi info`: two rows a chip, then processes.
+    """Parse the table of `npu-smi info`: driver version and chips.
+
+    A chip has two rows; the processes below them are not read.
 
     Chips are numbered across cards: the number is the second of the second row where there is one
     (`Phy-ID`), else that of the card.

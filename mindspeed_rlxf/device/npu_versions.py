@@ -84,6 +84,7 @@ class Installed:
 
 
 def read_versions() -> Installed:
+    """Read the versions installed for this process, and which packages are missing."""
     return Installed(
         torch=packages.version("torch"),
         torch_npu=packages.version("torch_npu"),
@@ -107,7 +108,7 @@ class Problem:
 
 
 def check() -> list[str]:
-    """Warnings about this process's installation. Raises ValueError where it cannot work."""
+    """Return warnings about this process's installation. Raises ValueError where it cannot work."""
     problems = list(source_problems()) or list(pair_problems(read_versions()))
     fatal = [str(problem) for problem in problems if problem.fatal]
     if fatal:
@@ -116,7 +117,7 @@ def check() -> list[str]:
 
 
 def source_problems() -> Iterator[Problem]:
-    """MindSpeed that is missing, and Megatron-LM that is incomplete or of two checkouts."""
+    """Report MindSpeed that is missing, and Megatron-LM that is incomplete or of two checkouts."""
     core, training = (packages.folder_of(f"megatron.{part}") for part in ("core", "training"))
     if training is None:
         yield Problem(
@@ -141,13 +142,13 @@ def source_problems() -> Iterator[Problem]:
 
 
 def set_for(megatron_core: str) -> VersionSet | None:
-    """The set of this minor version of megatron-core."""
+    """Return the known set of versions for this minor version of megatron-core, or None."""
     wanted = Version(megatron_core).release[:2]
     return next((s for s in SETS if Version(s.megatron_core).release[:2] == wanted), None)
 
 
 def pair_problems(versions: Installed) -> Iterator[Problem]:
-    """Problems of versions that do not go together, or are not known to."""
+    """Report versions that do not go together, or are not known to."""
     yield from _torch_problems(versions)
     if CORE not in versions.missing:  # else that is its own problem
         yield from _megatron_problems(versions)
@@ -155,6 +156,7 @@ def pair_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def _torch_problems(versions: Installed) -> Iterator[Problem]:
+    """Report a torch_npu whose release number is not torch's."""
     if versions.torch and versions.torch_npu:
         torch, npu = Version(versions.torch), Version(versions.torch_npu)
         if torch.release != npu.release:
@@ -165,6 +167,7 @@ def _torch_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def _megatron_problems(versions: Installed) -> Iterator[Problem]:
+    """Report Megatron-LM and torch of no known set, and MindSpeed of another minor version."""
     core, mindspeed, torch = versions.megatron_core, versions.mindspeed, versions.torch
     chosen = set_for(core) if core else None
     use_tag = f"use Megatron-LM {TAGS}"
@@ -184,20 +187,21 @@ def _megatron_problems(versions: Installed) -> Iterator[Problem]:
 
 
 def _cann_problems(versions: Installed) -> Iterator[Problem]:
+    """Report a torch_npu that torch_npu's own table does not pair with this CANN."""
     torch_npu, cann = versions.torch_npu, versions.cann
     if torch_npu and cann:
         wanted = TORCH_NPU_OF_CANN.get(".".join(cann.split(".")[:2]), ())
         if Version(torch_npu).public not in wanted:
             known = ", ".join(TORCH_NPU_OF_CANN)
             yield Problem(
-                f"torch_npu {torch_npu} with CANN {cann} is no pair of torch_npu's own table",
+                f"torch_npu {torch_npu} with CANN {cann} is not in torch_npu's own table of pairs",
                 f"install torch_npu {' or '.join(wanted)}" if wanted else f"use CANN {known}",
                 fatal=False,
             )
 
 
 def cann_version() -> str | None:
-    """Version of the CANN whose set_env.sh was sourced, else of that in the usual folder."""
+    """Find the version of CANN: of the one whose set_env.sh was sourced, or in the usual folder."""
     named = [os.environ.get(name) for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")]
     for root in (*filter(None, named), *CANN_ROOTS):
         for pattern in CANN_FILES:

@@ -29,7 +29,7 @@ def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
 
 
 def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
-    """Compare the training model's log-probs with those of generation."""
+    """Summarize the gaps between the log-probs of training and of generation."""
     gap = Summary.merge(report.gap for report in reports)
     metrics = {"rollout/log_prob_gap_mean": gap.mean, "rollout/log_prob_gap_max": gap.largest}
     weights = [report.weight for report in reports if report.weight is not None]
@@ -79,7 +79,7 @@ def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
 def throughput_metrics(
     reports: Sequence[GenerateReport], seconds: float, num_devices: int
 ) -> dict[str, float]:
-    """Count the tokens of prompts and responses per second of the whole iteration."""
+    """Compute tokens (prompts and responses) per second of the iteration, also per device."""
     tokens = sum(sum(r.prompt_lengths) + sum(r.response_lengths) for r in reports)
     rate = tokens / seconds
     return {

@@ -17,6 +17,7 @@ VERSIONS_S, DEVICES_S, DISK_S, FILES_S = 20.0, 65.0, 30.0, 20.0
 
 
 def probes(subject: Subject) -> list[Probe]:
+    """List the checks of this host, each with its deadline."""
     kind, several = subject.kind, subject.several_hosts
     return [
         Probe("versions", partial(software.check_software, kind), VERSIONS_S),
@@ -34,12 +35,12 @@ def probes(subject: Subject) -> list[Probe]:
 
 
 def check_host(subject: Subject) -> list[Finding]:
-    """Findings of this host, within the longest of the deadlines."""
+    """Return the findings of this host, within the longest of the deadlines."""
     return run_probes(probes(subject))
 
 
 def file_findings(paths: Sequence[tuple[str, str]]) -> Iterator[Finding]:
-    """Whether every file that the run reads exists and may be read.
+    """Check that every file that the run reads exists and may be read.
 
     paths: (key of the configuration, file or pattern)
     """

@@ -30,6 +30,7 @@ def check_software(kind: DeviceKind) -> list[Finding]:
 
 
 def python_finding(version: tuple[int, int, int]) -> Finding:
+    """Check that Python is new enough."""
     return judge(
         version >= OLDEST_PYTHON,
         "versions.python",
@@ -44,7 +45,7 @@ def package_findings(
     required: tuple[str, ...],
     requirements: Mapping[str, Requirement] | None = None,
 ) -> Iterator[Finding]:
-    """One finding for each package that is required or installed."""
+    """Check the version of each package that is required or installed."""
     ranges = _requirements() if requirements is None else requirements
     for name, version in versions.items():
         check, wanted = f"versions.{name}", ranges.get(name)
@@ -70,6 +71,7 @@ def npu_findings() -> Iterator[Finding]:
 
 
 def _cann(cann: str | None) -> Finding:
+    """Check that CANN is installed, and its set_env.sh sourced."""
     if cann is None:
         return error(
             "versions.cann",
@@ -87,7 +89,7 @@ def _cann(cann: str | None) -> Finding:
 
 
 def _sources() -> list[Finding]:
-    """Folders that checkouts are imported from, which versions do not show."""
+    """List the folders that checkouts are imported from, which versions do not show."""
     modules = ("megatron.core", "megatron.training", "mindspeed")
     folders = {module: packages.folder_of(module) for module in modules}
     there = [f"{module} from {folder}" for module, folder in folders.items() if folder]
@@ -95,7 +97,10 @@ def _sources() -> list[Finding]:
 
 
 def _requirements() -> dict[str, Requirement]:
-    """Requirements of this package, by name; none where it is on the path but not installed."""
+    """Map each package that this one requires to its range.
+
+    Empty where this one is not installed.
+    """
     try:
         lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
