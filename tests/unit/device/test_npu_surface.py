@@ -35,13 +35,17 @@ def test_real_packages_have_every_name_that_is_used(package: Path) -> None:
     assert npu_surface.problems(package) == []
 
 
-def wheel(file: Path, init: str = INIT, config: str = CONFIG) -> npu_surface.Read:
+def wheel(
+    file: Path, init: str = INIT, config: str = CONFIG, hccl: str = npu_surface.REGISTRATION[0]
+) -> npu_surface.Read:
+    """hccl: module that registers the backend; empty = none"""
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("torch_npu/npu/__init__.py", init)
         archive.writestr("torch_npu/npu/memory.py", MEMORY)
         archive.writestr("torch_npu/npu/npu_config.py", config)
         archive.writestr("torch_npu/contrib/transfer_to_npu.py", "_init()")
-        archive.writestr("torch_npu/__init__.py", 'register_backend("hccl")')
+        if hccl:
+            archive.writestr(hccl, 'Backend.register_backend("hccl", lambda options: None)\n')
     return npu_surface.wheel(file)
 
 
@@ -56,8 +60,13 @@ def test_the_names_in_use_are_known_here() -> None:
     )  # fmt: skip
 
 
-def test_a_wheel_with_all_names_passes(tmp_path: Path) -> None:
-    assert npu_surface.wheel_problems(wheel(tmp_path / "a.whl")) == []
+@pytest.mark.parametrize("module", npu_surface.REGISTRATION)
+def test_a_wheel_with_all_names_passes(tmp_path: Path, module: str) -> None:
+    assert npu_surface.wheel_problems(wheel(tmp_path / "a.whl", hccl=module)) == []
+
+
+def test_a_wheel_that_registers_no_hccl_is_found(tmp_path: Path) -> None:
+    assert npu_surface.wheel_problems(wheel(tmp_path / "a.whl", hccl="")) == ["the backend hccl"]
 
 
 def test_a_name_that_a_wheel_lacks_is_found(tmp_path: Path) -> None:
