@@ -123,3 +123,26 @@ NOT_TRIED = (
         INDEX,
     ),
 )
+
+# Python packages that CANN's operators and compilers import, and what a release asks for beyond.
+CANN_PYTHON = (
+    "numpy>=1.19.2", "decorator>=4.4.0", "sympy>=1.5.1", "cffi>=1.12.3", "attrs", "cython",
+    "pyyaml", "pathlib2", "protobuf", "scipy", "requests", "psutil", "absl-py",
+)  # fmt: skip
+CANN_PYTHON_OF: Mapping[str, tuple[str, ...]] = {
+    "8.3": ("numpy<=1.24.0", "protobuf==3.20.*"),
+    "8.5": ("numpy<2", "protobuf==3.20.*"),
+    "9.0": ("protobuf==3.20.*",),
+    "9.1": (),
+}
+CANN_PYTHON_SOURCE = Source("hiascend.com, CANN software installation: instg_0045", "2026-11-23")
+
+# Versions with which the tests or the rehearsal passed, of packages that MindSpeed's requirements
+# bring in versions of their own (numpy 1.26.0, transformers 5.23.0).
+TESTED: Mapping[str, tuple[str, ...]] = {
+    "numpy": ("2.4.6", "2.2.6", "1.26.0"),
+    "transformers": ("4.51.3", "5.23.0"),
+}
+TRITON_INDEX = "https://triton-ascend.osinfra.cn/pypi/simple"
+TRITON = "3.2.1"  # the first that may stand beside triton
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
