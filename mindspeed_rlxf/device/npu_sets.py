@@ -141,7 +141,7 @@ CANN_PYTHON_SOURCE = Source("hiascend.com, CANN software installation: instg_004
 # bring in versions of their own (numpy 1.26.0, transformers 5.23.0).
 TESTED: Mapping[str, tuple[str, ...]] = {
     "numpy": ("2.4.6", "2.2.6", "1.26.0"),
-    "transformers": ("4.51.3", "5.23.0"),
+    "transformers": ("4.51.3", "5.20.2", "5.23.0"),
 }
 TRITON_INDEX = "https://triton-ascend.osinfra.cn/pypi/simple"
 TRITON = "3.2.1"  # the first that may stand beside triton
