@@ -17,7 +17,7 @@ from packaging.version import Version
 from mindspeed_rlxf import packages
 from mindspeed_rlxf.device.npu_sets import SETS, TORCH_NPU_OF_CANN, VersionSet
 
-CANN_ROOTS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
+CANN_ROOTS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
 CANN_FILES = ("*/ascend_toolkit_install.info", "version.cfg", "*/version.info", "version.info")
 CANN_VERSION = re.compile(r"^\W*\w*version\w*\W*?=\W*([0-9]+\.[0-9][\w.]*)", re.I | re.M)
 TAGS = " or ".join(each.megatron_tag for each in SETS)
