@@ -106,7 +106,7 @@ def _firmware(host: Host) -> Checked:
 def check_cann(host: Host) -> Iterator[Checked]:
     """CANN's environment, its operators for this chip, and the library ATB."""
     homes = {name: host.environment[name] for name in npu.HOME if host.environment.get(name)}
-    script = next((name for name in SET_ENV if host.path(name).is_file()), SET_ENV[0])
+    script = _find_script(host)
     real = {Path(home).resolve() for home in homes.values()}
     shown = ", ".join(f"{name}={home}" for name, home in homes.items())
     yield Checked(
@@ -130,6 +130,13 @@ def check_cann(host: Host) -> Iterator[Checked]:
     )
     yield _operators(host, home)
     yield _atb(host)
+
+
+def _find_script(host: Host) -> str:
+    """The set_env.sh that is there, of root or of this user; else where CANN would put it."""
+    home = f"{host.environment.get('HOME', '~')}/Ascend"
+    own = [name.replace("/usr/local/Ascend", home) for name in SET_ENV]
+    return next((name for name in (*SET_ENV, *own) if host.path(name).is_file()), SET_ENV[0])
 
 
 def _operators(host: Host, home: Path) -> Checked:

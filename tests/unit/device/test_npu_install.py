@@ -116,10 +116,10 @@ def test_a_tool_that_is_missing_is_named(tmp_path: Path) -> None:
     assert found["npu.firmware"].value == "npu-smi is not on PATH"
 
 
-@pytest.mark.parametrize("script", npu_install.SET_ENV)
+@pytest.mark.parametrize("script", [*npu_install.SET_ENV, "/home/me/Ascend/cann/set_env.sh"])
 def test_the_remedy_names_the_set_env_that_is_there(tmp_path: Path, script: str) -> None:
     """CANN 8.5 and later have it in `cann`, older ones in `ascend-toolkit`."""
-    host = make_host(tmp_path, ASCEND_HOME_PATH="")
+    host = make_host(tmp_path, ASCEND_HOME_PATH="", HOME="/home/me")
     host.path(npu_install.SET_ENV[0]).unlink()
     touch(host.path(script))
     ((name, found),) = bad(npu_install.check_cann(host)).items()
