@@ -34,7 +34,8 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_every_check_of_the_guide_is_made(host: Path) -> None:
-    found = {finding.check for finding in npu.check_npu(DeviceKind.NPU, several_hosts=True)}
+    findings = [*npu.check_install(DeviceKind.NPU), *npu.check_cards(DeviceKind.NPU, True)]
+    found = {finding.check for finding in findings}
     steps = GUIDE.read_text(encoding="utf-8").partition("\n### Not tried")[0]
     asked = set(re.findall(r"`(npu\.[a-z_]+)`", steps))
     assert asked - found == {"npu.triton", "npu.transformer_engine"}  # where there is a reason
@@ -42,7 +43,7 @@ def test_every_check_of_the_guide_is_made(host: Path) -> None:
 
 
 def test_other_devices_have_none_of_them(host: Path) -> None:
-    assert npu.check_npu(DeviceKind.CPU, several_hosts=True) == []
+    assert npu.check_install(DeviceKind.CPU) == npu.check_cards(DeviceKind.CPU, True) == []
 
 
 def test_what_stops_a_run_is_an_error_and_the_rest_a_warning(
@@ -51,8 +52,8 @@ def test_what_stops_a_run_is_an_error_and_the_rest_a_warning(
     lines = [Checked(name, fine, "v", "r", fatal) for name, fine, fatal in (
         ("npu.a", True, True), ("npu.b", False, True), ("npu.c", False, False),
     )]  # fmt: skip
-    monkeypatch.setattr(npu, "_check", lambda host, several_hosts: iter(lines))
-    assert npu.check_npu(DeviceKind.NPU, several_hosts=False) == [
+    monkeypatch.setattr(npu, "_install", lambda host: iter(lines))
+    assert npu.check_install(DeviceKind.NPU) == [
         Finding("npu.a", Status.OK, "v"),
         Finding("npu.b", Status.ERROR, "v", "r"),
         Finding("npu.c", Status.WARNING, "v", "r"),
@@ -63,5 +64,7 @@ def test_the_doctor_of_a_host_makes_them(host: Path, monkeypatch: pytest.MonkeyP
     (host / "dev" / "hisi_hdc").unlink()
     subject = Subject(DeviceKind.NPU, str(host))
     probes = {probe.name: probe for probe in local.probes(subject)}
-    (found,) = [f for f in local.run_probes([probes["npu"]]) if f.check == "npu.device_files"]
-    assert found.status is Status.ERROR and "/dev/hisi_hdc" in found.value
+    found = {f.check: f for f in local.run_probes([probes["npu"], probes["npu.cards"]])}
+    assert found["npu.device_files"].status is Status.ERROR
+    assert "/dev/hisi_hdc" in found["npu.device_files"].value
+    assert found["npu.links"].value == "2 up"
