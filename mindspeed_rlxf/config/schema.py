@@ -15,6 +15,7 @@ from mindspeed_rlxf.config.layout import ParallelLayout, part_of
 from mindspeed_rlxf.config.roles import (
     ActorConfig,
     CriticConfig,
+    LearningConfig,
     OptimizerConfig,
     RefConfig,
     RewardConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "DataConfig",
     "DeviceConfig",
     "KlControlConfig",
+    "LearningConfig",
     "LoggingConfig",
     "OptimizerConfig",
     "PoolSettings",

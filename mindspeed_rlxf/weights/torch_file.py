@@ -207,8 +207,9 @@ class _Reader(InertUnpickler):
     @classmethod
     def of(cls, window: Window) -> _Reader:
         path = window.file.path
-        found = records_of(window.read, window.length)
-        records = {n: replace(r, start=r.start + window.start) for n, r in found.items()}
+        records = records_of(window.read, window.length)
+        if window.start:
+            records = {n: replace(r, start=r.start + window.start) for n, r in records.items()}
         if PICKLE not in records:
             raise ValueError(f"{path} is no file of torch.save: it has no {PICKLE}")
         order = records.get("byteorder")

@@ -8,7 +8,7 @@ from math import gcd, lcm
 
 from mindspeed_rlxf.config.enums import LossNormalizer, Role, Stage
 from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, RunConfig
+from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.config.suggest import divisors, multiples_around, neighbours, use
 
 TITLES = {
@@ -114,7 +114,7 @@ class _Share:
     @classmethod
     def of(cls, config: RunConfig, role: Role) -> _Share:
         section = config.role(role)
-        learns = isinstance(section, (ActorConfig, CriticConfig))
+        learns = isinstance(section, LearningConfig)
         stages = section.micro_batch_multiple if learns else 1
         pairs = role is Role.ACTOR_ROLLOUT and config.training.stage is Stage.RAY_ONLINE_DPO
         return cls(config.layout(role).dp, stages, 2 if pairs else 1)

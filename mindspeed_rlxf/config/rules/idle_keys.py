@@ -19,6 +19,7 @@ from mindspeed_rlxf.config.enums import (
     KlControl,
     LrDecayStyle,
     NanPolicy,
+    Recompute,
     RewardKind,
     Role,
     RopeScaling,
@@ -28,7 +29,7 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.rules.host import joined_address
-from mindspeed_rlxf.config.schema import OptimizerConfig, RunConfig
+from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.config.suggest import format_value
 
 YAML_NAMES = {"pool_settings": "resource_pool"}
@@ -104,8 +105,8 @@ def _generates_nothing(config: RunConfig) -> bool:
     )
 
 
-def _optimizer(config: RunConfig, role: Role) -> OptimizerConfig:
-    return (config.value_model if role is Role.CRITIC else config.actor_rollout).optimizer
+def _learner(config: RunConfig, role: Role) -> LearningConfig:
+    return config.value_model if role is Role.CRITIC else config.actor_rollout
 
 
 WITH_STAGE = f"with {ref('training.stage')}={{config.training.stage.value}}"
@@ -303,6 +304,7 @@ NOTED = (
 )
 
 OF_LLAMA3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+OF_FULL_RECOMPUTE = ("recompute_method", "recompute_num_layers")
 LEARNING = (Role.ACTOR_ROLLOUT, Role.CRITIC)
 FROZEN = (Role.REF, Role.REWARD)
 
@@ -338,6 +340,12 @@ NOTED_OF_ROLES = (
         lambda config, role: config.role(role).tensor_model_parallel_size == 1,
     ),
     RoleIdle(
+        LEARNING,
+        OF_FULL_RECOMPUTE,
+        "with recompute={section.recompute.value}",
+        lambda config, role: _learner(config, role).recompute is not Recompute.FULL,
+    ),
+    RoleIdle(
         CONFIGURED,
         ("micro_batch_size",),
         "with max_tokens_per_micro_batch={section.max_tokens_per_micro_batch}",
@@ -347,14 +355,16 @@ NOTED_OF_ROLES = (
         LEARNING,
         ("min_lr",),
         "with lr_decay_style=constant",
-        lambda config, role: _optimizer(config, role).lr_decay_style is LrDecayStyle.CONSTANT,
+        lambda config, role: (
+            _learner(config, role).optimizer.lr_decay_style is LrDecayStyle.CONSTANT
+        ),
     ),
     RoleIdle(
         LEARNING,
         ("lr_warmup_fraction",),
         "with training.train_iters={config.training.train_iters}: less than one iteration",
         lambda config, role: (
-            _optimizer(config, role).lr_warmup_fraction * config.training.train_iters < 1
+            _learner(config, role).optimizer.lr_warmup_fraction * config.training.train_iters < 1
         ),
     ),
     RoleIdle(
