@@ -40,7 +40,9 @@ class RolloutRole:
         self.replica = build_replica(config, actor.engine if actor else None)
         self.sampling = sampling_settings(policy, eos_token_ids, policy.do_sample)
         self.greedy = sampling_settings(policy, eos_token_ids, False)
-        self.scorer = scorer if self.replica.is_leader else None
+        self.scorer = scorer
+        if scorer is not None:
+            scorer.is_leader = self.replica.is_leader
         self.sync_s = 0.0  # spent on weights since the last report
 
     def update_weights(self, version: int) -> RoleOutput:

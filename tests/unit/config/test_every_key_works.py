@@ -250,7 +250,9 @@ REWARD_KEYS: dict[str, Any] = {
     "rules": Case({"mine": "gsm8k"}, see.scored),
     "verifier": Case(True),
     "function": Shown(FUNCTIONS, "test_functions_that_exclude_each_other_are_refused"),
-    "functions": Shown(FUNCTIONS, "test_several_functions_have_names_weights_arguments_and_data_sources"),
+    "functions": Shown(
+        FUNCTIONS, "test_several_functions_have_names_weights_arguments_and_data_sources"
+    ),
     "model_weight": Shown(MODEL_REWARD, "test_scores_of_model_and_functions_are_added"),
     "allow_changed_function": Shown(
         FUNCTIONS, "test_a_changed_text_is_another_run_unless_it_is_allowed"
