@@ -50,7 +50,7 @@ def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScorerRole
         {
             "kind": "rule",
             "function": function,
-            "num_workers": 2,
+            "processes": 2,
             "timeout_s": 20.0,
             "worker_memory_gib": 4.0,
             "failed_score": -0.25,
