@@ -12,7 +12,6 @@ from mindspeed_rlxf.config.enums import (
     PolicyLoss,
     Recompute,
     RecomputeMethod,
-    RewardKind,
 )
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.fields import Integers, Section, Word, key
@@ -319,33 +318,3 @@ class CriticConfig(LearningConfig):
     critic_update_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
     cliprange_value: float | None = key(3.0, "value clip; null = none", gt=0)
     vf_coef: float = key(1.0, "weight of the value loss", ge=0)
-
-
-class RewardConfig(RoleConfig):
-    """The reward. A rule needs no model and computes on the CPU."""
-
-    load: str | None = key(None, "folder of the reward model, Hugging Face's or Megatron's")
-    kind: Annotated[RewardKind, Word] = key(RewardKind.MODEL, "reward model or rules")
-    model: str | None = key(None, "name of the architecture; none for a rule")  # type: ignore[assignment]
-    architecture: ArchitectureConfig | None = key(None, "none for a rule")  # type: ignore[assignment]
-    rules: dict[str, str] = key({}, "data source -> rule, added to the built-in table")
-    verifier: bool = key(
-        False, "score every prompt by algorithm.verifier_function; kind is rule then"
-    )
-
-    def broken_rules(self) -> Iterator[Problem]:
-        """Yield broken rules of a role, and two ways of scoring at once."""
-        yield from super().broken_rules()
-        if self.verifier and self.kind is RewardKind.MODEL:
-            yield Problem(
-                "verifier",
-                f"must be false with {ref('kind')}=model, which scores by a model",
-                True,
-                "remove one of them",
-            )
-        if self.verifier and self.rules:
-            yield Problem(
-                "rules",
-                f"must be empty with {ref('verifier')}=true, which scores all prompts alike",
-                remedy="remove one of them",
-            )

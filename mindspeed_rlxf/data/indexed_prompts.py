@@ -25,6 +25,7 @@ from mindspeed_rlxf.data.prompts import (
     ENCODE_CHUNK,
     Int64Array,
     Prompt,
+    other_columns,
     read_labels,
 )
 from mindspeed_rlxf.data.sidecar import (
@@ -109,6 +110,8 @@ class _DataSet:
             names = {c.name: c.file for c in self.sidecar.columns if c.encoding == "json"}
         keys = (data.ground_truth_key, data.data_source_key)
         needed = {name for key in keys for name in (key, key.split(".")[0])} & names.keys()
+        if self.sidecar is not None:
+            needed = set(names)
         self._columns = {name: self._open(names[name]) for name in sorted(needed)}
         self._largest_id = max(tokenizer.get_vocab().values())
         self._labels = self._open_labels()
@@ -144,7 +147,7 @@ class _DataSet:
         """Read all rows. Raises UserError with every problem, each keyed by `prefix:row`."""
         found = FileProblems(self._prefix)
         limit = LengthLimit(self._prefix, max_prompt_length, self._data.overlong_prompts)
-        kept: list[tuple[Int64Array, str, str]] = []
+        kept: list[tuple[Int64Array, str, str, dict[str, Any]]] = []
         for place in range(len(self._token_ids)):
             ids, number = self._read_prompt_ids(place), place + 1
             if len(ids) and not 0 <= ids.min() <= ids.max() <= self._largest_id:
@@ -157,11 +160,11 @@ class _DataSet:
             labels = read_labels(number, row, self._data, found)
             fitting = limit.fit(number, ids, found)
             if fitting is not None and labels:
-                kept.append((fitting, *labels))
+                kept.append((fitting, *labels, other_columns(row, self._data)))
         limit.report(len(self._token_ids), found)
         if problems := found.list_problems():
             raise UserError(problems)
-        texts = self._decode([ids for ids, _, _ in kept])
+        texts = self._decode([ids for ids, *_ in kept])
         return [
             Prompt(first_index + place, text, *fields)
             for place, (text, fields) in enumerate(zip(texts, kept, strict=True))

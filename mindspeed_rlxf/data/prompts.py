@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ class Prompt:
     token_ids:    [prompt] int64, at least 1 and at most max_prompt_length, no EOS appended
     ground_truth: what a rule compares with, "" when the row has none
     data_source:  picks the rule and names the validation metrics
+    extra_info:   the other columns of the row
     """
 
     index: int
@@ -58,6 +59,7 @@ class Prompt:
     token_ids: Int64Array
     ground_truth: str
     data_source: str
+    extra_info: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -72,6 +74,7 @@ class _TextRow:
     prompt: str | list[dict[str, Any]]
     ground_truth: str
     data_source: str
+    extra_info: dict[str, Any]
     text: str = ""
 
     @property
@@ -109,7 +112,8 @@ def load_prompts(
         found = FileProblems(name)
         for row, text, token_ids in reader.read(name, found):
             ids = np.asarray(token_ids, dtype=np.int64)
-            prompts.append(Prompt(len(prompts), text, ids, row.ground_truth, row.data_source))
+            labels = row.ground_truth, row.data_source, row.extra_info
+            prompts.append(Prompt(len(prompts), text, ids, *labels))
         problems += found.list_problems()
     if problems:
         raise UserError(problems)
@@ -213,7 +217,7 @@ def _read_rows(file: str, data: DataConfig, problems: FileProblems) -> Iterator[
             problems.add(number, problem)
         labels = read_labels(number, row, data, problems)
         if labels and not problem:
-            yield _TextRow(number, prompt, *labels)
+            yield _TextRow(number, prompt, *labels, other_columns(row, data))
 
 
 def _prompt_problem(prompt: Any) -> Problem | None:
@@ -271,6 +275,15 @@ def read_labels(
     remedy = "add it to the rows or set data.default_data_source"
     problems.add(number, fault(f"{rule}, {found}", remedy))
     return None
+
+
+def other_columns(row: Row, data: DataConfig) -> dict[str, Any]:
+    """Return the columns of a row that are neither prompt, ground truth nor data source.
+
+    A column that the keys of `data` reach into counts as other, because it holds more.
+    """
+    named = {data.prompt_key, data.ground_truth_key, data.data_source_key}
+    return {name: value for name, value in row.items() if name not in named}
 
 
 def _token_ids(

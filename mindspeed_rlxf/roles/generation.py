@@ -66,6 +66,7 @@ def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Ro
         ground_truths=prompts.ground_truths,
         data_sources=prompts.data_sources,
         weights_version=_pad(versions, torch.int32),
+        extra_infos=prompts.extra_infos,
     )
 
 
