@@ -60,7 +60,7 @@ def npu_fusion_attention(
         out, high, total = _attend(*parts, scale, mask_of(parts[0].size(2), parts[1].size(2)))
         out = _from_bnsd(out, input_layout)
         high, total = (x[..., None].expand(*x.shape, 8) for x in (high, total))
-    return out, high, total, torch.empty(0), 0, 0, 0
+    return out, high, total, query.new_empty(0), 0, 0, 0
 
 
 def npu_fusion_attention_grad(
@@ -129,7 +129,7 @@ class _Mask:
             mask = mask.bool()
         if sparse_mode in (LEFT_UP, RIGHT_DOWN) and mask is not None:
             assert mask.shape == COMPRESSED, f"a causal mode wants a mask of {COMPRESSED}"
-            wanted = torch.ones(COMPRESSED, dtype=torch.bool).triu(1)
+            wanted = torch.ones(COMPRESSED, dtype=torch.bool, device=mask.device).triu(1)
             assert torch.equal(mask, wanted), "the compressed mask is True above the diagonal"
         self._mask, self._mode, self._before, self._after = mask, sparse_mode, before, after
 
@@ -138,11 +138,13 @@ class _Mask:
             return None
         if self._mode in (LEFT_UP, RIGHT_DOWN):
             shift = keys - queries if self._mode == RIGHT_DOWN else 0
-            return torch.ones(queries, keys, dtype=torch.bool).triu(1 + shift)
+            everything = torch.ones(queries, keys, dtype=torch.bool, device=self._mask.device)
+            return everything.triu(1 + shift)
         mask = self._mask[..., :queries, :keys]
         assert mask.shape[-2:] == (queries, keys), "the mask is smaller than the scores"
         if self._mode == DEFAULT:
-            distance = torch.arange(keys)[None, :] - torch.arange(queries)[:, None]
+            places = torch.arange(max(queries, keys), device=mask.device)
+            distance = places[None, :keys] - places[:queries, None]
             outside = (distance > self._after) | (distance < -self._before)
             assert (mask | ~outside).all(), "the mask leaves open what the window shuts out"
         return mask

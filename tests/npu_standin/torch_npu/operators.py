@@ -67,7 +67,7 @@ def npu_scaled_masked_softmax(
     """softmax over the last axis of scale * x; True in the mask shuts a score out with -10000."""
     assert x.dim() == 4, "the operator takes four axes"
     if fixed_triu_mask:
-        mask = torch.ones(x.shape[-2:], dtype=torch.bool).triu(1)
+        mask = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
     assert mask.dtype is torch.bool, f"a mask of {mask.dtype}"
     scores = (x.float() if x.dtype != torch.float64 else x) * scale
     return scores.masked_fill(mask, -10000.0).softmax(-1).to(x.dtype)

@@ -1,0 +1,45 @@
+"""Describe processes that have simulated NPUs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from tests.processes import ROOT
+
+HERE = Path(__file__).resolve().parent
+LIBRARY, ADAPTOR = HERE / "library", HERE / "adaptor"
+
+
+def environment(scratch: Path, devices: int = 1, **variables: str) -> dict[str, str]:
+    """Of a process with simulated NPUs: its path of imports, and a CANN that holds nothing.
+
+    scratch: a folder for links and files that the process finds
+    """
+    library = scratch / "cann" / "lib64" / "libascendcl.so"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    library.touch()
+    path = [ROOT, megatron(scratch), ADAPTOR, LIBRARY]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "ASCEND_HOME_PATH": str(scratch / "cann"),
+        "LD_LIBRARY_PATH": str(library.parent),
+        "RLXF_STANDIN_DEVICES": str(devices),
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
+
+
+def megatron(scratch: Path) -> Path:
+    """A folder in which the installed megatron.core has an (empty) megatron.training beside it."""
+    folder = scratch / "sources"
+    training = folder / "megatron" / "training" / "__init__.py"
+    if not training.is_file():
+        training.parent.mkdir(parents=True)
+        training.touch()
+        core = importlib.util.find_spec("megatron.core")
+        assert core is not None and core.submodule_search_locations is not None
+        (folder / "megatron" / "core").symlink_to(next(iter(core.submodule_search_locations)))
+    return folder
