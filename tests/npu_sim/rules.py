@@ -1,7 +1,8 @@
-"""Rules of the device, as data: what it refuses, where that is written, and of which version.
+"""Rules of the device, as data: what it takes, where that is written, and of which version.
 
-A rule without a source is not one. The (operator, dtype) pairs are those that runs of this project
-emit; pairs without an entry are computed.
+A rule without a source is not one. `OPERATORS` holds operators that runs of this project emit, with
+the dtypes that the vendor lists for them; what has no entry is computed. Rules of HCCL are in
+`device/module.cpp`, those of memory and copies in `device/device.cpp`.
 """
 
 from __future__ import annotations
@@ -15,31 +16,77 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Words of the vendor's table -> names that torch has for the dtypes in C++.
+DTYPES = {
+    "bf16": "BFloat16", "fp16": "Half", "fp32": "Float", "fp64": "Double", "uint8": "Byte",
+    "int8": "Char", "int16": "Short", "int32": "Int", "int64": "Long", "bool": "Bool",
+}  # fmt: skip
+INTEGERS = "uint8 int8 int16 int32 int64"
+ALL = f"bf16 fp16 fp32 fp64 {INTEGERS} bool"
+TABLE = "Ascend/pytorch v2.7.1-7.3.0, docs/zh/native_apis/pytorch_2-7-1"
+
 
 @dataclass(frozen=True)
 class Rule:
-    """operators: by their names in aten, without overload; dtypes: as torch writes them in C++"""
+    """dtypes: of the first tensor, in the table's words. api: row of the table in `file`"""
 
-    operators: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    reason: str
-    source: str
-    version: str
+    operator: str  # of aten, without overload
+    dtypes: str
+    api: str
+    file: str = "torch.md"
+    takes_dtype: bool = True
 
 
-TABLE: tuple[Rule, ...] = ()
+OPERATORS = (
+    Rule("_log_softmax", "bf16 fp16 fp32", "torch.nn.functional.log_softmax",
+         "torch-nn-functional.md"),
+    Rule("_softmax", "bf16 fp16 fp32 fp64", "torch.nn.functional.softmax",
+         "torch-nn-functional.md"),
+    Rule("abs", ALL, "torch.abs"),
+    Rule("add", ALL, "torch.add"),
+    Rule("amax", f"fp16 fp32 {INTEGERS} bool", "torch.amax"),
+    Rule("argmax", f"bf16 fp16 fp32 fp64 {INTEGERS}", "torch.argmax"),
+    Rule("bitwise_and", f"{INTEGERS} bool", "torch.bitwise_and"),
+    Rule("bitwise_not", f"{INTEGERS} bool", "torch.bitwise_not"),
+    Rule("bmm", "bf16 fp16 fp32", "torch.bmm"),
+    Rule("clamp", f"bf16 fp16 fp32 fp64 {INTEGERS}", "torch.clamp"),
+    Rule("cumsum", ALL, "torch.cumsum"),
+    Rule("exp", "bf16 fp16 fp32 fp64 int64 bool", "torch.exp"),
+    Rule("gather", ALL, "torch.gather"),
+    Rule("index_add", ALL, "torch.index_add"),
+    Rule("lerp", "fp16 fp32", "torch.lerp"),
+    Rule("log", ALL, "torch.log"),
+    Rule("logsumexp", f"fp16 fp32 {INTEGERS} bool", "torch.logsumexp"),
+    Rule("masked_fill_", "bf16 fp16 fp32 int8 int32 int64 bool", "Tensor.masked_fill_",
+         "torch-Tensor.md"),
+    Rule("max", "bf16 fp16 fp32 int64 bool", "torch.max"),
+    Rule("mean", "bf16 fp16 fp32 fp64", "torch.mean"),
+    Rule("mm", "bf16 fp16 fp32", "torch.mm"),
+    Rule("multinomial", "fp16 fp32", "torch.multinomial"),
+    Rule("neg", "bf16 fp16 fp32 int8 int32 int64", "torch.neg"),
+    Rule("pow", f"bf16 fp16 fp32 fp64 {INTEGERS}", "torch.pow"),
+    Rule("scatter_add", ALL, "torch.scatter_add"),
+    Rule("searchsorted", f"fp16 fp32 fp64 {INTEGERS}", "torch.searchsorted"),
+    Rule("sort", f"bf16 fp16 fp32 {INTEGERS}", "torch.sort"),
+    Rule("sub", f"bf16 fp16 fp32 fp64 {INTEGERS}", "torch.sub"),
+    Rule("sum", ALL, "torch.sum", takes_dtype=False),
+    Rule("topk", f"bf16 fp16 fp32 fp64 {INTEGERS}", "torch.topk"),
+    Rule("triu", ALL, "torch.triu"),
+)  # fmt: skip
 
 MASKS_EXPANDED = (9, 1)  # CANN whose torch_npu (26.1.0) expands a mask: op-plugin 9f593387
 MASK_SOURCE = "ops-transformer, flash_attention_score_tiling_general.cpp; diffusers#13490"
 
 
-def refused() -> dict[tuple[str, str], str]:
-    """(operator, dtype) -> reason with its source."""
+def of_operators() -> dict[str, tuple[set[str], bool, str]]:
+    """As the device takes them: operator -> dtypes, whether it has an argument `dtype`, source."""
     return {
-        (operator, dtype): f"{rule.reason} ({rule.source}, {rule.version})"
-        for rule in TABLE
-        for operator in rule.operators
-        for dtype in rule.dtypes
+        rule.operator: (
+            {DTYPES[word] for word in rule.dtypes.split()},
+            rule.takes_dtype,
+            f"{rule.api} in {TABLE}/{rule.file}",
+        )
+        for rule in OPERATORS
     }
 
 
@@ -53,16 +100,12 @@ def checked_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(attention)
     def wrapper(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        *more: Any,
-        **kw: Any,
-    ) -> Any:
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *more: Any,
+        **keywords: Any,
+    ) -> Any:  # fmt: skip
         if attn_mask is not None and query.device.type == "npu" and cann() < MASKS_EXPANDED:
             check_mask(query, key, attn_mask)
-        return attention(query, key, value, attn_mask, *more, **kw)
+        return attention(query, key, value, attn_mask, *more, **keywords)
 
     return wrapper
 

@@ -297,6 +297,14 @@ void set_delayed(bool on) {
 }
 bool is_delayed() { return delayed; }
 int64_t pending_copies() { return pending; }
+bool is_pending(const at::Tensor& host) {
+  if (pending == 0 || !host.device().is_cpu() || !host.has_storage()) return false;
+  std::lock_guard<std::recursive_mutex> guard(stream_lock);
+  for (const auto& [id, queue] : queues)
+    for (const auto& copy : queue.copies)
+      if (copy.to_host && copy.target.storage().data() == host.storage().data()) return true;
+  return false;
+}
 c10::Stream current_stream(int index) { return Guard::stream(c10::Device(NPU, index), current.at(index)); }
 
 void enqueue(const at::Tensor& source, const at::Tensor& target, int index) {

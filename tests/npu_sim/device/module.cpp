@@ -269,7 +269,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_delayed", &sim::set_delayed);
   m.def("pending_copies", &sim::pending_copies);
   m.def("synchronize_device", &sim::synchronize_device);
-  m.def("set_rules", &sim::set_rules);
+  m.def("is_pending", &sim::is_pending);
+  m.def("set_rules", [](const std::map<std::string, std::tuple<std::set<std::string>, bool, std::string>>& given) {
+    sim::Rules rules;
+    for (const auto& [name, rule] : given) rules[name] = {std::get<0>(rule), std::get<1>(rule), std::get<2>(rule)};
+    sim::set_rules(std::move(rules));
+  });
   m.def("record_pairs", &sim::record_pairs);
   m.def("recorded_pairs", &sim::recorded_pairs);
   m.def("host_view", &sim::host_view);

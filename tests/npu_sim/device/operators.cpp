@@ -105,6 +105,7 @@ struct Call {
   int index = -1;
   bool on_host = false;
   std::string name;
+  bool judged = false;
 
   Tensor host(const Tensor& tensor, bool written, bool output) {
     if (!tensor.defined()) return tensor;
@@ -124,11 +125,22 @@ struct Call {
     return views.back().second;
   }
   void judge(const Tensor& tensor) {
-    const std::pair<std::string, std::string> pair{name, c10::toString(tensor.scalar_type())};
+    const std::string dtype = c10::toString(tensor.scalar_type());
     std::lock_guard<std::mutex> guard(lock);
-    if (recording) pairs.insert(pair);
-    auto found = rules.find(pair);
-    TORCH_CHECK(found == rules.end(), "simulated NPU: ", name, " of ", pair.second, " is refused: ", found->second);
+    if (std::exchange(judged, true)) return;  // the first tensor decides
+    if (recording) pairs.insert({name, dtype});
+    auto found = rules.find(name);
+    if (found == rules.end()) return;
+    const auto& rule = found->second;
+    TORCH_CHECK(rule.dtypes.count(dtype), "simulated NPU: ", name, " does not support ", dtype, " (", rule.source, ")");
+    TORCH_CHECK(rule.takes_dtype || !gives_dtype(), "simulated NPU: ", name, " does not support the argument dtype (",
+                rule.source, ")");
+  }
+  bool gives_dtype() const {
+    const auto& arguments = op.schema().arguments();
+    for (size_t i = 0; i < arguments.size(); ++i)
+      if (arguments[i].name() == "dtype" && !(*stack)[stack->size() - arguments.size() + i].isNone()) return true;
+    return false;
   }
   c10::IValue host_value(const c10::IValue& value, bool written, bool output) {
     if (value.isTensor()) return host(value.toTensor(), written, output);

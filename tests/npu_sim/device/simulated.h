@@ -39,6 +39,8 @@ void start_hooks();
 void set_delayed(bool on);
 bool is_delayed();
 int64_t pending_copies();
+// Whether the host would read a tensor of its own that a copy has yet to fill.
+bool is_pending(const at::Tensor& host);
 c10::Stream current_stream(int index);
 // Take a copy into the queue of the current stream of the device; the target is poisoned.
 void enqueue(const at::Tensor& source, const at::Tensor& target, int index);
@@ -48,8 +50,14 @@ void synchronize_stream(const c10::Stream& stream);
 void synchronize_device(int index);
 
 // --- rules of operators ---
-// (operator, dtype) -> why the device refuses it; operators without their namespace
-using Rules = std::map<std::pair<std::string, std::string>, std::string>;
+// operator, without its namespace -> the dtypes that its first tensor may have, whether it takes an
+// argument `dtype`, and where that is written
+struct Rule {
+  std::set<std::string> dtypes;
+  bool takes_dtype;
+  std::string source;
+};
+using Rules = std::map<std::string, Rule>;
 void set_rules(Rules rules);
 void record_pairs(bool on);
 std::set<std::pair<std::string, std::string>> recorded_pairs();

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.npu_sim import watch
+
 COMPRESSED = 2048  # axes of the mask that causal modes take
 LEFT_UP = 2  # mode of the fused attention: causal from the first token
 
@@ -135,6 +137,7 @@ def repatch(arguments: Mapping[str, Any]) -> None:
     DotProductAttention.forward = _attention
     torch_norm.WrappedTorchNorm = Norm
     fused_bias_swiglu.SwiGLUFunction = Swiglu
+    watch.packs()
 
 
 _refuse_late_start()

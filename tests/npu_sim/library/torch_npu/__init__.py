@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.npu_sim import build, rules
+from tests.npu_sim import build, rules, watch
 from tests.npu_standin import FOLDER as STANDIN
 
 MIB = 1024**2
@@ -25,7 +25,7 @@ device.set_devices(
     int(os.environ.get("RLXF_SIM_MEMORY_MIB", "65536")) * MIB,
 )
 device.start()
-device.set_rules(rules.refused())
+device.set_rules(rules.of_operators())
 torch.utils.rename_privateuse1_backend("npu")
 
 from . import _C, compiled, npu, profiler, told  # noqa: E402
@@ -73,6 +73,7 @@ torch.nn.functional.scaled_dot_product_attention = rules.checked_attention(
 compiled.apply()
 npu.register_hccl()
 npu.follow_environment()
+watch.follow_environment()
 if told.FOLDER:
     for name in __all__:
         if name.startswith("npu_"):

@@ -269,10 +269,22 @@ def _make_group(group: Any, options: Any) -> Any:
             "HCCL: a group with an empty list of ranks is the process's global group, which is "
             "there already; pass the list of its ranks"
         )
+    check_timeouts(os.environ)
     gloo = dist.ProcessGroupGloo(
         group.store, group.group_rank, group.group_size, timeout=group.timeout
     )
     return _device.make_hccl(gloo)
+
+
+def check_timeouts(environment: Any) -> None:
+    """ProcessGroupHCCL.cpp (v2.7.1-7.3.0) warns of it; here it is an error, so that it is seen."""
+    event = int(environment.get("HCCL_EVENT_TIMEOUT", -1))
+    execute = int(environment.get("HCCL_EXEC_TIMEOUT", 1836))
+    if event > 0 and (event <= execute or execute == 0):
+        raise RuntimeError(
+            f"The value of HCCL_EVENT_TIMEOUT:{event} is less than or equal to the value of "
+            f"HCCL_EXEC_TIMEOUT:{execute}: raise the first, or lower the second"
+        )
 
 
 def __getattr__(name: str) -> Any:
