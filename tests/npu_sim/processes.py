@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from tests.npu_standin import FOLDER as STANDIN
 from tests.processes import ROOT
 
 HERE = Path(__file__).resolve().parent
 LIBRARY, ADAPTOR = HERE / "library", HERE / "adaptor"
 
 
-def environment(scratch: Path, devices: int = 1, **variables: str) -> dict[str, str]:
+def environment(
+    scratch: Path, devices: int = 1, sources: Sequence[Path] = (), **variables: str
+) -> dict[str, str]:
     """Of a process with simulated NPUs: its path of imports, and a CANN that holds nothing.
 
     scratch: a folder for links and files that the process finds
+    sources: folders of MindSpeed and of the Megatron-LM that it pairs with; none = the installed
+             megatron-core and the small adaptor
     """
     library = scratch / "cann" / "lib64" / "libascendcl.so"
     library.parent.mkdir(parents=True, exist_ok=True)
     library.touch()
-    path = [ROOT, megatron(scratch), ADAPTOR, LIBRARY]
+    path = [ROOT, *(sources or (megatron(scratch), ADAPTOR)), LIBRARY, STANDIN]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, path)),

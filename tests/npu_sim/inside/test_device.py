@@ -29,7 +29,7 @@ def test_devices_are_apart_and_count_their_own_memory(device: Any) -> None:
     before = [device.memory(i)[0] for i in range(2)]
     tensor = torch.zeros(MIB, device="npu:1")
     assert [device.memory(i)[0] - before[i] for i in range(2)] == [0, 4 * MIB]
-    with pytest.raises(RuntimeError, match="npu:1 and npu:0|npu:0 and npu:1"):
+    with pytest.raises(RuntimeError, match=r"npu:1 and npu:0|npu:0 and npu:1"):
         tensor + torch.zeros(MIB, device="npu:0")
     doubled = tensor * 2  # results of operators count too
     assert device.memory(1)[0] - before[1] == 8 * MIB and doubled.device.index == 1
