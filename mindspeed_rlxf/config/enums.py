@@ -125,6 +125,21 @@ class OldLogProbs(str, Enum):
     ROLLOUT = "rollout"
 
 
+class Recompute(str, Enum):
+    """Activations that the backward pass computes once more instead of keeping them."""
+
+    NONE = "none"
+    SELECTIVE = "selective"  # those of the MLP or of the experts
+    FULL = "full"  # those of whole layers
+
+
+class RecomputeMethod(str, Enum):
+    """Layers that `Recompute.FULL` is about, within each stage or chunk."""
+
+    UNIFORM = "uniform"  # all, in groups of recompute_num_layers, whose inputs are kept
+    BLOCK = "block"  # the first recompute_num_layers, each by itself
+
+
 class RewardKind(str, Enum):
     """Source of the score."""
 

@@ -10,6 +10,8 @@ from mindspeed_rlxf.config.enums import (
     DpoLoss,
     LrDecayStyle,
     PolicyLoss,
+    Recompute,
+    RecomputeMethod,
     RewardKind,
 )
 from mindspeed_rlxf.config.errors import Problem, ref
@@ -35,6 +37,7 @@ class OptimizerConfig(Section):
     use_distributed_optimizer: bool = key(False, "shard optimizer state over DP", "reshard")
 
     def broken_rules(self) -> Iterator[Problem]:
+        """Yield a problem when `min_lr` is above `lr`."""
         if self.min_lr > self.lr:  # Megatron asserts it for a constant rate too
             yield Problem(
                 "min_lr",
@@ -77,11 +80,18 @@ class RoleConfig(Section):
         return self.architecture.num_layers // (self.pipeline_model_parallel_size * per_chunk)
 
     @property
+    def layers_per_chunk(self) -> int:
+        """Layers of a stage, or of each of its chunks."""
+        stages = self.pipeline_model_parallel_size * self.model_chunks
+        return self.architecture.num_layers // stages
+
+    @property
     def micro_batch_multiple(self) -> int:
         """Factor of the number of micro-batches that the interleaved schedule needs, else 1."""
         return self.pipeline_model_parallel_size if self.model_chunks > 1 else 1
 
     def broken_rules(self) -> Iterator[Problem]:
+        """Yield broken rules between model, parallel sizes and micro-batches; none for a rule."""
         if self.architecture is None:  # that of a rule is
             return
         if self.max_tokens_per_micro_batch is not None and not self.packed_sequences:
@@ -104,6 +114,7 @@ class RoleConfig(Section):
             )
 
     def _pipeline(self) -> Iterator[Problem]:
+        """Yield a problem when pipeline stages or chunks do not divide the layers."""
         layers, pp = self.architecture.num_layers, self.pipeline_model_parallel_size
         per_chunk = self.num_layers_per_virtual_pipeline_stage
         reads = ("architecture.num_layers",)
@@ -132,34 +143,79 @@ class RoleConfig(Section):
             )
 
 
-def _rules_of_learning(section: RoleConfig) -> Iterator[Problem]:
-    """Yield broken rules of training a mixture of experts."""
-    a, tp = section.architecture, section.tensor_model_parallel_size
-    if a.num_experts is not None and tp > 1 and not section.sequence_parallel:
-        yield Problem(
-            "sequence_parallel",
-            f"must be true where a model with experts learns with tensor_model_parallel_size={tp}",
-            False,
-            f"use {ref('sequence_parallel')}=true",
-            reads=("tensor_model_parallel_size", "architecture.num_experts"),
-        )
-    if a.balances_experts and section.pipeline_model_parallel_size > 1:
-        yield Problem(
-            "architecture.moe_aux_loss_coeff",
-            f"needs {ref(PIPELINE)}=1, not {section.pipeline_model_parallel_size}, whose last "
-            "stage alone knows the weight of a micro-batch",
-            f"{a.moe_aux_loss_coeff:g}",
-            "use 0, or one stage",
-        )
+class LearningConfig(RoleConfig):
+    """Keys of the roles that learn."""
 
-
-class ActorConfig(RoleConfig):
-    """The policy: generation and training."""
-
-    optimizer: OptimizerConfig = key(..., "optimizer of the policy")
+    optimizer: OptimizerConfig = key(..., "optimizer of the role")
     save: str | None = key(
         None, "folder of the trained weights; null = final/ in the run directory", "free"
     )
+    shuffle_minibatch: bool = key(False, "shuffle samples before they are cut in mini-batches")
+    recompute: Annotated[Recompute, Word] = key(
+        Recompute.NONE, "compute activations again in backward: of MLPs, or of whole layers", "free"
+    )
+    recompute_method: Annotated[RecomputeMethod, Word] = key(
+        RecomputeMethod.UNIFORM, "recompute=full: all layers in groups, or the first ones", "free"
+    )
+    recompute_num_layers: int = key(
+        1, "recompute=full: layers of a group (uniform), or of a stage (block)", "free", ge=1
+    )
+
+    def broken_rules(self) -> Iterator[Problem]:
+        yield from super().broken_rules()
+        yield from self._experts()
+        if not any(self._pipeline()):
+            yield from self._recomputed()
+
+    def _experts(self) -> Iterator[Problem]:
+        """Yield broken rules of training a mixture of experts."""
+        a, tp = self.architecture, self.tensor_model_parallel_size
+        if a.num_experts is not None and tp > 1 and not self.sequence_parallel:
+            yield Problem(
+                "sequence_parallel",
+                "must be true where a model with experts learns with "
+                f"tensor_model_parallel_size={tp}",
+                False,
+                f"use {ref('sequence_parallel')}=true",
+                reads=("tensor_model_parallel_size", "architecture.num_experts"),
+            )
+        if a.balances_experts and self.pipeline_model_parallel_size > 1:
+            yield Problem(
+                "architecture.moe_aux_loss_coeff",
+                f"needs {ref(PIPELINE)}=1, not {self.pipeline_model_parallel_size}, whose last "
+                "stage alone knows the weight of a micro-batch",
+                f"{a.moe_aux_loss_coeff:g}",
+                "use 0, or one stage",
+            )
+
+    def _recomputed(self) -> Iterator[Problem]:
+        """Megatron would fail at the first step, or recompute fewer layers than asked for."""
+        size, layers = self.recompute_num_layers, self.layers_per_chunk
+        reads = ("architecture.num_layers", PIPELINE, CHUNK)
+        if self.recompute is not Recompute.FULL:
+            return
+        if self.recompute_method is RecomputeMethod.UNIFORM and layers % size:
+            yield Problem(
+                "recompute_num_layers",
+                f"must divide the {layers} layers of a stage or chunk of {self.model} with "
+                f"{ref('recompute_method')}=uniform",
+                size,
+                use(neighbours(size, divisors(layers))),
+                reads=reads,
+            )
+        elif size > layers:
+            yield Problem(
+                "recompute_num_layers",
+                f"must be at most the {layers} layers of a stage or chunk of {self.model}",
+                size,
+                f"use {layers}",
+                reads=reads,
+            )
+
+
+class ActorConfig(LearningConfig):
+    """The policy: generation and training."""
+
     do_sample: bool = key(False, "sample; false = greedy")
     temperature: float = key(1.0, "divides the logits; used only when sampling", gt=0)
     top_k: int = key(0, "sample among this many; 0 = all", ge=0)
@@ -206,7 +262,6 @@ class ActorConfig(RoleConfig):
     dpo_loss_type: Annotated[DpoLoss, Word] = key(
         DpoLoss.SIGMOID, "stage ray_online_dpo: loss of a pair"
     )
-    shuffle_minibatch: bool = key(False, "shuffle samples before they are cut in mini-batches")
 
     @property
     def logit_temperature(self) -> float:
@@ -214,7 +269,8 @@ class ActorConfig(RoleConfig):
         return self.temperature if self.do_sample else 1.0
 
     def broken_rules(self) -> Iterator[Problem]:
-        yield from [*super().broken_rules(), *_rules_of_learning(self)]
+        """Yield broken rules of a role, of learning, of generation and of a split pool."""
+        yield from super().broken_rules()
         if self.min_new_tokens > self.max_new_tokens:
             yield Problem(
                 "min_new_tokens",
@@ -256,21 +312,13 @@ class RefConfig(RoleConfig):
     load: str | None = key(None, "folder of the frozen weights, Hugging Face's or Megatron's")
 
 
-class CriticConfig(RoleConfig):
+class CriticConfig(LearningConfig):
     """The value model."""
 
-    optimizer: OptimizerConfig = key(..., "optimizer of the critic")
-    save: str | None = key(
-        None, "folder of the trained weights; null = final/ in the run directory", "free"
-    )
     critic_mini_batch_size: int = key(1, "samples per optimizer step over all DP ranks", ge=1)
     critic_update_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
     cliprange_value: float | None = key(3.0, "value clip; null = none", gt=0)
     vf_coef: float = key(1.0, "weight of the value loss", ge=0)
-    shuffle_minibatch: bool = key(False, "shuffle samples before they are cut in mini-batches")
-
-    def broken_rules(self) -> Iterator[Problem]:
-        yield from [*super().broken_rules(), *_rules_of_learning(self)]
 
 
 class RewardConfig(RoleConfig):
@@ -286,17 +334,18 @@ class RewardConfig(RoleConfig):
     )
 
     def broken_rules(self) -> Iterator[Problem]:
+        """Yield broken rules of a role, and two ways of scoring at once."""
         yield from super().broken_rules()
         if self.verifier and self.kind is RewardKind.MODEL:
             yield Problem(
                 "verifier",
-                f"scores by rule, {ref('kind')}=model by a model",
+                f"must be false with {ref('kind')}=model, which scores by a model",
                 True,
                 "remove one of them",
             )
         if self.verifier and self.rules:
             yield Problem(
                 "rules",
-                f"choose a rule by data source, {ref('verifier')}=true scores all alike",
+                f"must be empty with {ref('verifier')}=true, which scores all prompts alike",
                 remedy="remove one of them",
             )

@@ -15,17 +15,21 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.config.schema import LearningConfig, OptimizerConfig, RoleConfig
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
+from mindspeed_rlxf.models.transformer import (
+    TransformerModel,
+    recompute_settings,
+    transformer_config,
+)
 
 
 def build_chunks(
     role: RoleConfig, head: Head, groups: ParallelGroups, dtype: torch.dtype
 ) -> list[TransformerModel]:
-    """The chunks of this pipeline rank, one without a virtual pipeline; weights are not set."""
+    """Build this pipeline rank's chunks, one without a virtual pipeline; weights are not set."""
     assert role.architecture is not None, "checked beforehand"
     count = role.model_chunks
     config = transformer_config(
@@ -36,6 +40,7 @@ def build_chunks(
         dtype,
         count,
         groups.ep.size(),
+        recompute_settings(role) if isinstance(role, LearningConfig) else None,
     )
     chunks = []
     for chunk in range(count):

@@ -7,6 +7,8 @@ the last stage, for just the tokens that are asked for.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
@@ -26,7 +28,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.config.enums import Recompute
+from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.models.attention import Attend, CoreAttention, FusedAttention
 from mindspeed_rlxf.models.experts import moe_settings, use_own_router
@@ -140,12 +143,12 @@ class TransformerModel(LanguageModule):
                 )
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
-        """Hidden states of the stage before; called by Megatron's schedule."""
+        """Set the hidden states of the stage before; called by Megatron's schedule."""
         tensors = input_tensor if isinstance(input_tensor, list) else [input_tensor]
         self.decoder.set_input_tensor(tensors[0])
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend | None) -> Tensor:
-        """token_ids [b, s], positions [s] -> hidden states [s, b, hidden] of this stage.
+        """Compute this stage's hidden states [s, b, hidden] from token_ids [b, s], positions [s].
 
         With sequence parallel a rank holds its part of the first axis.
         """
@@ -160,13 +163,13 @@ class TransformerModel(LanguageModule):
 
     @property
     def output_weight(self) -> Tensor:
-        """[vocab / tp, hidden] of the language-model head on the last stage."""
+        """The language-model head's weight on the last stage, [vocab / tp, hidden]."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
     def full_hidden(self, hidden: Tensor, partial_gradient: bool) -> Tensor:
-        """Hidden states [s * b, hidden] of all tokens, in the order of [s, b].
+        """Gather the hidden states of all tokens, [s * b, hidden] in the order of [s, b].
 
         partial_gradient: what follows differs between tensor-parallel ranks (a vocabulary shard),
         so that their gradients have to be summed; otherwise every rank computes the same one.
@@ -180,7 +183,7 @@ class TransformerModel(LanguageModule):
         return hidden.flatten(0, 1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):  # type: ignore[no-untyped-def]
-        """As the language module's; a score head has no output layer to tie or pad."""
+        """Return the language module's sharded state; a score head has no output layer in it."""
         with megatron_versions.current_chunk(self.vp_stage):
             if self.head is Head.SCORE:
                 return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
@@ -190,7 +193,7 @@ class TransformerModel(LanguageModule):
 def layer_spec(
     config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Megatron's local layer with our norm and core attention, for the layers of this stage.
+    """Specify this stage's layers: Megatron's local ones with our norm and core attention.
 
     On NPU with Megatron's, in whose place MindSpeed puts fused operators.
     """
@@ -213,6 +216,24 @@ def layer_spec(
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)
 
 
+def recompute_settings(role: LearningConfig) -> dict[str, Any]:
+    """Megatron's settings for what the backward pass of a role computes once more.
+
+    Megatron's own choice of parts, the core attention, would save nothing: fused kernels keep no
+    scores. The MLP holds most of what a layer keeps.
+    """
+    if role.recompute is Recompute.NONE:
+        return {}
+    if role.recompute is Recompute.SELECTIVE:
+        part = "mlp" if role.architecture.num_experts is None else "moe"
+        return {"recompute_granularity": "selective", "recompute_modules": [part]}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": role.recompute_method.value,
+        "recompute_num_layers": role.recompute_num_layers,
+    }
+
+
 def transformer_config(
     architecture: ArchitectureConfig,
     tp: int = 1,
@@ -221,10 +242,13 @@ def transformer_config(
     dtype: torch.dtype = torch.float32,
     chunks: int = 1,
     ep: int = 1,
+    recompute: dict[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Megatron's configuration for one role; fusions that need extra kernels are off, but for
-    the activation's where MindSpeed brings one.
+    """Make Megatron's configuration for one role.
 
+    Fusions that need extra kernels are off, except the activation's where MindSpeed has one.
+
+    recompute: see `recompute_settings`
     chunks: of the model on a pipeline rank. The interleaved schedule may then send forward and
         backward between the same two ranks, which needs one exchange for each direction
         (overlap_p2p_comm): in one batch they would be mixed up with two stages.
@@ -258,6 +282,7 @@ def transformer_config(
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even dense
         **moe_settings(a, tp, ep),
+        **(recompute or {}),
         calculate_per_token_loss=True,
         use_cpu_initialization=True,
         perform_initialization=False,  # every weight is loaded or set by name

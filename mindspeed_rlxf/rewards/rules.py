@@ -62,7 +62,7 @@ BUILTIN_RULES: dict[str, Rule] = {
 
 
 def register_rule(name: str) -> Callable[[Rule], Rule]:
-    """Decorator that makes a function a choice of `reward.rules`.
+    """Decorate a function to make it a choice of `reward.rules`.
 
     Raises ValueError for a name that is taken.
     """

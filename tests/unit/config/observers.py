@@ -32,7 +32,7 @@ from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.protocol import TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head, stage_parameters
 from mindspeed_rlxf.models.rope import inverse_frequencies
-from mindspeed_rlxf.models.transformer import transformer_config
+from mindspeed_rlxf.models.transformer import recompute_settings, transformer_config
 from mindspeed_rlxf.ops.doctor import subject
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.plan import plan
@@ -73,6 +73,11 @@ def megatron(config: RunConfig) -> Any:
     numbers = {key: value for key, value in told if not callable(value)}
     shapes = [repr(part) for part in stage_parameters(architecture, Head.LANGUAGE_MODEL, 0, 1)]
     return repr(numbers), shapes, inverse_frequencies(architecture).tolist()
+
+
+def recomputed(config: RunConfig) -> Any:
+    """What Megatron is told to compute once more."""
+    return [recompute_settings(role) for role in (config.actor_rollout, config.value_model)]
 
 
 def fresh_head(config: RunConfig) -> Any:

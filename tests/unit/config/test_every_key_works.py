@@ -209,8 +209,16 @@ EVERY_ROLE: dict[str, Any] = {
     "bf16": Case(True),
     "packed_sequences": Case(False, see.micro_batches),
 }  # fmt: skip
-ACTOR_KEYS: dict[str, Any] = {
+FULL = {"training.recompute": "full"}
+LEARNING_KEYS: dict[str, Any] = {
     "save": Case("elsewhere"),
+    "shuffle_minibatch": Case(True, see.orders),
+    "recompute": Case("selective", see.recomputed),
+    "recompute_method": Case("block", see.recomputed, FULL),
+    "recompute_num_layers": Case(2, see.recomputed, FULL),
+}
+ACTOR_KEYS: dict[str, Any] = {
+    **LEARNING_KEYS,
     "do_sample": Case(True),
     "temperature": Case(0.5, see.loss, SAMPLE),
     "top_k": SAMPLING,
@@ -234,15 +242,13 @@ ACTOR_KEYS: dict[str, Any] = {
     "entropy_coeff": Case(0.5, see.loss),
     "dpo_beta": Case(0.5, see.loss, PAIRS),
     "dpo_loss_type": Case("ipo", see.loss, PAIRS),
-    "shuffle_minibatch": Case(True, see.orders),
 }  # fmt: skip
 CRITIC_KEYS: dict[str, Any] = {
-    "save": Case("elsewhere"),
+    **LEARNING_KEYS,
     "critic_mini_batch_size": Case(24),
     "critic_update_epochs": Case(2),
     "cliprange_value": Case(0.1, see.valued),
     "vf_coef": Case(0.5, see.valued),
-    "shuffle_minibatch": Case(True, see.orders),
 }  # fmt: skip
 REWARD_KEYS: dict[str, Any] = {
     "kind": Case("model", base={"placement.reward": "main"}),
@@ -272,6 +278,7 @@ LOGGING: dict[str, Any] = {
     "samples": Case(5, see.recorded),
     "samples_file_mb": Case(7, see.recorded),
     "console_metrics": Case(["critic/kl"], see.recorded),
+    "reference_kl": Case(True, base={"algorithm.kl_ctrl.kl_coef": 0.0}),
 }
 DEVICE: dict[str, Any] = {
     "kind": Case("cuda", base=JOINED),
