@@ -27,9 +27,10 @@ def environment(
     library.parent.mkdir(parents=True, exist_ok=True)
     library.touch()
     path = [ROOT, *(sources or (megatron(scratch), ADAPTOR)), LIBRARY, STANDIN]
+    given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "PYTHONPATH": os.pathsep.join([*map(str, path), *given]),
         "ASCEND_HOME_PATH": str(scratch / "cann"),
         "LD_LIBRARY_PATH": str(library.parent),
         "RLXF_STANDIN_DEVICES": str(devices),
