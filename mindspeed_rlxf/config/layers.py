@@ -47,7 +47,7 @@ from mindspeed_rlxf.config.suggest import closest, format_value
 AUTO = "auto"
 """`model: auto` takes the architecture from the folder that a role loads."""
 
-VERBATIM = ("model", "resource_pool", "rules")
+VERBATIM = ("model", "resource_pool", "rules", "chat_template_kwargs")
 """Sections whose keys are names that the user chose."""
 
 

@@ -86,6 +86,7 @@ class Prompts(Rows):
     ground_truths: list[str]
     data_sources: list[str]
     responses: list[list[int]]  # empty, or the tokens to use in place of generated ones
+    extra_info: list[dict[str, Any]]  # other columns of the rows, for reward functions
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class Rollouts(Rows):
     rollout_log_probs: Tensor  # [batch, response] fp32, unfiltered, 0 where not trained
     ground_truths: list[str]
     data_sources: list[str]
+    extra_info: list[dict[str, Any]]  # as in Prompts
     # [batch, response] int32: actor updates that the weights behind each token had seen, 0 where
     # padded
     weights_version: Tensor

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,8 +51,8 @@ class Prepared:
 
     tokenizer: Any = None
     eos_token_ids: tuple[int, ...] = ()
-    train_prompts: list[Prompt] = field(default_factory=list)
-    val_prompts: list[Prompt] = field(default_factory=list)
+    train_prompts: Sequence[Prompt] = ()
+    val_prompts: Sequence[Prompt] = ()
     fixed_responses: FixedResponses | None = None
     validate_by_rule: bool = True
     notices: list[str] = field(default_factory=list)  # printed before the run
@@ -177,7 +178,7 @@ def _prompts(
     if prefixes:
         indexed = _collect(problems, lambda: load_indexed_prompts(prefixes, *arguments))
         return indexed or IndexedPrompts()
-    return IndexedPrompts(_collect(problems, lambda: load_prompts(files, *arguments)) or [])
+    return IndexedPrompts(_collect(problems, lambda: load_prompts(files, *arguments)) or ())
 
 
 def check_weights(config: RunConfig, role: Role) -> list[Problem]:
@@ -274,6 +275,6 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
     except UserError as error:
         return error.problems
     if config.reward.kind is RewardKind.RULE:
-        return manager.check(prepared.train_prompts + prepared.val_prompts)
+        return manager.check(chain(prepared.train_prompts, prepared.val_prompts))
     prepared.validate_by_rule = not manager.check(prepared.val_prompts)
     return []
