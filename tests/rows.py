@@ -50,7 +50,6 @@ def made_rollouts(
         "rollout_log_probs": torch.zeros(response_ids.shape),
         "ground_truths": [""] * rows,
         "data_sources": [""] * rows,
-        "extra_info": [{} for _ in range(rows)],
         "weights_version": torch.zeros(response_ids.shape, dtype=torch.int32),
     }
     given = {

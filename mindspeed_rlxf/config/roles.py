@@ -10,7 +10,6 @@ from mindspeed_rlxf.config.enums import (
     DpoLoss,
     LrDecayStyle,
     PolicyLoss,
-    RewardKind,
 )
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.fields import Integers, Section, Word, key
@@ -271,32 +270,3 @@ class CriticConfig(RoleConfig):
 
     def broken_rules(self) -> Iterator[Problem]:
         yield from [*super().broken_rules(), *_rules_of_learning(self)]
-
-
-class RewardConfig(RoleConfig):
-    """The reward. A rule needs no model and computes on the CPU."""
-
-    load: str | None = key(None, "folder of the reward model, Hugging Face's or Megatron's")
-    kind: Annotated[RewardKind, Word] = key(RewardKind.MODEL, "reward model or rules")
-    model: str | None = key(None, "name of the architecture; none for a rule")  # type: ignore[assignment]
-    architecture: ArchitectureConfig | None = key(None, "none for a rule")  # type: ignore[assignment]
-    rules: dict[str, str] = key({}, "data source -> rule, added to the built-in table")
-    verifier: bool = key(
-        False, "score every prompt by algorithm.verifier_function; kind is rule then"
-    )
-
-    def broken_rules(self) -> Iterator[Problem]:
-        yield from super().broken_rules()
-        if self.verifier and self.kind is RewardKind.MODEL:
-            yield Problem(
-                "verifier",
-                f"scores by rule, {ref('kind')}=model by a model",
-                True,
-                "remove one of them",
-            )
-        if self.verifier and self.rules:
-            yield Problem(
-                "rules",
-                f"choose a rule by data source, {ref('verifier')}=true scores all alike",
-                remedy="remove one of them",
-            )

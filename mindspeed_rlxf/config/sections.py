@@ -299,8 +299,8 @@ class DataConfig(Section):
     ground_truth_key: str = key("ground_truth", "column of the expected answer")
     data_source_key: str = key("data_source", "column that chooses the reward rule")
     default_data_source: str | None = key(None, "data source of rows without one")
-    extra_columns: Strings = key(
-        ("extra_info",), "columns for reward functions: an object gives its fields"
+    extra_columns: Annotated[tuple[str, ...] | None, Word] = key(
+        None, "other columns, for reward functions; null = all, [] = none"
     )
     system_prompt: str | None = key(
         None, "message of the system for chats without one", min_length=1

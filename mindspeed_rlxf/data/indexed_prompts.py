@@ -108,8 +108,10 @@ class _DataSet:
             self._check_tokenizer(self.sidecar)
             self._check_special_tokens(self.sidecar)
             names = {c.name: c.file for c in self.sidecar.columns if c.encoding == "json"}
-        keys = (data.ground_truth_key, data.data_source_key, *data.extra_columns)
+        keys = (data.ground_truth_key, data.data_source_key, *(data.extra_columns or ()))
         needed = {name for key in keys for name in (key, key.split(".")[0])} & names.keys()
+        if self.sidecar is not None and data.extra_columns is None:
+            needed = set(names)
         self._columns = {name: self._open(names[name]) for name in sorted(needed)}
         self._largest_id = max(tokenizer.get_vocab().values())
         self._labels = self._open_labels()

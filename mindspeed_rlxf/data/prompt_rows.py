@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ from mindspeed_rlxf.data.prompt_store import Labels
 ROLE = re.compile(r"[\w .:-]{1,64}")  # templates such as `<{role}>` could make tokens of others
 RULE = "a prompt must be text or a list of chat messages {role, content}"
 SYSTEM = "system"
+EXTRA = "extra_info"
 
 
 @dataclass
@@ -111,7 +111,7 @@ def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems)
     source = look_up(row, data.data_source_key)
     source = data.default_data_source if source is None else source
     found = [_truth_problem(truth), _source_problem(source, data)]
-    extra, extra_problem = _read_extra(row, data)
+    extra, extra_problem = read_extra(row, data)
     broken = [problem for problem in (*found, extra_problem) if problem]
     for problem in broken:
         problems.add(number, problem)
@@ -134,32 +134,38 @@ def _source_problem(source: Any, data: DataConfig) -> Problem | None:
     return fault(f"{rule}, {found}", remedy)
 
 
-def _read_extra(row: Row, data: DataConfig) -> tuple[dict[str, Any], Problem | None]:
-    """Collect the columns of `extra_columns`: of an object its fields, else the value by its name.
+def read_extra(row: Row, data: DataConfig) -> tuple[dict[str, Any], Problem | None]:
+    """Collect the columns beside prompt, ground truth and data source that hold something.
 
-    Absent and null columns are left out.
+    A column that a key of `data` reaches into counts too, because it may hold more. The fields of
+    an object named `extra_info` are laid over the columns, by their own names.
     """
     extra: dict[str, Any] = {}
-    for key in data.extra_columns:
+    for key in _extra_names(row, data):
         value = look_up(row, key)
-        if (reason := _not_plain(value)) is not None:
-            rule = f"column {key!r} must hold text, numbers, lists and objects, not {reason}"
+        if (kind := _foreign_type(value)) is not None and data.extra_columns is not None:
+            rule = f"column {key!r} must hold text, numbers, lists and objects, not {kind}"
             return {}, fault(rule, "convert it, or take it out of data.extra_columns")
-        if isinstance(value, dict):
-            extra |= value
-        elif value is not None:
+        if kind is None and value is not None:
             extra[key] = value
+    own = extra.get(EXTRA)
+    if isinstance(own, dict):
+        del extra[EXTRA]
+        extra |= own
     return extra, None
 
 
-def _not_plain(value: Any) -> str | None:
-    """Name the first value in a value of a row that JSON does not have; None = all is plain."""
-    if isinstance(value, dict):
-        return next((r for v in value.values() if (r := _not_plain(v)) is not None), None)
-    if isinstance(value, list):
-        return next((r for v in value if (r := _not_plain(v)) is not None), None)
-    if value is None or isinstance(value, (str, bool, int)):
-        return None
-    if isinstance(value, float):
-        return None if math.isfinite(value) else str(value)
-    return type(value).__name__
+def _extra_names(row: Row, data: DataConfig) -> Iterable[str]:
+    if data.extra_columns is not None:
+        return data.extra_columns
+    named = {data.prompt_key, data.ground_truth_key, data.data_source_key}
+    return (name for name in row if name not in named)
+
+
+def _foreign_type(value: Any) -> str | None:
+    """Name the type of the first value in a value of a row that JSON does not have."""
+    if isinstance(value, (dict, list)):
+        inner = value.values() if isinstance(value, dict) else value
+        return next((kind for v in inner if (kind := _foreign_type(v)) is not None), None)
+    plain = value is None or isinstance(value, (str, bool, int, float))
+    return None if plain else type(value).__name__

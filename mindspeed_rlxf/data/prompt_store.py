@@ -7,7 +7,7 @@ import os
 import struct
 import tempfile
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, overload
 
@@ -27,7 +27,7 @@ class Labels:
 
     ground_truth: str
     data_source: str
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    extra_info: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class Prompt:
     token_ids: Int64Array
     ground_truth: str
     data_source: str
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    extra_info: dict[str, Any] = field(default_factory=dict)
 
 
 class PromptStore(Sequence[Prompt]):

@@ -64,8 +64,8 @@ def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Ro
         rollout_log_probs=_pad([torch.tensor(r.log_probs) for r in ordered], torch.float32),
         ground_truths=prompts.ground_truths,
         data_sources=prompts.data_sources,
-        extra_info=prompts.extra_info,
         weights_version=_pad(versions, torch.int32),
+        extra_infos=prompts.extra_infos,
     )
 
 

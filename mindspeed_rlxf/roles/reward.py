@@ -6,7 +6,7 @@ import torch
 
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, Scores
+from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, RuleScores, Scores
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
@@ -30,6 +30,25 @@ class RewardRole:
             return self.score_by_rule(rollouts)
         scores = self.engine.scores(rollouts)
         return RoleOutput(scores, ScoreReport(scores.scores.tolist()) if scores else None)
+
+    def score_beside_rules(self, rollouts: Rollouts, rules: RuleScores) -> RoleOutput:
+        """Add the weighted score of the model to the scores of functions.
+
+        rules: of the same samples. A sample that failed there keeps its score.
+        """
+        output = self.score(rollouts)
+        if output.rows is None:  # this rank is no leader
+            return output
+        weight = self.config.model_weight
+        scores, parts = [], []
+        rows = zip(
+            output.report.scores, rules.scores.tolist(), rules.parts, rules.failures, strict=True
+        )
+        for of_model, of_rules, named, failure in rows:
+            scores.append(of_rules if failure else weight * of_model + of_rules)
+            parts.append({**named, "model": of_model})
+        report = ScoreReport(scores, parts, rules.failures)
+        return RoleOutput(Scores(torch.tensor(scores, dtype=torch.float32)), report)
 
     def score_by_rule(self, rollouts: Rollouts) -> RoleOutput:
         """Score by the rule of each sample's data source."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from mindspeed_rlxf.roles.reports import (
@@ -37,10 +38,20 @@ def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
 
 
 def score_metrics(report: ScoreReport) -> dict[str, float]:
-    """Average the named parts of rule rewards; `experience_metrics` has the score itself."""
-    parts = report.parts
-    names = sorted({name for part in parts for name in part})
-    return {f"reward/{n}": sum(p.get(n, 0.0) for p in parts) / len(parts) for n in names}
+    """Average the named parts of rewards over the samples that have them; count failed samples.
+
+    `experience_metrics` has the score itself.
+    """
+    values: dict[str, list[float]] = {}
+    for part in report.parts:
+        for name, value in part.items():
+            values.setdefault(name, []).append(value)
+    metrics = {f"reward/{n}": sum(v) / len(v) for n, v in sorted(values.items())}
+    if report.failures:
+        causes = Counter(failure.cause for failure in report.failures if failure)
+        metrics["reward/failed"] = float(causes.total())
+        metrics |= {f"reward/failed_{cause}": float(n) for cause, n in sorted(causes.items())}
+    return metrics
 
 
 def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> dict[str, float]:

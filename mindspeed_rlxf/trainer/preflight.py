@@ -26,6 +26,7 @@ from mindspeed_rlxf.data.tokenizer import (
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.sizes import HEADS
 from mindspeed_rlxf.rewards.manager import RewardManager
+from mindspeed_rlxf.rewards.plans import check_functions, needs_processes, rule_decides
 from mindspeed_rlxf.rollout.engines import ENGINES, NATIVE
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.driver_state import (
@@ -55,6 +56,7 @@ class Prepared:
     val_prompts: Sequence[Prompt] = ()
     fixed_responses: FixedResponses | None = None
     validate_by_rule: bool = True
+    scores_in_processes: bool = False  # by functions or slow rules, see `rewards.workers`
     notices: list[str] = field(default_factory=list)  # printed before the run
 
 
@@ -274,7 +276,17 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
         manager = RewardManager(dict(config.reward.rules), config.verifiers)
     except UserError as error:
         return error.problems
-    if config.reward.kind is RewardKind.RULE:
-        return manager.check(chain(prepared.train_prompts, prepared.val_prompts))
+    reward, parts = config.reward, (prepared.train_prompts, prepared.val_prompts)
+    if problems := list(check_functions(reward)):
+        return problems
+    by_rule = reward.kind is RewardKind.RULE
+    scored = chain(*parts) if by_rule else prepared.val_prompts
+    sources = {prompt.data_source for prompt in scored}
+    prepared.scores_in_processes = needs_processes(reward, sources)
+    if reward.parts:
+        prepared.validate_by_rule = by_rule
+        return manager.check(p for p in chain(*parts) if rule_decides(reward, p.data_source))
+    if by_rule:
+        return manager.check(chain(*parts))
     prepared.validate_by_rule = not manager.check(prepared.val_prompts)
     return []

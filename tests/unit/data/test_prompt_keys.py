@@ -51,29 +51,30 @@ def test_rows_of_the_usual_columns_are_read_from_parquet(
     config = data(ground_truth_key="reward_model.ground_truth")
     prompt, other = load_prompts(str(file), make_tokenizer(), config, 100)
     assert (prompt.text, prompt.ground_truth) == ("<bos><user>hi<assistant>", "4")
-    assert prompt.extra_info == {"split": "train", "index": 7, "choices": ["a", "b"]}
-    assert other.extra_info == {}
-    columns = ["extra_info", "ability", "reward_model.style"]
-    config = data(extra_columns=columns)
+    columns = {"ability": "math", "reward_model": row["reward_model"]}
+    assert prompt.extra_info == {**columns, "split": "train", "index": 7, "choices": ["a", "b"]}
+    assert other.extra_info == columns
+    config = data(extra_columns=["extra_info", "reward_model.style"])
     prompt, other = load_prompts(str(file), make_tokenizer(), config, 100)
-    assert other.extra_info == {"ability": "math", "reward_model.style": "rule"}
+    assert other.extra_info == {"reward_model.style": "rule"}
     assert prompt.extra_info == {**row["extra_info"], **other.extra_info}  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(
-    ("value", "kind"),
-    [(datetime.date(2024, 2, 3), "date"), (b"\x00", "bytes"), ([{"a": math.inf}], "inf")],
+    ("value", "kind"), [(datetime.date(2024, 2, 3), "date"), ([{"a": b"\x00"}], "bytes")]
 )
-def test_other_columns_hold_plain_values(
+def test_columns_that_are_named_hold_plain_values_and_others_are_left_out(
     value: Any, kind: str, make_tokenizer: MakeTokenizer, tmp_path: Path
 ) -> None:
     file = tmp_path / "rows.parquet"
-    pq.write_table(pa.Table.from_pylist([{"prompt": "a", "extra_info": {"x": value}}]), file)
-    assert first_problem(str(file), make_tokenizer(), data()) == (
-        f"1: column 'extra_info' must hold text, numbers, lists and objects, not {kind}; "
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a", "x": {"y": value}, "z": math.inf}]), file)
+    assert first_problem(str(file), make_tokenizer(), data(extra_columns=["x"])) == (
+        f"1: column 'x' must hold text, numbers, lists and objects, not {kind}; "
         "convert it, or take it out of data.extra_columns"
     )
-    assert len(load_prompts(str(file), make_tokenizer(), data(extra_columns=[]), 100)) == 1
+    for columns, found in ((None, {"z": math.inf}), ([], {})):
+        (prompt,) = load_prompts(str(file), make_tokenizer(), data(extra_columns=columns), 100)
+        assert prompt.extra_info == found
 
 
 def test_chat_template_kwargs_reach_the_template(

@@ -24,7 +24,7 @@ RESULTS = [  # as they finish
 def test_rows_stand_in_the_order_of_the_prompts() -> None:
     rows = gather_rollouts(PROMPTS, iter(RESULTS))
     assert rows.sample_ids == [40, 41, 42] and rows.ground_truths == ["a", "b", "c"]
-    assert rows.extra_info == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert rows.extra_infos == [{"n": 0}, {"n": 1}, {"n": 2}]
     assert rows.prompt_ids.tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
     assert rows.response_ids.tolist() == [[7, 8, 9], [7, 0, 0], [8, 9, 0]]
     assert rows.response_lengths.tolist() == [3, 1, 2]

@@ -38,7 +38,7 @@ def test_each_prompt_is_repeated_n_times_with_its_truth_and_source() -> None:
     assert [ids.tolist() for ids in batch.token_ids] == [[0, 1]] * 3 + [[1, 2]] * 3
     assert batch.ground_truths == ["truth 0"] * 3 + ["truth 1"] * 3
     assert batch.data_sources == ["source 0"] * 3 + ["source 1"] * 3
-    assert batch.extra_info == [{"row": 0}] * 3 + [{"row": 1}] * 3
+    assert batch.extra_infos == [{"row": 0}] * 3 + [{"row": 1}] * 3
 
 
 def test_sample_ids_are_unique_over_the_run() -> None:
