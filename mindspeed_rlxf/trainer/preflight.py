@@ -122,6 +122,9 @@ def _notices(config: RunConfig) -> list[str]:
             "actor_rollout.top_k/top_p filter the sampled tokens; log-probs are of the unfiltered "
             "distribution"
         )
+    if actor.stop_strings:
+        shown = ", ".join(map(repr, actor.stop_strings))
+        notices.append(f"responses also end with the text: {shown}")
     if config.critic and "score.weight" not in _open_weights(config.critic):
         notices.append(f"critic.load={config.critic.load} has no score head: it starts untrained")
     return notices

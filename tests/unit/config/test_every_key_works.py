@@ -223,6 +223,9 @@ ACTOR_KEYS: dict[str, Any] = {
     "num_gpus_for_infer": Case(2, base=SPLIT, also={f"{ACTOR}num_gpus_for_train": 6}),
     "stop_token_ids": Case([5], see.prepared),
     "num_samples_per_step": Case(3),
+    "stop_strings": Shown(
+        "rollout/test_native.py", "test_stop_strings_end_a_response_where_their_last_token_is"
+    ),
     "fixed_responses": Case("given.jsonl", see.prepared),
     "n_samples_per_prompt": Case(2, base=SAMPLE),
     "ppo_mini_batch_size": Case(24),
