@@ -22,7 +22,7 @@ class RewardsFailed(RuntimeError):
 class RewardGroup:
     """The reward model, or the rules, and the scorers of functions beside generation.
 
-    streams: responses are scored while others are generated
+    streams: functions or rules take part in the scores of training
     """
 
     def __init__(self, config: RunConfig, pool: Pool, beside: RoleGroup | None = None) -> None:

@@ -113,13 +113,13 @@ class RolloutGroup:
         self.group = RoleGroup(Role.ROLLOUT, config.rollout_layout, generates)
         self._version: int | None = None  # of the weights that the ranks have
 
-    def build(self, eos_token_ids: Sequence[int], streams: bool = False) -> Pending:
+    def build(self, eos_token_ids: Sequence[int], scored: bool = False) -> Pending:
         """Build after the actor, which shares processes and weights unless the pool is split.
 
-        streams: responses go to the scorers of the same processes, which are there already
+        scored: responses go to the scorers of the same processes, which are built before
         """
         actor = None if self.run.parts else Peer(Role.ACTOR_ROLLOUT)
-        scorer = Peer(Role.SCORER) if streams else None
+        scorer = Peer(Role.SCORER) if scored else None
         return self.group.build(RolloutRole, self.run, tuple(eos_token_ids), actor, scorer)
 
     def update_weights(self, actor: ActorGroup, version: int) -> None:
@@ -222,7 +222,7 @@ class RoleGroups:
         beside = rollout.group if scores_in_processes else None
         reward = RewardGroup(config, pools[config.pool_of(Role.REWARD)], beside)
         builds = [actor.build(), *reward.build_scorers()]
-        builds += [rollout.build(eos_token_ids, reward.streams)]
+        builds += [rollout.build(eos_token_ids, reward.scorers is not None)]
         builds += [ref.build(), *reward.build()]
         builds += [critic.build()] if critic else []
         for build in builds:

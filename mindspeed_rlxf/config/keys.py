@@ -13,6 +13,7 @@ from mindspeed_rlxf.config.schema import (
     CriticConfig,
     DataConfig,
     DeviceConfig,
+    FunctionConfig,
     KlControlConfig,
     LoggingConfig,
     OptimizerConfig,
@@ -64,7 +65,7 @@ def role_keys(role: Role) -> set[str]:
 
 
 RULE_KEYS = (
-    "kind", "rules", "verifier", "function", "functions", "allow_changed_function", "num_workers",
+    "kind", "rules", "verifier", "function", "functions", "allow_changed_function", "processes",
     "timeout_s", "worker_memory_gib", "failed_score", "max_failed",
 )  # fmt: skip
 """Of the section reward: all that is read where no model scores."""
@@ -81,6 +82,7 @@ def known_keys() -> dict[str, set[str]]:
     known["algorithm.kl_ctrl"] = fields(KlControlConfig)
     known["placement"] = {role.value for role in CONFIGURED}
     known |= {role.value: role_keys(role) for role in CONFIGURED}
+    known["reward.function"] = fields(FunctionConfig)
     return known | {"training": fields(TrainingConfig) | SHARED_KEYS}
 
 

@@ -107,8 +107,9 @@ def _section_rules(draft: Draft, section: Section, loc: tuple[str, ...] = ()) ->
     for problem in section.broken_rules():
         yield problem.rename_keys(lambda key: draft.path((*loc, *key.split("."))))
     for name, value in section:
-        if isinstance(value, Section):
-            yield from _section_rules(draft, value, (*loc, name))
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, Section):
+                yield from _section_rules(draft, item, (*loc, name))
 
 
 def _report(draft: Draft, details: list[ErrorDetails], places: list[tuple[int | str, ...]]) -> None:

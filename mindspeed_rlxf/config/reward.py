@@ -74,9 +74,7 @@ class RewardConfig(RoleConfig):
     allow_changed_function: bool = key(
         False, "resume although the text of a function's file has changed", "free"
     )
-    num_workers: int = key(
-        8, "processes that score beside each replica that generates", "free", ge=1
-    )
+    processes: int = key(8, "processes that score beside each replica that generates", "free", ge=1)
     timeout_s: float = key(30.0, "longest time to score one sample, seconds", "free", gt=0)
     worker_memory_gib: float = key(8.0, "address space of a scoring process, GiB", "free", gt=0)
     failed_score: float = key(0.0, "score of a sample whose scoring failed")

@@ -7,7 +7,9 @@ from typing import Any
 
 from mindspeed_rlxf.config.draft import Draft, Tree
 from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.keys import fields
 from mindspeed_rlxf.config.reward_calls import find_broken_rule, find_function, split_name
+from mindspeed_rlxf.config.schema import FunctionConfig
 from mindspeed_rlxf.config.sources import Source, carry, load_error, read_source, run_as_module
 
 FORM = "path/to/file.py:name"
@@ -35,6 +37,7 @@ def _entry(draft: Draft, key: str, given: Any) -> Any:
     if not isinstance(entry, dict):
         draft.reject(Problem(key, f"must name a function, {FORM}", given, "correct it"))
         return None
+    entry = draft.known(key, entry, fields(FunctionConfig))
     function = entry.get("function")
     if not isinstance(function, str):
         return {"name": "remote", **entry} if entry.get("url") else {"name": "function", **entry}

@@ -20,6 +20,9 @@ from typing import Any
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.files.plain import read_text
 
+MODULES = "rlxf_plugin_"
+"""Start of the names of the files' modules."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -33,7 +36,7 @@ class Source:
     @property
     def module(self) -> str:
         """Name of the module in a process; another text is another module."""
-        return f"rlxf_plugin_{Path(self.file).stem}_{self.sha256[:12]}"
+        return f"{MODULES}{Path(self.file).stem}_{self.sha256[:12]}"
 
 
 class _Loader(InspectLoader):

@@ -32,7 +32,11 @@ def main(descriptor: int, parent: int, memory: int) -> None:
     os.set_inheritable(descriptor, False)
     channel = socket.socket(fileno=descriptor)
     lines = channel.makefile("rb")
-    scorer = SampleScorer(Plan.from_plain(json.loads(lines.readline())))
+    try:
+        scorer = SampleScorer(Plan.from_plain(json.loads(lines.readline())))
+    except BaseException as error:
+        _send(channel, {"error": f"{type(error).__name__}: {error}"[:1000]})
+        raise
     _send(channel, {"ready": True})
     for line in lines:
         reply = score_safely(scorer, Sample(**json.loads(line)))

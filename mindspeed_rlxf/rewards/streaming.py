@@ -46,7 +46,7 @@ class StreamingRewards:
     def __init__(self, reward: RewardConfig) -> None:
         self._plan = make_plan(reward)
         memory = int(reward.worker_memory_gib * 2**30)
-        self._pool = WorkerPool(self._plan, reward.num_workers, reward.timeout_s, memory)
+        self._pool = WorkerPool(self._plan, reward.processes, reward.timeout_s, memory)
         self._by_rule = reward.kind is RewardKind.RULE
         self._remote = [
             (part, RemoteRewards(part.url, part.batch_size, reward.timeout_s))

@@ -186,6 +186,8 @@ class _Loop:
     def _take(self, worker: _Worker, message: Any) -> None:
         """Take a reply: that the process is ready, or the outcome of its sample."""
         if not worker.process.is_ready:
+            if isinstance(message, dict) and "error" in message:
+                raise EOFError(message["error"])
             worker.process.is_ready = True
             return
         outcome = _to_outcome(message)
@@ -195,13 +197,12 @@ class _Loop:
 
     def _lost(self, worker: _Worker, message: str) -> None:
         """Handle a process that ended by itself."""
-        was_ready, shown = worker.process.is_ready, worker.process.take_shown()
-        end = self._drop(worker, ends_itself=True)
-        if was_ready:
-            self._finish(worker, Outcome(None, Cause.EXIT, message or end))
+        end = self._drop(worker, ends_itself=not message)
+        reason = message or end
+        if worker.process.is_ready:
+            self._finish(worker, Outcome(None, Cause.EXIT, reason))
         else:
-            last = shown.splitlines()[-1] if shown else ""
-            self._broken = f"a scoring process did not start, {end}: {last}"
+            self._broken = f"a scoring process did not start: {reason}"
 
     def _keep_deadlines(self) -> None:
         now = time.monotonic()

@@ -43,7 +43,9 @@ class RolloutRole:
         stop = _stop_strings(config)
         self.sampling = sampling_settings(policy, eos_token_ids, policy.do_sample, stop)
         self.greedy = sampling_settings(policy, eos_token_ids, False, stop)
-        self.scorer = scorer if self.replica.is_leader else None
+        self.scorer = scorer
+        if scorer is not None:
+            scorer.is_leader = self.replica.is_leader
         self.sync_s = 0.0  # spent on weights since the last report
 
     def update_weights(self, version: int) -> RoleOutput:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
+from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts, RuleScores
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
@@ -29,7 +29,9 @@ class ScorerRole:
         self.reward = config.reward
         self.tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
         self.rewards = StreamingRewards(config.reward)
-        self._is_leader = config.rollout_layout.is_leader(dist.get_rank())
+        self.is_leader = True  # set by the rollout: this rank of its replica scores
+        by_rule = config.reward.kind is RewardKind.RULE
+        self._streams = by_rule or bool(config.reward.parts)  # else it scores validation alone
         self._started: list[dict[tuple[int, ...], Scoring]] = []  # by generation
 
     def follow(
@@ -39,6 +41,9 @@ class ScorerRole:
         begun: dict[tuple[int, ...], Scoring] = {}
         self._started = [*self._started, begun][-KEPT_GENERATIONS:]
         for result in results:
+            if not (self.is_leader and self._streams):
+                yield result
+                continue
             place = result.place
             sample = self._sample(
                 prompts.token_ids[place].tolist(),
@@ -52,7 +57,7 @@ class ScorerRole:
 
     def score(self, rollouts: Rollouts) -> RoleOutput:
         """Return the score of each row, `reward.failed_score` where scoring failed."""
-        if not self._is_leader:
+        if not self.is_leader:
             return RoleOutput()
         scorings = [self._scoring(rollouts, row) for row in range(rollouts.num_rows)]
         outcomes = [scoring.outcome() for scoring in scorings]

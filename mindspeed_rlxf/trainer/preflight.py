@@ -25,6 +25,7 @@ from mindspeed_rlxf.data.tokenizer import (
 )
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.sizes import HEADS
+from mindspeed_rlxf.rewards.classifier import check_classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.plans import check_functions, needs_processes, rule_decides
 from mindspeed_rlxf.rollout.engines import ENGINES, NATIVE
@@ -191,6 +192,8 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
     section = config.role(role)
     if role is Role.REWARD and config.reward.kind is RewardKind.RULE:
         return []
+    if role is Role.REWARD and config.reward.kind is RewardKind.HUGGING_FACE:
+        return check_classifier(config.reward.load)
     key = f"{role.value}.load"
     if section.load is None:
         return [

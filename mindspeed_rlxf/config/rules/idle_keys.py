@@ -252,10 +252,24 @@ NOTED = (
     Idle(
         "reward",
         ("rules",),
-        "with reward.kind=model and no validation prompts",
+        "with reward.kind={config.reward.kind.value} and no validation prompts",
         lambda config: (
-            config.reward.kind is RewardKind.MODEL and not _has_validation_prompts(config)
+            config.reward.kind is not RewardKind.RULE
+            and not config.reward.parts
+            and not _has_validation_prompts(config)
         ),
+    ),
+    Idle(
+        "reward",
+        ("model_weight", "failed_score", "max_failed"),
+        "without functions beside the reward model",
+        lambda config: config.reward.kind is not RewardKind.RULE and not config.reward.parts,
+    ),
+    Idle(
+        "reward",
+        ("allow_changed_function",),
+        "without functions",
+        lambda config: not config.reward.parts,
     ),
     Idle("training", ("max_restarts",), LOCALLY, _is_local),
     Idle("pool_settings", ("env",), LOCALLY, _is_local),
