@@ -165,7 +165,7 @@ def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
         own = draft.known(role.value, sections[role.value], role_keys(role))
         if role is Role.REWARD:
             read_functions(draft, own)
-        if own.get("kind") in WITHOUT_ARCHITECTURE:
+        if str(own.get("kind")) in WITHOUT_ARCHITECTURE:
             _reward_without_architecture(draft, own, sections["training"])
             continue
         chosen = own.get("model", training.get("model"))

@@ -21,6 +21,7 @@ from mindspeed_rlxf.config.rules.sections import check
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
     ArchitectureConfig,
+    FunctionConfig,
     RunConfig,
     TrainingConfig,
 )
@@ -30,7 +31,7 @@ LAYOUT_KEYS = ("parallel_size", "resource_pool", "placement")
 
 STAND_INS: Mapping[str, Any] = {
     name: "-" if field.annotation is str else 2
-    for section in (TrainingConfig, ActorConfig, ArchitectureConfig)
+    for section in (TrainingConfig, ActorConfig, ArchitectureConfig, FunctionConfig)
     for name, field in section.model_fields.items()
     if field.is_required()
 }

@@ -38,16 +38,21 @@ def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
 
 
 def score_metrics(report: ScoreReport) -> dict[str, float]:
-    """Average the named parts of rewards over the samples that have them; count failed samples.
+    """Average the named parts of rewards; count failed samples.
 
+    A part that a sample lacks counts as 0, that of a function is left out: it has not scored it.
     `experience_metrics` has the score itself.
     """
     values: dict[str, list[float]] = {}
     for part in report.parts:
         for name, value in part.items():
             values.setdefault(name, []).append(value)
-    metrics = {f"reward/{n}": sum(v) / len(v) for n, v in sorted(values.items())}
-    if report.failures:
+    by_function, count = bool(report.failures), len(report.parts)
+    metrics = {
+        f"reward/{name}": sum(found) / (len(found) if by_function else count)
+        for name, found in sorted(values.items())
+    }
+    if by_function:
         causes = Counter(failure.cause for failure in report.failures if failure)
         metrics["reward/failed"] = float(causes.total())
         metrics |= {f"reward/failed_{cause}": float(n) for cause, n in sorted(causes.items())}
