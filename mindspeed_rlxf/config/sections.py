@@ -175,6 +175,12 @@ class AlgorithmConfig(Section):
     )
     gamma: float = key(1.0, "discount", ge=0, le=1)
     lam: float = key(0.95, "lambda of GAE", ge=0, le=1)
+    critic_lam: float | None = key(
+        None, "lambda of the returns that the critic learns; null = lam", ge=0, le=1
+    )
+    lam_alpha: float | None = key(
+        None, "lambda of the advantages is 1 - 1 / (lam_alpha x tokens); null = lam", gt=0
+    )
     kl_penalty: Annotated[KlPenalty, Word] = key(
         KlPenalty.KL, "per-token KL estimate; absent = kl, or low_var_kl in the loss"
     )

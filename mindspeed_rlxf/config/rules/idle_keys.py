@@ -110,6 +110,7 @@ def _optimizer(config: RunConfig, role: Role) -> OptimizerConfig:
 
 WITH_STAGE = f"with {ref('training.stage')}={{config.training.stage.value}}"
 WITH_ESTIMATOR = f"with {ref('algorithm.adv_estimator')}={{config.algorithm.adv_estimator}}"
+LAMBDAS = ("lam", "critic_lam", "lam_alpha")
 OF_TOKEN_REWARDS = ("gamma", "whiten_rewards")
 OF_PLACES = ("score_position", "score_slot_limit")  # no place in the total of a response
 
@@ -117,7 +118,7 @@ REFUSED = (
     Idle(
         "algorithm",
         (
-            "adv_estimator", "lam", "advantage_whiten", "loss_normalizer", "kl_in", "kl_penalty",
+            "adv_estimator", *LAMBDAS, "advantage_whiten", "loss_normalizer", "kl_in", "kl_penalty",
             "kl_ctrl", "rollout_is_threshold", *OF_TOKEN_REWARDS, *OF_PLACES,
         ),
         WITH_STAGE,
@@ -140,7 +141,7 @@ REFUSED = (
     ),
     Idle(
         "algorithm",
-        ("lam",),
+        LAMBDAS,
         WITH_ESTIMATOR,
         lambda config: not (_prefers_pairs(config) or config.algorithm.estimator.needs_critic),
     ),
@@ -149,6 +150,15 @@ REFUSED = (
         OF_PLACES,
         WITH_ESTIMATOR,
         lambda config: not (_prefers_pairs(config) or config.algorithm.estimator.discounts),
+    ),
+    Idle(
+        "algorithm",
+        ("lam",),
+        f"with both {ref('algorithm.critic_lam')} and lam_alpha",
+        lambda config: (
+            not _prefers_pairs(config)
+            and None not in (config.algorithm.critic_lam, config.algorithm.lam_alpha)
+        ),
     ),
     Idle(
         "algorithm.kl_ctrl",

@@ -121,6 +121,8 @@ ALGORITHM: dict[str, Any] = {
     "adv_estimator": Case("rloo", see.experience, GROUPS),
     "gamma": Case(0.5, see.experience),
     "lam": Case(0.5, see.experience),
+    "critic_lam": Case(1.0, see.experience),
+    "lam_alpha": Case(0.5, see.experience),
     "kl_penalty": Case("mse", see.experience),
     "kl_in": Case("loss", see.loss),
     "reward_scale": Case(3.0, see.experience),

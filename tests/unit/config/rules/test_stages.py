@@ -203,6 +203,13 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str, str]] = [
     ({**GRPO, "algorithm.whiten_rewards": True}, "algorithm.whiten_rewards=true",
      f"{ESTIMATOR}=grpo"),
     ({**GRPO, "algorithm.lam": 0.5}, "algorithm.lam=0.5", f"{ESTIMATOR}=grpo"),
+    ({**GRPO, "algorithm.critic_lam": 1.0}, "algorithm.critic_lam=1.0", f"{ESTIMATOR}=grpo"),
+    ({**GRPO, "algorithm.lam_alpha": 0.05}, "algorithm.lam_alpha=0.05", f"{ESTIMATOR}=grpo"),
+    (
+        {"algorithm.lam": 0.5, "algorithm.critic_lam": 1.0, "algorithm.lam_alpha": 0.05},
+        "algorithm.lam=0.5",
+        "both algorithm.critic_lam and lam_alpha",
+    ),
     ({**GRPO, "algorithm.score_position": "eos"}, "algorithm.score_position=eos",
      f"{ESTIMATOR}=grpo"),
     ({**REMAX, "algorithm.gamma": 0.9}, "algorithm.gamma=0.9", f"{ESTIMATOR}=remax"),
