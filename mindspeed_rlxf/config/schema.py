@@ -97,6 +97,15 @@ class RunConfig(Section):
         return self.critic
 
     @property
+    def warmup_iters(self) -> int:
+        """First iterations, in which the critic alone learns."""
+        return self.critic.warmup_iters if self.critic else 0
+
+    def learning_iters(self, role: Role) -> int:
+        """Iterations in which a role that is trained learns."""
+        return self.training.train_iters - (self.warmup_iters if role is Role.ACTOR_ROLLOUT else 0)
+
+    @property
     def samples_together(self) -> int:
         """Consecutive samples that must stay on one data-parallel rank: those of a prompt, or 1."""
         compares = self.algorithm.estimator.compares_group

@@ -31,14 +31,15 @@ class Validator:
         parts = math.lcm(self.roles.rollout.group.layout.dp, self.roles.reward.group.layout.dp)
         return self.prompts.select([i % count for i in range(count + -count % parts)])
 
-    def validate(self, iteration: int) -> dict[str, float]:
+    def validate(self, iteration: int, version: int) -> dict[str, float]:
         """Return `val/<data source>/{score,response_length,<part>}` means and `timing/val`.
 
-        iteration: the last one whose updates are in the actor's weights
+        iteration: the last one that has ended
+        version: updates that are in the actor's weights
         """
         if not self.prompts.num_rows:
             return {}
-        self.roles.rollout.update_weights(self.roles.actor, iteration)
+        self.roles.rollout.update_weights(self.roles.actor, version)
         generated = self.roles.rollout.generate(self._filled, self.seed, greedy=True)
         rollouts = generated.rows()
         score = self.roles.reward.score_by_rule if self.by_rule else self.roles.reward.score

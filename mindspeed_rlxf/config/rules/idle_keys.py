@@ -364,7 +364,7 @@ NOTED_OF_ROLES = (
         ("lr_warmup_fraction",),
         "with training.train_iters={config.training.train_iters}: less than one iteration",
         lambda config, role: (
-            _optimizer(config, role).lr_warmup_fraction * config.training.train_iters < 1
+            _optimizer(config, role).lr_warmup_fraction * config.learning_iters(role) < 1
         ),
     ),
     RoleIdle(

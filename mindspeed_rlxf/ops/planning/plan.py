@@ -167,6 +167,6 @@ def _updates(config: RunConfig) -> list[list[object]]:
         count = config.samples_per_iteration // size
         _, micro = _micro_batches(config, role, size // config.layout(role).dp)
         steps = count * epochs
-        total = steps * config.training.train_iters
+        total = steps * config.learning_iters(role)
         rows.append([role.value, size, count, epochs, steps, micro, total, f"{lr:g}"])
     return rows

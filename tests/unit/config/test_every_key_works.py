@@ -242,6 +242,7 @@ CRITIC_KEYS: dict[str, Any] = {
     "save": Case("elsewhere"),
     "critic_mini_batch_size": Case(24),
     "critic_update_epochs": Case(2),
+    "warmup_iters": Case(1),
     "cliprange_value": Case(0.1, see.valued),
     "vf_coef": Case(0.5, see.valued),
     "shuffle_minibatch": Case(True, see.orders),

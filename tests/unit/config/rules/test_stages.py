@@ -120,6 +120,11 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({**GRPO, "algorithm.kl_penalty": "kl"}, ["algorithm.kl_penalty=kl must not be kl with"]),
     (
+        {"critic.warmup_iters": 3},
+        ["critic.warmup_iters=3 must be below training.train_iters=3, as the actor learns after "
+         "it; use 2 or less"],
+    ),
+    (
         {**GRPO, "algorithm.overlong_buffer_len": 17},
         ["algorithm.overlong_buffer_len=17 must be at most actor_rollout.max_new_tokens=16; "
          "use 16 or less"],
