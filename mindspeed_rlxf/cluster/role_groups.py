@@ -136,6 +136,11 @@ class RolloutGroup:
         parts = Sharded(prompts.split(self.group.layout.dp))
         return self.group.call(RolloutRole.generate, parts, seed, greedy)
 
+    def answer_validation(self, prompts: Prompts, seed: int) -> Pending:
+        """As `generate`, with the settings of the validation section."""
+        parts = Sharded(prompts.split(self.group.layout.dp))
+        return self.group.call(RolloutRole.answer_validation, parts, seed)
+
 
 class ReferenceGroup:
     def __init__(self, config: RunConfig, pool: Pool) -> None:
@@ -200,8 +205,8 @@ class RewardGroup:
         return self.group.call(RewardRole.score, rollouts)
 
     def score_by_rule(self, rollouts: RowsRef) -> Pending:
-        """As `score`, by the rules whatever the configured reward."""
-        return self.group.call(RewardRole.score_by_rule, rollouts)
+        """As `score`, by the rules whatever the configured reward, with answers of responses."""
+        return self.group.call(RewardRole.score_by_rule, rollouts, True)
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ def gsm8k(response: str, ground_truth: str) -> RewardResult:
     truth may be the bare number or the data set's whole solution. Numbers are compared by value:
     1,000 = 1000.0 = $1000.
     """
-    expected = _final_number(ground_truth)
-    return _right_or_wrong(expected is not None and _final_number(response) == expected)
+    expected = final_number(ground_truth)
+    return _right_or_wrong(expected is not None and final_number(response) == expected)
 
 
 RULES: dict[str, Rule] = {"exact_match": exact_match, "gsm8k": gsm8k}
@@ -79,7 +79,7 @@ def _right_or_wrong(right: bool) -> RewardResult:
     return RewardResult(score=accuracy, parts={"accuracy": accuracy})
 
 
-def _final_number(text: str) -> Decimal | None:
+def final_number(text: str) -> Decimal | None:
     """Return the number that a text answers with, None when it has none."""
     marked = _find_numbers(text.partition(_ANSWER_MARK)[2])
     numbers = marked[:1] or _find_numbers(text)[-1:]

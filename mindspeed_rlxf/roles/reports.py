@@ -87,6 +87,7 @@ class ScoreReport:
 
     scores: list[float]
     parts: list[dict[str, float]] = field(default_factory=list)  # named parts of a rule's reward
+    answers: list[str | None] = field(default_factory=list)  # bounded in length; of a validation
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, Scores
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
+from mindspeed_rlxf.rewards.answers import AnswerFinder
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.reports import ScoreReport
@@ -21,6 +22,7 @@ class RewardRole:
         self.config = reward
         self.tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
         self.rules = RewardManager(dict(reward.rules), config.verifiers)
+        self.answers = AnswerFinder(dict(reward.rules), config.verifiers)
         by_model = reward.kind is RewardKind.MODEL
         self.engine = build_engine(config, Role.REWARD) if by_model else None
 
@@ -31,8 +33,11 @@ class RewardRole:
         scores = self.engine.scores(rollouts)
         return RoleOutput(scores, ScoreReport(scores.scores.tolist()) if scores else None)
 
-    def score_by_rule(self, rollouts: Rollouts) -> RoleOutput:
-        """Score by the rule of each sample's data source."""
+    def score_by_rule(self, rollouts: Rollouts, find_answers: bool = False) -> RoleOutput:
+        """Score by the rule of each sample's data source.
+
+        find_answers: report the answer of each response too
+        """
         responses = [
             rollouts.response_ids[row, : rollouts.response_lengths[row]].tolist()
             for row in range(rollouts.num_rows)
@@ -40,5 +45,6 @@ class RewardRole:
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         results = self.rules.score(texts, rollouts.ground_truths, rollouts.data_sources)
         scores = [result.score for result in results]
-        report = ScoreReport(scores, [dict(result.parts) for result in results])
+        found = self.answers.find(texts, rollouts.data_sources) if find_answers else []
+        report = ScoreReport(scores, [dict(result.parts) for result in results], found)
         return RoleOutput(Scores(torch.tensor(scores, dtype=torch.float32)), report)

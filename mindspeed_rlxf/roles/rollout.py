@@ -13,9 +13,11 @@ from mindspeed_rlxf.roles.generation import (
     make_output,
     make_requests,
     sampling_settings,
+    validation_settings,
 )
 from mindspeed_rlxf.rollout.fixed import answer_from_table
 from mindspeed_rlxf.rollout.replica import build_replica
+from mindspeed_rlxf.rollout.sampling import SamplingSettings
 
 
 class RolloutRole:
@@ -33,6 +35,7 @@ class RolloutRole:
         self.replica = build_replica(config, actor.engine if actor else None)
         self.sampling = sampling_settings(policy, eos_token_ids, policy.do_sample)
         self.greedy = sampling_settings(policy, eos_token_ids, False)
+        self.validation = validation_settings(config.validation, self.greedy)
         self.sync_s = 0.0  # spent on weights since the last report
 
     def update_weights(self, version: int) -> RoleOutput:
@@ -49,10 +52,17 @@ class RolloutRole:
         """Return responses to the prompts of this replica: generated ones, or those of the prompts.
 
         seed: of this call; with the sample ids it determines every sampled token.
-        greedy: most likely tokens whatever `do_sample` says (validation).
+        greedy: most likely tokens whatever `do_sample` says (ReMax).
         """
+        return self._generate(prompts, self.greedy if greedy else self.sampling, seed)
+
+    def answer_validation(self, prompts: Prompts, seed: int) -> RoleOutput:
+        """As `generate`, with the settings of the validation section."""
+        return self._generate(prompts, self.validation, seed)
+
+    def _generate(self, prompts: Prompts, settings: SamplingSettings, seed: int) -> RoleOutput:
         engine = self.replica.engine
-        requests = make_requests(prompts, self.greedy if greedy else self.sampling, seed)
+        requests = make_requests(prompts, settings, seed)
         started = time.monotonic()
         engine.wake()
         self.sync_s += time.monotonic() - started

@@ -56,13 +56,13 @@ class PpoTrainer:
         Raises Stopped, after saving, when the run has to end before `train_iters`.
         """
         if self.config.validation.before and self.iteration == 0:
-            self.validator.validate(self.iteration, version=0)
+            self.validator.validate(self.iteration, version=0, own_line=True)
         while self.iteration < self.config.training.train_iters:
             self.iteration += 1
             started = time.monotonic()
             self.stop.begin_iteration()
 
-            self.rollout.update_weights(self.actor, self._count_updates(self.iteration - 1))
+            self.rollout.update_weights(self.actor, self.config.count_updates(self.iteration - 1))
             collected = self.collector.collect()
             rollouts = collected.rollouts
             old = self.actor.log_probs(rollouts) if self._recompute else None
@@ -142,7 +142,7 @@ class PpoTrainer:
         due = validation.interval and self.iteration % validation.interval == 0
         if due or (last and validation.after):
             began = time.time()
-            version = self._count_updates(self.iteration)
+            version = self.config.count_updates(self.iteration)
             measured.update(self.validator.validate(self.iteration, version))
             driver["validation"] = began, time.time() - began
         self.stop.end_iteration(self.iteration)
@@ -157,7 +157,7 @@ class PpoTrainer:
         self.recorder.write_iteration(self.iteration, measured, all_s)
         self.recorder.write_timeline(self.iteration, calls, driver)
         if saves:
-            score = names.validation_score(measured)
+            score = names.validation_score(measured, validation.best_metric)
             self.checkpoints.commit(self.iteration, self.state_dict(), score, note)
             if stops:
                 self.checkpoints.settle(note)
@@ -167,10 +167,6 @@ class PpoTrainer:
             self.stop.record_save(self.checkpoints.newest, whole_s)
         if stops:
             raise Stopped
-
-    def _count_updates(self, iteration: int) -> int:
-        """Return how many iterations have updated the actor: none in the critic's warm-up."""
-        return max(0, iteration - self.config.warmup_iters)
 
     @property
     def _num_devices(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,7 +53,6 @@ class Prepared:
     train_prompts: list[Prompt] = field(default_factory=list)
     val_prompts: list[Prompt] = field(default_factory=list)
     fixed_responses: FixedResponses | None = None
-    validate_by_rule: bool = True
     notices: list[str] = field(default_factory=list)  # printed before the run
 
 
@@ -69,7 +68,9 @@ def prepare(config: RunConfig) -> Prepared:
         *check_train_iters(config, find_newest_checkpoint(config, directory)),
         *check_checkpoints(config, directory),
     ]
-    if not directory.is_used:  # the exports in a used folder are those of this run
+    if (
+        not directory.is_used and not config.validation.only
+    ):  # the exports in a used folder are those of this run
         problems += check_save_folders(config)
     for role in config.roles:
         problems += check_weights(config, role)
@@ -92,6 +93,7 @@ def prepare(config: RunConfig) -> Prepared:
     prepared.eos_token_ids = found or ()
     problems += _check_eos_ids(prepared.eos_token_ids, actor.architecture.vocab_size)
     problems += _check_rewards(config, prepared)
+    problems += _check_best_metric(config, prepared)
     prepared.fixed_responses = _collect(problems, lambda: _load_fixed_responses(config, prepared))
     problems += _check_order(config, prepared, directory)
     if problems:
@@ -265,15 +267,28 @@ def _check_order(config: RunConfig, prepared: Prepared, directory: RunDirectory)
 
 
 def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
-    """Check that the rules know the data sources.
-
-    Where they do not know those of validation, a reward model scores validation too.
-    """
+    """Check that rules know the data sources of the prompts that they score."""
     try:
         manager = RewardManager(dict(config.reward.rules), config.verifiers)
     except UserError as error:
         return error.problems
     if config.reward.kind is RewardKind.RULE:
         return manager.check(prepared.train_prompts + prepared.val_prompts)
-    prepared.validate_by_rule = not manager.check(prepared.val_prompts)
-    return []
+    if config.validation.reward is RewardKind.MODEL:
+        return []
+    remedy = "use validation.reward=model"
+    problems = manager.check(prepared.val_prompts)
+    return [replace(p, remedy=f"{p.remedy}, or {remedy}") for p in problems]
+
+
+def _check_best_metric(config: RunConfig, prepared: Prepared) -> list[Problem]:
+    """Report a metric of a data source that no validation prompt has."""
+    metric = config.validation.best_metric
+    source = metric.removeprefix("val/").rpartition("/")[0]
+    known = list(dict.fromkeys(prompt.data_source for prompt in prepared.val_prompts))
+    if not known or not source or source in known:
+        return []
+    rule = f"must be a metric of a data source of the validation prompts ({', '.join(known)})"
+    near = closest(source, known) or known[0]
+    remedy = f"use val/{near}/{metric.rpartition('/')[2]}"
+    return [Problem("validation.best_metric", rule, metric, remedy)]

@@ -76,13 +76,10 @@ def _joins_no_cluster(config: RunConfig) -> bool:
     return _is_local(config) or joined_address(config) is None
 
 
-def _has_validation_prompts(config: RunConfig) -> bool:
-    return bool(config.data.val_files or config.data.val_data_path)
-
-
 def _never_validates(config: RunConfig) -> bool:
     keys = config.validation
-    return _has_validation_prompts(config) and not (keys.interval or keys.before or keys.after)
+    times = keys.interval, keys.before, keys.after, keys.only
+    return config.has_validation_prompts and not any(times)
 
 
 def _saves_only_at_the_end(config: RunConfig) -> bool:
@@ -99,9 +96,7 @@ def _returns_total_scores(config: RunConfig) -> bool:
 def _generates_nothing(config: RunConfig) -> bool:
     """Every response is fixed, also those of validation and of a greedy baseline."""
     fixed = config.actor_rollout.fixed_responses is not None
-    return fixed and not (
-        config.algorithm.estimator.reads_greedy or _has_validation_prompts(config)
-    )
+    return fixed and not (config.algorithm.estimator.reads_greedy or config.has_validation_prompts)
 
 
 def _optimizer(config: RunConfig, role: Role) -> OptimizerConfig:
@@ -194,6 +189,10 @@ REFUSED = (
 )  # fmt: skip
 
 OVER_TRAIN_ITERS = "with training.train_iters={config.training.train_iters}, which is smaller"
+HOW_TO_VALIDATE = (
+    "max_samples", "n_samples", "do_sample", "temperature", "top_k", "top_p", "pass_score",
+    "best_metric",
+)  # fmt: skip
 WITHOUT_VALIDATION = "with validation.interval=0, before=false and after=false"
 LOCALLY = "with runtime.kind=local"
 WITHOUT_CLUSTER = "without a cluster that is joined (runtime.address)"
@@ -232,12 +231,24 @@ NOTED = (
     ),
     Idle(
         "validation",
-        ("max_samples",),
+        HOW_TO_VALIDATE,
         "without data.val_files or data.val_data_path",
-        lambda config: not _has_validation_prompts(config),
+        lambda config: not config.has_validation_prompts,
     ),
     Idle("data", ("val_files", "val_data_path"), WITHOUT_VALIDATION, _never_validates),
-    Idle("validation", ("max_samples",), WITHOUT_VALIDATION, _never_validates),
+    Idle("validation", HOW_TO_VALIDATE, WITHOUT_VALIDATION, _never_validates),
+    Idle(
+        "validation",
+        ("interval", "before", "after", "best_metric"),
+        "with validation.only=true",
+        lambda config: config.validation.only,
+    ),
+    Idle(
+        "validation",
+        ("temperature", "top_k", "top_p"),
+        "with validation.do_sample=false",
+        lambda config: not config.validation.do_sample,
+    ),
     Idle(
         "validation",
         ("interval",),
@@ -263,9 +274,13 @@ NOTED = (
         "reward",
         ("rules",),
         "with reward.kind=model and no validation prompts",
-        lambda config: (
-            config.reward.kind is RewardKind.MODEL and not _has_validation_prompts(config)
-        ),
+        lambda config: config.reward.kind is RewardKind.MODEL and not config.has_validation_prompts,
+    ),
+    Idle(
+        "reward",
+        ("rules",),
+        "with reward.kind=model and validation.reward=model",
+        lambda config: config.validation.reward is RewardKind.MODEL,
     ),
     Idle("training", ("max_restarts",), LOCALLY, _is_local),
     Idle("pool_settings", ("env",), LOCALLY, _is_local),

@@ -265,11 +265,23 @@ DATA: dict[str, Any] = {
     "allow_special_tokens": Case(True, see.read_prompts, ANY_ROWS),
     "shuffle": Case(False, see.driven),
 }
+VALIDATION_SAMPLING = Shown(
+    "roles/test_sampling_keys.py", "test_every_sampling_key_of_validation_reaches_its_generation"
+)
 VALIDATION: dict[str, Any] = {
     "interval": Case(2, see.validated, {"data.val_files": "val.jsonl"}),
     "before": Case(False, see.validated),
     "after": Case(False, see.validated),
     "max_samples": Case(3, see.prepared),
+    "n_samples": Case(4, see.measured, {"validation.do_sample": True}),
+    "do_sample": VALIDATION_SAMPLING,
+    "temperature": VALIDATION_SAMPLING,
+    "top_k": VALIDATION_SAMPLING,
+    "top_p": VALIDATION_SAMPLING,
+    "reward": Case("model", see.measured, REWARD_MODEL),
+    "pass_score": Case(0.9, see.measured),
+    "best_metric": Case("mean@1", see.compared),
+    "only": Shown("trainer/test_run.py", "test_validation_only_trains_nothing"),
 }
 LOGGING: dict[str, Any] = {
     "samples": Case(5, see.recorded),

@@ -49,6 +49,7 @@ def test_all_roles_have_work_before_the_driver_waits(limit: ScoreSlotLimit) -> N
         training=SimpleNamespace(train_iters=1, seed=1),
         validation=SimpleNamespace(before=False),
         warmup_iters=0,
+        count_updates=lambda iteration: iteration,
     )
     names = ("actor", "rollout", "ref", "critic", "reward")
     roles: Any = SimpleNamespace(**{name: Scripted(name, called) for name in names})
