@@ -236,7 +236,7 @@ def test_a_file_names_the_best_checkpoint_by_the_metric_of_the_configuration(
 
 def test_validation_alone_reads_the_newest_whole_checkpoint_and_changes_nothing(case: Case) -> None:
     case.iterate(1, 2)
-    (case.store.path(2) / "actor" / "state").write_text("wrong")
+    (case.store.path(2) / "actor" / "state").write_text("actor 9")  # of the same size
     case.checkpoints.write(3, case.notes.append)  # a live run
     before = {path: path.stat().st_mtime_ns for path in case.directory.path.rglob("*")}
     case.notes.clear()
