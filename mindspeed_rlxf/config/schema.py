@@ -30,8 +30,8 @@ from mindspeed_rlxf.config.sections import (
     RolloutConfig,
     RuntimeConfig,
     TrainingConfig,
-    ValidationConfig,
 )
+from mindspeed_rlxf.config.validation import ValidationConfig
 
 __all__ = [
     "ActorConfig",

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mindspeed_rlxf.config.sections import ValidationConfig
+from mindspeed_rlxf.config.schema import ValidationConfig
 
 ACCURACY = ("accuracy", "acc", "base_acc")
 """Parts of the score of a rule that say whether a response is right, where above 0."""

@@ -190,8 +190,8 @@ REFUSED = (
 
 OVER_TRAIN_ITERS = "with training.train_iters={config.training.train_iters}, which is smaller"
 HOW_TO_VALIDATE = (
-    "max_samples", "n_samples", "do_sample", "temperature", "top_k", "top_p", "pass_score",
-    "best_metric",
+    "max_samples", "n_samples", "do_sample", "temperature", "top_k", "top_p", "reward",
+    "pass_score", "best_metric",
 )  # fmt: skip
 WITHOUT_VALIDATION = "with validation.interval=0, before=false and after=false"
 LOCALLY = "with runtime.kind=local"
