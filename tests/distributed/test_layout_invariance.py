@@ -192,7 +192,6 @@ def fixed_run(
         eos_token_ids=(EOS,),
         train_prompts=prompts,
         fixed_responses=fixed,
-        validate_by_rule=False,
     )
 
 

@@ -124,6 +124,8 @@ ALGORITHM: dict[str, Any] = {
     "adv_estimator": Case("rloo", see.experience, GROUPS),
     "gamma": Case(0.5, see.experience),
     "lam": Case(0.5, see.experience),
+    "critic_lam": Case(1.0, see.experience),
+    "lam_alpha": Case(0.5, see.experience),
     "kl_penalty": Case("mse", see.experience),
     "kl_in": Case("loss", see.loss),
     "reward_scale": Case(3.0, see.experience),
@@ -253,6 +255,7 @@ CRITIC_KEYS: dict[str, Any] = {
     **LEARNING_KEYS,
     "critic_mini_batch_size": Case(24),
     "critic_update_epochs": Case(2),
+    "warmup_iters": Case(1),
     "cliprange_value": Case(0.1, see.valued),
     "vf_coef": Case(0.5, see.valued),
 }  # fmt: skip
@@ -308,11 +311,23 @@ DATA: dict[str, Any] = {
     "allow_special_tokens": Case(True, see.read_prompts, ANY_ROWS),
     "shuffle": Case(False, see.driven),
 }
+VALIDATION_SAMPLING = Shown(
+    "roles/test_sampling_keys.py", "test_every_sampling_key_of_validation_reaches_its_generation"
+)
 VALIDATION: dict[str, Any] = {
     "interval": Case(2, see.validated, {"data.val_files": "val.jsonl"}),
     "before": Case(False, see.validated),
     "after": Case(False, see.validated),
     "max_samples": Case(3, see.prepared),
+    "n_samples": Case(4, see.measured, {"validation.do_sample": True}),
+    "do_sample": Case(True, base={"data.val_files": "val.jsonl"}),
+    "temperature": Case(0.5, base={"data.val_files": "val.jsonl", "validation.do_sample": True}),
+    "top_k": VALIDATION_SAMPLING,
+    "top_p": VALIDATION_SAMPLING,
+    "reward": Case("model", see.measured, REWARD_MODEL),
+    "pass_score": Case(0.9, see.measured),
+    "best_metric": Case("mean@1", see.compared),
+    "only": Shown("trainer/test_run.py", "test_validation_only_trains_nothing"),
 }
 LOGGING: dict[str, Any] = {
     "samples": Case(5, see.recorded),

@@ -219,6 +219,31 @@ def test_rows_that_cannot_be_used_are_named(
     assert rule in line
 
 
+def test_validation_is_scored_by_rules_unless_a_model_is_asked_for(
+    tmp_path: Path, good: Path, problems: Problems
+) -> None:
+    """The training prompts have no rule either: they are scored by the reward model."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1", "ground_truth": "3", "data_source": "chess"}')
+    prompts = [f"data.train_files={file}", f"data.val_files={file}"]
+    (line,) = problems(*prompts)
+    assert "data source 'chess' (1 rows) must have a rule" in line
+    assert line.endswith("or use validation.reward=model")
+    found = prepare(load_config(good, *prompts, "validation.reward=model"))
+    assert [prompt.data_source for prompt in found.val_prompts] == ["chess"]
+
+
+def test_the_best_metric_is_of_a_data_source_that_there_is(good: Path, problems: Problems) -> None:
+    val_files, metric = f"data.val_files={good / 'train.jsonl'}", "validation.best_metric"
+    (line,) = problems(val_files, f"{metric}=val/arithmetics/score")
+    assert line == (
+        f"error: {metric}=val/arithmetics/score must be a metric of a data source of the "
+        "validation prompts (arithmetic); use val/arithmetic/score"
+    )
+    right = load_config(good, val_files, f"{metric}=val/arithmetic/pass@1")
+    assert len(prepare(right).val_prompts) == 4
+
+
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(
     tmp_path: Path, problems: Problems
 ) -> None:

@@ -102,6 +102,16 @@ CASES: list[tuple[Changes, str, Changes]] = [
         "after=false",
         {"validation.interval": 2},
     ),
+    (
+        {**VALIDATES, "validation.top_k": 4, "validation.temperature": 0.5},
+        "validation.temperature=0.5, validation.top_k=4: no effect with validation.do_sample=false",
+        {"validation.do_sample": True},
+    ),
+    (
+        {**VALIDATES, "validation.only": True, "validation.before": False},
+        "validation.before=false: no effect with validation.only=true",
+        {"validation.only": False},
+    ),
     ({**VALIDATES, "validation.interval": 4}, "validation.interval=4: no effect with "
      "training.train_iters=3, which is smaller", {"validation.interval": 3}),
     (
