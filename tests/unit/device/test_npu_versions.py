@@ -54,11 +54,11 @@ def test_versions_that_cannot_work_are_refused_with_a_remedy(
     [
         (
             Installed("2.7.1", "2.7.1.post2", "0.12.1", "0.12.1", "9.0.0"),
-            r"no pair of torch_npu's own table; install torch_npu 2\.7\.1\.post4 or",
+            r"not in torch_npu's own table of pairs; install torch_npu 2\.7\.1\.post4 or",
         ),
         (
             Installed("2.7.1", "2.7.1", "0.12.1", "0.12.1", "7.0.1"),
-            r"table; use CANN 8\.5, 9\.0, 9\.1",
+            r"table of pairs; use CANN 8\.5, 9\.0, 9\.1",
         ),
         (
             Installed("2.6.0", "2.6.0.post5", "0.12.1", "0.12.1", "8.5.0"),
