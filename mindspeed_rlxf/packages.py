@@ -44,7 +44,12 @@ def folder_of(module: str) -> Path | None:
 def megatron_core() -> str | None:
     """Return the version of Megatron's sources on the path, which may hide a wheel."""
     folder = folder_of("megatron.core")
-    values = _constants(folder / "package_info.py") if folder else {}
+    return core_version(folder) if folder else None
+
+
+def core_version(folder: Path) -> str | None:
+    """Version of the megatron-core in a folder."""
+    values = _constants(folder / "package_info.py")
     if not values.keys() >= set(NUMBERS):
         return None
     return ".".join(values[name] for name in NUMBERS) + values.get(SUFFIX, "")
@@ -53,7 +58,12 @@ def megatron_core() -> str | None:
 def mindspeed() -> str | None:
     """Version of a checkout on the path, from its setup.py."""
     folder = folder_of("mindspeed")
-    return _constants(folder.resolve().parent / "setup.py").get("__version__") if folder else None
+    return setup_version(folder) if folder else None
+
+
+def setup_version(folder: Path) -> str | None:
+    """Version that the setup.py beside a package's folder names."""
+    return _constants(folder.resolve().parent / "setup.py").get("__version__")
 
 
 SOURCES = {MEGATRON: megatron_core, "mindspeed": mindspeed}

@@ -195,12 +195,11 @@ REFUSED_LIST = (
     Refusal(("fp8_format", "fp8", "params_dtype"), "precision is bf16 or fp32", "use bf16"),
     Refusal(("loss_scale", "min_loss_scale", "loss_scale_window"), "losses are not scaled"),
     Refusal(
-        ("recompute_granularity", "recompute_method", "recompute_num_layers",
-         "recompute_activation_function", "recompute_activation_function_num_layers",
+        ("recompute_activation_function", "recompute_activation_function_num_layers",
          "recompute_in_advance", "recompute_norm", "recompute_norm_num_layers",
          "enable_recompute_layers_per_pp_rank"),
-        "activations are kept, not recomputed, but for those of the output layer",
-        "lower micro_batch_size or max_tokens_per_micro_batch, and remove it",
+        "what is recomputed are MLPs or whole layers",
+        "use recompute=selective, or recompute=full with recompute_method and recompute_num_layers",
     ),
     Refusal(
         ("swap_attention", "swap_modules", "swap_optimizer", "swap_optimizer_times",

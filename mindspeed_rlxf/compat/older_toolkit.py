@@ -44,6 +44,7 @@ MOVED = {
     "seq_length": "training.seq_length",
     "inference_tensor_model_parallel_size": "rollout.tensor_model_parallel_size",
     "use_deter_comp": "training.deterministic",
+    "recompute_granularity": "training.recompute",
 }
 """Keys of `model.<name>`, `training` or the actor that live on as another key, or agree with it."""
 
@@ -55,6 +56,7 @@ def translate(draft: Draft, sections: Tree, nested: bool) -> None:
             values["vocab_size"] = values.pop("padded_vocab_size")
             draft.spelled[f"model.{name}.vocab_size"] = f"model.{name}.padded_vocab_size"
         _query_groups(draft, f"model.{name}.group_query_attention", values)
+    _recompute(draft, sections)
     _seeds(draft, sections)
     _data(draft, sections)
     _category(draft, sections)
@@ -112,6 +114,24 @@ def _query_groups(draft: Draft, path: str, values: Tree) -> None:
                 "remove one of them",
             )
         )
+
+
+def _layers(sections: Tree) -> Tree:
+    """Every section that keys of a role may stand in, by its path."""
+    layers = {f"model.{name}": values for name, values in sections["model"].items()}
+    roles = (role.value for role in CONFIGURED)
+    return layers | {name: sections[name] for name in ("training", *roles)}
+
+
+def _recompute(draft: Draft, sections: Tree) -> None:
+    """Rename `recompute_granularity` in every layer, and drop keys whose null means the default."""
+    for name, values in _layers(sections).items():
+        for key in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
+            if values.get(key, "") is None:
+                del values[key]
+        if "recompute_granularity" in values:
+            values["recompute"] = values.pop("recompute_granularity")
+            draft.spelled[f"{name}.recompute"] = f"{name}.recompute_granularity"
 
 
 def _reject_non_flag(draft: Draft, path: str, value: Any) -> None:
@@ -325,9 +345,7 @@ def _group_norm(draft: Draft, algorithm: Tree) -> None:
 
 def _remove_older_keys(draft: Draft, sections: Tree) -> None:
     """Remove the keys without effect and the refused keys from every layer."""
-    layers = {f"model.{name}": values for name, values in sections["model"].items()}
-    layers |= {name: sections[name] for name in ("training", *(role.value for role in CONFIGURED))}
-    for section, values in layers.items():
+    for section, values in _layers(sections).items():
         for key in sorted(values.keys() & (NO_OPS.keys() | REFUSED.keys())):
             path = draft.spelled.get(f"{section}.{key}", f"{section}.{key}")
             _note_or_reject(draft, path, key, values.pop(key))

@@ -13,9 +13,10 @@ class Role(str, Enum):
     REF = "ref"
     CRITIC = "critic"
     REWARD = "reward"
+    SCORER = "scorer"  # scores responses as they finish, in the processes of ROLLOUT
 
 
-CONFIGURED = tuple(role for role in Role if role is not Role.ROLLOUT)
+CONFIGURED = tuple(role for role in Role if role not in (Role.ROLLOUT, Role.SCORER))
 """Roles with a section and a place of their own in the configuration."""
 
 
@@ -125,11 +126,27 @@ class OldLogProbs(str, Enum):
     ROLLOUT = "rollout"
 
 
+class Recompute(str, Enum):
+    """Activations that the backward pass computes once more instead of keeping them."""
+
+    NONE = "none"
+    SELECTIVE = "selective"  # those of the MLP or of the experts
+    FULL = "full"  # those of whole layers
+
+
+class RecomputeMethod(str, Enum):
+    """Layers that `Recompute.FULL` is about, within each stage or chunk."""
+
+    UNIFORM = "uniform"  # all, in groups of recompute_num_layers, whose inputs are kept
+    BLOCK = "block"  # the first recompute_num_layers, each by itself
+
+
 class RewardKind(str, Enum):
     """Source of the score."""
 
     RULE = "rule"
-    MODEL = "model"
+    MODEL = "model"  # a model of Megatron
+    HUGGING_FACE = "huggingface"  # a sequence classifier of any architecture
 
 
 class Verifier(str, Enum):
@@ -164,6 +181,14 @@ class OverlongPrompts(str, Enum):
     DROP = "drop"
     KEEP_HEAD = "keep_head"
     KEEP_TAIL = "keep_tail"
+    KEEP_ENDS = "keep_ends"
+
+
+class InvalidRows(str, Enum):
+    """Treatment of rows of prompt files that cannot be read."""
+
+    ERROR = "error"
+    DROP = "drop"
 
 
 class NanPolicy(str, Enum):

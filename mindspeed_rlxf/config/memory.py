@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from math import lcm
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
-from mindspeed_rlxf.config.roles import RoleConfig
+from mindspeed_rlxf.config.enums import Recompute, RecomputeMethod
+from mindspeed_rlxf.config.roles import LearningConfig, RoleConfig
 from mindspeed_rlxf.config.rules.tensor_parallel import groups_per_rank, qkv_rows
 
 FP32 = 4
@@ -91,11 +92,38 @@ def layer_activation_bytes(
         attention += (FP32 + itemsize) * (queries + keys)
     norm_tokens = tokens // tp if sequence_parallel else tokens
     kept = norm_tokens * norms + tokens * attention
+    return kept + mlp_activation_bytes(a, tokens, tp, sequence_parallel, itemsize)
+
+
+def mlp_activation_bytes(
+    a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
+) -> int:
+    """The part of `layer_activation_bytes` that the MLP or the experts keep."""
     if a.num_experts is None:
-        return kept + tokens * 5 * itemsize * a.mlp_hidden_size // tp
+        return tokens * 5 * itemsize * a.mlp_hidden_size // tp
     expert = itemsize * (a.hidden_size + 6 * a.mlp_hidden_size // tp)
     routing = 5 * a.num_experts + 12 * a.moe_router_topk
-    return kept + dispatched_tokens(a, tokens, tp, sequence_parallel) * expert + tokens * routing
+    return dispatched_tokens(a, tokens, tp, sequence_parallel) * expert + tokens * routing
+
+
+def chunk_activation_bytes(
+    role: LearningConfig, layer: int, mlp: int, entry: int
+) -> tuple[int, int]:
+    """What a chunk of layers keeps for its backward pass, and what that pass computes once more.
+
+    layer, mlp: activations of one layer, and of its MLP among them
+    entry:      hidden states that enter a layer
+    Returns bytes of each micro-batch under way, and bytes at one time beside them.
+    """
+    layers, size = role.layers_per_chunk, role.recompute_num_layers
+    if role.recompute is Recompute.NONE:
+        return layers * layer, 0
+    if role.recompute is Recompute.SELECTIVE:
+        return layers * (layer - mlp), mlp
+    if role.recompute_method is RecomputeMethod.UNIFORM:
+        return layers // size * entry, size * layer
+    # Layers that are kept follow the others, so that they are freed before one is recomputed.
+    return size * entry + (layers - size) * layer, layer if size == layers else 0
 
 
 def dispatched_tokens(a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool) -> int:

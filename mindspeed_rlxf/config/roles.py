@@ -10,10 +10,11 @@ from mindspeed_rlxf.config.enums import (
     DpoLoss,
     LrDecayStyle,
     PolicyLoss,
-    RewardKind,
+    Recompute,
+    RecomputeMethod,
 )
 from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.fields import Integers, Section, Word, key
+from mindspeed_rlxf.config.fields import Integers, Section, Strings, Word, key
 from mindspeed_rlxf.config.rules.tensor_parallel import find_uneven
 from mindspeed_rlxf.config.suggest import divisors, neighbours, use
 
@@ -78,6 +79,12 @@ class RoleConfig(Section):
         return self.architecture.num_layers // (self.pipeline_model_parallel_size * per_chunk)
 
     @property
+    def layers_per_chunk(self) -> int:
+        """Layers of a stage, or of each of its chunks."""
+        stages = self.pipeline_model_parallel_size * self.model_chunks
+        return self.architecture.num_layers // stages
+
+    @property
     def micro_batch_multiple(self) -> int:
         """Factor of the number of micro-batches that the interleaved schedule needs, else 1."""
         return self.pipeline_model_parallel_size if self.model_chunks > 1 else 1
@@ -135,34 +142,79 @@ class RoleConfig(Section):
             )
 
 
-def _rules_of_learning(section: RoleConfig) -> Iterator[Problem]:
-    """Yield broken rules of training a mixture of experts."""
-    a, tp = section.architecture, section.tensor_model_parallel_size
-    if a.num_experts is not None and tp > 1 and not section.sequence_parallel:
-        yield Problem(
-            "sequence_parallel",
-            f"must be true where a model with experts learns with tensor_model_parallel_size={tp}",
-            False,
-            f"use {ref('sequence_parallel')}=true",
-            reads=("tensor_model_parallel_size", "architecture.num_experts"),
-        )
-    if a.balances_experts and section.pipeline_model_parallel_size > 1:
-        yield Problem(
-            "architecture.moe_aux_loss_coeff",
-            f"needs {ref(PIPELINE)}=1, not {section.pipeline_model_parallel_size}, whose last "
-            "stage alone knows the weight of a micro-batch",
-            f"{a.moe_aux_loss_coeff:g}",
-            "use 0, or one stage",
-        )
+class LearningConfig(RoleConfig):
+    """Keys of the roles that learn."""
 
-
-class ActorConfig(RoleConfig):
-    """The policy: generation and training."""
-
-    optimizer: OptimizerConfig = key(..., "optimizer of the policy")
+    optimizer: OptimizerConfig = key(..., "optimizer of the role")
     save: str | None = key(
         None, "folder of the trained weights; null = final/ in the run directory", "free"
     )
+    shuffle_minibatch: bool = key(False, "shuffle samples before they are cut in mini-batches")
+    recompute: Annotated[Recompute, Word] = key(
+        Recompute.NONE, "compute activations again in backward: of MLPs, or of whole layers", "free"
+    )
+    recompute_method: Annotated[RecomputeMethod, Word] = key(
+        RecomputeMethod.UNIFORM, "recompute=full: all layers in groups, or the first ones", "free"
+    )
+    recompute_num_layers: int = key(
+        1, "recompute=full: layers of a group (uniform), or of a stage (block)", "free", ge=1
+    )
+
+    def broken_rules(self) -> Iterator[Problem]:
+        yield from super().broken_rules()
+        yield from self._experts()
+        if not any(self._pipeline()):
+            yield from self._recomputed()
+
+    def _experts(self) -> Iterator[Problem]:
+        """Yield broken rules of training a mixture of experts."""
+        a, tp = self.architecture, self.tensor_model_parallel_size
+        if a.num_experts is not None and tp > 1 and not self.sequence_parallel:
+            yield Problem(
+                "sequence_parallel",
+                "must be true where a model with experts learns with "
+                f"tensor_model_parallel_size={tp}",
+                False,
+                f"use {ref('sequence_parallel')}=true",
+                reads=("tensor_model_parallel_size", "architecture.num_experts"),
+            )
+        if a.balances_experts and self.pipeline_model_parallel_size > 1:
+            yield Problem(
+                "architecture.moe_aux_loss_coeff",
+                f"needs {ref(PIPELINE)}=1, not {self.pipeline_model_parallel_size}, whose last "
+                "stage alone knows the weight of a micro-batch",
+                f"{a.moe_aux_loss_coeff:g}",
+                "use 0, or one stage",
+            )
+
+    def _recomputed(self) -> Iterator[Problem]:
+        """Megatron would fail at the first step, or recompute fewer layers than asked for."""
+        size, layers = self.recompute_num_layers, self.layers_per_chunk
+        reads = ("architecture.num_layers", PIPELINE, CHUNK)
+        if self.recompute is not Recompute.FULL:
+            return
+        if self.recompute_method is RecomputeMethod.UNIFORM and layers % size:
+            yield Problem(
+                "recompute_num_layers",
+                f"must divide the {layers} layers of a stage or chunk of {self.model} with "
+                f"{ref('recompute_method')}=uniform",
+                size,
+                use(neighbours(size, divisors(layers))),
+                reads=reads,
+            )
+        elif size > layers:
+            yield Problem(
+                "recompute_num_layers",
+                f"must be at most the {layers} layers of a stage or chunk of {self.model}",
+                size,
+                f"use {layers}",
+                reads=reads,
+            )
+
+
+class ActorConfig(LearningConfig):
+    """The policy: generation and training."""
+
     do_sample: bool = key(False, "sample; false = greedy")
     temperature: float = key(1.0, "divides the logits; used only when sampling", gt=0)
     top_k: int = key(0, "sample among this many; 0 = all", ge=0)
@@ -182,6 +234,7 @@ class ActorConfig(RoleConfig):
         None, "the pool's other devices, which generate; null = all do both", "reshard", ge=1
     )
     stop_token_ids: Integers = key((), "token ids that end a response besides EOS")
+    stop_strings: Strings = key((), "texts that end a response, which keeps them")
     num_samples_per_step: int | None = key(
         None, "rows generated at once on one rank; null = as many as the cache holds", "free", ge=1
     )
@@ -209,7 +262,6 @@ class ActorConfig(RoleConfig):
     dpo_loss_type: Annotated[DpoLoss, Word] = key(
         DpoLoss.SIGMOID, "stage ray_online_dpo: loss of a pair"
     )
-    shuffle_minibatch: bool = key(False, "shuffle samples before they are cut in mini-batches")
 
     @property
     def logit_temperature(self) -> float:
@@ -218,7 +270,7 @@ class ActorConfig(RoleConfig):
 
     def broken_rules(self) -> Iterator[Problem]:
         """Yield broken rules of a role, of learning, of generation and of a split pool."""
-        yield from [*super().broken_rules(), *_rules_of_learning(self)]
+        yield from super().broken_rules()
         if self.min_new_tokens > self.max_new_tokens:
             yield Problem(
                 "min_new_tokens",
@@ -226,6 +278,8 @@ class ActorConfig(RoleConfig):
                 self.min_new_tokens,
                 f"use {self.max_new_tokens} or less",
             )
+        if "" in self.stop_strings:
+            yield Problem("stop_strings", "must not be empty", remedy="remove the empty one")
         if self.n_samples_per_prompt > 1 and not self.do_sample:
             yield Problem(
                 "n_samples_per_prompt",
@@ -260,48 +314,10 @@ class RefConfig(RoleConfig):
     load: str | None = key(None, "folder of the frozen weights, Hugging Face's or Megatron's")
 
 
-class CriticConfig(RoleConfig):
+class CriticConfig(LearningConfig):
     """The value model."""
 
-    optimizer: OptimizerConfig = key(..., "optimizer of the critic")
-    save: str | None = key(
-        None, "folder of the trained weights; null = final/ in the run directory", "free"
-    )
     critic_mini_batch_size: int = key(1, "samples per optimizer step over all DP ranks", ge=1)
     critic_update_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
     cliprange_value: float | None = key(3.0, "value clip; null = none", gt=0)
     vf_coef: float = key(1.0, "weight of the value loss", ge=0)
-    shuffle_minibatch: bool = key(False, "shuffle samples before they are cut in mini-batches")
-
-    def broken_rules(self) -> Iterator[Problem]:
-        yield from [*super().broken_rules(), *_rules_of_learning(self)]
-
-
-class RewardConfig(RoleConfig):
-    """The reward. A rule needs no model and computes on the CPU."""
-
-    load: str | None = key(None, "folder of the reward model, Hugging Face's or Megatron's")
-    kind: Annotated[RewardKind, Word] = key(RewardKind.MODEL, "reward model or rules")
-    model: str | None = key(None, "name of the architecture; none for a rule")  # type: ignore[assignment]
-    architecture: ArchitectureConfig | None = key(None, "none for a rule")  # type: ignore[assignment]
-    rules: dict[str, str] = key({}, "data source -> rule, added to the built-in table")
-    verifier: bool = key(
-        False, "score every prompt by algorithm.verifier_function; kind is rule then"
-    )
-
-    def broken_rules(self) -> Iterator[Problem]:
-        """Yield broken rules of a role, and two ways of scoring at once."""
-        yield from super().broken_rules()
-        if self.verifier and self.kind is RewardKind.MODEL:
-            yield Problem(
-                "verifier",
-                f"must be false with {ref('kind')}=model, which scores by a model",
-                True,
-                "remove one of them",
-            )
-        if self.verifier and self.rules:
-            yield Problem(
-                "rules",
-                f"must be empty with {ref('verifier')}=true, which scores all prompts alike",
-                remedy="remove one of them",
-            )

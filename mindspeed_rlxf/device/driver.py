@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -25,13 +25,18 @@ PAIR = re.compile(r"(\d+)\s*/\s*(\d+)")
 
 @dataclass(frozen=True)
 class DriverDevice:
-    """One device, in NPU terms a chip. health: as the tool reports it; OK where it does not."""
+    """One device, in NPU terms a chip.
+
+    health: as the tool reports it; OK where it does not
+    card:   that holds it; an A3 card holds two
+    """
 
     index: int
     name: str
     health: str
     memory_mib: int
     used_mib: int
+    card: int = field(default=-1, compare=False)
 
 
 Parsed: TypeAlias = tuple[str, list[DriverDevice]]
@@ -53,7 +58,7 @@ def driver_view(kind: DeviceKind) -> DriverView | None:
         return None
     command, parse = TOOLS[kind]
     try:
-        version, devices = parse(_run(command))
+        version, devices = parse(run_tool(command))
     except ValueError as problem:
         return DriverView(command[0], "", (), str(problem))
     return DriverView(command[0], version, tuple(devices))
@@ -64,7 +69,7 @@ def device_files(folder: Path = Path("/dev")) -> list[str]:
     return sorted(file.name for file in folder.iterdir() if DEVICE_FILE.fullmatch(file.name))
 
 
-def _run(command: Sequence[str]) -> str:
+def run_tool(command: Sequence[str]) -> str:
     """Run a tool and return its output. Raises ValueError when it is missing, fails or hangs."""
     tool = command[0]
     if shutil.which(tool) is None:
@@ -116,7 +121,8 @@ def parse_ascend(text: str) -> Parsed:
             card, name = first[0].split(maxsplit=1)
             index = cells[0].split()[1] if " " in cells[0] else card
             used, total = (PAIR.findall(cells[2]) or [(0, 0)])[-1]
-            devices.append(DriverDevice(int(index), name, first[1], int(total), int(used)))
+            sizes = int(total), int(used)
+            devices.append(DriverDevice(int(index), name, first[1], *sizes, int(card)))
             first = []
     return (found[1] if found else ""), devices
 

@@ -15,11 +15,15 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.config.schema import LearningConfig, OptimizerConfig, RoleConfig
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
+from mindspeed_rlxf.models.transformer import (
+    TransformerModel,
+    recompute_settings,
+    transformer_config,
+)
 
 
 def build_chunks(
@@ -36,6 +40,7 @@ def build_chunks(
         dtype,
         count,
         groups.ep.size(),
+        recompute_settings(role) if isinstance(role, LearningConfig) else None,
     )
     chunks = []
     for chunk in range(count):

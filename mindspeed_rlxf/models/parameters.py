@@ -239,16 +239,16 @@ def hf_shapes(architecture: ArchitectureConfig, head: Head) -> dict[str, tuple[i
 
 def hf_shape(source: str, architecture: ArchitectureConfig) -> tuple[int, ...]:
     """Shape of the Hugging Face tensor of that name."""
-    by_suffix = _shapes_by_suffix(architecture)
-    return next(shape for suffix, shape in by_suffix.items() if source.endswith(suffix))
+    return _shapes_by_ending(architecture)[source[source.rfind(".", 0, source.rfind(".")) + 1 :]]
 
 
 @lru_cache(maxsize=16)
-def _shapes_by_suffix(architecture: ArchitectureConfig) -> dict[str, tuple[int, ...]]:
-    """Map the end of a tensor's name to its shape; the first that fits counts."""
+def _shapes_by_ending(architecture: ArchitectureConfig) -> dict[str, tuple[int, ...]]:
+    """Map the last two parts of a tensor's name to its shape."""
     a = architecture
     queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
     widens, narrows = (a.mlp_hidden_size, a.hidden_size), (a.hidden_size, a.mlp_hidden_size)
+    norms = ("norm", "input_layernorm", "post_attention_layernorm")
     return {
         "embed_tokens.weight": (a.vocab_size, a.hidden_size),
         "lm_head.weight": (a.vocab_size, a.hidden_size),
@@ -265,11 +265,11 @@ def _shapes_by_suffix(architecture: ArchitectureConfig) -> dict[str, tuple[int, 
         "gate_proj.weight": widens,
         "up_proj.weight": widens,
         "down_proj.weight": narrows,
-        ".w1.weight": widens,
-        ".w3.weight": widens,
-        ".w2.weight": narrows,
-        ".gate.weight": (a.num_experts or 0, a.hidden_size),
-        "norm.weight": (a.hidden_size,),  # also input_layernorm, post_attention_layernorm
+        "w1.weight": widens,
+        "w3.weight": widens,
+        "w2.weight": narrows,
+        "gate.weight": (a.num_experts or 0, a.hidden_size),
+        **dict.fromkeys((f"{norm}.weight" for norm in norms), (a.hidden_size,)),
     }
 
 

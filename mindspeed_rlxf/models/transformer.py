@@ -7,6 +7,8 @@ the last stage, for just the tokens that are asked for.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
@@ -26,7 +28,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.config.enums import Recompute
+from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.models.attention import Attend, CoreAttention, FusedAttention
 from mindspeed_rlxf.models.experts import moe_settings, use_own_router
@@ -213,6 +216,24 @@ def layer_spec(
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=norm)
 
 
+def recompute_settings(role: LearningConfig) -> dict[str, Any]:
+    """Megatron's settings for what the backward pass of a role computes once more.
+
+    Megatron's own choice of parts, the core attention, would save nothing: fused kernels keep no
+    scores. The MLP holds most of what a layer keeps.
+    """
+    if role.recompute is Recompute.NONE:
+        return {}
+    if role.recompute is Recompute.SELECTIVE:
+        part = "mlp" if role.architecture.num_experts is None else "moe"
+        return {"recompute_granularity": "selective", "recompute_modules": [part]}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": role.recompute_method.value,
+        "recompute_num_layers": role.recompute_num_layers,
+    }
+
+
 def transformer_config(
     architecture: ArchitectureConfig,
     tp: int = 1,
@@ -221,11 +242,13 @@ def transformer_config(
     dtype: torch.dtype = torch.float32,
     chunks: int = 1,
     ep: int = 1,
+    recompute: dict[str, Any] | None = None,
 ) -> TransformerConfig:
     """Make Megatron's configuration for one role.
 
     Fusions that need extra kernels are off, except the activation's where MindSpeed has one.
 
+    recompute: see `recompute_settings`
     chunks: of the model on a pipeline rank. The interleaved schedule may then send forward and
         backward between the same two ranks, which needs one exchange for each direction
         (overlap_p2p_comm): in one batch they would be mixed up with two stages.
@@ -259,6 +282,7 @@ def transformer_config(
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even dense
         **moe_settings(a, tp, ep),
+        **(recompute or {}),
         calculate_per_token_loss=True,
         use_cpu_initialization=True,
         perform_initialization=False,  # every weight is loaded or set by name

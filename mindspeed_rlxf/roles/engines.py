@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, RunConfig
+from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.protocol import TrainEngine
@@ -19,7 +19,7 @@ SHORT_NAMES = {Role.ACTOR_ROLLOUT: "actor", Role.CRITIC: "critic"}
 def megatron_engine(config: RunConfig, role: Role) -> MegatronEngine:
     """Build the Megatron engine of a role, with an optimizer if it learns; a collective."""
     section, training = config.role(role), config.training
-    if not isinstance(section, (ActorConfig, CriticConfig)):
+    if not isinstance(section, LearningConfig):
         return MegatronEngine(
             section, HEADS[role], training.seed, deterministic=training.deterministic
         )

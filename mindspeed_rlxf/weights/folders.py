@@ -17,6 +17,7 @@ from mindspeed_rlxf.weights.boxes import BoxedWeights
 from mindspeed_rlxf.weights.dist_metadata import open_torch_dist
 from mindspeed_rlxf.weights.formats import Format, find_weights
 from mindspeed_rlxf.weights.hf_folder import HfFolder
+from mindspeed_rlxf.weights.inert_pickle import no_collections
 from mindspeed_rlxf.weights.legacy import read_legacy
 from mindspeed_rlxf.weights.role_state import WEIGHT, RunState
 from mindspeed_rlxf.weights.torch_dist import read_torch_dist
@@ -52,6 +53,7 @@ def find_description(weights: str | Path, tokenizer: str | Path) -> Path:
     )
 
 
+@no_collections()
 def open_weights(folder: str | Path, architecture: ArchitectureConfig) -> BoxedWeights:
     """Open the weights of a folder of any format.
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
+
 from mindspeed_rlxf.files.plain import MAX_JSON, parse_json
 from mindspeed_rlxf.files.safe import locate_inside, open_inside, read_inside, replace_file
-from mindspeed_rlxf.weights.boxes import BoxedTensor, BoxedWeights, whole
+from mindspeed_rlxf.weights.boxes import BoxedTensor, BoxedWeights, Shape, whole
 from mindspeed_rlxf.weights.formats import INDEX, SINGLE
 from mindspeed_rlxf.weights.safetensors_file import HEADER_ERRORS, SafetensorsFile
+
+_Entry = tuple[SafetensorsFile, torch.dtype, Shape, int]
+"""Of a tensor: its file, dtype, shape and first byte."""
 
 
 class HfFolder(BoxedWeights):
@@ -22,7 +27,7 @@ class HfFolder(BoxedWeights):
     def __init__(self, folder: str | Path) -> None:
         super().__init__()
         self.folder = Path(folder)
-        self._opened: dict[Path, dict[str, BoxedTensor]] = {}
+        self._opened: dict[Path, dict[str, _Entry]] = {}
         self._files = self._file_of_each_tensor()
 
     def __contains__(self, name: str) -> bool:
@@ -33,13 +38,21 @@ class HfFolder(BoxedWeights):
 
     def tensor(self, name: str) -> BoxedTensor:
         """Return a tensor by name. Raises ValueError when its file does not hold it."""
+        file, dtype, shape, first_byte = self._entry(name)
+        return BoxedTensor(name, dtype, shape, [file.stored_box(first_byte, dtype, whole(shape))])
+
+    def shape(self, name: str) -> Shape:
+        return self._entry(name)[2]
+
+    def _entry(self, name: str) -> _Entry:
+        """Find a tensor in the header of its file. Raises ValueError when it is not there."""
         path = self._files[name]
         found = self._open(path).get(name)
         if found is None:
             raise ValueError(f"{path} lacks {name}, which {INDEX} has there; copy it again")
         return found
 
-    def _open(self, path: Path) -> dict[str, BoxedTensor]:
+    def _open(self, path: Path) -> dict[str, _Entry]:
         """Return the tensors of a file by name; each file is opened once."""
         if path in self._opened:
             return self._opened[path]
@@ -48,16 +61,15 @@ class HfFolder(BoxedWeights):
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error.strerror}); copy it again") from None
         file = SafetensorsFile(path, lambda _: stream)
-        tensors: dict[str, BoxedTensor] = {}
         try:
-            for name, dtype, shape, first_byte in file.tensors():
-                stored = file.stored_box(first_byte, dtype, whole(shape))
-                tensors[name] = BoxedTensor(name, dtype, shape, [stored])
+            entries = {
+                name: (file, dtype, shape, first) for name, dtype, shape, first in file.tensors()
+            }
         except HEADER_ERRORS as error:
             rule = f"{path} is damaged or truncated ({error})"
             raise ValueError(f"{rule}; copy it again") from None
-        self._opened[path] = tensors
-        return tensors
+        self._opened[path] = entries
+        return entries
 
     def _file_of_each_tensor(self) -> dict[str, Path]:
         """Map each tensor's name to its file. Raises ValueError when a file is missing."""

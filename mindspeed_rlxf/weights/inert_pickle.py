@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import gc
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import NoneType
 from typing import Any, ClassVar
 
@@ -50,6 +51,18 @@ MAX_NAME = 200  # characters of module and name
 _PLAIN = frozenset((str, int, float, bool, bytes, NoneType, torch.dtype, Named, Storage))
 
 
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Collect no garbage meanwhile: it would walk all values many times, and find no cycle."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def read_pickle(data: bytes) -> Any:
     """The data of a pickle. Errors: ValueError when it is damaged, Refused where it is more."""
     return InertUnpickler(data).load()
@@ -73,19 +86,15 @@ class InertUnpickler:
 
         Raises Refused where it is more than data, other ValueErrors where it is damaged.
         """
-        collects = gc.isenabled()
-        gc.disable()  # collections would walk all values many times, and find no cycle
         try:
-            return self._run()
+            with no_collections():
+                return self._run()
         except Refused:
             raise
         except (IndexError, struct.error):
             raise ValueError("damaged pickle: it ends early") from None
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"damaged pickle: {shorten(error)}") from None
-        finally:
-            if collects:
-                gc.enable()
 
     def _run(self) -> Any:
         """Run one operation after the other until STOP. Raises Refused beyond the limits."""

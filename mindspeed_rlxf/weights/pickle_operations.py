@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from mindspeed_rlxf.weights.pickle_names import Refused
 
+INDEX = struct.Struct("<I")  # of the memo
 MAX_NUMBER_BYTES = 64  # of an integer; random streams of numpy have 16
 
 
@@ -93,12 +94,36 @@ def _remember(machine: Machine, index: int) -> None:
     machine.memo[index] = machine.stack[-1]
 
 
-def _put(size: int) -> Operation:
-    return lambda machine: _remember(machine, number(machine, size))
+def _index(machine: Machine) -> int:
+    at = machine.at
+    machine.at = at + 4
+    return INDEX.unpack_from(machine.data, at)[0]  # type: ignore[no-any-return]
 
 
-def _get(size: int) -> Operation:
-    return lambda machine: machine.stack.append(machine.memo[number(machine, size)])
+def _put(machine: Machine) -> None:
+    _remember(machine, _index(machine))
+
+
+def _put_short(machine: Machine) -> None:
+    at = machine.at
+    machine.at = at + 1
+    _remember(machine, machine.data[at])
+
+
+def _get(machine: Machine) -> None:
+    machine.stack.append(machine.memo[_index(machine)])
+
+
+def _get_short(machine: Machine) -> None:
+    at = machine.at
+    machine.at = at + 1
+    machine.stack.append(machine.memo[machine.data[at]])
+
+
+def _byte(machine: Machine) -> None:
+    at = machine.at
+    machine.at = at + 1
+    machine.stack.append(machine.data[at])
 
 
 def _protocol(machine: Machine) -> None:
@@ -117,7 +142,7 @@ SCALARS: dict[str, Operation] = {
     "N": _push(None),
     "\x88": _push(True),
     "\x89": _push(False),
-    "K": _little(1),
+    "K": _byte,
     "M": _little(2),
     "J": _signed,
     "\x8a": _long,
@@ -130,10 +155,10 @@ SCALARS: dict[str, Operation] = {
     "\x8e": _bytes(8),
     "\x96": _bytes(8),  # a bytearray
     ")": _push(()),
-    "h": _get(1),
-    "j": _get(4),
+    "h": _get_short,
+    "j": _get,
     "\x94": lambda machine: _remember(machine, len(machine.memo)),
-    "q": _put(1),
-    "r": _put(4),
+    "q": _put_short,
+    "r": _put,
 }
 """By opcode; the empty tuple, of which there is one, is among them."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
+
+from torch import Tensor
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import (
@@ -18,6 +22,7 @@ from mindspeed_rlxf.models.parameters import (
     shard_shape,
 )
 from mindspeed_rlxf.weights.boxes import (
+    Box,
     BoxedTensor,
     BoxedWeights,
     ShardBox,
@@ -38,13 +43,49 @@ Stored = TypeVar("Stored", StoredTensor, BoxedTensor)
 """A Megatron tensor in a file."""
 
 
+@dataclass(frozen=True)
+class _StoredShard:
+    """A rank's part of a parameter in a file. Fields as the arguments of `shard_boxes`."""
+
+    parameter: StageParameter
+    tp_rank: int
+    tp: int
+    vocab_rows: int | None
+    stored: StoredTensor | BoxedTensor
+
+    def boxes(self, source: str, architecture: ArchitectureConfig) -> Iterator[StoredBox]:
+        """The boxes of a Hugging Face tensor that the shard has."""
+        places = shard_boxes(self.parameter, architecture, self.tp_rank, self.tp, self.vocab_rows)
+        for place in places:
+            if place.source == source:
+                yield StoredBox(place.box, partial(self._read, place))
+
+    def _read(self, place: ShardBox, box: Box) -> Tensor:
+        return self.stored.read(place.to_shard(box))
+
+
 class MegatronWeights(BoxedWeights):
-    """The weights of a Megatron checkpoint."""
+    """The weights of a Megatron checkpoint. Boxes of a tensor are listed when it is asked for."""
 
     def __init__(self, folder: Path, architecture: ArchitectureConfig) -> None:
         super().__init__()
         self.folder, self.architecture = folder, architecture
         self.dropped_bias: float | None = None  # of a reward head: Hugging Face has none
+        self._shards: dict[str, list[_StoredShard]] = {}  # by Hugging Face name
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shards
+
+    def names(self) -> list[str]:
+        return list(self._shards)
+
+    def tensor(self, name: str) -> BoxedTensor:
+        if name not in self.tensors:
+            shards, shape = self._shards[name], hf_shape(name, self.architecture)
+            boxes = [box for shard in shards for box in shard.boxes(name, self.architecture)]
+            where = f"{name} in {self.folder}"
+            self.tensors[name] = BoxedTensor(where, shards[0].stored.dtype, shape, boxes)
+        return self.tensors[name]
 
     def add_shard(
         self,
@@ -73,20 +114,10 @@ class MegatronWeights(BoxedWeights):
         if stored.shape != expected:
             return [f"{name} is {list(stored.shape)}, the model needs {list(expected)}"]
         if parameter.is_first_copy(tp_rank, ep_rank):
-            for part in shard_boxes(parameter, a, tp_rank, tp, rows):
-                self._add(part, stored)
+            shard = _StoredShard(parameter, tp_rank, tp, rows, stored)
+            for source in parameter.sources:
+                self._shards.setdefault(source, []).append(shard)
         return []
-
-    def _add(self, part: ShardBox, stored: StoredTensor | BoxedTensor) -> None:
-        """Add one box of a rank's shard to the Hugging Face tensor that it belongs to."""
-        if part.source not in self.tensors:
-            name, shape = (
-                f"{part.source} in {self.folder}",
-                hf_shape(part.source, self.architecture),
-            )
-            self.tensors[part.source] = BoxedTensor(name, stored.dtype, shape, [])
-        read = StoredBox(part.box, lambda box: stored.read(part.to_shard(box)))
-        self.tensors[part.source].boxes.append(read)
 
     def note_bias(self, stored: StoredTensor | BoxedTensor | None) -> None:
         """Keep the bias of a reward head, for a message."""

@@ -208,8 +208,9 @@ class _Reader(InertUnpickler):
     def of(cls, window: Window) -> _Reader:
         """Find the records of the zip archive in `window`. Raises ValueError for other files."""
         path = window.file.path
-        found = records_of(window.read, window.length)
-        records = {n: replace(r, start=r.start + window.start) for n, r in found.items()}
+        records = records_of(window.read, window.length)
+        if window.start:
+            records = {n: replace(r, start=r.start + window.start) for n, r in records.items()}
         if PICKLE not in records:
             raise ValueError(f"{path} is no file of torch.save: it has no {PICKLE}")
         order = records.get("byteorder")

@@ -8,7 +8,7 @@ from math import gcd, lcm
 
 from mindspeed_rlxf.config.enums import LossNormalizer, Role, Stage
 from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, RunConfig
+from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.config.suggest import divisors, multiples_around, neighbours, use
 
 TITLES = {
@@ -118,7 +118,7 @@ class _Share:
     def of(cls, config: RunConfig, role: Role) -> _Share:
         """Read from the configuration how a role's samples are divided."""
         section = config.role(role)
-        learns = isinstance(section, (ActorConfig, CriticConfig))
+        learns = isinstance(section, LearningConfig)
         stages = section.micro_batch_multiple if learns else 1
         pairs = role is Role.ACTOR_ROLLOUT and config.training.stage is Stage.RAY_ONLINE_DPO
         return cls(config.layout(role).dp, stages, 2 if pairs else 1)

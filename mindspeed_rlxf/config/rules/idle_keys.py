@@ -17,13 +17,15 @@ from mindspeed_rlxf.config.enums import (
     KlControl,
     LrDecayStyle,
     NanPolicy,
+    Recompute,
     RewardKind,
     Role,
     RopeScaling,
     RuntimeKind,
     ScorePosition,
+    Stage,
 )
-from mindspeed_rlxf.config.roles import ActorConfig, CriticConfig
+from mindspeed_rlxf.config.roles import LearningConfig
 from mindspeed_rlxf.config.rules.host import joined_address
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.suggest import format_value
@@ -100,6 +102,9 @@ def _of_training(config: RunConfig) -> Iterator[Idle]:
         yield Idle("logging", ("samples_file_mb",), "with logging.samples=0")
     if not (saves_before or training.seconds_between_saves):
         yield Idle("training", ("async_save",), "without a save before the last iteration")
+    if config.training.stage is Stage.RAY_ONLINE_DPO or config.algorithm.kl_ctrl.kl_coef > 0:
+        anyway = "where a reward or a loss reads the reference anyway"
+        yield Idle("logging", ("reference_kl",), anyway)
     if training.keep_every > training.train_iters:
         yield Idle("training", ("keep_every",), _over_train_iters(config))
 
@@ -132,8 +137,20 @@ def _of_algorithm(config: RunConfig) -> Iterator[Idle]:
     if control.type is KlControl.ADAPTIVE and control.kl_coef == 0:
         stays = "with algorithm.kl_ctrl.kl_coef=0, which stays 0"
         yield Idle("algorithm.kl_ctrl", ("type", "target_kl", "horizon"), stays)
-    if config.reward.kind is RewardKind.MODEL and not _has_validation_prompts(config):
-        yield Idle("reward", ("rules",), "with reward.kind=model and no validation prompts")
+    yield from _of_reward(config)
+
+
+def _of_reward(config: RunConfig) -> Iterator[Idle]:
+    reward, by_model = config.reward, config.reward.kind is not RewardKind.RULE
+    if reward.parts:
+        return
+    yield Idle("reward", ("allow_changed_function",), "without functions")
+    if by_model:
+        beside = ("model_weight", "failed_score", "max_failed")
+        yield Idle("reward", beside, "without functions beside the reward model")
+    if by_model and not _has_validation_prompts(config):
+        never = f"with reward.kind={reward.kind.value} and no validation prompts"
+        yield Idle("reward", ("rules",), never)
 
 
 def _of_runtime(config: RunConfig) -> Iterator[Idle]:
@@ -196,8 +213,11 @@ def _of_micro_batches(config: RunConfig, role: Role) -> Iterator[Idle]:
 
 def _of_optimizer(config: RunConfig, role: Role) -> Iterator[Idle]:
     section, iterations = config.role(role), config.training.train_iters
-    if not isinstance(section, (ActorConfig, CriticConfig)):
+    if not isinstance(section, LearningConfig):
         return
+    if section.recompute is not Recompute.FULL:
+        layers = ("recompute_method", "recompute_num_layers")
+        yield Idle(role.value, layers, f"with recompute={section.recompute.value}")
     if section.optimizer.lr_decay_style is LrDecayStyle.CONSTANT:
         yield Idle(role.value, ("min_lr",), "with lr_decay_style=constant")
     if section.optimizer.lr_warmup_fraction * iterations < 1:

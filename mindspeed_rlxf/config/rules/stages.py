@@ -65,7 +65,7 @@ def _estimator(config: RunConfig) -> Iterator[Problem]:
 
 def _full_kl(config: RunConfig) -> Iterator[Problem]:
     """Check that the full KL is in the reward, with actor and reference alike on one pool."""
-    if config.algorithm.kl_penalty is not KlPenalty.FULL:
+    if config.algorithm.kl_penalty is not KlPenalty.FULL or Role.REF not in config.roles:
         return
     if config.algorithm.kl_in is KlIn.LOSS:
         yield Problem(PENALTY, f"needs {ref(KL_IN)}=reward", "full", "use that, or low_var_kl")
@@ -94,6 +94,8 @@ def _full_kl(config: RunConfig) -> Iterator[Problem]:
 def _one_vocabulary(config: RunConfig) -> Iterator[Problem]:
     """Check that the reference has the actor's vocabulary."""
     sections = config.actor_rollout, config.ref
+    if Role.REF not in config.roles:
+        return
     mine, theirs = (section.architecture.vocab_size for section in sections)
     if mine != theirs:
         yield Problem(
@@ -172,7 +174,7 @@ def _rewards(config: RunConfig) -> Iterator[Problem]:
             True,
             "remove it, or use grpo, dr_grpo, rloo or reinforce_plus_plus_baseline",
         )
-    if config.reward.kind is RewardKind.MODEL:
+    if config.reward.kind is not RewardKind.RULE:
         yield Problem(
             FILTER,
             f"needs {ref('reward.kind')}=rule, because the scores of a reward model always differ",

@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 
 from mindspeed_rlxf.cluster.ray.cluster import object_store_bytes
-from mindspeed_rlxf.ops.doctor import devices, disk, host, leftovers, network, software
+from mindspeed_rlxf.ops.doctor import devices, disk, host, leftovers, network, npu, software
 from mindspeed_rlxf.ops.doctor.findings import Finding, Probe, Status, error, judge, run_probes
 from mindspeed_rlxf.ops.doctor.subject import Subject
 
 VERSIONS_S, DEVICES_S, DISK_S, FILES_S = 20.0, 65.0, 30.0, 20.0
+NPU_S = 30.0  # npu-smi takes some seconds; two commands for each link
 
 
 def probes(subject: Subject) -> list[Probe]:
@@ -22,6 +23,8 @@ def probes(subject: Subject) -> list[Probe]:
     return [
         Probe("versions", partial(software.check_software, kind), VERSIONS_S),
         Probe("devices", partial(devices.check_devices, kind), DEVICES_S),
+        Probe("npu", partial(npu.check_install, kind), NPU_S),
+        Probe("npu.cards", partial(npu.check_cards, kind, several), NPU_S),
         *(Probe(f"host.{check.__name__}", check) for check in host.CHECKS),
         Probe("memory.shared", partial(host.shared_memory, object_store_bytes())),
         Probe("disk.output", partial(disk.output_folder, Path(subject.output_dir)), DISK_S),

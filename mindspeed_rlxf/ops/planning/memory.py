@@ -13,7 +13,12 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.config import memory
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.layout import ParallelLayout, part_of
-from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, OptimizerConfig, RunConfig
+from mindspeed_rlxf.config.schema import (
+    ArchitectureConfig,
+    LearningConfig,
+    OptimizerConfig,
+    RunConfig,
+)
 from mindspeed_rlxf.models.heads import CHUNK_TOKENS
 from mindspeed_rlxf.models.parameters import Head, padded_vocab_size
 from mindspeed_rlxf.models.sizes import HEADS, received_numbers, shard_sizes, split_sizes
@@ -210,7 +215,7 @@ def cache_rows(config: RunConfig) -> int:
 def optimizer_of(config: RunConfig, role: Role) -> OptimizerConfig | None:
     """Return the settings of a role's optimizer; None where it does not learn."""
     section = config.role(role)
-    return section.optimizer if isinstance(section, (ActorConfig, CriticConfig)) else None
+    return section.optimizer if isinstance(section, LearningConfig) else None
 
 
 def _phases(stage: _Stage, optimizer: OptimizerConfig | None) -> Iterator[Phase]:
@@ -284,32 +289,36 @@ class _Stage:
 
         samples: of an optimizer step on this rank
         """
-        tokens, layout = self._tokens(samples), self.layout
-        chunks = self.section.model_chunks
-        layers = self.architecture.num_layers // (layout.pp * chunks)
-        held = layers * self._layer(tokens)
+        tokens, layout, hidden = self._tokens(samples), self.layout, self.architecture.hidden_size
+        own = tokens // layout.tp if self.sequence_parallel else tokens
+        mlp = memory.mlp_activation_bytes(*self._layer_arguments(tokens))
+        entry = own * hidden * self.itemsize
+        assert isinstance(self.section, LearningConfig), "frozen roles have no update"
+        held, again = memory.chunk_activation_bytes(self.section, self._layer(tokens), mlp, entry)
         if layout.pp > 1:
-            own = tokens // layout.tp if self.sequence_parallel else tokens
-            held += memory.stage_transfer_bytes(own, self.architecture.hidden_size, self.itemsize)
+            held += memory.stage_transfer_bytes(own, hidden, self.itemsize)
         micro_batches = memory.micro_batches(self.section, samples, self.length)
+        chunks = self.section.model_chunks
         count = memory.in_flight(self.pp_rank, layout.pp, micro_batches, chunks)
         gradient = memory.weight_gradient_bytes(self.sizes, self.itemsize)
         other = gradient + self._sent(tokens)
-        return Phase("update", count * held + self._head(samples), other=other)
+        # What the head keeps is freed before the backward pass reaches a layer.
+        activations = count * held + max(self._head(samples), again)
+        return Phase("update", activations, other=other)
 
     def _tokens(self, samples: int) -> int:
         return memory.micro_batch_tokens(self.section, samples, self.length)
 
     def _layer(self, tokens: int) -> int:
-        return memory.layer_activation_bytes(
-            self.architecture, tokens, self.layout.tp, self.sequence_parallel, self.itemsize
-        )
+        return memory.layer_activation_bytes(*self._layer_arguments(tokens))
 
     def _sent(self, tokens: int) -> int:
         """Return the bytes of hidden states that the experts of a layer exchange."""
-        return memory.dispatch_bytes(
-            self.architecture, tokens, self.layout.tp, self.sequence_parallel, self.itemsize
-        )
+        return memory.dispatch_bytes(*self._layer_arguments(tokens))
+
+    def _layer_arguments(self, tokens: int) -> tuple[ArchitectureConfig, int, int, bool, int]:
+        """Return the arguments that the memory formulas of one layer share."""
+        return self.architecture, tokens, self.layout.tp, self.sequence_parallel, self.itemsize
 
     def _head(self, samples: int) -> int:
         """Return the bytes of hidden states and outputs on the last stage, for a micro-batch."""

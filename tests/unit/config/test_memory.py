@@ -7,6 +7,7 @@ import pytest
 from mindspeed_rlxf.config.memory import (
     buffer_numbers,
     checkpoint_bytes,
+    chunk_activation_bytes,
     communicators,
     driver_bytes,
     export_bytes,
@@ -20,6 +21,7 @@ from mindspeed_rlxf.config.memory import (
     log_prob_head_bytes,
     micro_batch_tokens,
     micro_batches,
+    mlp_activation_bytes,
     optimizer_bytes,
     optimizer_step_bytes,
     prefill_tokens,
@@ -31,7 +33,12 @@ from mindspeed_rlxf.config.memory import (
     weight_bytes,
     weight_gradient_bytes,
 )
-from mindspeed_rlxf.config.schema import ArchitectureConfig, RoleConfig
+from mindspeed_rlxf.config.schema import (
+    ArchitectureConfig,
+    LearningConfig,
+    OptimizerConfig,
+    RoleConfig,
+)
 
 # 8 query heads and 4 groups of width 16: 128 query and 64 key columns.
 MODEL = ArchitectureConfig(
@@ -46,6 +53,18 @@ MODEL = ArchitectureConfig(
 
 
 NORMED = MODEL.model_copy(update={"qk_layernorm": True})
+
+
+def role(recompute: str = "none", method: str = "uniform", size: int = 1) -> LearningConfig:
+    return LearningConfig(
+        model="m",
+        optimizer=OptimizerConfig(),
+        architecture=MODEL,
+        recompute=recompute,
+        recompute_method=method,
+        recompute_num_layers=size,
+    )
+
 
 # claim -> (result, number worked out by hand)
 CASES = {
@@ -83,6 +102,19 @@ CASES = {
     # (4 + 2) x (128 + 64) = 1152
     "normed queries and keys are kept twice": (
         layer_activation_bytes(NORMED, 10, 1, False, 2), 10 * (2056 + 1568 + 960 + 1152)
+    ),
+    "the MLP's part of a layer": (mlp_activation_bytes(MODEL, 10, 2, True, 2), 10 * 480),
+    # (bytes of a micro-batch, bytes at one time) of 4 layers of 100, 60 of them the MLP's, entry 7
+    "everything is kept": (chunk_activation_bytes(role(), 100, 60, 7), (400, 0)),
+    "all but MLPs is kept": (chunk_activation_bytes(role("selective"), 100, 60, 7), (160, 60)),
+    "entries of two groups": (
+        chunk_activation_bytes(role("full", "uniform", 2), 100, 60, 7), (2 * 7, 200)
+    ),
+    "two layers again, two kept": (
+        chunk_activation_bytes(role("full", "block", 2), 100, 60, 7), (2 * 7 + 200, 0)
+    ),
+    "each layer again": (
+        chunk_activation_bytes(role("full", "block", 4), 100, 60, 7), (4 * 7, 100)
     ),
     "stage 0 of 4": (in_flight(0, 4, 8), 4),
     "stage 1 of 4": (in_flight(1, 4, 8), 3),

@@ -77,6 +77,21 @@ def test_a_valid_tree_has_no_problem(problems: Problems, changes: dict[str, Any]
             "stage of small; use 2 or 4",
         ),
         (
+            {"critic.recompute": "full", "critic.recompute_num_layers": 3},
+            "critic.recompute_num_layers=3 must divide the 4 layers of a stage or chunk of small "
+            "with critic.recompute_method=uniform; use 2 or 4",
+        ),
+        (
+            {
+                "critic.recompute": "full",
+                "critic.recompute_method": "block",
+                "critic.pipeline_model_parallel_size": 2,
+                "critic.recompute_num_layers": 3,
+            },
+            "critic.recompute_num_layers=3 must be at most the 2 layers of a stage or chunk of "
+            "small; use 2",
+        ),
+        (
             {"critic.tensor_model_parallel_size": 2, "critic.ffn_hidden_size": 97},
             "critic.tensor_model_parallel_size=2 must divide critic.ffn_hidden_size=97; use 1",
         ),

@@ -1,0 +1,139 @@
+"""What the backward pass computes once more: the numbers stay, and as much is kept as planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mindspeed_rlxf.config.enums import LossNormalizer
+from mindspeed_rlxf.config.memory import (
+    chunk_activation_bytes,
+    layer_activation_bytes,
+    mlp_activation_bytes,
+)
+from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, OptimizerConfig
+from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
+from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.engine.losses import normalised_loss
+from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, TokenLogProbs
+from mindspeed_rlxf.models.parameters import Head
+from tests.distributed.groups import build_group, layout_of
+from tests.distributed.llamas import PLAIN, QWEN3_MOE, make_llama
+from tests.distributed.samples import make_rollouts
+
+WIDE = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 192}
+DENSE, SPARSE = PLAIN.model_copy(update=WIDE), QWEN3_MOE.model_copy(update=WIDE)
+MODES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute": "selective"},
+    "full": {"recompute": "full"},
+    "full, groups of 2": {"recompute": "full", "recompute_num_layers": 2},
+    "full, the first 3": {
+        "recompute": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 3,
+    },
+}
+TP2_PP2 = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "micro_batch_size": 2,
+}
+
+
+class Learner:
+    def __init__(self, role: LearningConfig) -> None:
+        self.engine = MegatronEngine(role, Head.LANGUAGE_MODEL, 1, role.optimizer)
+
+    def step(self, rollouts: Rollouts) -> RoleOutput:
+        """One optimizer step; the weights of a rank, and the MLPs that ran in each micro-batch."""
+
+        def loss_of(rows: list[int], tokens: TokenLogProbs) -> LossOutput:
+            lengths, mean = rollouts.response_lengths[rows], LossNormalizer.MINIBATCH_TOKENS
+            loss = -tokens.log_probs
+            return normalised_loss(loss, lengths, mean, 1, {"loss": loss}, {})
+
+        runs: list[int] = []
+        layers = [layer for chunk in self.engine.chunks for layer in chunk.decoder.layers]
+        parts = [getattr(layer.mlp, "router", layer.mlp) for layer in layers]
+        hooks = [part.register_forward_hook(lambda *_: runs.append(1)) for part in parts]
+        batches = self.engine.micro_batches(rollouts, range(rollouts.num_rows))
+        self.engine.train_step(batches, PolicyStep(loss_of, 1.0))
+        for hook in hooks:
+            hook.remove()
+        weights = {n: t.detach().tolist() for n, t in self.engine.weights.tensors.items()}
+        return RoleOutput(report=(weights, len(runs) // len(batches)))
+
+    def kept_bytes(self, rollouts: Rollouts) -> RoleOutput:
+        """Bytes that the layers keep for the backward pass of one micro-batch, and its tokens."""
+        kept: dict[int, int] = {}
+        weights = {t.untyped_storage().data_ptr() for t in self.engine.module.parameters()}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        model = self.engine.chunks[0].train()
+        (batch,) = self.engine.micro_batches(rollouts, range(rollouts.num_rows))
+        with (
+            self.engine.groups.active(),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        ):
+            hidden = model(batch.token_ids, batch.positions, batch.attend)
+            assert hidden.requires_grad  # alive, as is what it keeps
+        return RoleOutput(report=(sum(kept.values()), batch.token_ids.numel()))
+
+
+def role_of(folder: Path, architecture: ArchitectureConfig, keys: dict[str, Any]) -> LearningConfig:
+    base = {"model": "t", "architecture": architecture, "load": str(folder), "micro_batch_size": 8}
+    base["optimizer"] = OptimizerConfig(lr=1e-2)
+    return LearningConfig(**{**base, **keys})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layout"),
+    [(DENSE, {}), (SPARSE, {}), pytest.param(DENSE, TP2_PP2, marks=pytest.mark.long)],
+    ids=["dense", "experts", "tp2-pp2"],
+)
+def test_a_step_is_the_same_to_the_last_bit(
+    warm_runtime: Any, tmp_path: Path, architecture: ArchitectureConfig, layout: dict[str, Any]
+) -> None:
+    make_llama(tmp_path, architecture)
+    layers = 4 // layout.get("pipeline_model_parallel_size", 1)
+    runs = {"none": 0, "selective": layers, "full": layers, "full, groups of 2": layers}
+    found = {}
+    for name, keys in MODES.items():
+        if layout and "3" in name:  # more layers than a stage has
+            continue
+        role = role_of(tmp_path, architecture, {**keys, **layout})
+        group = build_group(warm_runtime, layout_of(role), Learner, role)
+        weights, found[name] = group.call(Learner.step, make_rollouts()).result()[0]
+        if name == "none":
+            expected = weights
+        assert weights == expected, name
+    again = {name: count - found["none"] for name, count in found.items()}
+    assert found["none"] == layers and again == {name: runs.get(name, 3) for name in found}, (
+        "layers whose MLP ran once more"
+    )
+
+
+def test_layers_keep_what_is_planned(warm_runtime: Any, tmp_path: Path) -> None:
+    make_llama(tmp_path, DENSE)
+    for name, keys in MODES.items():
+        role = role_of(tmp_path, DENSE, keys)
+        group = build_group(warm_runtime, layout_of(role), Learner, role)
+        kept, tokens = group.call(Learner.kept_bytes, make_rollouts()).result()[0]
+        sizes = DENSE, tokens, 1, False, 4
+        planned, _ = chunk_activation_bytes(
+            role, layer_activation_bytes(*sizes), mlp_activation_bytes(*sizes), tokens * 64 * 4
+        )
+        # The final norm's input, its normed value, and cosines and sines, which all layers share.
+        planned += tokens * (2 * 64 * 4 + 2 * 16 * 4)
+        assert planned == pytest.approx(kept, rel=0.1), name
