@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from mindspeed_rlxf.files.plain import parse_json
+
 MAX_OUTPUT = 2**20  # bytes that the scoring of a sample may print, or return
 MAX_SHOWN = 1000  # of them, bytes that go to the log
 SEND_S = 10.0  # a process that takes no sample for so long is broken
@@ -85,7 +87,7 @@ class ScoringProcess:
         line, _, rest = bytes(self._received).partition(b"\n")
         self._received = bytearray(rest)
         try:
-            return json.loads(line)
+            return parse_json(line)
         except ValueError as error:
             raise EOFError(f"it wrote {line[:60]!r} to the channel of the run") from error
 

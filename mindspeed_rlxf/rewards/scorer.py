@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
-from mindspeed_rlxf.config.plugins import load
+from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.reward_calls import DATA_SOURCE, find_function, keywords_of
 from mindspeed_rlxf.config.sources import Source, run_as_module
 from mindspeed_rlxf.rewards.outcome import Cause, Sample, ScoreFailure, to_result
@@ -65,7 +65,7 @@ class SampleScorer:
 
     def __init__(self, plan: Plan) -> None:
         for source in plan.plugins:
-            load(source)
+            plugins.load(source)
         self._plan = plan
         self._parts = [(part, self._make(part)) for part in plan.parts]
 
