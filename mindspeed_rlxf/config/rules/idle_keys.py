@@ -76,6 +76,10 @@ def _joins_no_cluster(config: RunConfig) -> bool:
     return _is_local(config) or joined_address(config) is None
 
 
+def _reads_no_files(config: RunConfig) -> bool:
+    return not (config.data.train_files or config.data.val_files)
+
+
 def _has_validation_prompts(config: RunConfig) -> bool:
     return bool(config.data.val_files or config.data.val_data_path)
 
@@ -227,6 +231,12 @@ NOTED = (
         lambda config: not _has_validation_prompts(config),
     ),
     Idle("data", ("val_files", "val_data_path"), WITHOUT_VALIDATION, _never_validates),
+    Idle(
+        "data",
+        ("chat_template_kwargs", "system_prompt", "invalid_rows"),
+        "with indexed data sets, whose prompts are tokenized already",
+        _reads_no_files,
+    ),
     Idle("validation", ("max_samples",), WITHOUT_VALIDATION, _never_validates),
     Idle(
         "validation",
