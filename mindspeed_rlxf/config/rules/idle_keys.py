@@ -84,6 +84,9 @@ def _idle(config: RunConfig) -> Iterator[Idle]:
     yield from _of_algorithm(config)
     yield from _of_runtime(config)
     yield from _of_generation(config)
+    if not (config.data.train_files or config.data.val_files):
+        made = "with indexed data sets, whose prompts are tokenized already"
+        yield Idle("data", ("chat_template_kwargs", "system_prompt", "invalid_rows"), made)
     for role in config.roles:
         if config.role(role).architecture is not None:  # None: the reward is a rule
             yield from _of_model(config, role)

@@ -94,6 +94,11 @@ CASES: list[tuple[Changes, str, Changes]] = [
      "effect without a save before the last iteration", {"training.save_interval": 2}),
     ({"training.keep_every": 4}, "training.keep_every=4: no effect with training.train_iters=3, "
      "which is smaller", {"training.keep_every": 2}),
+    (
+        {"data.train_files": None, "data.data_path": "a", "data.system_prompt": "x"},
+        "data.system_prompt=x: no effect with indexed data sets, whose prompts are tokenized",
+        {"data.val_files": "val.jsonl"},
+    ),
     ({"validation.max_samples": 4}, "validation.max_samples=4: no effect without data.val_files or "
      "data.val_data_path", VALIDATES),
     (
