@@ -44,6 +44,12 @@ class Pending:
         self._call, self._leaders, self._num_rows = call, leaders, num_rows
         self.pool, self.what = pool, what
         self._replies: list[Reply] | None = None
+        self._check: Callable[[list[Any]], None] | None = None
+
+    def require(self, check: Callable[[list[Any]], None]) -> Pending:
+        """Let `result` pass its reports to `check`, which raises where they are not acceptable."""
+        self._check = check
+        return self
 
     def rows(self) -> RowsRef:
         """Return the leaders' rows in data-parallel order; waits if their number is unknown."""
@@ -56,8 +62,14 @@ class Pending:
         return RowsRef(tuple(Piece(handle, n) for handle, n in found if n is not None))
 
     def result(self) -> list[Any]:
-        """Return the leaders' reports by replica. Raises WorkerError, RuntimeTimeout."""
-        return [reply.report for reply in self._leader_replies()]
+        """Return the leaders' reports by replica.
+
+        Raises WorkerError, RuntimeTimeout, and what the check of `require` raises.
+        """
+        reports = [reply.report for reply in self._leader_replies()]
+        if self._check is not None:
+            self._check(reports)
+        return reports
 
     @property
     def seconds(self) -> float:

@@ -10,6 +10,7 @@ from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded, submit_tog
 from mindspeed_rlxf.cluster.host_agent import HostAgent
 from mindspeed_rlxf.cluster.protocol import Peer, Pool, PoolPart, Request
 from mindspeed_rlxf.cluster.refs import RowsRef
+from mindspeed_rlxf.cluster.reward_group import RewardGroup
 from mindspeed_rlxf.config.enums import KlPenalty, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs, Prompts
@@ -19,7 +20,6 @@ from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.reference import ReferenceRole
 from mindspeed_rlxf.roles.reports import SampleText
-from mindspeed_rlxf.roles.reward import RewardRole
 from mindspeed_rlxf.roles.rollout import RolloutRole
 
 
@@ -116,10 +116,14 @@ class RolloutGroup:
         self.group = RoleGroup(Role.ROLLOUT, config.rollout_layout, generates)
         self._version: int | None = None  # of the weights that the ranks have
 
-    def build(self, eos_token_ids: Sequence[int]) -> Pending:
-        """Build after the actor, which shares processes and weights unless the pool is split."""
+    def build(self, eos_token_ids: Sequence[int], scored: bool = False) -> Pending:
+        """Build after the actor, which shares processes and weights unless the pool is split.
+
+        scored: responses go to the scorers of the same processes, which are built before
+        """
         actor = None if self.run.parts else Peer(Role.ACTOR_ROLLOUT)
-        return self.group.build(RolloutRole, self.run, tuple(eos_token_ids), actor)
+        scorer = Peer(Role.SCORER) if scored else None
+        return self.group.build(RolloutRole, self.run, tuple(eos_token_ids), actor, scorer)
 
     def update_weights(self, actor: ActorGroup, version: int) -> None:
         """Give the rollout the weights of the actor after `version` updates; waits for them.
@@ -197,23 +201,6 @@ class CriticGroup(TrainedGroup):
         )
 
 
-class RewardGroup:
-    def __init__(self, config: RunConfig, pool: Pool) -> None:
-        self.run = config
-        self.group = RoleGroup(Role.REWARD, config.layout(Role.REWARD), pool)
-
-    def build(self) -> Pending:
-        return self.group.build(RewardRole, self.run)
-
-    def score(self, rollouts: RowsRef) -> Pending:
-        """Score responses. Rows: Scores. Reports: ScoreReport per replica."""
-        return self.group.call(RewardRole.score, rollouts)
-
-    def score_by_rule(self, rollouts: RowsRef) -> Pending:
-        """Score as `score` does, but by the rules, whatever the configured reward."""
-        return self.group.call(RewardRole.score_by_rule, rollouts)
-
-
 @dataclass(frozen=True)
 class RoleGroups:
     """The roles of a run; `ref` and `critic` are None where the run has none."""
@@ -226,9 +213,16 @@ class RoleGroups:
 
     @classmethod
     def build(
-        cls, config: RunConfig, pools: Mapping[str, Pool], eos_token_ids: Sequence[int]
+        cls,
+        config: RunConfig,
+        pools: Mapping[str, Pool],
+        eos_token_ids: Sequence[int],
+        scores_in_processes: bool = False,
     ) -> RoleGroups:
-        """Make every role in its pool's processes, those of different pools at the same time."""
+        """Make every role in its pool's processes, those of different pools at the same time.
+
+        scores_in_processes: functions or rules score in processes of their own, beside generation
+        """
         policy = pools[config.pool_of(Role.ACTOR_ROLLOUT)]
         actor, rollout = ActorGroup(config, policy), RolloutGroup(config, policy)
         ref = critic = None
@@ -236,9 +230,11 @@ class RoleGroups:
             ref = ReferenceGroup(config, pools[config.pool_of(Role.REF)])
         if config.critic is not None:
             critic = CriticGroup(config, pools[config.pool_of(Role.CRITIC)])
-        reward = RewardGroup(config, pools[config.pool_of(Role.REWARD)])
-        builds = [actor.build(), rollout.build(eos_token_ids)]
-        builds += [group.build() for group in (ref, reward, critic) if group]
+        beside = rollout.group if scores_in_processes else None
+        reward = RewardGroup(config, pools[config.pool_of(Role.REWARD)], beside)
+        builds = [actor.build(), *reward.build_scorers()]
+        builds += [rollout.build(eos_token_ids, reward.scorers is not None), *reward.build()]
+        builds += [group.build() for group in (ref, critic) if group]
         for build in builds:
             build.result()
         return cls(actor, rollout, ref, critic, reward)

@@ -19,6 +19,7 @@ from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.enums import CONFIGURED, Role
 from mindspeed_rlxf.config.fields import key
 from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS, fields
+from mindspeed_rlxf.config.reward import FunctionConfig
 from mindspeed_rlxf.config.roles import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.sections import KlControlConfig, PoolSettings, TrainingConfig
@@ -72,6 +73,7 @@ def _sections() -> dict[str, dict[str, FieldInfo]]:
         "every role": _without(RoleConfig, {"architecture"}),
         "actor_rollout, critic: optimizer": dict(OptimizerConfig.model_fields),
         **{name: keys for name, keys in own.items() if keys},
+        "reward.function": dict(FunctionConfig.model_fields),
         "model.<name>": dict(ArchitectureConfig.model_fields),
         "algorithm": plain.pop("algorithm"),
         "algorithm.kl_ctrl": dict(KlControlConfig.model_fields),

@@ -13,6 +13,7 @@ from mindspeed_rlxf.config.schema import (
     CriticConfig,
     DataConfig,
     DeviceConfig,
+    FunctionConfig,
     KlControlConfig,
     LoggingConfig,
     OptimizerConfig,
@@ -63,10 +64,15 @@ def role_keys(role: Role) -> set[str]:
     return (own - {"architecture", "optimizer"}) | ARCHITECTURE_KEYS | optimizer
 
 
-RULE_KEYS = ("kind", "rules", "verifier")
+RULE_KEYS = (
+    "kind", "rules", "verifier", "function", "functions", "allow_changed_function", "processes",
+    "timeout_s", "worker_memory_gib", "failed_score", "max_failed",
+)  # fmt: skip
 """Of the section reward: all that is read where no model scores."""
+CLASSIFIER_KEYS = (*RULE_KEYS, "load", "model_weight", "micro_batch_size", "bf16")
+"""Of the section reward: all that is read where a model of Hugging Face scores."""
 
-SHARED_KEYS = set().union(*map(role_keys, CONFIGURED)) - {*RULE_KEYS, "save"}
+SHARED_KEYS = set().union(*map(role_keys, CONFIGURED)) - {*RULE_KEYS, "model_weight", "save"}
 """Role keys that `training` and `model.<name>` may hold as defaults for every role."""
 
 
@@ -76,6 +82,7 @@ def known_keys() -> dict[str, set[str]]:
     known["algorithm.kl_ctrl"] = fields(KlControlConfig)
     known["placement"] = {role.value for role in CONFIGURED}
     known |= {role.value: role_keys(role) for role in CONFIGURED}
+    known["reward.function"] = fields(FunctionConfig)
     return known | {"training": fields(TrainingConfig) | SHARED_KEYS}
 
 

@@ -29,6 +29,7 @@ from mindspeed_rlxf.config.hf_config import (
 )
 from mindspeed_rlxf.config.keys import (
     ARCHITECTURE_KEYS,
+    CLASSIFIER_KEYS,
     NESTED_ROLES,
     OPTIMIZER_KEYS,
     PLAIN_SECTIONS,
@@ -41,13 +42,20 @@ from mindspeed_rlxf.config.keys import (
     unknown_key,
 )
 from mindspeed_rlxf.config.plugins import read_and_load
+from mindspeed_rlxf.config.reward_functions import read_functions
 from mindspeed_rlxf.config.schema import KlControlConfig, TrainingConfig
 from mindspeed_rlxf.config.suggest import closest, format_value
 
 AUTO = "auto"
 """`model: auto` takes the architecture from the folder that a role loads."""
 
-VERBATIM = ("model", "resource_pool", "rules")
+WITHOUT_ARCHITECTURE = {
+    RewardKind.RULE.value: RULE_KEYS,
+    RewardKind.HUGGING_FACE.value: CLASSIFIER_KEYS,
+}
+"""Kind of reward whose model is not one of ours -> keys that it reads."""
+
+VERBATIM = ("model", "resource_pool", "rules", "arguments", "chat_template_kwargs")
 """Sections whose keys are names that the user chose."""
 
 
@@ -156,12 +164,10 @@ def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
                 draft.reject(Problem("training.stage", "has no critic", stage, remedy), role.value)
             continue
         own = draft.known(role.value, sections[role.value], role_keys(role))
-        if own.get("kind") == RewardKind.RULE.value:  # a rule has no model: the rest is not read
-            draft.payload[role.value] = {key: own[key] for key in RULE_KEYS if key in own}
-            for key in sorted(own.keys() - {*RULE_KEYS}):
-                draft.note(
-                    "no effect with reward.kind=rule", f"reward.{key}={format_value(own[key])}"
-                )
+        if role is Role.REWARD:
+            read_functions(draft, own)
+        if str(own.get("kind")) in WITHOUT_ARCHITECTURE:
+            _reward_without_architecture(draft, own, sections["training"])
             continue
         chosen = own.get("model", training.get("model"))
         if chosen == AUTO:
@@ -180,6 +186,17 @@ def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
             if chosen != AUTO:
                 _report_missing_model(draft, role, chosen, models)
     _note_unread(draft, training, models)
+
+
+def _reward_without_architecture(draft: Draft, own: Tree, training: Tree) -> None:
+    """Keep what a rule, or a classifier of Hugging Face, reads; note the rest."""
+    keys = WITHOUT_ARCHITECTURE[own["kind"]]
+    draft.payload[Role.REWARD.value] = {key: own[key] for key in keys if key in own}
+    if "load" in keys and "load" in training:
+        set_default(draft.payload[Role.REWARD.value], "load", training["load"])
+    for key in sorted(own.keys() - {*keys}):
+        value = format_value(own[key])
+        draft.note(f"no effect with reward.kind={own['kind']}", f"reward.{key}={value}")
 
 
 def _note_unread(draft: Draft, training: Tree, models: Mapping[str, Tree]) -> None:

@@ -21,6 +21,7 @@ from mindspeed_rlxf.config.rules.sections import check
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
     ArchitectureConfig,
+    FunctionConfig,
     RunConfig,
     TrainingConfig,
 )
@@ -30,7 +31,7 @@ LAYOUT_KEYS = ("parallel_size", "resource_pool", "placement")
 
 STAND_INS: Mapping[str, Any] = {
     name: "-" if field.annotation is str else 2
-    for section in (TrainingConfig, ActorConfig, ArchitectureConfig)
+    for section in (TrainingConfig, ActorConfig, ArchitectureConfig, FunctionConfig)
     for name, field in section.model_fields.items()
     if field.is_required()
 }
@@ -111,8 +112,9 @@ def _section_rules(draft: Draft, section: Section, loc: tuple[str, ...] = ()) ->
     for problem in section.broken_rules():
         yield problem.rename_keys(lambda key: draft.path((*loc, *key.split("."))))
     for name, value in section:
-        if isinstance(value, Section):
-            yield from _section_rules(draft, value, (*loc, name))
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, Section):
+                yield from _section_rules(draft, item, (*loc, name))
 
 
 def _report(draft: Draft, details: list[ErrorDetails], places: list[tuple[int | str, ...]]) -> None:

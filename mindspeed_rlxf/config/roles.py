@@ -12,10 +12,9 @@ from mindspeed_rlxf.config.enums import (
     PolicyLoss,
     Recompute,
     RecomputeMethod,
-    RewardKind,
 )
 from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.fields import Integers, Section, Word, key
+from mindspeed_rlxf.config.fields import Integers, Section, Strings, Word, key
 from mindspeed_rlxf.config.rules.tensor_parallel import find_uneven
 from mindspeed_rlxf.config.suggest import divisors, neighbours, use
 
@@ -235,6 +234,7 @@ class ActorConfig(LearningConfig):
         None, "the pool's other devices, which generate; null = all do both", "reshard", ge=1
     )
     stop_token_ids: Integers = key((), "token ids that end a response besides EOS")
+    stop_strings: Strings = key((), "texts that end a response, which keeps them")
     num_samples_per_step: int | None = key(
         None, "rows generated at once on one rank; null = as many as the cache holds", "free", ge=1
     )
@@ -278,6 +278,8 @@ class ActorConfig(LearningConfig):
                 self.min_new_tokens,
                 f"use {self.max_new_tokens} or less",
             )
+        if "" in self.stop_strings:
+            yield Problem("stop_strings", "must not be empty", remedy="remove the empty one")
         if self.n_samples_per_prompt > 1 and not self.do_sample:
             yield Problem(
                 "n_samples_per_prompt",
@@ -319,33 +321,3 @@ class CriticConfig(LearningConfig):
     critic_update_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
     cliprange_value: float | None = key(3.0, "value clip; null = none", gt=0)
     vf_coef: float = key(1.0, "weight of the value loss", ge=0)
-
-
-class RewardConfig(RoleConfig):
-    """The reward. A rule needs no model and computes on the CPU."""
-
-    load: str | None = key(None, "folder of the reward model, Hugging Face's or Megatron's")
-    kind: Annotated[RewardKind, Word] = key(RewardKind.MODEL, "reward model or rules")
-    model: str | None = key(None, "name of the architecture; none for a rule")  # type: ignore[assignment]
-    architecture: ArchitectureConfig | None = key(None, "none for a rule")  # type: ignore[assignment]
-    rules: dict[str, str] = key({}, "data source -> rule, added to the built-in table")
-    verifier: bool = key(
-        False, "score every prompt by algorithm.verifier_function; kind is rule then"
-    )
-
-    def broken_rules(self) -> Iterator[Problem]:
-        """Yield broken rules of a role, and two ways of scoring at once."""
-        yield from super().broken_rules()
-        if self.verifier and self.kind is RewardKind.MODEL:
-            yield Problem(
-                "verifier",
-                f"must be false with {ref('kind')}=model, which scores by a model",
-                True,
-                "remove one of them",
-            )
-        if self.verifier and self.rules:
-            yield Problem(
-                "rules",
-                f"must be empty with {ref('verifier')}=true, which scores all prompts alike",
-                remedy="remove one of them",
-            )

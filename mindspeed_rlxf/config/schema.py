@@ -12,13 +12,13 @@ from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.enums import CONFIGURED, Role, Stage, Verifier
 from mindspeed_rlxf.config.fields import Section, Word, key
 from mindspeed_rlxf.config.layout import ParallelLayout, part_of
+from mindspeed_rlxf.config.reward import FunctionConfig, RewardConfig
 from mindspeed_rlxf.config.roles import (
     ActorConfig,
     CriticConfig,
     LearningConfig,
     OptimizerConfig,
     RefConfig,
-    RewardConfig,
     RoleConfig,
 )
 from mindspeed_rlxf.config.sections import (
@@ -41,6 +41,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "DeviceConfig",
+    "FunctionConfig",
     "KlControlConfig",
     "LearningConfig",
     "LoggingConfig",

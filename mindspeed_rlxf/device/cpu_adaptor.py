@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from mindspeed_rlxf.device import gloo
 
@@ -29,6 +30,7 @@ CPU = torch.device("cpu")
 
 def apply() -> None:
     """Point the names that Megatron takes from CUDA at the CPU, and extend gloo's collectives."""
+    _device_constructors()  # torch keeps the list: `with torch.device(...)` acts on the originals
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in TENSOR_TYPES:

@@ -86,11 +86,22 @@ class LogProbReport:
 
 
 @dataclass(frozen=True)
+class FailedSample:
+    """A sample whose scoring failed. cause: a word of `rewards.outcome.Cause`"""
+
+    sample_id: int
+    cause: str
+    message: str
+
+
+@dataclass(frozen=True)
 class ScoreReport:
     """One entry per sample of the rank, before any penalty."""
 
     scores: list[float]
     parts: list[dict[str, float]] = field(default_factory=list)  # named parts of a rule's reward
+    # None = scored; no entries where scoring cannot fail for one sample alone
+    failures: list[FailedSample | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
+from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.generation import (
     gather_rollouts,
@@ -14,25 +15,37 @@ from mindspeed_rlxf.roles.generation import (
     make_requests,
     sampling_settings,
 )
+from mindspeed_rlxf.roles.scorer import ScorerRole
 from mindspeed_rlxf.rollout.fixed import answer_from_table
+from mindspeed_rlxf.rollout.protocol import GenerationResult
 from mindspeed_rlxf.rollout.replica import build_replica
+from mindspeed_rlxf.rollout.stop_strings import StopStrings
 
 
 class RolloutRole:
     """One rank of a rollout replica, in a process of the actor or in its own."""
 
     def __init__(
-        self, config: RunConfig, eos_token_ids: Sequence[int], actor: ActorRole | None = None
+        self,
+        config: RunConfig,
+        eos_token_ids: Sequence[int],
+        actor: ActorRole | None = None,
+        scorer: ScorerRole | None = None,
     ) -> None:
         """Build the engine; a collective over the ranks that generate.
 
-        actor: the role of the same process whose weights are shared; None = other ranks train and
-               send their weights
+        actor:  the role of the same process whose weights are shared; None = other ranks train and
+                send their weights
+        scorer: the role of the same process that scores responses as they finish
         """
         policy = config.actor_rollout
         self.replica = build_replica(config, actor.engine if actor else None)
-        self.sampling = sampling_settings(policy, eos_token_ids, policy.do_sample)
-        self.greedy = sampling_settings(policy, eos_token_ids, False)
+        stop = _stop_strings(config)
+        self.sampling = sampling_settings(policy, eos_token_ids, policy.do_sample, stop)
+        self.greedy = sampling_settings(policy, eos_token_ids, False, stop)
+        self.scorer = scorer
+        if scorer is not None:
+            scorer.is_leader = self.replica.is_leader
         self.sync_s = 0.0  # spent on weights since the last report
 
     def update_weights(self, version: int) -> RoleOutput:
@@ -57,12 +70,15 @@ class RolloutRole:
         started = time.monotonic()
         engine.wake()
         self.sync_s += time.monotonic() - started
+        results: Iterable[GenerationResult]
         try:
             if any(prompts.responses):
                 given = dict(zip(prompts.sample_ids, prompts.responses, strict=True))
                 results = answer_from_table(engine, given, requests)
             else:
                 results = engine.generate(requests)
+            if self.scorer is not None:
+                results = self.scorer.follow(prompts, results)
             rows = gather_rollouts(prompts, results)
         finally:
             engine.sleep()
@@ -70,3 +86,10 @@ class RolloutRole:
         if not self.replica.is_leader:
             return RoleOutput()
         return make_output(rows, engine.stats(), sync_s)
+
+
+def _stop_strings(config: RunConfig) -> StopStrings | None:
+    strings = config.actor_rollout.stop_strings
+    if not strings:
+        return None
+    return StopStrings(strings, load_tokenizer(config.training.tokenizer_name_or_path))

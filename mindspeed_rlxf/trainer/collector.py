@@ -71,6 +71,7 @@ class Collected:
         return ScoreReport(
             self._chosen(report.scores for report in reports),
             self._chosen(report.parts for report in reports) if reports[0].parts else [],
+            self._chosen(report.failures for report in reports) if reports[0].failures else [],
         )
 
     def non_finite_scores(self) -> dict[int, float]:

@@ -67,6 +67,6 @@ def _means(
     parts = [part for report in reports for part in report.parts] or [{}] * len(scores)
     rows = zip(data_sources, lengths, scores, parts, strict=False)  # drops the repeated prompts
     for source, length, score, part in rows:
-        for name, value in {"score": score, "response_length": length, **part}.items():
+        for name, value in {**part, "score": score, "response_length": length}.items():
             values[f"val/{source}/{name}"].append(value)
     return {name: sum(v) / len(v) for name, v in values.items()}

@@ -137,8 +137,20 @@ def _of_algorithm(config: RunConfig) -> Iterator[Idle]:
     if control.type is KlControl.ADAPTIVE and control.kl_coef == 0:
         stays = "with algorithm.kl_ctrl.kl_coef=0, which stays 0"
         yield Idle("algorithm.kl_ctrl", ("type", "target_kl", "horizon"), stays)
-    if config.reward.kind is RewardKind.MODEL and not _has_validation_prompts(config):
-        yield Idle("reward", ("rules",), "with reward.kind=model and no validation prompts")
+    yield from _of_reward(config)
+
+
+def _of_reward(config: RunConfig) -> Iterator[Idle]:
+    reward, by_model = config.reward, config.reward.kind is not RewardKind.RULE
+    if reward.parts:
+        return
+    yield Idle("reward", ("allow_changed_function",), "without functions")
+    if by_model:
+        beside = ("model_weight", "failed_score", "max_failed")
+        yield Idle("reward", beside, "without functions beside the reward model")
+    if by_model and not _has_validation_prompts(config):
+        never = f"with reward.kind={reward.kind.value} and no validation prompts"
+        yield Idle("reward", ("rules",), never)
 
 
 def _of_runtime(config: RunConfig) -> Iterator[Idle]:

@@ -174,7 +174,7 @@ def _rewards(config: RunConfig) -> Iterator[Problem]:
             True,
             "remove it, or use grpo, dr_grpo, rloo or reinforce_plus_plus_baseline",
         )
-    if config.reward.kind is RewardKind.MODEL:
+    if config.reward.kind is not RewardKind.RULE:
         yield Problem(
             FILTER,
             f"needs {ref('reward.kind')}=rule, because the scores of a reward model always differ",

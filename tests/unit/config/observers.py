@@ -17,10 +17,11 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import numpy as np
+import pytest
 import torch
 
 from mindspeed_rlxf.algorithms.masked import alone
-from mindspeed_rlxf.cluster import local, role_groups
+from mindspeed_rlxf.cluster import local, reward_group, role_groups
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
@@ -36,10 +37,12 @@ from mindspeed_rlxf.models.transformer import recompute_settings, transformer_co
 from mindspeed_rlxf.ops.doctor import subject
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.plan import plan
+from mindspeed_rlxf.rewards import streaming
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.roles import actor, critic, engines
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
+from mindspeed_rlxf.roles.reports import FailedSample
 from mindspeed_rlxf.run import recorder
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.stopping import Stopped
@@ -296,7 +299,7 @@ def read_prompts(config: RunConfig) -> Any:
     """The prompts of a file with two columns for each thing; the second row is long."""
     rows = [
         {"prompt": "<s>", "question": "two", "ground_truth": "1", "answer": "2",
-         "data_source": "a", "source": "b"},
+         "data_source": "a", "source": "b", "extra_info": {"n": 1}, "more": 2},
         {"prompt": "much longer", "question": "2", "ground_truth": "1", "answer": "2",
          "source": "b"},
     ]  # fmt: skip
@@ -309,7 +312,9 @@ def read_prompts(config: RunConfig) -> Any:
             )
         except UserError as error:
             return str(error).replace(folder, "")
-    return [(p.text, p.token_ids.tolist(), p.ground_truth, p.data_source) for p in found]
+    return [
+        (p.text, p.token_ids.tolist(), p.ground_truth, p.data_source, p.extra_info) for p in found
+    ]
 
 
 def prepared(config: RunConfig) -> Any:
@@ -341,6 +346,21 @@ def scored(config: RunConfig) -> Any:
         return [result.score for result in manager.score(texts, truths, ["mine"] * 2)]
     except UserError as error:
         return str(error)
+
+
+def scoring(config: RunConfig) -> Any:
+    """How many processes score, their deadline and their memory."""
+    with patch.object(streaming, "WorkerPool") as pool:
+        streaming.StreamingRewards(config.reward)
+    return pool.call_args.args[1:]
+
+
+def accepted_failures(config: RunConfig) -> str:
+    """How many of twenty samples may fail."""
+    failed = [FailedSample(i, "timeout", "") for i in range(20)]
+    with pytest.raises(reward_group.RewardsFailed) as error:
+        reward_group.check_failures(failed, config.reward.max_failed)
+    return str(error.value)
 
 
 def started(config: RunConfig) -> Any:

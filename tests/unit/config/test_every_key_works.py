@@ -22,6 +22,7 @@ from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import (
     AlgorithmConfig,
     ArchitectureConfig,
+    FunctionConfig,
     KlControlConfig,
     OptimizerConfig,
     PoolSettings,
@@ -36,6 +37,8 @@ Changes = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[3]
 CHECKPOINTS, STORE = "run/test_checkpoints.py", "run/test_store.py"
 RUN_DIR, COLLECTOR = "run/test_directory.py", "trainer/test_collector.py"
+PROMPT_KEYS = "data/test_prompt_keys.py"
+FUNCTIONS, MODEL_REWARD = "config/test_reward_functions.py", "roles/test_model_reward.py"
 ROLES = ("actor_rollout", "ref", "critic", "reward")
 
 ACTOR, CRITIC = "actor_rollout.", "critic."
@@ -230,6 +233,9 @@ ACTOR_KEYS: dict[str, Any] = {
     "num_gpus_for_infer": Case(2, base=SPLIT, also={f"{ACTOR}num_gpus_for_train": 6}),
     "stop_token_ids": Case([5], see.prepared),
     "num_samples_per_step": Case(3),
+    "stop_strings": Shown(
+        "rollout/test_native.py", "test_stop_strings_end_a_response_where_their_last_token_is"
+    ),
     "fixed_responses": Case("given.jsonl", see.prepared),
     "n_samples_per_prompt": Case(2, base=SAMPLE),
     "ppo_mini_batch_size": Case(24),
@@ -254,6 +260,33 @@ REWARD_KEYS: dict[str, Any] = {
     "kind": Case("model", base={"placement.reward": "main"}),
     "rules": Case({"mine": "gsm8k"}, see.scored),
     "verifier": Case(True),
+    "function": Shown(FUNCTIONS, "test_functions_that_exclude_each_other_are_refused"),
+    "functions": Shown(
+        FUNCTIONS, "test_several_functions_have_names_weights_arguments_and_data_sources"
+    ),
+    "model_weight": Shown(MODEL_REWARD, "test_scores_of_model_and_functions_are_added"),
+    "allow_changed_function": Shown(
+        FUNCTIONS, "test_a_changed_text_is_another_run_unless_it_is_allowed"
+    ),
+    "processes": Case(3, see.scoring),
+    "timeout_s": Case(3.0, see.scoring),
+    "worker_memory_gib": Case(3.0, see.scoring),
+    "failed_score": Shown("roles/test_scorer.py", "test_a_failure_is_that_of_one_sample"),
+    "max_failed": Case(3, see.accepted_failures),
+}
+OF_FUNCTION = Shown(
+    FUNCTIONS, "test_several_functions_have_names_weights_arguments_and_data_sources"
+)
+FUNCTION_KEYS: dict[str, Any] = {
+    **dict.fromkeys(
+        ("name", "function", "url", "weight", "arguments", "data_sources"), OF_FUNCTION
+    ),
+    "sha256": Shown(
+        FUNCTIONS, "test_a_function_stands_in_the_configuration_with_its_file_and_hash"
+    ),
+    "batch_size": Shown(
+        "rewards/test_remote.py", "test_samples_go_in_batches_and_scores_come_back_in_order"
+    ),
 }
 DATA: dict[str, Any] = {
     "train_files": Case("other.jsonl"),
@@ -264,6 +297,13 @@ DATA: dict[str, Any] = {
     "ground_truth_key": Case("answer", see.read_prompts, ANY_ROWS),
     "data_source_key": Case("source", see.read_prompts, ANY_ROWS),
     "default_data_source": Case("y", see.read_prompts, {"data.overlong_prompts": "keep_tail"}),
+    "extra_columns": Case(["more"], see.read_prompts, ANY_ROWS),
+    "system_prompt": Shown(PROMPT_KEYS, "test_a_system_prompt_comes_first_unless_the_chat_has_one"),
+    "chat_template_kwargs": Shown(PROMPT_KEYS, "test_chat_template_kwargs_reach_the_template"),
+    "train_weights": Shown(
+        "trainer/test_prompt_source.py", "test_train_weights_are_shares_of_the_files"
+    ),
+    "invalid_rows": Shown(PROMPT_KEYS, "test_invalid_rows_are_dropped_and_counted_on_request"),
     "overlong_prompts": Case("keep_head", see.read_prompts, ANY_ROWS),
     "allow_special_tokens": Case(True, see.read_prompts, ANY_ROWS),
     "shuffle": Case(False, see.driven),
@@ -317,6 +357,7 @@ TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "algorithm": (AlgorithmConfig, ALGORITHM),
     "algorithm.kl_ctrl": (KlControlConfig, KL_CTRL),
     "rollout": (PLAIN_SECTIONS["rollout"], ROLLOUT),
+    "reward.function": (FunctionConfig, FUNCTION_KEYS),
     "data": (PLAIN_SECTIONS["data"], DATA),
     "validation": (PLAIN_SECTIONS["validation"], VALIDATION),
     "logging": (PLAIN_SECTIONS["logging"], LOGGING),
