@@ -44,16 +44,26 @@ class Pending:
         self._call, self._leaders, self._num_rows = call, leaders, num_rows
         self.pool, self.what = pool, what
         self._replies: list[Reply] | None = None
+        self._order: Sequence[int] | None = None
+
+    def reorder(self, rows: Sequence[int]) -> Pending:
+        """Have `rows` return these of the leaders' rows, in this order. Returns the same object."""
+        self._order = rows
+        return self
 
     def rows(self) -> RowsRef:
-        """Return the leaders' rows in data-parallel order; waits if their number is unknown."""
+        """Return the leaders' rows in data-parallel order, or as `reorder` says.
+
+        Waits if their number is unknown.
+        """
         counts = list(self._num_rows)
         if None in counts:
             counts = [reply.num_rows for reply in self._leader_replies()]
         handles = [self._call.handles[rank] for rank in self._leaders]
         assert None not in counts, f"{handles} returned no rows"
         found = zip(handles, counts, strict=True)
-        return RowsRef(tuple(Piece(handle, n) for handle, n in found if n is not None))
+        rows = RowsRef(tuple(Piece(handle, n) for handle, n in found if n is not None))
+        return rows if self._order is None else rows.take(self._order)
 
     def result(self) -> list[Any]:
         """Return the leaders' reports by replica. Raises WorkerError, RuntimeTimeout."""

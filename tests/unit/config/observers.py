@@ -173,7 +173,7 @@ def micro_batches(config: RunConfig) -> Any:
             groups=MagicMock(**{"tp.size.return_value": 1}),
             config=SimpleNamespace(sequence_parallel=False),
             role=config.role(role),
-            _group=lambda rollouts, rows: [rows],
+            _group=lambda rollouts, rows, in_order: [rows],
         )
         with patch.object(engine.device, "current_device", lambda: torch.device("cpu")):
             made = engine.MegatronEngine.micro_batches(stub, rollouts, [0, 1])
@@ -185,13 +185,16 @@ def orders(config: RunConfig) -> Any:
     """Order of the samples in the updates of actor and critic."""
     found: Any = []
     rows: Any = MagicMock(num_rows=config.samples_per_iteration)
-    with patch.object(role_groups, "rank_steps", side_effect=lambda o, *_: found.append(o) or []):
+    steps = patch.object(
+        role_groups, "balanced_steps", side_effect=lambda c, r, o, *_: found.append(o) or []
+    )
+    with steps:
         for group in (role_groups.ActorGroup, role_groups.CriticGroup):
             stub: Any = MagicMock(run=config, seed=1)
             is_actor = group is role_groups.ActorGroup
             stub.config = config.actor_rollout if is_actor else config.value_model
             update: Any = group.update_policy if is_actor else group.update_critic  # type: ignore[attr-defined]
-            update(stub, rows, rows, 1, *([0.1] if is_actor else []))
+            update(stub, rows, rows, MagicMock(), 1, *([0.1] if is_actor else []))
     return [[list(order) for order in each] for each in found]
 
 
