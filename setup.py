@@ -8,6 +8,7 @@ from setuptools import find_packages, setup
 
 INSTALL_REQUIRES = [
     "hydra-core>=1.3.2,<1.4",
+    "math-verify[antlr4_9_3]>=0.8,<1",  # the antlr of hydra and omegaconf
     "megatron-core>=0.12.1,<0.17",
     "numpy>=1.26",
     "omegaconf>=2.3,<2.4",

@@ -1,8 +1,8 @@
 """The largest data-parallel rank's work over the mean: samples in order, ours, and two references.
 
-32 samples per rank of `balance_lengths.json`, cost of Qwen2.5-7B. Prints one JSON line; each figure
-is the largest rank's cost over the mean, `ms` the time of our assignment, `micro_batches` the number
-on the rank that needs most at 16384 tokens each, in order and packed.
+32 samples per rank of `balance_lengths.json`, cost of Qwen2.5-7B. Prints one JSON line: the largest
+rank's cost over the mean, the time of our assignment in ms, and `micro_batches` of at most 16384
+tokens on the rank that has most, in order and packed.
 
     python benchmarks/balance.py [--write-lengths SEED]
 """
@@ -50,7 +50,9 @@ def make_lengths(seed: int) -> dict[str, object]:
     rng, count = np.random.default_rng(seed), max(RANKS) * PER_RANK
     prompts = rng.lognormal(5.5, 0.5, count).clip(16, 2048)
     responses = rng.lognormal(6.5, 1.0, count).clip(1, LIMIT)
-    made = f"default_rng({seed}): lognormal(5.5, 0.5) in 16..2048, lognormal(6.5, 1.0) in 1..{LIMIT}"
+    made = (
+        f"default_rng({seed}): lognormal(5.5, 0.5) in 16..2048, lognormal(6.5, 1.0) in 1..{LIMIT}"
+    )
     return {
         "made": made,
         "prompts": prompts.astype(int).tolist(),

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from mindspeed_rlxf.algorithms.estimators import ESTIMATORS
-from mindspeed_rlxf.config import plugins
+from mindspeed_rlxf.config import plugins, sources
 from mindspeed_rlxf.config.estimators import TRAITS
 from mindspeed_rlxf.rewards.rules import RULES
 from mindspeed_rlxf.rollout.engines import ENGINES
@@ -15,13 +15,15 @@ from mindspeed_rlxf.rollout.engines import ENGINES
 
 @contextlib.contextmanager
 def forgotten() -> Iterator[None]:
-    registries = (ESTIMATORS, TRAITS, RULES, ENGINES, plugins._loaded)
-    before = [dict(registry) for registry in registries]
+    registries = (ESTIMATORS, TRAITS, RULES, ENGINES, sources._carried, plugins._loaded)
+    before = [dict(registry) for registry in registries]  # type: ignore[call-overload]
+    modules = {name for name in sys.modules if name.startswith(sources.MODULES)}
     try:
         yield
     finally:
-        for name in plugins._loaded.keys() - before[-1].keys():
-            del sys.modules[name]
+        for name in [name for name in sys.modules if name.startswith(sources.MODULES)]:
+            if name not in modules:
+                del sys.modules[name]
         for registry, kept in zip(registries, before, strict=True):
             registry.clear()
             registry.update(kept)  # type: ignore[arg-type]

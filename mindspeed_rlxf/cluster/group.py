@@ -45,10 +45,16 @@ class Pending:
         self.pool, self.what = pool, what
         self._replies: list[Reply] | None = None
         self._order: Sequence[int] | None = None
+        self._check: Callable[[list[Any]], None] | None = None
 
     def reorder(self, rows: Sequence[int]) -> Pending:
-        """Have `rows` return these of the leaders' rows, in this order. Returns the same object."""
+        """Let `rows` return these of the leaders' rows, in this order."""
         self._order = rows
+        return self
+
+    def require(self, check: Callable[[list[Any]], None]) -> Pending:
+        """Let `result` pass its reports to `check`, which raises where they are not acceptable."""
+        self._check = check
         return self
 
     def rows(self) -> RowsRef:
@@ -66,12 +72,18 @@ class Pending:
         return rows if self._order is None else rows.take(self._order)
 
     def result(self) -> list[Any]:
-        """Return the leaders' reports by replica. Raises WorkerError, RuntimeTimeout."""
-        return [reply.report for reply in self._leader_replies()]
+        """Return the leaders' reports by replica.
+
+        Raises WorkerError, RuntimeTimeout, and what the check of `require` raises.
+        """
+        reports = [reply.report for reply in self._leader_replies()]
+        if self._check is not None:
+            self._check(reports)
+        return reports
 
     @property
     def seconds(self) -> float:
-        """The longest time of a rank in the method; waits for it to end."""
+        """Longest time of a rank in the method, s; waits for it to end."""
         return max(reply.seconds for reply in self.replies())
 
     def _leader_replies(self) -> list[Reply]:
@@ -129,7 +141,7 @@ class RoleGroup:
     def _requests(
         self, method: str, args: Sequence[Any], **how: Any
     ) -> tuple[list[Request], list[int | None]]:
-        """Return a request for each rank, and the rows that go in by data-parallel rank.
+        """Make a request for each rank; return them, and the number of rows for each replica.
 
         how: fields of `Request`
         """
@@ -144,7 +156,7 @@ class RoleGroup:
         return requests, num_rows
 
     def _shards(self, arg: Any) -> Sequence[Any]:
-        """Return the argument of each data-parallel rank."""
+        """Return the argument for each data-parallel rank: its part, or a copy with its rows."""
         if not isinstance(arg, Sharded):
             return split_refs(arg, self.layout.dp)
         assert len(arg.parts) == self.layout.dp, (
@@ -173,6 +185,7 @@ def submit_together(pool: Pool, *parts: Sequence[Request]) -> Pending:
 
 
 def _num_rows(value: Any) -> int | None:
+    """Return the number of rows of the first batch found in `value`; None where there is none."""
     if isinstance(value, (RowsRef, Rows)):
         return value.num_rows
     counts = (_num_rows(item) for _, item in list_items(value))

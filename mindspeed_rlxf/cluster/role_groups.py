@@ -11,6 +11,7 @@ from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded, submit_tog
 from mindspeed_rlxf.cluster.host_agent import HostAgent
 from mindspeed_rlxf.cluster.protocol import Peer, Pool, PoolPart, Request
 from mindspeed_rlxf.cluster.refs import RowsRef
+from mindspeed_rlxf.cluster.reward_group import RewardGroup
 from mindspeed_rlxf.config.enums import KlPenalty, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs, Prompts
@@ -20,7 +21,6 @@ from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.reference import ReferenceRole
 from mindspeed_rlxf.roles.reports import SampleText
-from mindspeed_rlxf.roles.reward import RewardRole
 from mindspeed_rlxf.roles.rollout import RolloutRole
 
 
@@ -68,7 +68,7 @@ class ActorGroup(TrainedGroup):
         return self.train.prepare(ActorRole.send_weights)
 
     def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
-        """Rows: LogProbs. Reports: LogProbReport per replica."""
+        """Compute log-probs. Rows: LogProbs. Reports: LogProbReport per replica."""
         return call_balanced(self.run, self.train, ActorRole.log_probs, rollouts, lengths)
 
     def sample_texts(self, rollouts: RowsRef, count: int) -> list[SampleText]:
@@ -90,7 +90,10 @@ class ActorGroup(TrainedGroup):
         iteration: int,
         kl_coef: float,
     ) -> Pending:
-        """Reports: UpdateReport per replica, the same on each."""
+        """Train on all mini-batches of all epochs.
+
+        Reports: UpdateReport per replica, the same on each.
+        """
         orders = mini_batch_order(
             rollouts.num_rows,
             self.config.ppo_epochs,
@@ -120,15 +123,20 @@ class RolloutGroup:
         self.group = RoleGroup(Role.ROLLOUT, config.rollout_layout, generates)
         self._version: int | None = None  # of the weights that the ranks have
 
-    def build(self, eos_token_ids: Sequence[int]) -> Pending:
-        """Build after the actor, which shares processes and weights unless the pool is split."""
+    def build(self, eos_token_ids: Sequence[int], scored: bool = False) -> Pending:
+        """Build after the actor, which shares processes and weights unless the pool is split.
+
+        scored: responses go to the scorers of the same processes, which are built before
+        """
         actor = None if self.run.parts else Peer(Role.ACTOR_ROLLOUT)
-        return self.group.build(RolloutRole, self.run, tuple(eos_token_ids), actor)
+        scorer = Peer(Role.SCORER) if scored else None
+        return self.group.build(RolloutRole, self.run, tuple(eos_token_ids), actor, scorer)
 
     def update_weights(self, actor: ActorGroup, version: int) -> None:
         """Give the rollout the weights of the actor after `version` updates; waits for them.
 
-        No weights move where the same ranks train. Raises WorkerError, RuntimeTimeout.
+        Does nothing when the rollout has that version. Where the same ranks train and generate, no
+        weights move. Raises WorkerError, RuntimeTimeout.
         """
         if version == self._version:
             return
@@ -139,7 +147,7 @@ class RolloutGroup:
         self._version = version
 
     def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> Pending:
-        """Rows: Rollouts in the order of the prompts. Reports: GenerateReport per replica."""
+        """Generate. Rows: Rollouts in the order of prompts. Reports: GenerateReport per replica."""
         parts = Sharded(prompts.split(self.group.layout.dp))
         return self.group.call(RolloutRole.generate, parts, seed, greedy)
 
@@ -153,7 +161,10 @@ class ReferenceGroup:
         return self.group.build(ReferenceRole, self.run)
 
     def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
-        """Rows: LogProbs, or LogProbsWithKl where the KL is over the vocabulary."""
+        """Compute log-probs.
+
+        Rows: LogProbs, or LogProbsWithKl where the KL is over the vocabulary.
+        """
         given = self.run, self.group
         if self.run.algorithm.kl_penalty is KlPenalty.FULL:
             method, actor = ReferenceRole.log_probs_with_kl, Peer(Role.ACTOR_ROLLOUT)
@@ -170,17 +181,20 @@ class CriticGroup(TrainedGroup):
         return self.group.build(CriticRole, self.run)
 
     def values(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
-        """Rows: Values."""
+        """Compute values. Rows: Values."""
         return call_balanced(self.run, self.group, CriticRole.values, rollouts, lengths)
 
     def make_experience(self, inputs: ExperienceInputs) -> Pending:
-        """Rows: Experience. Reports: ExperienceReport per replica."""
+        """Make the experience. Rows: Experience. Reports: ExperienceReport per replica."""
         return self.group.call(CriticRole.make_experience, inputs)
 
     def update_critic(
         self, rollouts: RowsRef, experience: RowsRef, lengths: Lengths, iteration: int
     ) -> Pending:
-        """Reports: UpdateReport per replica, the same on each."""
+        """Train on all mini-batches of all epochs.
+
+        Reports: UpdateReport per replica, the same on each.
+        """
         orders = mini_batch_order(
             rollouts.num_rows,
             self.config.critic_update_epochs,
@@ -198,23 +212,6 @@ class CriticGroup(TrainedGroup):
         )
 
 
-class RewardGroup:
-    def __init__(self, config: RunConfig, pool: Pool) -> None:
-        self.run = config
-        self.group = RoleGroup(Role.REWARD, config.layout(Role.REWARD), pool)
-
-    def build(self) -> Pending:
-        return self.group.build(RewardRole, self.run)
-
-    def score(self, rollouts: RowsRef) -> Pending:
-        """Rows: Scores. Reports: ScoreReport per replica."""
-        return self.group.call(RewardRole.score, rollouts)
-
-    def score_by_rule(self, rollouts: RowsRef) -> Pending:
-        """As `score`, by the rules whatever the configured reward."""
-        return self.group.call(RewardRole.score_by_rule, rollouts)
-
-
 @dataclass(frozen=True)
 class RoleGroups:
     """The roles of a run; `ref` and `critic` are None where the run has none."""
@@ -227,9 +224,16 @@ class RoleGroups:
 
     @classmethod
     def build(
-        cls, config: RunConfig, pools: Mapping[str, Pool], eos_token_ids: Sequence[int]
+        cls,
+        config: RunConfig,
+        pools: Mapping[str, Pool],
+        eos_token_ids: Sequence[int],
+        scores_in_processes: bool = False,
     ) -> RoleGroups:
-        """Make every role in its pool's processes, those of different pools at the same time."""
+        """Make every role in its pool's processes, those of different pools at the same time.
+
+        scores_in_processes: functions or rules score in processes of their own, beside generation
+        """
         policy = pools[config.pool_of(Role.ACTOR_ROLLOUT)]
         actor, rollout = ActorGroup(config, policy), RolloutGroup(config, policy)
         ref = critic = None
@@ -237,9 +241,11 @@ class RoleGroups:
             ref = ReferenceGroup(config, pools[config.pool_of(Role.REF)])
         if config.critic is not None:
             critic = CriticGroup(config, pools[config.pool_of(Role.CRITIC)])
-        reward = RewardGroup(config, pools[config.pool_of(Role.REWARD)])
-        builds = [actor.build(), rollout.build(eos_token_ids)]
-        builds += [group.build() for group in (ref, reward, critic) if group]
+        beside = rollout.group if scores_in_processes else None
+        reward = RewardGroup(config, pools[config.pool_of(Role.REWARD)], beside)
+        builds = [actor.build(), *reward.build_scorers()]
+        builds += [rollout.build(eos_token_ids, reward.scorers is not None), *reward.build()]
+        builds += [group.build() for group in (ref, critic) if group]
         for build in builds:
             build.result()
         return cls(actor, rollout, ref, critic, reward)

@@ -19,6 +19,7 @@ from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.enums import CONFIGURED, Role
 from mindspeed_rlxf.config.fields import key
 from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS, fields
+from mindspeed_rlxf.config.reward import FunctionConfig
 from mindspeed_rlxf.config.roles import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.sections import KlControlConfig, PoolSettings, TrainingConfig
@@ -61,7 +62,7 @@ def put_into(text: str) -> str:
 
 
 def _sections() -> dict[str, dict[str, FieldInfo]]:
-    """Title -> keys; those of all roles, of optimizers and of architectures once."""
+    """Map the title of each table to its keys; shared keys of roles and optimizers appear once."""
     common, optimizer = fields(RoleConfig), fields(OptimizerConfig)
     shared = common | optimizer | {"optimizer"}
     own = {role.value: _without(schema, shared) for role, schema in ROLE_SECTIONS.items()}
@@ -72,6 +73,7 @@ def _sections() -> dict[str, dict[str, FieldInfo]]:
         "every role": _without(RoleConfig, {"architecture"}),
         "actor_rollout, critic: optimizer": dict(OptimizerConfig.model_fields),
         **{name: keys for name, keys in own.items() if keys},
+        "reward.function": dict(FunctionConfig.model_fields),
         "model.<name>": dict(ArchitectureConfig.model_fields),
         "algorithm": plain.pop("algorithm"),
         "algorithm.kl_ctrl": dict(KlControlConfig.model_fields),
@@ -92,6 +94,7 @@ def _section(keys: dict[str, FieldInfo]) -> str:
 
 
 def _default(field: FieldInfo) -> str:
+    """Format the default of a field for a table."""
     if field.is_required():
         return "required"
     value: Any = getattr(field.default, "value", field.default)
@@ -110,6 +113,7 @@ def _listed(values: Sequence[Any]) -> str:
 
 
 def _table(head: str, rows: Any) -> str:
+    """Format a Markdown table. head: titles with " | " between"""
     columns = head.split(" | ")
     cells = ([cell.replace("|", "\\|") for cell in row] for row in rows)
     lines = [columns, ["---"] * len(columns), *cells]

@@ -125,7 +125,7 @@ def _leave_out_reference(draft: Draft, pools: Tree, placement: Tree) -> None:
 
 
 def _place_rule(draft: Draft, is_placed: bool) -> None:
-    """Put a rule, which needs no devices, on a pool of other roles."""
+    """Put a rule, which needs no devices, on a pool of other roles; note a pool that it wastes."""
     pools, placement = draft.payload["resource_pool"], draft.payload["placement"]
     if not is_placed and "reward" not in pools:
         # Any pool will do, but one that is split holds the actor alone.
@@ -142,7 +142,7 @@ def _place_rule(draft: Draft, is_placed: bool) -> None:
 
 
 def _pools(draft: Draft, given: Tree) -> dict[str, list[int]]:
-    """Processes per node of each pool; names of roles underscored, empty pools left out."""
+    """Return the processes per node of each pool; role names underscored, empty pools left out."""
     pools = {}
     per_node = _devices_per_node(draft)
     for name, size in given.items():
@@ -182,7 +182,7 @@ def _environment(draft: Draft) -> None:
 
 
 def _devices_per_node(draft: Draft) -> Any:
-    """Devices of each host of a joined cluster; None where everything runs on this host."""
+    """Return the devices of each host of a joined cluster; None where all runs on this host."""
     runtime = draft.payload["runtime"]
     is_local = runtime.get("kind") == RuntimeKind.LOCAL.value
     if is_local or choose_cluster(runtime.get("address")).address is None:
@@ -191,7 +191,7 @@ def _devices_per_node(draft: Draft) -> Any:
 
 
 def _node_sizes(draft: Draft, path: str, size: Any, per_node: Any) -> list[int]:
-    """Processes per node for `8` or `[8, 8]`; empty where the size is empty or rejected.
+    """Return the processes per node for `8` or `[8, 8]`; empty where it is empty or rejected.
 
     A count beyond `per_node` fills whole nodes.
     """

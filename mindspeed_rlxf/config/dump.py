@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from mindspeed_rlxf.config.keys import RULE_KEYS
+from mindspeed_rlxf.config.enums import RewardKind
+from mindspeed_rlxf.config.keys import CLASSIFIER_KEYS, RULE_KEYS
 from mindspeed_rlxf.config.schema import RewardConfig, RoleConfig, RunConfig
 
 
@@ -34,10 +35,14 @@ def to_yaml(config: RunConfig) -> str:
 def _role_tree(
     role: RoleConfig, values: dict[str, Any], models: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """The section of a role. Adds its architecture to `models`; keys that differ stay here."""
+    """Return the section of a role, and add its architecture to `models`.
+
+    Architecture keys in which it differs from another role of that model stay in the section.
+    """
     architecture, optimizer = values.pop("architecture"), values.pop("optimizer", {})
     if isinstance(role, RewardConfig) and architecture is None:
-        return {key: values[key] for key in RULE_KEYS}
+        of_rule = role.kind is RewardKind.RULE
+        return {key: values[key] for key in (RULE_KEYS if of_rule else CLASSIFIER_KEYS)}
     shared = models.setdefault(role.model, architecture)
     own = {key: value for key, value in architecture.items() if shared[key] != value}
     return {**values, **own, **optimizer}

@@ -13,9 +13,10 @@ class Role(str, Enum):
     REF = "ref"
     CRITIC = "critic"
     REWARD = "reward"
+    SCORER = "scorer"  # scores responses as they finish, in the processes of ROLLOUT
 
 
-CONFIGURED = tuple(role for role in Role if role is not Role.ROLLOUT)
+CONFIGURED = tuple(role for role in Role if role not in (Role.ROLLOUT, Role.SCORER))
 """Roles with a section and a place of their own in the configuration."""
 
 
@@ -144,7 +145,8 @@ class RewardKind(str, Enum):
     """Source of the score."""
 
     RULE = "rule"
-    MODEL = "model"
+    MODEL = "model"  # a model of Megatron
+    HUGGING_FACE = "huggingface"  # a sequence classifier of any architecture
 
 
 class Verifier(str, Enum):

@@ -13,6 +13,7 @@ from mindspeed_rlxf.config.schema import (
     CriticConfig,
     DataConfig,
     DeviceConfig,
+    FunctionConfig,
     KlControlConfig,
     LoggingConfig,
     OptimizerConfig,
@@ -57,25 +58,31 @@ OPTIMIZER_KEYS = fields(OptimizerConfig)
 
 
 def role_keys(role: Role) -> set[str]:
-    """YAML keys of a role's section: its own, its architecture's and its optimizer's."""
+    """Return the YAML keys of a role's section: its own, its architecture's, its optimizer's."""
     own = fields(ROLE_SECTIONS[role])
     optimizer = OPTIMIZER_KEYS if "optimizer" in own else set()
     return (own - {"architecture", "optimizer"}) | ARCHITECTURE_KEYS | optimizer
 
 
-RULE_KEYS = ("kind", "rules", "verifier")
+RULE_KEYS = (
+    "kind", "rules", "verifier", "function", "functions", "allow_changed_function", "processes",
+    "timeout_s", "worker_memory_gib", "failed_score", "max_failed",
+)  # fmt: skip
 """Of the section reward: all that is read where no model scores."""
+CLASSIFIER_KEYS = (*RULE_KEYS, "load", "model_weight", "micro_batch_size", "bf16")
+"""Of the section reward: all that is read where a model of Hugging Face scores."""
 
-SHARED_KEYS = set().union(*map(role_keys, CONFIGURED)) - {*RULE_KEYS, "save"}
+SHARED_KEYS = set().union(*map(role_keys, CONFIGURED)) - {*RULE_KEYS, "model_weight", "save"}
 """Role keys that `training` and `model.<name>` may hold as defaults for every role."""
 
 
 def known_keys() -> dict[str, set[str]]:
-    """Section -> its keys, for every section of the YAML but `model` and `resource_pool`."""
+    """Map each section of the YAML but `model` and `resource_pool` to its keys."""
     known = {name: fields(section) for name, section in PLAIN_SECTIONS.items()}
     known["algorithm.kl_ctrl"] = fields(KlControlConfig)
     known["placement"] = {role.value for role in CONFIGURED}
     known |= {role.value: role_keys(role) for role in CONFIGURED}
+    known["reward.function"] = fields(FunctionConfig)
     return known | {"training": fields(TrainingConfig) | SHARED_KEYS}
 
 

@@ -29,6 +29,7 @@ from mindspeed_rlxf.config.hf_config import (
 )
 from mindspeed_rlxf.config.keys import (
     ARCHITECTURE_KEYS,
+    CLASSIFIER_KEYS,
     NESTED_ROLES,
     OPTIMIZER_KEYS,
     PLAIN_SECTIONS,
@@ -41,13 +42,20 @@ from mindspeed_rlxf.config.keys import (
     unknown_key,
 )
 from mindspeed_rlxf.config.plugins import read_and_load
+from mindspeed_rlxf.config.reward_functions import read_functions
 from mindspeed_rlxf.config.schema import KlControlConfig, TrainingConfig
 from mindspeed_rlxf.config.suggest import closest, format_value
 
 AUTO = "auto"
 """`model: auto` takes the architecture from the folder that a role loads."""
 
-VERBATIM = ("model", "resource_pool", "rules")
+WITHOUT_ARCHITECTURE = {
+    RewardKind.RULE.value: RULE_KEYS,
+    RewardKind.HUGGING_FACE.value: CLASSIFIER_KEYS,
+}
+"""Kind of reward whose model is not one of ours -> keys that it reads."""
+
+VERBATIM = ("model", "resource_pool", "rules", "arguments")
 """Sections whose keys are names that the user chose."""
 
 
@@ -77,7 +85,7 @@ def make_draft(tree: Mapping[str, Any], name: str, dialect: Dialect | None = Non
 
 
 def _sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
-    """Every section as a dict, without `actor_rollout_ref`, keys with underscores for dashes."""
+    """Return every section as a dict, keys underscored and `actor_rollout_ref` unfolded."""
     sections = _underscored(draft, tree, "")
     if isinstance(sections.get("runtime"), str):
         sections["runtime"] = {"kind": sections["runtime"]}
@@ -124,7 +132,7 @@ def _unfold(draft: Draft, sections: Tree) -> None:
 
 
 def _training(draft: Draft, values: Tree, name: str) -> Tree:
-    """The section training without the shared keys of roles. Loads the plugins it names."""
+    """Return the section training without the shared keys of roles. Loads the plugins it names."""
     own = fields(TrainingConfig)
     known = draft.known("training", values, own | SHARED_KEYS).items()
     training = {key: value for key, value in known if key in own}
@@ -141,6 +149,7 @@ def _training(draft: Draft, values: Tree, name: str) -> Tree:
 
 
 def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
+    """Put each role's section into the payload, merged from model, training and its own keys."""
     known = ARCHITECTURE_KEYS | SHARED_KEYS - {"model"}
     models = {
         name: draft.known(f"model.{name}", keys, known) for name, keys in sections["model"].items()
@@ -155,12 +164,10 @@ def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
                 draft.reject(Problem("training.stage", "has no critic", stage, remedy), role.value)
             continue
         own = draft.known(role.value, sections[role.value], role_keys(role))
-        if own.get("kind") == RewardKind.RULE.value:  # a rule has no model: the rest is not read
-            draft.payload[role.value] = {key: own[key] for key in RULE_KEYS if key in own}
-            for key in sorted(own.keys() - {*RULE_KEYS}):
-                draft.note(
-                    "no effect with reward.kind=rule", f"reward.{key}={format_value(own[key])}"
-                )
+        if role is Role.REWARD:
+            read_functions(draft, own)
+        if str(own.get("kind")) in WITHOUT_ARCHITECTURE:
+            _reward_without_architecture(draft, own, sections["training"])
             continue
         chosen = own.get("model", training.get("model"))
         if chosen == AUTO:
@@ -179,6 +186,17 @@ def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
             if chosen != AUTO:
                 _report_missing_model(draft, role, chosen, models)
     _note_unread(draft, training, models)
+
+
+def _reward_without_architecture(draft: Draft, own: Tree, training: Tree) -> None:
+    """Keep what a rule, or a classifier of Hugging Face, reads; note the rest."""
+    keys = WITHOUT_ARCHITECTURE[own["kind"]]
+    draft.payload[Role.REWARD.value] = {key: own[key] for key in keys if key in own}
+    if "load" in keys and "load" in training:
+        set_default(draft.payload[Role.REWARD.value], "load", training["load"])
+    for key in sorted(own.keys() - {*keys}):
+        value = format_value(own[key])
+        draft.note(f"no effect with reward.kind={own['kind']}", f"reward.{key}={value}")
 
 
 def _note_unread(draft: Draft, training: Tree, models: Mapping[str, Tree]) -> None:
@@ -205,7 +223,7 @@ def _from_folder(draft: Draft, role: Role, load: Any) -> Tree | None:
         config = read_hf_config(Path(load).expanduser(), OF_WEIGHTS)
         if found := find_unsupported(config):
             raise ValueError(
-                "config.json asks for what no model here has (field: possible, config.json): "
+                "config.json must ask for a known model (field: possible, config.json): "
                 f"{'; '.join(found)}; use another model"
             )
         architecture = parse_architecture(config)
@@ -216,7 +234,10 @@ def _from_folder(draft: Draft, role: Role, load: Any) -> Tree | None:
 
 
 def _merge(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
-    """Lay the layers over one another, the weakest first; keep the keys that the role has."""
+    """Merge the layers, the weakest first.
+
+    Keep the keys that the role has, and note their origin.
+    """
     merged: Tree = {}
     for section, values in layers.items():
         for key in values.keys() & role_keys(role):
@@ -241,6 +262,7 @@ def _typed_shape(role: Role, merged: Tree) -> Tree:
 def _report_missing_model(
     draft: Draft, role: Role, chosen: Any, models: Mapping[str, Tree]
 ) -> None:
+    """Reject a role's model that the YAML does not define, or that is not given."""
     path = draft.origins.get((role.value, "model"), f"{role.value}.model")
     guess = closest(str(chosen), models)
     remedy = f"did you mean {guess}?" if guess else "add its file to the defaults list, or use auto"

@@ -21,6 +21,7 @@ from mindspeed_rlxf.config.rules.sections import check
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
     ArchitectureConfig,
+    FunctionConfig,
     RunConfig,
     TrainingConfig,
 )
@@ -30,7 +31,7 @@ LAYOUT_KEYS = ("parallel_size", "resource_pool", "placement")
 
 STAND_INS: Mapping[str, Any] = {
     name: "-" if field.annotation is str else 2
-    for section in (TrainingConfig, ActorConfig, ArchitectureConfig)
+    for section in (TrainingConfig, ActorConfig, ArchitectureConfig, FunctionConfig)
     for name, field in section.model_fields.items()
     if field.is_required()
 }
@@ -51,7 +52,10 @@ def resolve(tree: Mapping[str, Any], name: str, dialect: Dialect | None = None) 
 def resolve_with_notes(
     tree: Mapping[str, Any], name: str, dialect: Dialect | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """As `resolve`, with notes on keys without effect and keys that mean something else here."""
+    """Resolve as `resolve`.
+
+    Return notes on keys that do nothing or mean something else here too.
+    """
     draft = make_draft(tree, name, dialect)
     if (config := _typed(draft)) is not None:
         draft.add_problems(_section_rules(draft, config))
@@ -68,12 +72,13 @@ def resolve_with_notes(
 
 
 def _remarks(config: RunConfig) -> Iterator[str]:
+    """Yield a line for each setting that is legal but may surprise."""
     training = config.training
     if training.save_interval > training.train_iters:
         yield (
             f"training.save_interval={training.save_interval} is over training.train_iters="
-            f"{training.train_iters}: it fires never; what is saved is what "
-            "training.save_interval_s asks for, and the end"
+            f"{training.train_iters}: checkpoints are saved by training.save_interval_s only, and "
+            "at the end"
         )
     if config.shared_save:
         yield (
@@ -107,8 +112,9 @@ def _section_rules(draft: Draft, section: Section, loc: tuple[str, ...] = ()) ->
     for problem in section.broken_rules():
         yield problem.rename_keys(lambda key: draft.path((*loc, *key.split("."))))
     for name, value in section:
-        if isinstance(value, Section):
-            yield from _section_rules(draft, value, (*loc, name))
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, Section):
+                yield from _section_rules(draft, item, (*loc, name))
 
 
 def _report(draft: Draft, details: list[ErrorDetails], places: list[tuple[int | str, ...]]) -> None:
@@ -126,7 +132,7 @@ def _report(draft: Draft, details: list[ErrorDetails], places: list[tuple[int | 
 
 
 def _place(payload: Any, detail: ErrorDetails) -> tuple[int | str, ...]:
-    """The path of an error in the payload, without pydantic's tags for members of a union."""
+    """Return the path of an error in the payload, without pydantic's tags for union members."""
     node = payload
     place: list[int | str] = []
     for part in detail["loc"]:

@@ -12,7 +12,6 @@ from mindspeed_rlxf.config.enums import (
     PolicyLoss,
     Recompute,
     RecomputeMethod,
-    RewardKind,
 )
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.fields import Integers, Section, Word, key
@@ -37,6 +36,7 @@ class OptimizerConfig(Section):
     use_distributed_optimizer: bool = key(False, "shard optimizer state over DP", "reshard")
 
     def broken_rules(self) -> Iterator[Problem]:
+        """Yield a problem when `min_lr` is above `lr`."""
         if self.min_lr > self.lr:  # Megatron asserts it for a constant rate too
             yield Problem(
                 "min_lr",
@@ -90,6 +90,7 @@ class RoleConfig(Section):
         return self.pipeline_model_parallel_size if self.model_chunks > 1 else 1
 
     def broken_rules(self) -> Iterator[Problem]:
+        """Yield broken rules between model, parallel sizes and micro-batches; none for a rule."""
         if self.architecture is None:  # that of a rule is
             return
         if self.max_tokens_per_micro_batch is not None and not self.packed_sequences:
@@ -112,6 +113,7 @@ class RoleConfig(Section):
             )
 
     def _pipeline(self) -> Iterator[Problem]:
+        """Yield a problem when pipeline stages or chunks do not divide the layers."""
         layers, pp = self.architecture.num_layers, self.pipeline_model_parallel_size
         per_chunk = self.num_layers_per_virtual_pipeline_stage
         reads = ("architecture.num_layers",)
@@ -269,6 +271,7 @@ class ActorConfig(LearningConfig):
         return self.temperature if self.do_sample else 1.0
 
     def broken_rules(self) -> Iterator[Problem]:
+        """Yield broken rules of a role, of learning, of generation and of a split pool."""
         yield from super().broken_rules()
         if self.min_new_tokens > self.max_new_tokens:
             yield Problem(
@@ -318,32 +321,3 @@ class CriticConfig(LearningConfig):
     critic_update_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
     cliprange_value: float | None = key(3.0, "value clip; null = none", gt=0)
     vf_coef: float = key(1.0, "weight of the value loss", ge=0)
-
-
-class RewardConfig(RoleConfig):
-    """The reward. A rule needs no model and computes on the CPU."""
-
-    load: str | None = key(None, "folder of the reward model, Hugging Face's or Megatron's")
-    kind: Annotated[RewardKind, Word] = key(RewardKind.MODEL, "reward model or rules")
-    model: str | None = key(None, "name of the architecture; none for a rule")  # type: ignore[assignment]
-    architecture: ArchitectureConfig | None = key(None, "none for a rule")  # type: ignore[assignment]
-    rules: dict[str, str] = key({}, "data source -> rule, added to the built-in table")
-    verifier: bool = key(
-        False, "score every prompt by algorithm.verifier_function; kind is rule then"
-    )
-
-    def broken_rules(self) -> Iterator[Problem]:
-        yield from super().broken_rules()
-        if self.verifier and self.kind is RewardKind.MODEL:
-            yield Problem(
-                "verifier",
-                f"scores by rule, {ref('kind')}=model by a model",
-                True,
-                "remove one of them",
-            )
-        if self.verifier and self.rules:
-            yield Problem(
-                "rules",
-                f"choose a rule by data source, {ref('verifier')}=true scores all alike",
-                remedy="remove one of them",
-            )

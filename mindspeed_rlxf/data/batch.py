@@ -7,7 +7,7 @@ fields are right-padded along their second axis, so rows of different widths can
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -52,6 +52,7 @@ def _take(column: Any, index: Tensor) -> Any:
 
 
 def _join(columns: list[Any]) -> Any:
+    """Join columns of rows: lists one after the other, tensors padded to the widest."""
     if not isinstance(columns[0], Tensor):
         return [item for column in columns for item in column]
     if columns[0].dim() == 2:
@@ -86,6 +87,10 @@ class Prompts(Rows):
     ground_truths: list[str]
     data_sources: list[str]
     responses: list[list[int]]  # empty, or the tokens to use in place of generated ones
+    extra_infos: list[dict[str, Any]] = field(default_factory=list)  # other columns; absent = none
+
+    def __post_init__(self) -> None:
+        _fill_extra_infos(self)
 
 
 @dataclass(frozen=True)
@@ -109,8 +114,10 @@ class Rollouts(Rows):
     # [batch, response] int32: actor updates that the weights behind each token had seen, 0 where
     # padded
     weights_version: Tensor
+    extra_infos: list[dict[str, Any]] = field(default_factory=list)  # as in Prompts
 
     def __post_init__(self) -> None:
+        _fill_extra_infos(self)
         outside = self.trained_mask & ~self.response_mask
         assert not bool(outside.any()), "only tokens of a response can be learnt from"
         assert bool(self.trained_mask.any(1).all()), "a response without a token to learn from"
@@ -119,6 +126,11 @@ class Rollouts(Rows):
     def response_lengths(self) -> Tensor:
         """[batch] int64, at least 1."""
         return self.response_mask.sum(1)
+
+
+def _fill_extra_infos(rows: Prompts | Rollouts) -> None:
+    if not rows.extra_infos:
+        object.__setattr__(rows, "extra_infos", [{} for _ in rows.sample_ids])
 
 
 @dataclass(frozen=True)
@@ -139,6 +151,18 @@ class Values(Rows):
 @dataclass(frozen=True)
 class Scores(Rows):
     scores: Tensor  # [batch] fp32
+
+
+@dataclass(frozen=True)
+class RuleScores(Scores):
+    """Scores of functions and rules.
+
+    parts:    of each sample, for the log
+    failures: of each sample, None where it was scored (`roles.reports.FailedSample`)
+    """
+
+    parts: list[dict[str, float]]
+    failures: list[Any]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from mindspeed_rlxf.data.prompts import (
     ENCODE_CHUNK,
     Int64Array,
     Prompt,
+    other_columns,
     read_labels,
 )
 from mindspeed_rlxf.data.sidecar import (
@@ -109,6 +110,8 @@ class _DataSet:
             names = {c.name: c.file for c in self.sidecar.columns if c.encoding == "json"}
         keys = (data.ground_truth_key, data.data_source_key)
         needed = {name for key in keys for name in (key, key.split(".")[0])} & names.keys()
+        if self.sidecar is not None:
+            needed = set(names)
         self._columns = {name: self._open(names[name]) for name in sorted(needed)}
         self._largest_id = max(tokenizer.get_vocab().values())
         self._labels = self._open_labels()
@@ -128,7 +131,10 @@ class _DataSet:
         return None  # they are answers, which have other lengths than the prompts
 
     def _list_old_columns(self) -> dict[str, str]:
-        """Map the columns of a data set without sidecar to their file names, which are the same."""
+        """Map the columns of a data set without sidecar to their file names, which are the same.
+
+        Raises UserError where one was written by this package, so that the sidecar is missing.
+        """
         own = (TOKEN_IDS, MASK, *SEQUENCES[Output.PAIR])
         names = [n for n in column_files(Path(self._prefix)) if n not in own]
         for name in names:
@@ -141,7 +147,7 @@ class _DataSet:
         """Read all rows. Raises UserError with every problem, each keyed by `prefix:row`."""
         found = FileProblems(self._prefix)
         limit = LengthLimit(self._prefix, max_prompt_length, self._data.overlong_prompts)
-        kept: list[tuple[Int64Array, str, str]] = []
+        kept: list[tuple[Int64Array, str, str, dict[str, Any]]] = []
         for place in range(len(self._token_ids)):
             ids, number = self._read_prompt_ids(place), place + 1
             if len(ids) and not 0 <= ids.min() <= ids.max() <= self._largest_id:
@@ -154,17 +160,18 @@ class _DataSet:
             labels = read_labels(number, row, self._data, found)
             fitting = limit.fit(number, ids, found)
             if fitting is not None and labels:
-                kept.append((fitting, *labels))
+                kept.append((fitting, *labels, other_columns(row, self._data)))
         limit.report(len(self._token_ids), found)
         if problems := found.list_problems():
             raise UserError(problems)
-        texts = self._decode([ids for ids, _, _ in kept])
+        texts = self._decode([ids for ids, *_ in kept])
         return [
             Prompt(first_index + place, text, *fields)
             for place, (text, fields) in enumerate(zip(texts, kept, strict=True))
         ]
 
     def _read_prompt_ids(self, place: int) -> Int64Array:
+        """Return a row's prompt ids: of a conversation, those up to the last ignored label."""
         ids = self._token_ids[place].astype(np.int64)
         if self._labels is None:
             return ids
@@ -173,6 +180,7 @@ class _DataSet:
         return ids[: min(end, len(ids))]
 
     def _read_value(self, name: str, place: int) -> Any:
+        """Return a row's value of a column: parsed JSON, or in older data sets decoded ids."""
         stored = self._columns[name][place]
         if self.sidecar is not None:
             try:
@@ -213,6 +221,7 @@ class _DataSet:
         return UserError(Problem(f"{self._prefix}{row}", rule, remedy=remedy, colon=True))
 
     def _check_tokenizer(self, sidecar: Sidecar) -> None:
+        """Raise UserError unless the data set was made with this vocabulary."""
         own = vocabulary_hash(self._tokenizer)
         if own != sidecar.tokenizer.sha256:
             theirs = sidecar.tokenizer
@@ -223,7 +232,10 @@ class _DataSet:
             )
 
     def _check_special_tokens(self, sidecar: Sidecar) -> None:
-        """The ids are there already: what texts spell is in them as the preprocessing read it."""
+        """Raise UserError unless the data set treats special tokens in texts as configured.
+
+        They are in its ids already, as the preprocessing read them.
+        """
         key, flag = "data.allow_special_tokens", "--allow-special-tokens"
         made, wanted = sidecar.allow_special_tokens, self._data.allow_special_tokens
         if made != wanted:

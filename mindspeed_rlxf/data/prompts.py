@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ class Prompt:
     token_ids:    [prompt] int64, at least 1 and at most max_prompt_length, no EOS appended
     ground_truth: what a rule compares with, "" when the row has none
     data_source:  picks the rule and names the validation metrics
+    extra_info:   the other columns of the row
     """
 
     index: int
@@ -58,6 +59,7 @@ class Prompt:
     token_ids: Int64Array
     ground_truth: str
     data_source: str
+    extra_info: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -72,6 +74,7 @@ class _TextRow:
     prompt: str | list[dict[str, Any]]
     ground_truth: str
     data_source: str
+    extra_info: dict[str, Any]
     text: str = ""
 
     @property
@@ -109,7 +112,8 @@ def load_prompts(
         found = FileProblems(name)
         for row, text, token_ids in reader.read(name, found):
             ids = np.asarray(token_ids, dtype=np.int64)
-            prompts.append(Prompt(len(prompts), text, ids, row.ground_truth, row.data_source))
+            labels = row.ground_truth, row.data_source, row.extra_info
+            prompts.append(Prompt(len(prompts), text, ids, *labels))
         problems += found.list_problems()
     if problems:
         raise UserError(problems)
@@ -213,10 +217,11 @@ def _read_rows(file: str, data: DataConfig, problems: FileProblems) -> Iterator[
             problems.add(number, problem)
         labels = read_labels(number, row, data, problems)
         if labels and not problem:
-            yield _TextRow(number, prompt, *labels)
+            yield _TextRow(number, prompt, *labels, other_columns(row, data))
 
 
 def _prompt_problem(prompt: Any) -> Problem | None:
+    """Return the problem of a prompt that is no list of messages and no usable text, or None."""
     if isinstance(prompt, str):
         return _text_problem(prompt)
     if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
@@ -231,6 +236,7 @@ def _text_problem(text: str) -> Problem | None:
 
 
 def _template_problem(reason: str) -> Problem:
+    """Make the problem of messages that the chat template refuses."""
     return fault(
         f"the tokenizer's chat template must accept the messages: {reason}",
         "give the tokenizer's folder a fitting chat template, or write the prompt as text",
@@ -238,6 +244,7 @@ def _template_problem(reason: str) -> Problem:
 
 
 def _is_message(message: Any) -> bool:
+    """Whether a value has a role, by its form, and a text as content."""
     return (
         isinstance(message, dict)
         and isinstance(message.get("role"), str)
@@ -270,10 +277,19 @@ def read_labels(
     return None
 
 
+def other_columns(row: Row, data: DataConfig) -> dict[str, Any]:
+    """Return the columns of a row that are neither prompt, ground truth nor data source.
+
+    A column that the keys of `data` reach into counts as other, because it holds more.
+    """
+    named = {data.prompt_key, data.ground_truth_key, data.data_source_key}
+    return {name: value for name, value in row.items() if name not in named}
+
+
 def _token_ids(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool, split: bool
 ) -> list[list[int]]:
-    """Tokenize texts. split: read special tokens that the texts spell as text"""
+    """Tokenize texts. split: treat special tokens that a text spells as ordinary text"""
     if not texts:
         return []
     ids: list[list[int]] = tokenizer(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from mindspeed_rlxf.device import gloo
 
@@ -28,7 +29,8 @@ CPU = torch.device("cpu")
 
 
 def apply() -> None:
-    """Point the names that Megatron takes from CUDA at the CPU."""
+    """Point the names that Megatron takes from CUDA at the CPU, and extend gloo's collectives."""
+    _device_constructors()  # torch keeps the list: `with torch.device(...)` acts on the originals
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in TENSOR_TYPES:
@@ -48,7 +50,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, with any CUDA device among its arguments replaced by the CPU."""
+    """Wrap a function so that a CUDA device among its arguments becomes the CPU."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -62,7 +64,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type_with_cuda_prefix(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Name types as on CUDA: the distributed optimizer compares with `torch.cuda.FloatTensor`."""
+    """Wrap `Tensor.type` to name types as on CUDA; the distributed optimizer compares the names."""
 
     def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
@@ -83,6 +85,7 @@ class _Stream(torch.cpu.Stream):
 
 
 def _patch_runtime() -> None:
+    """Replace the calls of `torch.cuda` that Megatron makes by ones that work on the CPU."""
     cuda = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.set_device = lambda device: None

@@ -8,12 +8,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from mindspeed_rlxf.config.enums import Verifier
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.data.prompts import Prompt
-from mindspeed_rlxf.rewards.rules import BUILTIN_RULES, RULES, RewardResult
+from mindspeed_rlxf.rewards.rules import (
+    BUILTIN_RULES,
+    RULES,
+    RULES_WITHOUT_TRUTH,
+    SLOW_RULES,
+    RewardResult,
+)
 from mindspeed_rlxf.rewards.verifiers import NEED_TRUTH, verify
+
+_WITHOUT_TRUTH = [RULES[name] for name in RULES_WITHOUT_TRUTH]
+_SLOW = [RULES[name] for name in SLOW_RULES]
 
 
 class RewardManager:
-    """Scores responses with the built-in rules, extended or overridden by `reward.rules`.
+    """Scores responses in this process by the built-in rules, extended or overridden by
+    `reward.rules`.
 
     rules: data source -> name of a rule
     verifiers: functions and weights; if given, they score all responses in place of rules
@@ -41,7 +51,10 @@ class RewardManager:
         ground_truths: Sequence[str],
         data_sources: Sequence[str],
     ) -> list[RewardResult]:
-        """Score each response, in order. Raises UserError for a data source without a rule."""
+        """Score each response, in order, by the verifiers or by the rule of its data source.
+
+        Raises UserError for a data source without a rule.
+        """
         if self._verifiers:
             pairs = zip(response_texts, ground_truths, strict=True)
             return [verify(self._verifiers, response, truth) for response, truth in pairs]
@@ -91,10 +104,13 @@ class RewardManager:
         ]
 
     def _scorable(self, prompt: Prompt) -> bool:
-        truth = prompt.ground_truth
-        return bool(truth.strip()) and self._rules[prompt.data_source](truth, truth).score > 0
+        truth, rule = prompt.ground_truth, self._rules[prompt.data_source]
+        if rule in _WITHOUT_TRUTH:
+            return True
+        return bool(truth.strip()) and (rule in _SLOW or rule(truth, truth).score > 0)
 
     def _unknown_sources(self, data_sources: Iterable[str]) -> list[Problem]:
+        """List a problem for each data source that has no rule."""
         counts = Counter(source for source in data_sources if source not in self._rules)
         return [
             Problem(

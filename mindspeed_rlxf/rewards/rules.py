@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from decimal import Decimal
-from typing import TypeAlias
+from fractions import Fraction
+from functools import wraps
+from typing import Any, TypeAlias
 
 from mindspeed_rlxf.config.registry import add
+from mindspeed_rlxf.rewards.answers import format_score, length_score, math_score, multiple_choice
+from mindspeed_rlxf.rewards.numbers import final_number, last_number, marked_number
 
 
 @dataclass(frozen=True)
@@ -22,16 +24,11 @@ class RewardResult:
     parts: dict[str, float] = field(default_factory=dict)
 
 
-Rule: TypeAlias = Callable[[str, str], RewardResult]
-"""(response, ground_truth) -> result. A ground truth given as the response must score above 0."""
+Rule: TypeAlias = Callable[..., RewardResult]
+"""(response, ground_truth, arguments of reward.functions) -> result.
 
-# A sign (not the operator of "20-5"), a dollar sign, digits with or without thousands separators,
-# decimals. Only the digits are required.
-_NUMBER = re.compile(
-    r"(?P<minus>(?<![\w)])[-\u2212])?\$?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-)
-_ANSWER_MARK = "####"
+A ground truth given as the response must score above 0.
+"""
 
 
 def exact_match(response: str, ground_truth: str) -> RewardResult:
@@ -42,27 +39,72 @@ def exact_match(response: str, ground_truth: str) -> RewardResult:
 def gsm8k(response: str, ground_truth: str) -> RewardResult:
     """Score 1 when both texts answer with the same number, else 0 (arXiv:2110.14168).
 
-    The answer of a text is the number after its first `####`, else its last number; the ground
-    truth may be the bare number or the data set's whole solution. Numbers are compared by value:
-    1,000 = 1000.0 = $1000.
+    The answer of a text is the number after its first `####`, else the one in its last \\boxed{},
+    else its last number; the ground truth may be the bare number or the data set's whole solution.
+    Numbers are compared by value: 1,000 = 1000.0 = $1000.
     """
-    expected = _final_number(ground_truth)
-    return _right_or_wrong(expected is not None and _final_number(response) == expected)
+    return _same_number(final_number(response), ground_truth)
 
 
-RULES: dict[str, Rule] = {"exact_match": exact_match, "gsm8k": gsm8k}
-"""Name in `reward.rules` -> rule."""
+def gsm8k_strict(response: str, ground_truth: str) -> RewardResult:
+    """As `gsm8k`; the response has to mark its answer by `####`."""
+    return _same_number(marked_number(response), ground_truth)
 
-BUILTIN_RULES: dict[str, Rule] = {
-    "arithmetic": exact_match,
+
+def gsm8k_flexible(response: str, ground_truth: str) -> RewardResult:
+    """As `gsm8k`; the answer of the response is its last number, whatever it marks."""
+    return _same_number(last_number(response), ground_truth)
+
+
+def _same_number(found: Fraction | None, ground_truth: str) -> RewardResult:
+    return _right_or_wrong(found is not None and found == final_number(ground_truth))
+
+
+def _as_rule(score: Callable[..., float]) -> Rule:
+    """Make a rule of a function that returns 1 for right and 0 for wrong."""
+
+    @wraps(score)
+    def rule(response: str, ground_truth: str, **arguments: Any) -> RewardResult:
+        value = score(response, ground_truth, **arguments)
+        return RewardResult(score=value, parts={"accuracy": value})
+
+    return rule
+
+
+RULES: dict[str, Rule] = {
+    "exact_match": exact_match,
     "gsm8k": gsm8k,
-    "openai/gsm8k": gsm8k,
+    "gsm8k_strict": gsm8k_strict,
+    "gsm8k_flexible": gsm8k_flexible,
+    "math": _as_rule(math_score),
+    "multiple_choice": _as_rule(multiple_choice),
+    "format": _as_rule(format_score),
+    "length": _as_rule(length_score),
 }
-"""Data source -> rule that needs no configuration."""
+"""Name in `reward.rules` and `reward.functions` -> rule."""
+
+OWN_RULES = frozenset(RULES)
+"""Those of the package; the others are of plugins."""
+SLOW_RULES = frozenset({"math"})
+"""Rules that run in scoring processes alone, because they may take any time."""
+RULES_WITHOUT_TRUTH = frozenset({"format", "length"})
+"""Rules that do not read the ground truth."""
+
+BUILTIN_SOURCES = {
+    "arithmetic": "exact_match",
+    "gsm8k": "gsm8k",
+    "openai/gsm8k": "gsm8k",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "hendrycks/competition_math": "math",
+}
+"""Data source -> name of the rule that needs no configuration."""
+BUILTIN_RULES: dict[str, Rule] = {source: RULES[name] for source, name in BUILTIN_SOURCES.items()}
 
 
 def register_rule(name: str) -> Callable[[Rule], Rule]:
-    """Decorator that makes a function a choice of `reward.rules`.
+    """Decorate a function to make it a choice of `reward.rules`.
 
     Raises ValueError for a name that is taken.
     """
@@ -77,19 +119,3 @@ def register_rule(name: str) -> Callable[[Rule], Rule]:
 def _right_or_wrong(right: bool) -> RewardResult:
     accuracy = 1.0 if right else 0.0
     return RewardResult(score=accuracy, parts={"accuracy": accuracy})
-
-
-def _final_number(text: str) -> Decimal | None:
-    """Return the number that a text answers with, None when it has none."""
-    marked = _find_numbers(text.partition(_ANSWER_MARK)[2])
-    numbers = marked[:1] or _find_numbers(text)[-1:]
-    return numbers[0] if numbers else None
-
-
-def _find_numbers(text: str) -> list[Decimal]:
-    """List all numbers written in a text, in order."""
-    values = []
-    for match in _NUMBER.finditer(text):
-        value = Decimal(match["digits"].replace(",", ""))
-        values.append(value.copy_negate() if match["minus"] else value)  # `-` would round
-    return values

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from mindspeed_rlxf.config.enums import Verifier
+from mindspeed_rlxf.rewards.numbers import find_boxed
 from mindspeed_rlxf.rewards.rules import RewardResult
 
 Score = float
@@ -80,20 +81,6 @@ def verify(
     """Score a response by the weighted sum of verifiers; each one's own score is a part."""
     parts = {rule.value: FUNCTIONS[rule](response, ground_truth) for rule, _ in verifiers}
     return RewardResult(sum(parts[rule.value] * weight for rule, weight in verifiers), parts)
-
-
-def find_boxed(text: str) -> str | None:
-    """Return the content of the last \\boxed{...}, with balanced braces; None without one."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    start += len("\\boxed{")
-    depth = 1
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[start:place]
-    return None
 
 
 def find_answer(text: str) -> str:

@@ -67,7 +67,10 @@ class ExperienceMaker:
         return kl_per_token(old, ref, self.algorithm.kl_penalty)
 
     def _make_rewarded(self, inputs: ExperienceInputs, kl: Tensor) -> Rewarded:
-        """kl: [batch, response], 0 where not trained"""
+        """Make the inputs of the advantage estimator: rewards per token, masks, values and scores.
+
+        kl: [batch, response], 0 where not trained
+        """
         rollouts, algorithm = inputs.rollouts, self.algorithm
         mask = value_mask(
             rollouts.trained_mask,
@@ -133,7 +136,10 @@ def _check_finite(scores: Tensor, sample_ids: list[int]) -> None:
 
 
 def _report(experience: Experience, given: Rewarded, kl: Tensor | None) -> ExperienceReport:
-    """kl: [batch, response], 0 where not trained; None without a reference"""
+    """Summarize the experience of a replica for the metrics.
+
+    kl: [batch, response], 0 where not trained; None without a reference
+    """
     tokens, slots = experience.trained_mask, experience.value_mask
     has_values = bool(slots.numel())
     return ExperienceReport(

@@ -73,7 +73,10 @@ class ClippedObjective:
         )
 
     def estimate(self, given: Rewarded) -> Estimate:
-        """Estimate by `algorithm.adv_estimator`; returns are made before whitening."""
+        """Estimate by `algorithm.adv_estimator`.
+
+        Advantages, not returns, are whitened if configured.
+        """
         found = ESTIMATORS[self.algorithm.adv_estimator](given)
         advantages = found.advantages
         if self.algorithm.advantage_whiten is AdvantageWhiten.BATCH:
@@ -95,7 +98,10 @@ class ClippedObjective:
         rows: list[int],
         tokens: TokenLogProbs,
     ) -> LossOutput:
-        """Compute the loss of a micro-batch. advantages: [all rows, response] of this step."""
+        """Compute a micro-batch's loss: the clipped one, less entropy, plus KL where configured.
+
+        advantages: [all rows, response] of this step; rows: the micro-batch's; tokens: theirs
+        """
         mask = experience.trained_mask[rows]
         log_probs, entropy = tokens
 

@@ -19,12 +19,16 @@ class Summary:
 
     @classmethod
     def of(cls, values: Tensor) -> Summary:
-        """values: any shape, at least one number; on the host, so that fp64 is fp64."""
+        """Summarize numbers: count, sum, largest, smallest.
+
+        values: any shape, at least one number; on the host, so that fp64 is fp64
+        """
         wide = values.double()
         return cls(wide.numel(), float(wide.sum()), float(wide.max()), float(wide.min()))
 
     @classmethod
     def merge(cls, parts: Iterable[Summary]) -> Summary:
+        """Merge summaries into one of all their numbers."""
         parts = list(parts)
         return cls(
             sum(p.count for p in parts),
@@ -82,11 +86,22 @@ class LogProbReport:
 
 
 @dataclass(frozen=True)
+class FailedSample:
+    """A sample whose scoring failed. cause: a word of `rewards.outcome.Cause`"""
+
+    sample_id: int
+    cause: str
+    message: str
+
+
+@dataclass(frozen=True)
 class ScoreReport:
     """One entry per sample of the rank, before any penalty."""
 
     scores: list[float]
     parts: list[dict[str, float]] = field(default_factory=list)  # named parts of a rule's reward
+    # None = scored; no entries where scoring cannot fail for one sample alone
+    failures: list[FailedSample | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

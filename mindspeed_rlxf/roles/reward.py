@@ -1,4 +1,4 @@
-"""The role that scores responses by a reward model, by rules, or by both."""
+"""The role that scores responses by a reward model or by rules."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import torch
 
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, Scores
+from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, RuleScores, Scores
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
+from mindspeed_rlxf.rewards.classifier import Classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.reports import ScoreReport
@@ -23,22 +24,67 @@ class RewardRole:
         self.rules = RewardManager(dict(reward.rules), config.verifiers)
         by_model = reward.kind is RewardKind.MODEL
         self.engine = build_engine(config, Role.REWARD) if by_model else None
+        self.classifier = None
+        if reward.kind is RewardKind.HUGGING_FACE:
+            assert reward.load is not None, "checked beforehand"
+            self.classifier = Classifier(
+                reward.load, self.tokenizer, reward.micro_batch_size, reward.bf16
+            )
 
     def score(self, rollouts: Rollouts) -> RoleOutput:
-        """Score by the reward of the configuration, for training."""
+        """Score by the configured reward: a model, a classifier, or the rules."""
+        if self.classifier is not None:
+            return self._score_by_classifier(self.classifier, rollouts)
         if self.engine is None:
             return self.score_by_rule(rollouts)
         scores = self.engine.scores(rollouts)
         return RoleOutput(scores, ScoreReport(scores.scores.tolist()) if scores else None)
 
-    def score_by_rule(self, rollouts: Rollouts) -> RoleOutput:
-        """Score by the rule of each sample's data source."""
-        responses = [
-            rollouts.response_ids[row, : rollouts.response_lengths[row]].tolist()
+    def _score_by_classifier(self, classifier: Classifier, rollouts: Rollouts) -> RoleOutput:
+        prompts = [
+            rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]].tolist()
             for row in range(rollouts.num_rows)
         ]
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        pairs = zip(self._decode(prompts), self._decode(_responses(rollouts)), strict=True)
+        scores = classifier.score([prompt + response for prompt, response in pairs])
+        rows = Scores(torch.tensor(scores, dtype=torch.float32))
+        return RoleOutput(rows, ScoreReport(scores))
+
+    def _decode(self, token_ids: list[list[int]]) -> list[str]:
+        texts: list[str] = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        return texts
+
+    def score_beside_rules(self, rollouts: Rollouts, rules: RuleScores) -> RoleOutput:
+        """Add the weighted score of the model to the scores of functions.
+
+        rules: of the same samples. A sample that failed there keeps its score.
+        """
+        output = self.score(rollouts)
+        if output.rows is None:  # this rank is no leader
+            return output
+        weight = self.config.model_weight
+        scores, parts = [], []
+        rows = zip(
+            output.report.scores, rules.scores.tolist(), rules.parts, rules.failures, strict=True
+        )
+        for of_model, of_rules, named, failure in rows:
+            scores.append(of_rules if failure else weight * of_model + of_rules)
+            parts.append({**named, "model": of_model})
+        report = ScoreReport(scores, parts, rules.failures)
+        return RoleOutput(Scores(torch.tensor(scores, dtype=torch.float32)), report)
+
+    def score_by_rule(self, rollouts: Rollouts) -> RoleOutput:
+        """Score decoded responses by the verifiers, or by the rule of each sample's data source."""
+        texts = self._decode(_responses(rollouts))
         results = self.rules.score(texts, rollouts.ground_truths, rollouts.data_sources)
         scores = [result.score for result in results]
         report = ScoreReport(scores, [dict(result.parts) for result in results])
         return RoleOutput(Scores(torch.tensor(scores, dtype=torch.float32)), report)
+
+
+def _responses(rollouts: Rollouts) -> list[list[int]]:
+    """Return the token ids of each response."""
+    return [
+        rollouts.response_ids[row, : rollouts.response_lengths[row]].tolist()
+        for row in range(rollouts.num_rows)
+    ]

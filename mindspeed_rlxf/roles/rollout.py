@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
@@ -14,7 +14,9 @@ from mindspeed_rlxf.roles.generation import (
     make_requests,
     sampling_settings,
 )
+from mindspeed_rlxf.roles.scorer import ScorerRole
 from mindspeed_rlxf.rollout.fixed import answer_from_table
+from mindspeed_rlxf.rollout.protocol import GenerationResult
 from mindspeed_rlxf.rollout.replica import build_replica
 
 
@@ -22,17 +24,25 @@ class RolloutRole:
     """One rank of a rollout replica, in a process of the actor or in its own."""
 
     def __init__(
-        self, config: RunConfig, eos_token_ids: Sequence[int], actor: ActorRole | None = None
+        self,
+        config: RunConfig,
+        eos_token_ids: Sequence[int],
+        actor: ActorRole | None = None,
+        scorer: ScorerRole | None = None,
     ) -> None:
         """Build the engine; a collective over the ranks that generate.
 
-        actor: the role of the same process whose weights are shared; None = other ranks train and
-               send their weights
+        actor:  the role of the same process whose weights are shared; None = other ranks train and
+                send their weights
+        scorer: the role of the same process that scores responses as they finish
         """
         policy = config.actor_rollout
         self.replica = build_replica(config, actor.engine if actor else None)
         self.sampling = sampling_settings(policy, eos_token_ids, policy.do_sample)
         self.greedy = sampling_settings(policy, eos_token_ids, False)
+        self.scorer = scorer
+        if scorer is not None:
+            scorer.is_leader = self.replica.is_leader
         self.sync_s = 0.0  # spent on weights since the last report
 
     def update_weights(self, version: int) -> RoleOutput:
@@ -46,22 +56,26 @@ class RolloutRole:
         return RoleOutput()
 
     def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> RoleOutput:
-        """Return responses to the prompts of this replica: generated ones, or those of the prompts.
+        """Return responses to the prompts, on the leader: generated ones, or the prompts' own.
 
         seed: of this call; with the sample ids it determines every sampled token.
         greedy: most likely tokens whatever `do_sample` says (validation).
+        The engine holds weights and cache during this call only.
         """
         engine = self.replica.engine
         requests = make_requests(prompts, self.greedy if greedy else self.sampling, seed)
         started = time.monotonic()
         engine.wake()
         self.sync_s += time.monotonic() - started
+        results: Iterable[GenerationResult]
         try:
             if any(prompts.responses):
                 given = dict(zip(prompts.sample_ids, prompts.responses, strict=True))
                 results = answer_from_table(engine, given, requests)
             else:
                 results = engine.generate(requests)
+            if self.scorer is not None:
+                results = self.scorer.follow(prompts, results)
             rows = gather_rollouts(prompts, results)
         finally:
             engine.sleep()

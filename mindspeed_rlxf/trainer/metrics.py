@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from mindspeed_rlxf.roles.reports import (
@@ -29,7 +30,7 @@ def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
 
 
 def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
-    """Compare the training model's log-probs with those of generation."""
+    """Summarize the gaps between the log-probs of training and of generation."""
     gap = Summary.merge(report.gap for report in reports)
     metrics = {"rollout/log_prob_gap_mean": gap.mean, "rollout/log_prob_gap_max": gap.largest}
     weights = [report.weight for report in reports if report.weight is not None]
@@ -37,10 +38,25 @@ def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
 
 
 def score_metrics(report: ScoreReport) -> dict[str, float]:
-    """Average the named parts of rule rewards; `experience_metrics` has the score itself."""
-    parts = report.parts
-    names = sorted({name for part in parts for name in part})
-    return {f"reward/{n}": sum(p.get(n, 0.0) for p in parts) / len(parts) for n in names}
+    """Average the named parts of rewards; count failed samples.
+
+    A part that a sample lacks counts as 0, that of a function is left out: it has not scored it.
+    `experience_metrics` has the score itself.
+    """
+    values: dict[str, list[float]] = {}
+    for part in report.parts:
+        for name, value in part.items():
+            values.setdefault(name, []).append(value)
+    by_function, count = bool(report.failures), len(report.parts)
+    metrics = {
+        f"reward/{name}": sum(found) / (len(found) if by_function else count)
+        for name, found in sorted(values.items())
+    }
+    if by_function:
+        causes = Counter(failure.cause for failure in report.failures if failure)
+        metrics["reward/failed"] = float(causes.total())
+        metrics |= {f"reward/failed_{cause}": float(n) for cause, n in sorted(causes.items())}
+    return metrics
 
 
 def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> dict[str, float]:
@@ -79,7 +95,7 @@ def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
 def throughput_metrics(
     reports: Sequence[GenerateReport], seconds: float, num_devices: int
 ) -> dict[str, float]:
-    """Count the tokens of prompts and responses per second of the whole iteration."""
+    """Compute tokens (prompts and responses) per second of the iteration, also per device."""
     tokens = sum(sum(r.prompt_lengths) + sum(r.response_lengths) for r in reports)
     rate = tokens / seconds
     return {

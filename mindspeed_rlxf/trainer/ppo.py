@@ -132,7 +132,7 @@ class PpoTrainer:
         calls: list[Pending],
         all_s: float,
     ) -> None:
-        """Record the iteration; validate and save where due."""
+        """Write the iteration's metrics and samples; validate and save where due, stop if asked."""
         driver = {"iteration": (time.time() - all_s, all_s)}
         reports = collected.generate_reports()
         measured["timing/sync"] = collected.sync_s()

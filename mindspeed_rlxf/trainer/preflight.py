@@ -24,7 +24,9 @@ from mindspeed_rlxf.data.tokenizer import (
 )
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.sizes import HEADS
+from mindspeed_rlxf.rewards.classifier import check_classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
+from mindspeed_rlxf.rewards.plans import check_functions, needs_processes, rule_decides
 from mindspeed_rlxf.rollout.engines import ENGINES, NATIVE
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.driver_state import (
@@ -54,11 +56,12 @@ class Prepared:
     val_prompts: list[Prompt] = field(default_factory=list)
     fixed_responses: FixedResponses | None = None
     validate_by_rule: bool = True
+    scores_in_processes: bool = False  # by functions or slow rules, see `rewards.workers`
     notices: list[str] = field(default_factory=list)  # printed before the run
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Load tokenizer and prompts; check every file that the run reads or writes.
+    """Load tokenizer, prompts and responses; check every file that the run reads or writes.
 
     Raises UserError with all problems.
     """
@@ -111,6 +114,7 @@ def _find_config_folder(config: RunConfig) -> str | None:
 
 
 def _notices(config: RunConfig) -> list[str]:
+    """List settings that are legal but may surprise."""
     actor, notices = config.actor_rollout, []
     if not actor.do_sample:
         notices.append("actor_rollout.do_sample=false: greedy responses do not explore")
@@ -130,6 +134,7 @@ def _open_weights(section: RoleConfig) -> BoxedWeights:
 
 
 def _collect(problems: list[Problem], action: Callable[[], T]) -> T | None:
+    """Call `action`; on a UserError add its problems to `problems` and return None."""
     try:
         return action()
     except UserError as error:
@@ -138,12 +143,13 @@ def _collect(problems: list[Problem], action: Callable[[], T]) -> T | None:
 
 
 def _check_engine(config: RunConfig) -> list[Problem]:
+    """Check that the rollout engine exists, and can run where the pool is split."""
     key, name, known = "rollout.engine", config.rollout.engine, [NATIVE, *ENGINES]
     if name not in known:
         remedy = f"use {closest(name, known) or NATIVE}, or add its file to training.plugins"
         return [Problem(key, f"must be one of {', '.join(known)}", name, remedy)]
     if name != NATIVE and config.parts:
-        rule = "generates beside the training, not on ranks of its own (num_gpus_for_infer)"
+        rule = "cannot generate on ranks of its own (num_gpus_for_infer)"
         return [Problem(key, rule, name, f"use {NATIVE}, or remove num_gpus_for_infer")]
     return []
 
@@ -155,6 +161,7 @@ def _check_eos_ids(eos_token_ids: tuple[int, ...], vocab_size: int) -> list[Prob
 
 
 def _find_missing_files(config: RunConfig) -> list[Problem]:
+    """List a problem for each file of prompts that does not exist."""
     data = config.data
     keys = {"data.train_files": data.train_files, "data.val_files": data.val_files}
     return [
@@ -172,7 +179,10 @@ def _prompts(
     prefixes: tuple[str, ...],
     problems: list[Problem],
 ) -> IndexedPrompts:
-    """Load the prompts of files, which name no stop tokens, or of indexed data sets."""
+    """Load prompts of indexed data sets where `prefixes` are given, else of files.
+
+    Errors go to `problems`; files name no stop tokens.
+    """
     arguments = prepared.tokenizer, config.data, config.actor_rollout.max_prompt_length
     if prefixes:
         indexed = _collect(problems, lambda: load_indexed_prompts(prefixes, *arguments))
@@ -185,6 +195,8 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
     section = config.role(role)
     if role is Role.REWARD and config.reward.kind is RewardKind.RULE:
         return []
+    if role is Role.REWARD and config.reward.kind is RewardKind.HUGGING_FACE:
+        return check_classifier(config.reward.load)
     key = f"{role.value}.load"
     if section.load is None:
         return [
@@ -210,7 +222,7 @@ def _suggest_tiny_model(folder: Path) -> str:
 
 
 def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[str], str]:
-    """Return the rules that the role's folder breaks, and the remedy for all of them."""
+    """Return how the role's folder differs from the configured model, and one remedy for all."""
     assert section.load is not None and section.architecture is not None
     head = HEADS[role]
     described = find_description(section.load, tokenizer)
@@ -234,6 +246,7 @@ def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple
 
 
 def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | None:
+    """Load the fixed responses, if configured, as many as the run can use."""
     actor = config.actor_rollout
     if actor.fixed_responses is None:
         return None
@@ -265,7 +278,9 @@ def _check_order(config: RunConfig, prepared: Prepared, directory: RunDirectory)
 
 
 def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
-    """Check that the rules know the data sources.
+    """Check that the rules can score the prompts, and choose how to score validation.
+
+    Where the rules cannot score it, a reward model does.
 
     Where they do not know those of validation, a reward model scores validation too.
     """
@@ -273,7 +288,17 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
         manager = RewardManager(dict(config.reward.rules), config.verifiers)
     except UserError as error:
         return error.problems
-    if config.reward.kind is RewardKind.RULE:
-        return manager.check(prepared.train_prompts + prepared.val_prompts)
+    reward, prompts = config.reward, prepared.train_prompts + prepared.val_prompts
+    if problems := list(check_functions(reward)):
+        return problems
+    by_rule = reward.kind is RewardKind.RULE
+    scored = prompts if by_rule else prepared.val_prompts
+    sources = {prompt.data_source for prompt in scored}
+    prepared.scores_in_processes = needs_processes(reward, sources)
+    if reward.parts:
+        prepared.validate_by_rule = by_rule
+        return manager.check(p for p in prompts if rule_decides(reward, p.data_source))
+    if by_rule:
+        return manager.check(prompts)
     prepared.validate_by_rule = not manager.check(prepared.val_prompts)
     return []

@@ -73,4 +73,5 @@ def as_rows(
         ground_truths=[p.ground_truth for p in prompts],
         data_sources=[p.data_source for p in prompts],
         responses=fixed.look_up(sample_ids, token_ids) if fixed else [[] for _ in prompts],
+        extra_infos=[p.extra_info for p in prompts],
     )

@@ -17,11 +17,13 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import numpy as np
+import pytest
 import torch
 
 from mindspeed_rlxf.algorithms.masked import alone
-from mindspeed_rlxf.cluster import local, role_groups
-from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.cluster import local, reward_group, role_groups
+from mindspeed_rlxf.cluster.balance import balanced_steps
+from mindspeed_rlxf.config.enums import DeviceKind, Role
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs, LogProbs, Scores, Values
@@ -36,10 +38,12 @@ from mindspeed_rlxf.models.transformer import recompute_settings, transformer_co
 from mindspeed_rlxf.ops.doctor import subject
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.plan import plan
+from mindspeed_rlxf.rewards import streaming
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.roles import actor, critic, engines
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
+from mindspeed_rlxf.roles.reports import FailedSample, ResponseLengths
 from mindspeed_rlxf.run import recorder
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.stopping import Stopped
@@ -198,6 +202,16 @@ def orders(config: RunConfig) -> Any:
     return [[list(order) for order in each] for each in found]
 
 
+def shares(config: RunConfig) -> Any:
+    """Samples of each replica in the updates of actor and critic."""
+    count = config.samples_per_iteration
+    found = ResponseLengths([1] * count, list(range(count)), [True] * count)
+    return [
+        balanced_steps(config, role, [list(range(count))], count, lambda: found)
+        for role in (Role.ACTOR_ROLLOUT, Role.CRITIC)
+    ]
+
+
 def log_probs(config: RunConfig) -> Any:
     """The mean gap of generation and training, or the error that names the worst token."""
     rollouts = rollouts_of(LENGTHS, HAS_EOS)
@@ -344,6 +358,21 @@ def scored(config: RunConfig) -> Any:
         return [result.score for result in manager.score(texts, truths, ["mine"] * 2)]
     except UserError as error:
         return str(error)
+
+
+def scoring(config: RunConfig) -> Any:
+    """How many processes score, their deadline and their memory."""
+    with patch.object(streaming, "WorkerPool") as pool:
+        streaming.StreamingRewards(config.reward)
+    return pool.call_args.args[1:]
+
+
+def accepted_failures(config: RunConfig) -> str:
+    """How many of twenty samples may fail."""
+    failed = [FailedSample(i, "timeout", "") for i in range(20)]
+    with pytest.raises(reward_group.RewardsFailed) as error:
+        reward_group.check_failures(failed, config.reward.max_failed)
+    return str(error.value)
 
 
 def started(config: RunConfig) -> Any:

@@ -22,6 +22,7 @@ from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import (
     AlgorithmConfig,
     ArchitectureConfig,
+    FunctionConfig,
     KlControlConfig,
     OptimizerConfig,
     PoolSettings,
@@ -36,6 +37,7 @@ Changes = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[3]
 CHECKPOINTS, STORE = "run/test_checkpoints.py", "run/test_store.py"
 RUN_DIR, COLLECTOR = "run/test_directory.py", "trainer/test_collector.py"
+FUNCTIONS, MODEL_REWARD = "config/test_reward_functions.py", "roles/test_model_reward.py"
 ROLES = ("actor_rollout", "ref", "critic", "reward")
 
 ACTOR, CRITIC = "actor_rollout.", "critic."
@@ -213,6 +215,7 @@ FULL = {"training.recompute": "full"}
 LEARNING_KEYS: dict[str, Any] = {
     "save": Case("elsewhere"),
     "shuffle_minibatch": Case(True, see.orders),
+    "balance_by_length": Case(False, see.shares),
     "recompute": Case("selective", see.recomputed),
     "recompute_method": Case("block", see.recomputed, FULL),
     "recompute_num_layers": Case(2, see.recomputed, FULL),
@@ -254,6 +257,33 @@ REWARD_KEYS: dict[str, Any] = {
     "kind": Case("model", base={"placement.reward": "main"}),
     "rules": Case({"mine": "gsm8k"}, see.scored),
     "verifier": Case(True),
+    "function": Shown(FUNCTIONS, "test_functions_that_exclude_each_other_are_refused"),
+    "functions": Shown(
+        FUNCTIONS, "test_several_functions_have_names_weights_arguments_and_data_sources"
+    ),
+    "model_weight": Shown(MODEL_REWARD, "test_scores_of_model_and_functions_are_added"),
+    "allow_changed_function": Shown(
+        FUNCTIONS, "test_a_changed_text_is_another_run_unless_it_is_allowed"
+    ),
+    "processes": Case(3, see.scoring),
+    "timeout_s": Case(3.0, see.scoring),
+    "worker_memory_gib": Case(3.0, see.scoring),
+    "failed_score": Shown("roles/test_scorer.py", "test_a_failure_is_that_of_one_sample"),
+    "max_failed": Case(3, see.accepted_failures),
+}
+OF_FUNCTION = Shown(
+    FUNCTIONS, "test_several_functions_have_names_weights_arguments_and_data_sources"
+)
+FUNCTION_KEYS: dict[str, Any] = {
+    **dict.fromkeys(
+        ("name", "function", "url", "weight", "arguments", "data_sources"), OF_FUNCTION
+    ),
+    "sha256": Shown(
+        FUNCTIONS, "test_a_function_stands_in_the_configuration_with_its_file_and_hash"
+    ),
+    "batch_size": Shown(
+        "rewards/test_remote.py", "test_samples_go_in_batches_and_scores_come_back_in_order"
+    ),
 }
 DATA: dict[str, Any] = {
     "train_files": Case("other.jsonl"),
@@ -317,6 +347,7 @@ TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "algorithm": (AlgorithmConfig, ALGORITHM),
     "algorithm.kl_ctrl": (KlControlConfig, KL_CTRL),
     "rollout": (PLAIN_SECTIONS["rollout"], ROLLOUT),
+    "reward.function": (FunctionConfig, FUNCTION_KEYS),
     "data": (PLAIN_SECTIONS["data"], DATA),
     "validation": (PLAIN_SECTIONS["validation"], VALIDATION),
     "logging": (PLAIN_SECTIONS["logging"], LOGGING),

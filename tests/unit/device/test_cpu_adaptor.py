@@ -29,7 +29,11 @@ first = torch.rand(2, device="cuda").tolist()
 torch.cuda.set_rng_state(state)
 second = torch.rand(2, device="cuda").tolist()
 
+with torch.device("meta"):
+    within = [str(t.device) for t in (torch.tensor([1.0]), torch.arange(3), torch.ones(1))]
+
 print(json.dumps({
+    "within": within,
     "where": [str(where), str(again), str(device.current_device())],
     "threads": threads,
     "other": other,
@@ -84,3 +88,10 @@ def test_setup_again_only_sets_threads_and_another_kind_is_refused(
 
 def test_a_stream_records_an_event_that_can_be_waited_for(seen: dict[str, object]) -> None:
     assert seen["event"] is None and seen["idle"] is None  # there is nothing to wait for
+
+
+def test_a_block_of_another_device_still_acts_on_what_is_made_in_it(
+    seen: dict[str, object],
+) -> None:
+    """transformers makes models on `meta`, and asks a tensor which device it is."""
+    assert seen["within"] == ["meta"] * 3

@@ -8,6 +8,7 @@ import pytest
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.rewards.manager import RewardManager
+from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, RULES
 
 
 def prompt(index: int, ground_truth: str, data_source: str) -> Prompt:
@@ -28,18 +29,20 @@ def test_each_row_is_scored_by_the_rule_of_its_data_source():
 def test_an_unknown_rule_is_a_user_error():
     with pytest.raises(UserError) as error:
         RewardManager({"a": "gms8k", "b": "exact_match", "c": "x"})
+    rules = ", ".join(sorted(RULES))
     assert list(map(str, error.value.problems)) == [
-        "reward.rules.a='gms8k' must name a rule; use one of exact_match, gsm8k",
-        "reward.rules.c='x' must name a rule; use one of exact_match, gsm8k",
+        f"reward.rules.a='gms8k' must name a rule; use one of {rules}",
+        f"reward.rules.c='x' must name a rule; use one of {rules}",
     ]
 
 
 def test_an_unknown_data_source_names_the_known_ones():
     with pytest.raises(UserError) as error:
         RewardManager({"mine": "gsm8k"}).score(["1"] * 3, ["1"] * 3, ["math", "mine", "math"])
+    known, rules = ", ".join(sorted([*BUILTIN_SOURCES, "mine"])), ", ".join(sorted(RULES))
     assert list(map(str, error.value.problems)) == [
-        "data source 'math' (2 rows) must have a rule; known are arithmetic, gsm8k, mine, "
-        "openai/gsm8k; set reward.rules.math to one of exact_match, gsm8k"
+        f"data source 'math' (2 rows) must have a rule; known are {known}; "
+        f"set reward.rules.math to one of {rules}"
     ]
 
 

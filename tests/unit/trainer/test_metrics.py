@@ -9,6 +9,7 @@ import torch
 
 from mindspeed_rlxf.roles.reports import (
     ExperienceReport,
+    FailedSample,
     GenerateReport,
     LogProbReport,
     ResponseLengths,
@@ -78,6 +79,19 @@ def test_reward_parts_are_averaged_over_samples() -> None:
     report = ScoreReport([1.0, 0.0], [{"accuracy": 1.0}, {"format": 0.5}])
     assert score_metrics(report) == {"reward/accuracy": 0.5, "reward/format": 0.25}
     assert score_metrics(ScoreReport([1.0])) == {}
+
+
+def test_failed_samples_are_counted_by_cause_and_left_out_of_the_parts() -> None:
+    parts = [{"mine": 1.0}, {}, {"mine": 0.5, "mine/length": 4.0}, {}]
+    late, wrong = FailedSample(8, "timeout", ""), FailedSample(9, "wrong_result", "")
+    assert score_metrics(ScoreReport([1.0, 0.0, 0.5, 0.0], parts, [None, late, None, wrong])) == {
+        "reward/mine": 0.75,
+        "reward/mine/length": 4.0,
+        "reward/failed": 2.0,
+        "reward/failed_timeout": 1.0,
+        "reward/failed_wrong_result": 1.0,
+    }
+    assert score_metrics(ScoreReport([1.0], [{"mine": 1.0}], [None]))["reward/failed"] == 0.0
 
 
 def experience(kl: list[float], *numbers: float) -> ExperienceReport:

@@ -1,0 +1,93 @@
+"""The ranks that score, as the driver calls them."""
+
+from __future__ import annotations
+
+from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded
+from mindspeed_rlxf.cluster.protocol import Pool
+from mindspeed_rlxf.cluster.refs import RowsRef
+from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
+from mindspeed_rlxf.roles.reward import RewardRole
+from mindspeed_rlxf.roles.scorer import ScorerRole
+
+FAILED_SHARE = 0.1  # of a batch, where reward.max_failed is not given
+NUM_NAMED = 8
+
+
+class RewardsFailed(RuntimeError):
+    """More samples of a batch could not be scored than `reward.max_failed` allows."""
+
+
+class RewardGroup:
+    """The reward model, or the rules, and the scorers of functions beside generation.
+
+    streams: functions or rules take part in the scores of training
+    """
+
+    def __init__(self, config: RunConfig, pool: Pool, beside: RoleGroup | None = None) -> None:
+        """beside: the ranks that generate, where functions or rules score in processes; else None.
+
+        A rule without a model then has no ranks of its own.
+        """
+        self.run, self.scorers = config, None
+        by_model = config.reward.kind is not RewardKind.RULE
+        if beside is not None:
+            self.scorers = RoleGroup(Role.SCORER, beside.layout, beside.pool)
+        self.streams = beside is not None and (not by_model or bool(config.reward.parts))
+        self.group = self.scorers if self.scorers and not by_model else self._own_group(pool)
+
+    def _own_group(self, pool: Pool) -> RoleGroup:
+        return RoleGroup(Role.REWARD, self.run.layout(Role.REWARD), pool)
+
+    def build_scorers(self) -> list[Pending]:
+        """Build the scorers, before the rollout that streams to them."""
+        return [self.scorers.build(ScorerRole, self.run)] if self.scorers else []
+
+    def build(self) -> list[Pending]:
+        if self.group is self.scorers:
+            return []
+        return [self.group.build(RewardRole, self.run)]
+
+    def score(self, rollouts: RowsRef) -> Pending:
+        """Rows: Scores. Reports: ScoreReport per replica."""
+        if not self.streams:
+            return self.group.call(RewardRole.score, rollouts)
+        scored = self._score_by_functions(rollouts)
+        if self.group is self.scorers:
+            return scored
+        both = self.group.call(RewardRole.score_beside_rules, rollouts, scored.rows())
+        return both.require(self._check)
+
+    def score_by_rule(self, rollouts: RowsRef) -> Pending:
+        """As `score`, by the rules whatever the configured reward."""
+        if self.scorers is not None:
+            return self._score_by_functions(rollouts)
+        return self.group.call(RewardRole.score_by_rule, rollouts)
+
+    def _score_by_functions(self, rollouts: RowsRef) -> Pending:
+        """Score where the rows were generated, if these are all rows of a generation."""
+        assert self.scorers is not None
+        is_whole = rollouts.selection is None and len(rollouts.pieces) == self.scorers.layout.dp
+        pieces = Sharded([RowsRef((piece,)) for piece in rollouts.pieces]) if is_whole else rollouts
+        scored = self.scorers.call(ScorerRole.score, pieces)
+        return scored.require(self._check)
+
+    def _check(self, reports: list[ScoreReport]) -> None:
+        failures = [failure for report in reports for failure in report.failures]
+        check_failures(failures, self.run.reward.max_failed)
+
+
+def check_failures(failures: list[FailedSample | None], max_failed: int | None) -> None:
+    """Raise RewardsFailed, which names samples, where more failed than may."""
+    failed = [failure for failure in failures if failure is not None]
+    allowed = max(1, int(FAILED_SHARE * len(failures))) if max_failed is None else max_failed
+    if len(failed) <= allowed:
+        return
+    named = [f"sample {f.sample_id}: {f.cause} ({f.message})" for f in failed[:NUM_NAMED]]
+    more = [f"and {len(failed) - NUM_NAMED} more"] if len(failed) > NUM_NAMED else []
+    raise RewardsFailed(
+        f"{len(failed)} of {len(failures)} samples of a batch could not be scored, at most "
+        f"reward.max_failed={allowed} may; correct the reward, or raise it. "
+        + "; ".join([*named, *more])
+    )

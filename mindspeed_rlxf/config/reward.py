@@ -1,0 +1,120 @@
+"""The section `reward`: what scores responses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from mindspeed_rlxf.config.architecture import ArchitectureConfig
+from mindspeed_rlxf.config.enums import RewardKind
+from mindspeed_rlxf.config.errors import Problem, ref
+from mindspeed_rlxf.config.fields import Section, Strings, Word, key
+from mindspeed_rlxf.config.roles import RoleConfig
+
+PART_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+OWN_METRICS = ("failed", "model")
+
+
+class FunctionConfig(Section):
+    """A part of the reward. In the YAML its `function` alone is enough."""
+
+    name: str = key(..., "of its part in metrics and samples; absent = the function's")
+    function: str | None = key(
+        None, "path/to/file.py:name, a built-in rule, or `rule`: that of the data source"
+    )
+    sha256: str | None = key(None, "of the file's text; a run is not resumed with another")
+    url: str | None = key(None, "in place of function: a server that scores batches")
+    batch_size: int = key(16, "url: samples per request at most", ge=1)
+    weight: float = key(1.0, "factor of its score in the sum")
+    arguments: dict[str, Any] = key({}, "further keyword arguments of the function")
+    data_sources: Strings = key((), "data sources that it scores; none = all")
+
+    def applies_to(self, data_source: str) -> bool:
+        return not self.data_sources or data_source in self.data_sources
+
+    def broken_rules(self) -> Iterator[Problem]:
+        if not PART_NAME.fullmatch(self.name) or self.name.split("_")[0] in OWN_METRICS:
+            rule = "must be letters, digits and any of `_.-`, and not begin with failed or model"
+            yield Problem("name", rule, self.name, "give the function another name")
+        if (self.function is None) == (self.url is None):
+            yield Problem(
+                "function", f"or {ref('url')} must be given, one of them", remedy="name one"
+            )
+        if self.url is not None and not re.match(r"https?://[^/]", self.url):
+            yield Problem("url", "must begin with http:// or https://", self.url, "correct it")
+        if self.url is not None and self.arguments:
+            yield Problem(
+                "arguments", f"are those of a function, {ref('url')} is a server", remedy="remove"
+            )
+
+
+class RewardConfig(RoleConfig):
+    """The reward. A rule needs no model and computes on the CPU."""
+
+    load: str | None = key(None, "folder of the reward model, Hugging Face's or Megatron's")
+    kind: Annotated[RewardKind, Word] = key(
+        RewardKind.MODEL, "model: of Megatron; huggingface: any sequence classifier; rule"
+    )
+    model: str | None = key(None, "name of the architecture; none for a rule")  # type: ignore[assignment]
+    architecture: ArchitectureConfig | None = key(None, "none for a rule")  # type: ignore[assignment]
+    rules: dict[str, str] = key({}, "data source -> rule, added to the built-in table")
+    verifier: bool = key(
+        False, "score every prompt by algorithm.verifier_function; kind is rule then"
+    )
+    function: FunctionConfig | None = key(
+        None, "a function of yours that scores, path/to/file.py:name; see docs/rewards.md"
+    )
+    functions: Annotated[tuple[FunctionConfig, ...], Word] = key(
+        (), "several, whose weighted scores are added; with a model, to its score"
+    )
+    model_weight: float = key(1.0, "factor of the model's score beside functions")
+    allow_changed_function: bool = key(
+        False, "resume although the text of a function's file has changed", "free"
+    )
+    processes: int = key(8, "processes that score beside each replica that generates", "free", ge=1)
+    timeout_s: float = key(30.0, "longest time to score one sample, seconds", "free", gt=0)
+    worker_memory_gib: float = key(8.0, "address space of a scoring process, GiB", "free", gt=0)
+    failed_score: float = key(0.0, "score of a sample whose scoring failed")
+    max_failed: Annotated[int, Field(ge=0)] | None = key(
+        None, "failed samples of a batch beyond which the run stops; null = a tenth of it", "free"
+    )
+
+    @property
+    def parts(self) -> tuple[FunctionConfig, ...]:
+        """All functions, that of `function` included."""
+        return (self.function,) if self.function is not None else self.functions
+
+    def broken_rules(self) -> Iterator[Problem]:
+        """Yield broken rules of a role, and two ways of scoring at once."""
+        yield from super().broken_rules()
+        if self.verifier and self.kind is not RewardKind.RULE:
+            yield Problem(
+                "verifier",
+                f"must be false with {ref('kind')}={self.kind.value}, which scores by a model",
+                True,
+                "remove one of them",
+            )
+        if self.verifier and self.rules:
+            yield Problem(
+                "rules",
+                f"must be empty with {ref('verifier')}=true, which scores all prompts alike",
+                remedy="remove one of them",
+            )
+        yield from self._functions()
+
+    def _functions(self) -> Iterator[Problem]:
+        if self.function is not None and self.functions:
+            remedy = f"move it into {ref('functions')}"
+            yield Problem(
+                "function", f"and {ref('functions')} must not both be given", None, remedy
+            )
+        if self.verifier and self.parts:
+            rule = f"scores all samples alone, {ref('functions')} are given too"
+            yield Problem("verifier", rule, True, "remove one of them", reads=("function",))
+        names = [part.name for part in self.functions]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            rule = f"must each have a name of its own, {', '.join(twice)} is there twice"
+            yield Problem("functions", rule, remedy="add name: to one of them")

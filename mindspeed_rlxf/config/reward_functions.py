@@ -1,0 +1,77 @@
+"""Read the reward functions that the YAML names: find the file, run it, check the signature."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from mindspeed_rlxf.config.draft import Draft, Tree
+from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.keys import fields
+from mindspeed_rlxf.config.reward_calls import find_broken_rule, find_function, split_name
+from mindspeed_rlxf.config.schema import FunctionConfig
+from mindspeed_rlxf.config.sources import Source, carry, load_error, read_source, run_as_module
+
+FORM = "path/to/file.py:name"
+
+
+def read_functions(draft: Draft, reward: Tree) -> None:
+    """Replace what `reward.function` and `reward.functions` name by complete entries.
+
+    The files are run here, in the driver, and carried to the processes that score.
+    """
+    if reward.get("function") is not None:
+        reward["function"] = _entry(draft, "reward.function", reward["function"])
+    given = reward.get("functions")
+    if given is None:
+        reward.pop("functions", None)
+    else:
+        entries = given if isinstance(given, list) else [given]
+        found = [_entry(draft, "reward.functions", entry) for entry in entries]
+        reward["functions"] = [entry for entry in found if entry is not None]
+
+
+def _entry(draft: Draft, key: str, given: Any) -> Any:
+    """Complete one entry; None where it is rejected."""
+    entry = {"function": given} if isinstance(given, str) else given
+    if not isinstance(entry, dict):
+        draft.reject(Problem(key, f"must name a function, {FORM}", given, "correct it"))
+        return None
+    entry = draft.known(key, entry, fields(FunctionConfig))
+    function = entry.get("function")
+    if not isinstance(function, str):
+        return {"name": "remote", **entry} if entry.get("url") else {"name": "function", **entry}
+    try:
+        return _of_file(key, entry, function)
+    except UserError as error:
+        for problem in error.problems:
+            draft.reject(problem)
+        return None
+
+
+def _of_file(key: str, entry: Tree, function: str) -> Tree:
+    """Find the function in its file and check it. Raises UserError."""
+    if (named := split_name(function)) is None:
+        if ".py" in function or "/" in function:
+            raise UserError(
+                Problem(key, f"must name file and function, {FORM}", function, "add it")
+            )
+        return {"name": function, **entry}  # a built-in rule
+    source = read_source(key, named[0], entry.get("sha256"))
+    arguments = entry.get("arguments") or {}
+    try:
+        module = sys.modules.get(source.module) or run_as_module(source)
+    except (Exception, SystemExit) as error:
+        raise load_error(key, source.file, error) from error
+    try:
+        found = find_function(module, named[1])
+    except ValueError as error:
+        raise UserError(Problem(key, str(error), function, "correct the name")) from None
+    if isinstance(arguments, dict) and (rule := find_broken_rule(found, arguments)):
+        raise UserError(Problem(key, rule, function, "correct the function"))
+    carry(source)
+    return {"name": named[1], **entry, **_identity(source, named[1])}
+
+
+def _identity(source: Source, name: str) -> Tree:
+    return {"function": f"{source.file}:{name}", "sha256": source.sha256}

@@ -1,0 +1,118 @@
+"""Python files of the user, of which a process needs the text alone.
+
+The driver reads a file once, when the configuration is made. Other processes get the text with the
+role that is built in them, so no other host needs the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from dataclasses import dataclass
+from importlib.abc import InspectLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from traceback import extract_tb
+from types import CodeType, ModuleType
+from typing import Any
+
+from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.files.plain import read_text
+
+MODULES = "rlxf_plugin_"
+"""Start of the names of the files' modules."""
+
+
+@dataclass(frozen=True)
+class Source:
+    file: str  # on the driver's host
+    text: str
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @property
+    def module(self) -> str:
+        """Name of the module in a process; another text is another module."""
+        return f"{MODULES}{Path(self.file).stem}_{self.sha256[:12]}"
+
+
+class _Loader(InspectLoader):
+    """Runs a text as a module; the loader also lets tracebacks show its lines."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def get_source(self, fullname: str) -> str:
+        return self.source.text
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.source.text, self.source.file)
+
+
+def run_as_module(source: Source) -> ModuleType:
+    """Run the file as a module of this process. Its exceptions are not caught."""
+    spec = spec_from_loader(source.module, _Loader(source))
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[source.module] = module  # dataclasses and pickle look it up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[source.module]
+        raise
+    return module
+
+
+def read_source(key: str, path: str, expected: str | None = None) -> Source:
+    """Read the file that a key names. expected: its SHA-256. Raises UserError."""
+    file = os.path.abspath(os.path.expanduser(path))
+    try:
+        source = Source(file, read_text(file))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        rule = f"must be a Python file that can be read: {reason}"
+        raise UserError(Problem(key, rule, file, "correct the path")) from error
+    if expected not in (None, source.sha256):
+        rule = f"must be the file of sha256 {expected}, its sha256 is {source.sha256}"
+        raise UserError(Problem(key, rule, file, "put it back, or remove sha256"))
+    return source
+
+
+def load_error(key: str, file: str, error: BaseException) -> UserError:
+    """Make the error of a file that raised while it was loaded; it names the line."""
+    rule = f"must run without an error, {type(error).__name__} {_place(file, error)}: {error}"
+    return UserError(Problem(key, rule, file, "correct the file"))
+
+
+def _place(file: str, error: BaseException) -> str:
+    """Say in which line of the file the error arose."""
+    if isinstance(error, SyntaxError):
+        return f"in line {error.lineno}"
+    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
+    return f"in line {lines[-1]}" if lines else "while loading"
+
+
+_carried: dict[tuple[str, str], Source] = {}  # by file and SHA-256
+
+
+def carry(source: Source) -> None:
+    """Let other processes find the source, which get it with the first role built in them."""
+    _carried[source.file, source.sha256] = source
+
+
+def carried() -> tuple[Source, ...]:
+    return tuple(_carried.values())
+
+
+def find_carried(file: str, sha256: str) -> Source:
+    """Return a source that the driver read."""
+    return _carried[file, sha256]
+
+
+def split_entry(entry: Any, name: str) -> tuple[Any, Any]:
+    """Return (path, SHA-256 or None) of an entry that is a path, or {name: path, sha256: ...}."""
+    given = entry if isinstance(entry, dict) else {name: entry}
+    return given.get(name), given.get("sha256")

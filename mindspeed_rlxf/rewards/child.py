@@ -1,0 +1,62 @@
+"""Main function of a scoring process: one sample at a time, as lines of JSON over a socket.
+
+Runs the code of the user; `workers` starts it, gives it deadlines and ends it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from typing import Any
+
+from mindspeed_rlxf.rewards.outcome import Cause, Sample
+from mindspeed_rlxf.rewards.scorer import Plan, SampleScorer, score_safely
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(descriptor: int, parent: int, memory: int) -> None:
+    """Serve until the parent closes the socket.
+
+    parent: its process id, after whose end this process must not go on
+    memory: bytes of address space
+    """
+    _die_with(parent)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    os.set_inheritable(descriptor, False)
+    channel = socket.socket(fileno=descriptor)
+    lines = channel.makefile("rb")
+    try:
+        scorer = SampleScorer(Plan.from_plain(json.loads(lines.readline())))
+    except BaseException as error:
+        _send(channel, {"error": f"{type(error).__name__}: {error}"[:1000]})
+        raise
+    _send(channel, {"ready": True})
+    for line in lines:
+        reply = score_safely(scorer, Sample(**json.loads(line)))
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        _send(channel, reply)
+        if reply.get("cause") == Cause.MEMORY.value:
+            return  # what filled the memory may still be there
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the process that scores was ended before this one began")
+
+
+def _send(channel: socket.socket, reply: dict[str, Any]) -> None:
+    channel.sendall(json.dumps(reply).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,112 @@
+"""Scores of a sequence classifier of Hugging Face, of any architecture that transformers has.
+
+Prompt and response go to it as one text, in its own tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.hf_config import read_hf_config
+from mindspeed_rlxf.data.tokenizer import load_tokenizer
+
+KEY = "reward.load"
+HEAD = "ForSequenceClassification"
+WANTED = "a folder of Hugging Face with a sequence classifier of one label"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+class Classifier:
+    """The model on this rank's device. Each rank scores its own samples."""
+
+    def __init__(self, folder: str, tokenizer: Any, batch_size: int, bf16: bool) -> None:
+        """tokenizer: used where the folder has none"""
+        from transformers import AutoModelForSequenceClassification
+
+        own = any((Path(folder) / name).exists() for name in TOKENIZER_FILES)
+        self._tokenizer = load_tokenizer(folder, KEY) if own else tokenizer
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            folder,
+            output_loading_info=True,
+            dtype=torch.bfloat16 if bf16 else torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,  # others are pickles, which may run code
+        )
+        if missing := sorted(found["missing_keys"]):
+            raise ValueError(f"{KEY}={folder} lacks weights ({missing[0]}, ...); give {WANTED}")
+        self._device = device.current_device()
+        self._model: Any = model.to(self._device).eval()
+        self._pad = self._find_pad()
+        self._batch_size = batch_size
+        self._limit: int | None = getattr(model.config, "max_position_embeddings", None)
+
+    def _find_pad(self) -> int:
+        """Return the id that pads, which decoders also need to find the last token of a text."""
+        config = self._model.config
+        known = (config.pad_token_id, self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
+        pad = next((i for i in known if i is not None), 0)
+        config.pad_token_id = pad
+        return int(pad)
+
+    @torch.no_grad()
+    def score(self, texts: Sequence[str]) -> list[float]:
+        """Return the logit of each text. Texts over the model's length lose their beginning."""
+        ids = [self._encode(text) for text in texts]
+        scores = [0.0] * len(ids)
+        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # texts of like length together
+        for start in range(0, len(order), self._batch_size):
+            rows = order[start : start + self._batch_size]
+            for row, score in zip(rows, self._forward([ids[i] for i in rows]), strict=True):
+                scores[row] = score
+        return scores
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text)["input_ids"]
+        return (ids or [self._pad])[-(self._limit or 0) :]
+
+    def _forward(self, batch: list[list[int]]) -> list[float]:
+        width = max(map(len, batch))
+        ids = torch.tensor([row + [self._pad] * (width - len(row)) for row in batch])
+        lengths = torch.tensor([len(row) for row in batch])
+        mask = torch.arange(width)[None, :] < lengths[:, None]
+        logits = self._model(
+            input_ids=ids.to(self._device), attention_mask=mask.long().to(self._device)
+        ).logits
+        found: list[float] = logits.float().squeeze(-1).tolist()
+        return found
+
+
+def check_classifier(folder: str | None) -> list[Problem]:
+    """Report why the folder cannot score; reads its config.json."""
+    if folder is None:
+        return [Problem(KEY, f"must name {WANTED}", remedy=f"set {KEY}=FOLDER")]
+    try:
+        config = read_hf_config(Path(folder), WANTED)
+    except ValueError as error:
+        return [Problem(KEY, str(error), folder, colon=True)]
+    return [
+        Problem(KEY, rule, folder, f"give {WANTED}", colon=True)
+        for rule in _broken_rules(Path(folder), config)
+    ]
+
+
+def _broken_rules(folder: Path, config: dict[str, Any]) -> Iterator[str]:
+    named = config.get("architectures") or []
+    if not any(str(name).endswith(HEAD) for name in named):
+        yield f"config.json must name a model ...{HEAD}, it names {json.dumps(named)}"
+    labels = config.get("id2label")
+    count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
+    if count != 1:
+        yield f"the model must have one label, it has {count}"
+    if config.get("auto_map"):
+        yield "the model must be one of transformers, its config.json names code of its own"
+    if not any(folder.glob("*.safetensors")):
+        yield "weights must be safetensors, there are none"

@@ -1,0 +1,74 @@
+"""Find the number that a text answers with."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+MAX_DIGITS = 4000  # of a number; longer ones are no answers
+ANSWER_MARK = "####"
+
+# A sign (not the operator of "20-5"), a dollar sign; then a LaTeX fraction, or digits with or
+# without thousands separators and decimals.
+_NUMBER = re.compile(
+    r"(?P<minus>(?<![\w)])[-\u2212])?\$?"
+    r"(?:\\[dt]?frac\{(?P<top>[0-9]+)\}\{(?P<bottom>[0-9]+)\}"
+    r"|(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+))"
+)
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|\\,|\\!,|\\ )(?=[0-9]{3}(?![0-9]))")
+
+
+def marked_number(text: str) -> Fraction | None:
+    """Return the number after the first `####` of a text, None without one."""
+    found = find_numbers(text.partition(ANSWER_MARK)[2])
+    return found[0] if found else None
+
+
+def boxed_number(text: str) -> Fraction | None:
+    """Return the last number in the last `\\boxed{...}`, None without one."""
+    found = find_numbers(find_boxed(text) or "")
+    return found[-1] if found else None
+
+
+def last_number(text: str) -> Fraction | None:
+    found = find_numbers(text)
+    return found[-1] if found else None
+
+
+def final_number(text: str) -> Fraction | None:
+    """Return the number that a text answers with: marked, else boxed, else its last one."""
+    for find in (marked_number, boxed_number, last_number):
+        if (number := find(text)) is not None:
+            return number
+    return None
+
+
+def find_numbers(text: str) -> list[Fraction]:
+    """List all numbers written in a text, in order; LaTeX fractions and separators are read."""
+    text = _THOUSANDS.sub(",", text).replace("\\$", "$")
+    values = []
+    for match in _NUMBER.finditer(text):
+        if len(match[0]) <= MAX_DIGITS and (value := _value(match)) is not None:
+            values.append(-value if match["minus"] else value)
+    return values
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    """Return the number without its sign; None for a fraction over 0."""
+    if match["digits"]:
+        return Fraction(match["digits"].replace(",", ""))
+    return Fraction(int(match["top"]), int(match["bottom"])) if int(match["bottom"]) else None
+
+
+def find_boxed(text: str) -> str | None:
+    """Return the content of the last \\boxed{...}, with balanced braces; None without one."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    start += len("\\boxed{")
+    depth = 1
+    for place in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[start:place]
+    return None

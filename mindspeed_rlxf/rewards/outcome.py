@@ -1,0 +1,78 @@
+"""What scoring a sample gives: a result, or a failure with its cause."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from mindspeed_rlxf.rewards.rules import RewardResult
+
+
+class Cause(str, Enum):
+    """Why a sample has no score; names the metric `reward/failed_<cause>`."""
+
+    TIMEOUT = "timeout"  # no score within reward.timeout_s
+    EXCEPTION = "exception"  # the function raised
+    NOT_FINITE = "not_finite"  # it returned NaN or inf
+    WRONG_RESULT = "wrong_result"  # it returned something that is no score
+    EXIT = "exit"  # it ended its process, or crashed it
+    MEMORY = "memory"  # it needs more than reward.worker_memory_gib
+    OUTPUT = "output"  # it printed, or returned, more than a sample may
+    REMOTE = "remote"  # the server of a url did not score it
+
+
+class ScoreFailure(Exception):
+    """A sample that has no score."""
+
+    def __init__(self, cause: Cause, message: str) -> None:
+        super().__init__(message)
+        self.cause, self.message = cause, message
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a sample is scored by. extra_info: the other columns of its row"""
+
+    prompt: str
+    response: str
+    ground_truth: str
+    data_source: str
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A result, or the cause and message of a failure."""
+
+    result: RewardResult | None
+    cause: Cause | None = None
+    message: str = ""
+
+
+def to_result(value: Any) -> RewardResult:
+    """Turn what a function returned into a result: a number, or a dict of numbers with `score`.
+
+    Raises ScoreFailure for anything else.
+    """
+    if not isinstance(value, dict):
+        return RewardResult(_number("the result", value))
+    if "score" not in value:
+        keys = ", ".join(map(repr, list(value)[:8])) or "nothing"
+        raise ScoreFailure(Cause.WRONG_RESULT, f"a dict must have `score`, it has {keys}")
+    parts = {str(name): _number(f"{name!r}", part) for name, part in value.items()}
+    return RewardResult(parts.pop("score"), parts)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if value is None or isinstance(value, (str, bytes, bytearray)):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        rule = f"{name} must be a number, it is {type(value).__name__} {value!r:.60}"
+        raise ScoreFailure(Cause.WRONG_RESULT, rule) from None
+    if not math.isfinite(number):
+        raise ScoreFailure(Cause.NOT_FINITE, f"{name} must be finite, it is {number}")
+    return number

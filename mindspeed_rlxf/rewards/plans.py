@@ -1,0 +1,78 @@
+"""What a configuration scores by: the plan of the scoring processes, and its mistakes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator
+
+from mindspeed_rlxf.config.enums import RewardKind
+from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.plugins import loaded
+from mindspeed_rlxf.config.reward_calls import split_name
+from mindspeed_rlxf.config.schema import FunctionConfig, RewardConfig
+from mindspeed_rlxf.config.sources import find_carried
+from mindspeed_rlxf.config.suggest import closest
+from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, OWN_RULES, RULES, SLOW_RULES
+from mindspeed_rlxf.rewards.scorer import BY_SOURCE, Part, Plan
+
+
+def make_plan(reward: RewardConfig) -> Plan:
+    """Make the plan of the functions that run in processes, and of the rules of data sources."""
+    rules = BUILTIN_SOURCES | dict(reward.rules)
+    parts = tuple(_part(function) for function in reward.parts if function.url is None)
+    used = {*rules.values(), *(part.function for part in parts if part.source is None)}
+    plugins = loaded() if used - OWN_RULES - {BY_SOURCE} else ()
+    return Plan(parts, rules, plugins, defaults=reward.kind is RewardKind.RULE)
+
+
+def _part(function: FunctionConfig) -> Part:
+    assert function.function is not None, "a function with a url runs elsewhere"
+    named, source = split_name(function.function), None
+    if named is not None:
+        assert function.sha256 is not None, "the driver has read the file"
+        source = find_carried(named[0], function.sha256)
+    return Part(
+        name=function.name,
+        function=named[1] if named else function.function,
+        source=source,
+        weight=function.weight,
+        arguments=dict(function.arguments),
+        data_sources=function.data_sources,
+    )
+
+
+def needs_processes(reward: RewardConfig, data_sources: Collection[str]) -> bool:
+    """Whether samples of these data sources are scored in processes of their own."""
+    if reward.parts:
+        return True
+    if reward.verifier:
+        return False
+    rules = BUILTIN_SOURCES | dict(reward.rules)
+    return any(rules.get(source) in SLOW_RULES for source in data_sources)
+
+
+def rule_decides(reward: RewardConfig, data_source: str) -> bool:
+    """Whether the rule of the data source takes part in its samples' scores."""
+    applying = [part for part in reward.parts if part.applies_to(data_source)]
+    if not applying:
+        return reward.kind is RewardKind.RULE or not reward.parts
+    return any(part.function == BY_SOURCE for part in applying)
+
+
+def check_functions(reward: RewardConfig) -> Iterator[Problem]:
+    """Report functions that name no rule, or give it arguments that it does not take."""
+    for part in reward.parts:
+        if part.function is None or split_name(part.function) or part.function == BY_SOURCE:
+            continue
+        key = "reward.function" if reward.function is not None else f"reward.functions.{part.name}"
+        if part.function not in RULES:
+            known = ", ".join([BY_SOURCE, *sorted(RULES)])
+            guess = closest(part.function, [BY_SOURCE, *RULES]) or "path/to/file.py:name"
+            rule = f"must be path/to/file.py:name, or one of {known}"
+            yield Problem(key, rule, part.function, f"use {guess}")
+            continue
+        try:
+            inspect.signature(RULES[part.function]).bind("", "", **part.arguments)
+        except TypeError as error:
+            rule = f"the rule {part.function} must take its arguments: {error}"
+            yield Problem(key, rule, dict(part.arguments), "correct them", colon=True)

@@ -1,0 +1,148 @@
+"""One scoring process, as its parent sees it: start, messages, output, end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+
+MAX_OUTPUT = 2**20  # bytes that the scoring of a sample may print, or return
+MAX_SHOWN = 1000  # of them, bytes that go to the log
+SEND_S = 10.0  # a process that takes no sample for so long is broken
+EXIT_S = 0.3
+READ = 2**16
+
+
+class TooMuchOutput(Exception):
+    """A process printed or returned more than MAX_OUTPUT bytes."""
+
+
+class ScoringProcess:
+    """A process that runs `child`. It ends when the thread that made it ends.
+
+    is_ready:     set by the caller, after the first message
+    output_ended: it has closed its output
+    """
+
+    def __init__(self, plan: dict[str, Any], memory: int) -> None:
+        self.channel, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "mindspeed_rlxf.rewards.child", str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(os.getpid()), str(memory)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env=_environment(),
+            )
+        assert self._process.stdout is not None
+        self.output = self._process.stdout
+        os.set_blocking(self.output.fileno(), False)
+        self.is_ready = self.output_ended = False
+        self._received = bytearray()
+        self._shown = bytearray()
+        self._printed = 0
+        with contextlib.suppress(OSError):  # it is dead: the next read says so
+            self._send(plan)
+
+    def give(self, sample: dict[str, Any]) -> None:
+        """Send a sample. Raises OSError where the process does not take it."""
+        self._printed = 0
+        self._send(sample)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self.channel.settimeout(SEND_S)
+        self.channel.sendall(json.dumps(message, default=str).encode() + b"\n")
+        self.channel.setblocking(False)
+
+    def receive(self) -> Any:
+        """Return the next message, None while there is none.
+
+        Raises EOFError where the process ended, TooMuchOutput.
+        """
+        try:
+            found = self.channel.recv(READ)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise EOFError from error
+        if not found:
+            raise EOFError
+        self._received += found
+        if b"\n" not in found:
+            if len(self._received) > MAX_OUTPUT:
+                raise TooMuchOutput(f"its result has more than {MAX_OUTPUT} bytes")
+            return None
+        line, _, rest = bytes(self._received).partition(b"\n")
+        self._received = bytearray(rest)
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise EOFError(f"it wrote {line[:60]!r} to the channel of the run") from error
+
+    def read_output(self) -> None:
+        """Take what was printed; show its start in this process's log. Raises TooMuchOutput."""
+        with contextlib.suppress(BlockingIOError):
+            while found := os.read(self.output.fileno(), READ):
+                self._printed += len(found)
+                self._shown += found[: MAX_SHOWN - len(self._shown)]
+                if self._printed > MAX_OUTPUT:
+                    raise TooMuchOutput(f"it printed more than {MAX_OUTPUT} bytes")
+            self.output_ended = True
+
+    def take_shown(self) -> str:
+        """Return the start of what was printed since the last call."""
+        text = self._shown.decode("utf-8", "backslashreplace").rstrip()
+        self._shown.clear()
+        return text
+
+    def end(self, ends_itself: bool = False) -> str:
+        """Kill the process with all its descendants; say how it had ended.
+
+        ends_itself: it closed the socket, so its end is a moment away
+        """
+        if ends_itself:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(EXIT_S)
+        code = self._process.poll()
+        descendants = self._stop_descendants() if code is None else []
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for descendant in descendants:
+            with contextlib.suppress(psutil.Error):
+                descendant.kill()
+        self._process.wait(SEND_S)
+        self.channel.close()
+        self.output.close()
+        if code is None:
+            return "it closed the channel of the run"
+        return f"its process ended with exit code {code}" if code >= 0 else _describe_signal(-code)
+
+    def _stop_descendants(self) -> list[psutil.Process]:
+        """Stop the process; return its descendants, also those in sessions of their own."""
+        with contextlib.suppress(psutil.Error):
+            root = psutil.Process(self._process.pid)
+            root.suspend()  # it starts no others meanwhile
+            return root.children(recursive=True)
+        return []
+
+
+def _describe_signal(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return f"its process ended by {signal.Signals(number).name}"
+    return f"its process ended by signal {number}"
+
+
+def _environment() -> dict[str, str]:
+    """Let the process import what this one can, and compute with one thread."""
+    path = os.pathsep.join(filter(None, sys.path))
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}

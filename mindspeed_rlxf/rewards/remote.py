@@ -1,0 +1,167 @@
+"""Scores of a server: requests of several samples over HTTP, tried again, under a deadline."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from queue import Empty, SimpleQueue
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample, ScoreFailure, to_result
+
+CONNECTIONS = 4  # requests at the same time
+GATHER_S = 0.05  # how long a request waits for further samples
+RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # waits before the next try; the last one repeats
+MAX_ANSWER = 2**24  # bytes
+READ = 2**16
+
+Task: TypeAlias = tuple[Sample, "Future[Outcome]"]
+
+
+class RemoteRewards:
+    """Sends samples to a server and gets a score for each.
+
+    The request is {"samples": [{prompt, response, ground_truth, data_source, extra_info}, ...]}.
+    The answer is {"scores": [...]}: for each sample, in order, a number, or an object of numbers
+    with `score`, or {"error": text}.
+    """
+
+    def __init__(self, url: str, batch_size: int, timeout_s: float) -> None:
+        self._queue: SimpleQueue[Task | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._arguments = url, batch_size, timeout_s, self._queue
+        weakref.finalize(self, _stop, self._queue)
+
+    def submit(self, sample: Sample) -> Future[Outcome]:
+        if not self._threads:
+            for _ in range(CONNECTIONS):
+                thread = threading.Thread(target=_serve, args=self._arguments, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        future: Future[Outcome] = Future()
+        self._queue.put((sample, future))
+        return future
+
+
+def _stop(queue: SimpleQueue[Task | None]) -> None:
+    for _ in range(CONNECTIONS):
+        queue.put(None)
+
+
+def _serve(url: str, size: int, timeout_s: float, queue: SimpleQueue[Task | None]) -> None:
+    """Send batches until the queue ends."""
+    while (first := queue.get()) is not None:
+        tasks, ends = _gather(first, size, queue)
+        outcomes = _ask(url, [sample for sample, _ in tasks], timeout_s)
+        for (_, future), outcome in zip(tasks, outcomes, strict=True):
+            future.set_result(outcome)
+        if ends:
+            return
+
+
+def _gather(first: Task, size: int, queue: SimpleQueue[Task | None]) -> tuple[list[Task], bool]:
+    """Return a batch, and whether the queue has ended."""
+    tasks, until = [first], time.monotonic() + GATHER_S
+    while len(tasks) < size and (left := until - time.monotonic()) > 0:
+        try:
+            task = queue.get(timeout=left)
+        except Empty:
+            break
+        if task is None:
+            return tasks, True
+        tasks.append(task)
+    return tasks, False
+
+
+def _ask(url: str, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
+    """Try until the server answers or the deadline passes; return an outcome for each sample."""
+    deadline = time.monotonic() + timeout_s
+    body = json.dumps({"samples": [asdict(sample) for sample in samples]}, default=str).encode()
+    reason, tries = "", 0
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            return _read(_post(url, body, deadline), len(samples))
+        except ScoreFailure as failure:
+            return [Outcome(None, failure.cause, failure.message)] * len(samples)
+        except (OSError, http.client.HTTPException) as error:
+            reason = f"{type(error).__name__}: {error}"[:200]
+        time.sleep(min(RETRY_S[min(tries, len(RETRY_S) - 1)], max(left, 0.0)))
+        tries += 1
+    if reason and "timed out" not in reason:
+        text = f"{url} did not answer within {timeout_s:g} s, the last of {tries} tries: {reason}"
+        return [Outcome(None, Cause.REMOTE, text)] * len(samples)
+    text = f"{url} gave no score within {timeout_s:g} s"
+    return [Outcome(None, Cause.TIMEOUT, text)] * len(samples)
+
+
+def _post(url: str, body: bytes, deadline: float) -> bytes:
+    """Send one request. Raises OSError and HTTPException to try again, ScoreFailure to give up."""
+    parts = urlsplit(url)
+    connection = _connect(parts.scheme, parts.netloc.rpartition("@")[2], deadline)
+    try:
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        _set_deadline(connection, deadline)
+        answer = connection.getresponse()
+        found = bytearray()
+        while chunk := answer.read1(READ):
+            found += chunk
+            if len(found) > MAX_ANSWER:
+                raise ScoreFailure(Cause.OUTPUT, f"{url} answered more than {MAX_ANSWER} bytes")
+            _set_deadline(connection, deadline)
+        if answer.status >= 500 or answer.status == 429:
+            raise http.client.HTTPException(f"status {answer.status} {answer.reason}")
+        if answer.status != 200:
+            text = f"{url} answered with status {answer.status} {answer.reason}"
+            raise ScoreFailure(Cause.REMOTE, text)
+        return bytes(found)
+    finally:
+        connection.close()
+
+
+def _connect(scheme: str, host: str, deadline: float) -> http.client.HTTPConnection:
+    left = max(deadline - time.monotonic(), 0.001)
+    if scheme == "https":
+        context = ssl.create_default_context()
+        return http.client.HTTPSConnection(host, timeout=left, context=context)
+    return http.client.HTTPConnection(host, timeout=left)
+
+
+def _set_deadline(connection: http.client.HTTPConnection, deadline: float) -> None:
+    """Let the next read end by the deadline. Raises TimeoutError after it."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    if connection.sock is not None:
+        connection.sock.settimeout(left)
+
+
+def _read(answer: bytes, count: int) -> list[Outcome]:
+    """Read the scores of an answer. Raises ScoreFailure where it has another form."""
+    try:
+        scores = json.loads(answer)["scores"]
+        found = len(scores)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        rule = f"the answer must be {{'scores': [...]}}, it is {answer[:60]!r}"
+        raise ScoreFailure(Cause.WRONG_RESULT, rule) from None
+    if found != count or not isinstance(scores, list):
+        rule = f"the answer must have {count} scores, it has {found}"
+        raise ScoreFailure(Cause.WRONG_RESULT, rule)
+    return [_to_outcome(score) for score in scores]
+
+
+def _to_outcome(score: Any) -> Outcome:
+    if isinstance(score, dict) and "error" in score:
+        return Outcome(None, Cause.REMOTE, str(score["error"])[:300])
+    try:
+        return Outcome(to_result(score))
+    except ScoreFailure as failure:
+        return Outcome(None, failure.cause, failure.message)

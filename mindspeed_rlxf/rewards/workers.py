@@ -1,0 +1,249 @@
+"""A pool of scoring processes, which may be killed: samples go in, futures of outcomes come out.
+
+One thread starts the processes, hands out samples, keeps deadlines and ends what breaks. A process
+scores one sample at a time, so that a failure is the failure of one sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import selectors
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample
+from mindspeed_rlxf.rewards.processes import ScoringProcess, TooMuchOutput
+from mindspeed_rlxf.rewards.rules import RewardResult
+from mindspeed_rlxf.rewards.scorer import Plan
+
+START_S = 180.0  # for the imports of the user's files
+END_S = 30.0
+IDLE_S = 60.0  # between looks at an idle pool
+
+Task: TypeAlias = tuple[Sample, "Future[Outcome]"]
+
+
+class ScoringBroken(RuntimeError):
+    """No process can score, whatever the sample."""
+
+
+@dataclass
+class _Worker:
+    """deadline: of the sample, or of the start. task: None while it starts and while it is idle"""
+
+    process: ScoringProcess
+    deadline: float
+    task: Task | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        return self.process.is_ready and self.task is None
+
+
+class WorkerPool:
+    """Scores samples in processes of their own, which are started when they are needed.
+
+    size:      processes at the same time
+    timeout_s: longest time for one sample, without its wait for a process
+    memory:    bytes of address space of a process
+    """
+
+    def __init__(self, plan: Plan, size: int, timeout_s: float, memory: int) -> None:
+        self._loop = _Loop(plan, size, timeout_s, memory)
+        self._end = weakref.finalize(self, self._loop.close)
+
+    def submit(self, sample: Sample) -> Future[Outcome]:
+        """Score a sample; the future raises ScoringBroken where no process can."""
+        return self._loop.submit(sample)
+
+    def close(self) -> None:
+        """End all processes and their descendants."""
+        self._end()
+
+
+class _Loop:
+    """The thread; it holds no reference to the pool, which it outlives by a moment."""
+
+    def __init__(self, plan: Plan, size: int, timeout_s: float, memory: int) -> None:
+        self._plan, self._size = dataclasses.asdict(plan), size
+        self._timeout_s, self._memory = timeout_s, memory
+        self._waiting: deque[Task] = deque()
+        self._workers: list[_Worker] = []
+        self._lock, self._closing = threading.Lock(), False
+        self._broken = ""
+        self._selector = selectors.DefaultSelector()
+        self._wakes, self._wake = os.pipe()
+        os.set_blocking(self._wakes, False)
+        os.set_blocking(self._wake, False)
+        self._selector.register(self._wakes, selectors.EVENT_READ)
+        self._thread: threading.Thread | None = None
+
+    def submit(self, sample: Sample) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+        with self._lock:
+            if self._closing:
+                raise ScoringBroken(self._broken or "the pool of scoring processes is closed")
+            self._waiting.append((sample, future))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
+                self._thread.start()
+        self._notify()
+        return future
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+        self._notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(END_S)
+
+    def _notify(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it has been woken often enough
+            os.write(self._wake, b"x")
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._hand_out()
+                self._wait()
+                self._keep_deadlines()
+        except Exception as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._end_all(self._broken or "the pool of scoring processes was closed")
+
+    def _end_all(self, reason: str) -> None:
+        with self._lock:
+            self._closing = True
+        for worker in list(self._workers):
+            self._drop(worker)
+            if worker.task is not None:
+                worker.task[1].set_exception(ScoringBroken(reason))
+        self._selector.close()
+        self._fail_waiting(reason)
+
+    def _hand_out(self) -> None:
+        """Give waiting samples to idle processes; start processes for the others."""
+        if self._broken:
+            self._fail_waiting(self._broken)
+        for worker in [worker for worker in self._workers if worker.is_idle]:
+            if not (task := self._next()):
+                return
+            worker.task, worker.deadline = task, time.monotonic() + self._timeout_s
+            try:
+                worker.process.give(dataclasses.asdict(task[0]))
+            except OSError:
+                self._finish(worker, Outcome(None, Cause.EXIT, self._drop(worker)))
+        starting = sum(not worker.process.is_ready for worker in self._workers)
+        while len(self._workers) < self._size and starting < len(self._waiting):
+            self._start()
+            starting += 1
+
+    def _next(self) -> Task | None:
+        with self._lock:
+            return self._waiting.popleft() if self._waiting else None
+
+    def _start(self) -> None:
+        process = ScoringProcess(self._plan, self._memory)
+        worker = _Worker(process, time.monotonic() + START_S)
+        self._workers.append(worker)
+        for file in (process.channel, process.output):
+            self._selector.register(file, selectors.EVENT_READ, worker)
+
+    def _wait(self) -> None:
+        """Wait for messages, output, the next deadline, or a sample; handle what came."""
+        due = [w.deadline for w in self._workers if not w.is_idle]
+        delay = min(due, default=time.monotonic() + IDLE_S) - time.monotonic()
+        for key, _ in self._selector.select(max(delay, 0.0)):
+            worker: _Worker | None = key.data
+            if worker is None:
+                _drain(self._wakes)
+            elif worker in self._workers:
+                self._handle(worker, key.fileobj is worker.process.output)
+
+    def _handle(self, worker: _Worker, printed: bool) -> None:
+        try:
+            worker.process.read_output()
+            if not printed and (message := worker.process.receive()) is not None:
+                self._take(worker, message)
+        except TooMuchOutput as error:
+            self._drop(worker)
+            self._finish(worker, Outcome(None, Cause.OUTPUT, str(error)))
+        except EOFError as error:
+            self._lost(worker, str(error))
+        if printed and worker in self._workers and worker.process.output_ended:
+            self._selector.unregister(worker.process.output)
+
+    def _take(self, worker: _Worker, message: Any) -> None:
+        """Take a reply: that the process is ready, or the outcome of its sample."""
+        if not worker.process.is_ready:
+            if isinstance(message, dict) and "error" in message:
+                raise EOFError(message["error"])
+            worker.process.is_ready = True
+            return
+        outcome = _to_outcome(message)
+        if outcome.cause is Cause.MEMORY:  # it ends: what filled its memory may still be there
+            self._drop(worker)
+        self._finish(worker, outcome)
+
+    def _lost(self, worker: _Worker, message: str) -> None:
+        """Handle a process that ended by itself."""
+        end = self._drop(worker, ends_itself=not message)
+        reason = message or end
+        if worker.process.is_ready:
+            self._finish(worker, Outcome(None, Cause.EXIT, reason))
+        else:
+            self._broken = f"a scoring process did not start: {reason}"
+
+    def _keep_deadlines(self) -> None:
+        now = time.monotonic()
+        for worker in [w for w in self._workers if not w.is_idle and w.deadline <= now]:
+            self._drop(worker)
+            if worker.task is None:
+                self._broken = f"a scoring process did not start within {START_S:g} s"
+            text = f"no score within {self._timeout_s:g} s"
+            self._finish(worker, Outcome(None, Cause.TIMEOUT, text))
+
+    def _drop(self, worker: _Worker, ends_itself: bool = False) -> str:
+        """End a process; say how it ended."""
+        self._workers.remove(worker)
+        for file in (worker.process.channel, worker.process.output):
+            if file.fileno() in self._selector.get_map():
+                self._selector.unregister(file)
+        return worker.process.end(ends_itself)
+
+    def _finish(self, worker: _Worker, outcome: Outcome) -> None:
+        if shown := worker.process.take_shown():
+            print(f"a reward function printed: {shown}", file=sys.stderr, flush=True)
+        if worker.task is not None:
+            worker.task[1].set_result(outcome)
+            worker.task = None
+
+    def _fail_waiting(self, reason: str) -> None:
+        while task := self._next():
+            task[1].set_exception(ScoringBroken(reason))
+
+
+def _to_outcome(message: Any) -> Outcome:
+    try:
+        if "cause" in message:
+            return Outcome(None, Cause(message["cause"]), str(message["message"]))
+        parts = {str(name): float(value) for name, value in message["parts"].items()}
+        return Outcome(RewardResult(float(message["score"]), parts))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return Outcome(None, Cause.WRONG_RESULT, f"its process replied {message!r:.60}")
+
+
+def _drain(descriptor: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while os.read(descriptor, 4096):
+            pass

@@ -1,0 +1,103 @@
+"""The role that scores responses as they finish, in the process that generates them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from mindspeed_rlxf.config.enums import RewardKind
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts, RuleScores
+from mindspeed_rlxf.data.tokenizer import load_tokenizer
+from mindspeed_rlxf.rewards.outcome import Outcome, Sample
+from mindspeed_rlxf.rewards.streaming import Scoring, StreamingRewards
+from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
+from mindspeed_rlxf.rollout.protocol import GenerationResult
+
+KEPT_GENERATIONS = 2  # whose samples may still be asked for
+
+
+class ScorerRole:
+    """Scores by functions and rules in processes of its own.
+
+    `follow` starts the scoring of each response when it is finished, and `score` waits for it. Rows
+    that were not followed are scored when they are asked for.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.reward = config.reward
+        self.tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
+        self.rewards = StreamingRewards(config.reward)
+        self.is_leader = True  # set by the rollout: this rank of its replica scores
+        by_rule = config.reward.kind is RewardKind.RULE
+        self._streams = by_rule or bool(config.reward.parts)  # else it scores validation alone
+        self._started: list[dict[tuple[int, ...], Scoring]] = []  # by generation
+
+    def follow(
+        self, prompts: Prompts, results: Iterable[GenerationResult]
+    ) -> Iterator[GenerationResult]:
+        """Yield the results of a generation; start to score each before it is passed on."""
+        begun: dict[tuple[int, ...], Scoring] = {}
+        self._started = [*self._started, begun][-KEPT_GENERATIONS:]
+        for result in results:
+            if not (self.is_leader and self._streams):
+                yield result
+                continue
+            place = result.place
+            sample = self._sample(
+                prompts.token_ids[place].tolist(),
+                result.tokens,
+                prompts.ground_truths[place],
+                prompts.data_sources[place],
+                prompts.extra_infos[place],
+            )
+            begun[_key(prompts.sample_ids[place], result.tokens)] = self.rewards.submit(sample)
+            yield result
+
+    def score(self, rollouts: Rollouts) -> RoleOutput:
+        """Return the score of each row, `reward.failed_score` where scoring failed."""
+        if not self.is_leader:
+            return RoleOutput()
+        scorings = [self._scoring(rollouts, row) for row in range(rollouts.num_rows)]
+        outcomes = [scoring.outcome() for scoring in scorings]
+        failed_score = self.reward.failed_score
+        scores = [o.result.score if o.result else failed_score for o in outcomes]
+        parts = [dict(o.result.parts) if o.result else {} for o in outcomes]
+        failures = _failures(rollouts.sample_ids, outcomes)
+        rows = RuleScores(torch.tensor(scores, dtype=torch.float32), parts, failures)
+        return RoleOutput(rows, ScoreReport(scores, parts, failures))
+
+    def _scoring(self, rollouts: Rollouts, row: int) -> Scoring:
+        response = rollouts.response_ids[row, : rollouts.response_lengths[row]].tolist()
+        key = _key(rollouts.sample_ids[row], response)
+        for begun in reversed(self._started):
+            if key in begun:
+                return begun.pop(key)
+        return self.rewards.submit(
+            self._sample(
+                rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]].tolist(),
+                response,
+                rollouts.ground_truths[row],
+                rollouts.data_sources[row],
+                rollouts.extra_infos[row],
+            )
+        )
+
+    def _sample(self, prompt: Sequence[int], response: Sequence[int], *labels: object) -> Sample:
+        prompt_text, text = self.tokenizer.batch_decode(
+            [list(prompt), list(response)], skip_special_tokens=True
+        )
+        return Sample(prompt_text, text, *labels)  # type: ignore[arg-type]
+
+
+def _key(sample_id: int, response: Sequence[int]) -> tuple[int, ...]:
+    return (sample_id, *response)
+
+
+def _failures(sample_ids: Sequence[int], outcomes: Sequence[Outcome]) -> list[FailedSample | None]:
+    """Return a failure for each sample, None where it was scored."""
+    return [
+        FailedSample(sample_id, outcome.cause.value, outcome.message) if outcome.cause else None
+        for sample_id, outcome in zip(sample_ids, outcomes, strict=True)
+    ]

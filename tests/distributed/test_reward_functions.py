@@ -1,0 +1,79 @@
+"""A function that scores as a built-in rule does trains the same policy, beside generation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.cluster.reward_group import RewardsFailed
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.trainer.preflight import prepare
+from tests.golden.runs import START, golden_config
+from tests.registries import forgotten
+from tests.training import train
+
+TEXT = """
+async def exact(prompt, response, ground_truth, extra_info, right=1.0):
+    assert prompt.endswith("="), prompt
+    return right * (response.strip() == ground_truth)
+
+def fails(prompt, response, ground_truth, extra_info):
+    raise ValueError("never")
+"""
+TWO_RANKS = {
+    "training.train_iters": 2,
+    "resource_pool.main": 2,
+    "data.val_files": str(START / "prompts.jsonl"),
+    "+validation.max_samples": 5,  # the two replicas get three each
+    "+reward.processes": 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def registries() -> Iterator[None]:
+    with forgotten():
+        yield
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def metrics_of(out: Path, runtime: Any, more: dict[str, Any]) -> list[dict[str, float]]:
+    config = golden_config("grpo", out, {**TWO_RANKS, **more})
+    directory = RunDirectory.create(config)
+    train(config, prepare(config), directory, runtime)
+    return [json.loads(line)["metrics"] for line in directory.metrics.open()]
+
+
+def test_a_function_trains_as_the_rule_that_it_repeats(
+    warm_runtime: Any, tmp_path: Path, file: Path
+) -> None:
+    by_rule = metrics_of(tmp_path / "rule", warm_runtime, {})
+    own = {"+reward.function": f"{file}:exact"}
+    by_function = metrics_of(tmp_path / "function", warm_runtime, own)
+    for rule, function in zip(by_rule, by_function, strict=True):
+        assert function.pop("reward/failed", 0.0) == 0.0
+        assert function.pop("reward/exact", None) == rule.pop("reward/accuracy", None)
+        assert function.pop("val/arithmetic/exact", None) == rule.pop(
+            "val/arithmetic/accuracy", None
+        )
+        untimed = {k: v for k, v in rule.items() if not k.startswith(("timing/", "throughput/"))}
+        assert untimed == {k: function[k] for k in untimed}
+    assert "critic/score/mean" in by_rule[1]
+
+
+def test_too_many_failed_samples_stop_the_run_and_are_named(
+    warm_runtime: Any, tmp_path: Path, file: Path
+) -> None:
+    with pytest.raises(RewardsFailed) as error:
+        metrics_of(tmp_path / "fails", warm_runtime, {"+reward.function": f"{file}:fails"})
+    assert "could not be scored" in str(error.value)
+    assert "sample 0: exception (ValueError: never)" in str(error.value)

@@ -1,0 +1,63 @@
+"""How many samples may fail before the run stops, and what it says then."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_rlxf.cluster.group import Pending
+from mindspeed_rlxf.cluster.protocol import Reply
+from mindspeed_rlxf.cluster.reward_group import RewardsFailed, check_failures
+from mindspeed_rlxf.roles.reports import FailedSample
+
+
+def failures(failed: int, count: int) -> list[FailedSample | None]:
+    found = [FailedSample(i, "timeout", "no score within 1 s") for i in range(failed)]
+    return [*found, *[None] * (count - failed)]
+
+
+@pytest.mark.parametrize(
+    ("failed", "count", "max_failed", "stops"),
+    [
+        (0, 64, 0, False),
+        (1, 64, 0, True),
+        (3, 64, 3, False),
+        (4, 64, 3, True),
+        (6, 64, None, False),  # a tenth of 64 is 6.4
+        (7, 64, None, True),
+        (1, 4, None, False),
+        (2, 4, None, True),
+        (0, 0, None, False),
+        (64, 64, 64, False),
+    ],
+)
+def test_the_run_stops_where_more_samples_fail_than_may(
+    failed: int, count: int, max_failed: int | None, stops: bool
+) -> None:
+    if not stops:
+        check_failures(failures(failed, count), max_failed)
+        return
+    with pytest.raises(RewardsFailed) as error:
+        check_failures(failures(failed, count), max_failed)
+    assert str(error.value).startswith(
+        f"{failed} of {count} samples of a batch could not be scored"
+    )
+    assert "sample 0: timeout (no score within 1 s)" in str(error.value)
+
+
+def test_a_long_list_of_samples_is_cut() -> None:
+    with pytest.raises(RewardsFailed, match=r"sample 7: timeout.*; and 2 more$"):
+        check_failures(failures(10, 10), 0)
+
+
+class Ended:
+    handles = ("rows",)
+
+    def wait(self) -> list[Reply]:
+        return [Reply("report", 1, 0.0)]
+
+
+def test_a_call_passes_its_reports_to_its_check() -> None:
+    seen: list[object] = []
+    pending = Pending(Ended(), [0], [1]).require(seen.append)
+    assert pending.result() == ["report"] and seen == [["report"]]
+    assert pending.rows().num_rows == 1 and len(seen) == 1, "rows are not reports"

@@ -1,0 +1,180 @@
+"""Reward functions of the user: found, run and checked when the configuration is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.config import sources
+from mindspeed_rlxf.config.dump import to_tree
+from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.plugins import with_plugins
+from mindspeed_rlxf.config.resolve import resolve
+from mindspeed_rlxf.run.changed_keys import find_changes
+from mindspeed_rlxf.run.directory import RunDirectory
+from tests.registries import forgotten
+
+MakeTree = Callable[..., dict[str, Any]]
+
+TEXT = """
+def score(prompt, response, ground_truth, extra_info, scale=1.0):
+    return scale * (response == ground_truth)
+
+async def later(prompt, response, ground_truth, extra_info, data_source):
+    return {"score": 1.0}
+
+class Judge:
+    @staticmethod
+    def judge(**given):
+        return 0.5
+
+def two(response, ground_truth):
+    return 0.0
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def registries() -> Iterator[None]:
+    with forgotten():
+        yield
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(TEXT, encoding="utf-8")
+    return str(path)
+
+
+def problems(make_tree: MakeTree, changes: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        resolve(make_tree(changes), "test")
+    return [str(problem) for problem in error.value.problems]
+
+
+def test_a_function_stands_in_the_configuration_with_its_file_and_hash(
+    make_tree: MakeTree, file: str
+) -> None:
+    config = resolve(make_tree({"reward.function": f"{file}:score"}), "test")
+    (part,) = config.reward.parts
+    assert (part.name, part.function, part.weight) == ("score", f"{file}:score", 1.0)
+    assert part.sha256 == sources.Source(file, TEXT).sha256
+    assert resolve(to_tree(config), "test") == config
+
+
+def test_several_functions_have_names_weights_arguments_and_data_sources(
+    make_tree: MakeTree, file: str
+) -> None:
+    given = [
+        {"function": f"{file}:score", "weight": 2.0, "arguments": {"scale": 0.5}},
+        {"function": f"{file}:later", "name": "async", "data_sources": ["a"]},
+        f"{file}:Judge.judge",
+        "gsm8k",
+        {"url": "http://127.0.0.1:1/score", "batch_size": 4},
+    ]
+    config = resolve(make_tree({"reward.functions": given}), "test")
+    names = [part.name for part in config.reward.parts]
+    assert names == ["score", "async", "Judge.judge", "gsm8k", "remote"]
+    assert config.reward.parts[0].arguments == {"scale": 0.5}
+    assert config.reward.parts[1].applies_to("a") and not config.reward.parts[1].applies_to("b")
+    assert resolve(to_tree(config), "test") == config
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("{file}:scores", "must have a function scores; it has score, later, two"),
+        ("{file}:number", "must have a function number"),
+        ("{file}", "must name file and function, path/to/file.py:name"),
+        ("{file}:two", "must be a function of (prompt, response, ground_truth, extra_info)"),
+        ({"function": "{file}:score", "arguments": {"size": 1}}, "unexpected keyword argument"),
+        ({"function": "{file}:score", "arguments": {"prompt": 1}}, "arguments must not have"),
+        ("/nowhere/x.py:score", "must be a Python file that can be read: No such file"),
+        ({"function": "{file}:score", "sha256": "0" * 64}, "must be the file of sha256 000"),
+        ({"url": "ftp://host/"}, "must begin with http:// or https://"),
+        ({"function": "gsm8k", "url": "http://h/"}, "must be given, one of them"),
+        ({"function": "gsm8k", "name": "failed_often"}, "not begin with failed or model"),
+        ({"function": "gsm8k", "wieght": 2}, "unknown key"),
+        (7, "must name a function"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_the_users_mistake(
+    make_tree: MakeTree, file: str, function: Any, said: str
+) -> None:
+    given = (
+        {k: v.format(file=file) if k == "function" else v for k, v in function.items()}
+        if isinstance(function, dict)
+        else function.format(file=file)
+        if isinstance(function, str)
+        else function
+    )
+    for key, value in (("function", given), ("functions", [given])):
+        (problem,) = problems(make_tree, {f"reward.{key}": value})
+        assert said in problem and problem.startswith(f"reward.{key}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import nothing_like_it", "ModuleNotFoundError in line 1"),
+        ("import sys\nsys.exit(3)", "SystemExit in line 2: 3"),
+        ("def score(", "SyntaxError in line 1"),
+    ],
+)
+def test_a_file_that_does_not_run_is_named_with_its_line(
+    make_tree: MakeTree, tmp_path: Path, text: str, said: str
+) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(text, encoding="utf-8")
+    (problem,) = problems(make_tree, {"reward.function": f"{path}:score"})
+    assert problem.startswith("reward.function=") and said in problem
+
+
+def test_functions_that_exclude_each_other_are_refused(make_tree: MakeTree, file: str) -> None:
+    one, two = f"{file}:score", f"{file}:later"
+    (problem,) = problems(make_tree, {"reward.function": one, "reward.functions": [two]})
+    assert "must not both be given" in problem
+    (problem,) = problems(make_tree, {"reward.functions": [one, one]})
+    assert "must each have a name of its own, score is there twice" in problem
+    (problem,) = problems(make_tree, {"reward.function": one, "reward.verifier": True})
+    assert "reward.verifier" in problem
+
+
+def test_a_changed_text_is_another_run_unless_it_is_allowed(
+    make_tree: MakeTree, file: str, tmp_path: Path
+) -> None:
+    """The key is `allow_changed_function`."""
+    for key in ("function", "functions"):
+        given = {f"reward.{key}": f"{file}:score", "training.output_dir": str(tmp_path / key)}
+        Path(file).write_text(TEXT, encoding="utf-8")
+        before = resolve(make_tree(given), "test")
+        RunDirectory.create(before).unlock()
+        Path(file).write_text(TEXT + "\n", encoding="utf-8")
+        (problem,) = RunDirectory.check(resolve(make_tree(given), "test"))
+        assert "these keys differ" in str(problem) and f"reward.{key}" in str(problem)
+        allowed = {**given, "reward.allow_changed_function": True}
+        assert RunDirectory.check(resolve(make_tree(allowed), "test")) == []
+        # another weight is still another run
+        entry = {"function": f"{file}:score", "weight": 2.0}
+        other = resolve(make_tree({**allowed, f"reward.{key}": entry}), "test")
+        assert "weight" in str(RunDirectory.check(other)[0])
+    changed = find_changes(to_tree(before), to_tree(resolve(make_tree(given), "test")))
+    assert [(change.key, change.rule) for change in changed] == [("reward.functions", "fixed")]
+
+
+def test_the_text_goes_to_other_processes_and_is_not_run_there(
+    make_tree: MakeTree, file: str
+) -> None:
+    resolve(make_tree({"reward.function": f"{file}:score"}), "test")
+    made = with_plugins(dict)
+    source = sources.Source(file, TEXT)
+    Path(file).unlink()
+    with forgotten():
+        sources._carried.clear()
+        assert made({"a": 1}) == {"a": 1}
+        assert sources.find_carried(file, source.sha256) == source

@@ -1,0 +1,73 @@
+"""Reward functions that a run has to survive; the response says what to do."""
+
+import asyncio
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+
+def score(
+    prompt: str, response: str, ground_truth: str, extra_info: dict[str, Any], scale: float = 1.0
+) -> Any:
+    action = ACTIONS.get(response)
+    if action is not None:
+        return action()
+    return scale * (response == ground_truth)
+
+
+def hang() -> None:
+    subprocess.Popen(["sleep", "4242"])
+    subprocess.Popen(["sleep", "4242"], start_new_session=True)
+    time.sleep(4242)
+
+
+def hang_in_c() -> None:
+    ctypes.PyDLL(None).sleep(4242)  # holds the interpreter's lock
+
+
+def leave_a_process() -> float:
+    subprocess.Popen(["sleep", "4242"])
+    return 1.0
+
+
+def fail() -> None:
+    raise ZeroDivisionError("of this reward")
+
+
+def print_a_gigabyte() -> float:
+    for _ in range(1024):
+        sys.stderr.write("x" * 2**20)
+    return 1.0
+
+
+ACTIONS: dict[str, Any] = {
+    "hang": hang,
+    "hang in C": hang_in_c,
+    "raise": fail,
+    "interrupt": lambda: os.kill(os.getpid(), 2) or time.sleep(1),
+    "nan": lambda: float("nan"),
+    "inf": lambda: {"score": float("-inf")},
+    "none": lambda: None,
+    "text": lambda: "1.0",
+    "wrong length": lambda: [1.0, 0.0],
+    "no score": lambda: {"accuracy": 1.0},
+    "long": lambda: {"score": 1.0, "x" * 2**21: 1.0},
+    "exit": lambda: sys.exit(3),
+    "exit at once": lambda: os._exit(4),
+    "crash": lambda: ctypes.string_at(0),
+    "memory": lambda: len(bytearray(10 * 2**30)),
+    "print": print_a_gigabyte,
+    "close": lambda: os.closerange(3, 64),
+    "leave a process": leave_a_process,
+    "whisper": lambda: print("heard") or 1.0,
+}
+
+
+async def later(
+    prompt: str, response: str, ground_truth: str, extra_info: dict[str, Any], data_source: str
+) -> dict[str, float]:
+    await asyncio.sleep(0)
+    return {"score": 0.5, "length": len(response), "extra": extra_info.get("level", -1)}

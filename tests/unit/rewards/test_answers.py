@@ -1,0 +1,158 @@
+"""The built-in rules on answers that were written by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.rewards.answers import format_score, length_score, math_score, multiple_choice
+from mindspeed_rlxf.rewards.numbers import final_number
+from mindspeed_rlxf.rewards.rules import RULES, gsm8k, gsm8k_flexible, gsm8k_strict
+
+REPO = Path(__file__).parents[3]
+GSM8K = Path(os.environ.get("RLXF_DATA", REPO / "../shared/data")) / "gsm8k"
+
+# response, ground truth, whether it is right
+NUMBERS = [
+    ("The answer is 1,234.", "1234", True),
+    ("1,234,567 people", "1234567", True),
+    ("12,34", "1234", False),  # no thousands separator
+    ("$1,000", "1000", True),
+    ("1000.00 dollars", "1,000", True),
+    ("18 apples", "18", True),
+    ("He runs 18 km", "18", True),
+    ("18kg", "18", True),
+    ("It takes 3 hours", "180", False),
+    ("-5", "-5", True),
+    ("-$5", "-5", True),
+    ("$-5", "-5", True),
+    ("\u22125 degrees", "-5", True),
+    ("10-5", "5", True),
+    ("5", "-5", False),
+    ("0.5", "1/2", False),  # a ground truth answers with its last number
+    (".75", "0.75", True),
+    ("3.140", "3.14", True),
+    ("3.14159", "3.14", False),
+    ("2.0", "2", True),
+    ("50%", "50", True),
+    ("50 percent", "50", True),
+    ("50%", "0.5", False),
+    ("50\\%", "50", True),
+    ("I do not know.", "18", False),
+    ("", "18", False),
+    ("eighteen", "18", False),
+    ("####", "18", False),
+    ("3 and 4 make 7", "7", True),
+    ("7, because 3 and 4", "7", False),
+    ("#### 7 and then 8", "7", True),
+    ("#### 7 #### 8", "8", False),
+    ("The total is $18$.", "18", True),
+    ("\\boxed{18}", "18", True),
+    ("\\boxed{18} for 3 people", "18", True),
+    ("\\boxed{\\$1{,}234}", "1234", True),
+    ("\\boxed{1\\,234}", "1234", True),
+    ("\\boxed{\\frac{1}{2}}", "0.5", True),
+    ("\\boxed{-\\dfrac{3}{4}}", "-0.75", True),
+    ("\\boxed{\\frac{1}{0}}", "1", False),
+    ("\\boxed{18} #### 19", "19", True),
+    ("\\boxed{x = 18\\text{ cm}}", "18", True),
+    ("\\boxed{17}, or \\boxed{18}", "18", True),
+    ("\\boxed{}", "18", False),
+]
+
+
+@pytest.mark.parametrize(("response", "truth", "right"), NUMBERS)
+def test_gsm8k_reads_answers_as_people_write_them(response: str, truth: str, right: bool) -> None:
+    assert gsm8k(response, truth).score == float(right)
+
+
+def test_strict_and_flexible_differ_in_the_mark() -> None:
+    truth = "#### 18"
+    found = [
+        [rule(text, truth).score for rule in (gsm8k_strict, gsm8k_flexible, gsm8k)]
+        for text in ("#### 18", "It is 18.", "#### 18, not 20", "#### 20, not 18")
+    ]
+    assert found == [[1, 1, 1], [0, 1, 1], [1, 0, 1], [0, 1, 0]]
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no GSM8K in {GSM8K}; set RLXF_DATA")
+def test_gsm8k_tells_each_reference_answer_from_the_next_and_from_those_off_by_one() -> None:
+    rows = [
+        json.loads(line)["answer"]
+        for split in ("train", "test")
+        for line in (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert len(rows) == 8792
+    answers = [final_number(row) for row in rows]
+    for (row, following), (own, other) in zip(pairwise(rows), pairwise(answers), strict=True):
+        assert gsm8k(row, row).score == 1.0
+        assert gsm8k(following, row).score == float(own == other)
+        assert own is not None
+        assert gsm8k(f"#### {_decimal(own + 1)}", row).score == 0.0
+        assert gsm8k(f"The answer is {_decimal(own - 1)}.", row).score == 0.0
+    assert gsm8k(rows[-1], rows[-1]).score == 1.0
+
+
+def _decimal(number: Fraction) -> str:
+    return str(float(number)) if number.denominator > 1 else str(number)
+
+
+CHOICES = [
+    ("The answer is (B).", "B", True),
+    ("The answer is B", "(B)", True),
+    ("Answer: **C**", "C", True),
+    ("\\boxed{D}", "D", True),
+    ("\\boxed{\\text{(D)}}", "D", True),
+    ("A is wrong, so the answer is B. \\boxed{A}", "B", False),
+    ("First A, then B.\nC", "C", True),
+    ("I choose (A).", "A", True),
+    ("A good question", "A", False),
+    ("The answer is A. No, the answer is B.", "B", True),
+    ("#### B", "B", True),
+    ("B", "C", False),
+    ("", "A", False),
+    ("\\boxed{AB}", "A", False),
+    ("The answer is Z", "Z", False),  # no choice
+]
+
+
+@pytest.mark.parametrize(("response", "truth", "right"), CHOICES)
+def test_a_choice_is_the_letter_that_is_named_as_the_answer(
+    response: str, truth: str, right: bool
+) -> None:
+    assert multiple_choice(response, truth) == float(right)
+
+
+def test_format_and_length_take_arguments() -> None:
+    good = "<think>\nso\n</think>\n<answer>4</answer>"
+    assert [format_score(text) for text in (good, "4", good + "4")] == [1.0, 0.0, 0.0]
+    assert RULES["format"]("abc", "", pattern="[a-c]+").score == 1.0
+    lengths = [RULES["length"](text, "", max_characters=4, min_characters=2) for text in
+               ("", "a", " ab ", "abcd", "abcdefgh")]  # fmt: skip
+    assert [result.score for result in lengths] == [0.0, 0.0, 1.0, 1.0, 0.5]
+    assert length_score("a" * 4001) < 1.0
+
+
+MATH = [
+    ("so $x = \\frac{1}{2}$", "\\frac{1}{2}", True),
+    ("\\boxed{0.5}", "\\frac12", True),
+    ("The answer is $1+x$.", "x+1", True),
+    ("\\boxed{2\\sqrt{2}}", "\\sqrt{8}", True),
+    ("\\boxed{(1, 2)}", "(1,2)", True),
+    ("\\boxed{(2, 1)}", "(1,2)", False),
+    ("\\boxed{\\text{Evelyn}}", "\\text{Evelyn}", True),
+    ("\\boxed{3}", "We add: so \\boxed{3} it is.", True),
+    ("\\boxed{4}", "3", False),
+    ("no idea", "3", False),
+    ("", "3", False),
+]
+
+
+@pytest.mark.parametrize(("response", "truth", "right"), MATH)
+def test_math_compares_expressions(response: str, truth: str, right: bool) -> None:
+    assert math_score(response, truth) == float(right)

@@ -1,0 +1,103 @@
+"""What a configuration scores by: where, by which rules, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.config import plugins, sources
+from mindspeed_rlxf.config.schema import RewardConfig
+from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample
+from mindspeed_rlxf.rewards.plans import (
+    check_functions,
+    make_plan,
+    needs_processes,
+    rule_decides,
+)
+from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES
+from mindspeed_rlxf.rewards.workers import WorkerPool
+from tests.registries import forgotten
+
+MATH = "HuggingFaceH4/MATH-500"
+
+
+@pytest.fixture(autouse=True)
+def registries() -> Iterator[None]:
+    with forgotten():
+        yield
+
+
+def reward(*functions: dict[str, Any], **keys: Any) -> RewardConfig:
+    named = [{"name": f"part{i}", **function} for i, function in enumerate(functions)]
+    return RewardConfig.model_validate({"kind": "rule", "functions": named, **keys})
+
+
+def test_functions_and_slow_rules_are_scored_in_processes() -> None:
+    assert not needs_processes(reward(), ["gsm8k", "arithmetic", "unknown"])
+    assert needs_processes(reward(), ["gsm8k", MATH])
+    assert needs_processes(reward(rules={"mine": "math"}), ["mine"])
+    assert not needs_processes(reward(rules={MATH: "gsm8k"}), [MATH])
+    assert needs_processes(reward({"function": "gsm8k"}), ["gsm8k"])
+    assert not needs_processes(reward(verifier=True), [MATH]), "verifiers score all alike"
+
+
+def test_a_rule_decides_where_no_function_does_or_where_it_is_one() -> None:
+    some = reward({"function": "gsm8k", "data_sources": ["a"]}, {"url": "http://h/"})
+    assert not rule_decides(some, "a") and not rule_decides(some, "b")
+    only_a = reward({"function": "gsm8k", "data_sources": ["a"]})
+    assert not rule_decides(only_a, "a") and rule_decides(only_a, "b")
+    assert rule_decides(reward({"function": "rule"}), "a")
+    beside = only_a.model_copy(update={"kind": "model"})
+    assert not rule_decides(beside, "b"), "the model scores it"
+
+
+def test_functions_have_to_name_rules_that_take_their_arguments() -> None:
+    found = reward(
+        {"function": "gms8k"},
+        {"function": "length", "arguments": {"max_characters": 9}},
+        {"function": "length", "arguments": {"longest": 9}},
+        {"function": "rule"},
+        {"url": "http://h/"},
+    )
+    wrong, takes = map(str, check_functions(found))
+    assert wrong.startswith("reward.functions.part0=gms8k must be path/to/file.py:name, or one of")
+    assert wrong.endswith("use gsm8k")
+    assert "got an unexpected keyword argument 'longest'" in takes
+
+
+def test_a_plan_has_every_text_that_a_process_needs() -> None:
+    mine = sources.Source("/gone/mine.py", "def score(): ...")
+    sources.carry(mine)
+    registers = "from mindspeed_rlxf.rewards.rules import register_rule\n"
+    plugin = sources.Source("/gone/rules.py", registers + "register_rule('own')(lambda a, b: 0)\n")
+    plugins.load(plugin)
+    file = {"function": "/gone/mine.py:score", "sha256": mine.sha256}
+    plan = make_plan(reward(file, {"function": "length"}, {"url": "http://h/"}))
+    assert [(part.function, part.source) for part in plan.parts] == [
+        ("score", mine),
+        ("length", None),
+    ]
+    assert plan.rules == BUILTIN_SOURCES and plan.plugins == ()
+    assert make_plan(reward(file, rules={"x": "own"})).plugins == (plugin,)
+    assert make_plan(reward({"function": "own"})).plugins == (plugin,)
+    assert plan.defaults and not make_plan(reward(kind="huggingface")).defaults
+
+
+def scored(timeout_s: float, *samples: tuple[str, str, str]) -> list[Outcome]:
+    """samples: response, ground truth, data source"""
+    pool = WorkerPool(make_plan(reward()), 1, timeout_s, memory=4 * 2**30)
+    futures = [pool.submit(Sample("", *sample)) for sample in samples]
+    found = [future.result(60) for future in futures]
+    pool.close()
+    return found
+
+
+def test_an_expression_without_end_is_a_failure_and_no_score() -> None:
+    """math-verify's own time-outs are signals, which would be lost here."""
+    tower = "9^{" * 6 + "9" + "}" * 6
+    (outcome,) = scored(1.0, (f"\\boxed{{{tower}}}", f"8{tower[1:]}", MATH))
+    assert outcome.cause is Cause.TIMEOUT
+    found = scored(30.0, ("\\boxed{\\frac{2}{4}}", "0.5", MATH), ("#### 4", "4", "gsm8k"))
+    assert [outcome.result and outcome.result.score for outcome in found] == [1.0, 1.0]

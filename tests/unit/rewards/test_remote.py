@@ -1,0 +1,145 @@
+"""A server that scores batches: what it is sent, and what becomes of its mistakes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.rewards import remote
+from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample
+from mindspeed_rlxf.rewards.remote import RemoteRewards
+
+Answer = Callable[[list[dict[str, Any]]], tuple[int, Any]]
+
+
+class Server:
+    """Answers by a function that a test sets; keeps the requests."""
+
+    def __init__(self) -> None:
+        self.answer: Answer = lambda samples: (200, {"scores": [1.0] * len(samples)})
+        self.requests: list[list[dict[str, Any]]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                samples = json.loads(body)["samples"]
+                outer.requests.append(samples)
+                status, found = outer.answer(samples)
+                content = found if isinstance(found, bytes) else json.dumps(found).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.http.server_port}/score?by=me"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(remote, "RETRY_S", (0.01,))
+    made = Server()
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
+
+
+def ask(url: str, count: int, batch_size: int = 4, timeout_s: float = 20.0) -> list[Outcome]:
+    rewards = RemoteRewards(url, batch_size, timeout_s)
+    samples = [Sample("p", str(i), "t", "s", {"level": i}) for i in range(count)]
+    return [future.result(60) for future in [rewards.submit(sample) for sample in samples]]
+
+
+def test_samples_go_in_batches_and_scores_come_back_in_order(server: Server) -> None:
+    server.answer = lambda samples: (
+        200,
+        {"scores": [{"score": float(s["response"]), "level": s["extra_info"]["level"]}
+                    for s in samples]},
+    )  # fmt: skip
+    found = ask(server.url, 10)
+    assert [outcome.result and outcome.result.score for outcome in found] == list(range(10))
+    assert [outcome.result and outcome.result.parts for outcome in found] == [
+        {"level": float(i)} for i in range(10)
+    ]
+    assert max(map(len, server.requests)) <= 4
+    keys = {"prompt", "response", "ground_truth", "data_source", "extra_info"}
+    assert set(server.requests[0][0]) == keys
+
+
+def test_a_server_that_fails_at_first_is_asked_again(server: Server) -> None:
+    broken = iter([503, 500, 429])
+
+    def answer(samples: list[dict[str, Any]]) -> tuple[int, Any]:
+        return next(broken, 200), {"scores": [0.5] * len(samples)}
+
+    server.answer = answer
+    (outcome,) = ask(server.url, 1)
+    assert outcome.result is not None and outcome.result.score == 0.5
+    assert len(server.requests) == 4
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "cause", "said"),
+    [
+        (404, {}, Cause.REMOTE, "answered with status 404"),
+        (200, b"not json", Cause.WRONG_RESULT, "the answer must be {'scores': [...]}"),
+        (200, [1.0], Cause.WRONG_RESULT, "the answer must be"),
+        (200, {"scores": []}, Cause.WRONG_RESULT, "must have 1 scores, it has 0"),
+        (200, {"scores": {"0": 1.0}}, Cause.WRONG_RESULT, "must have 1 scores"),
+        (200, {"scores": ["1.0"]}, Cause.WRONG_RESULT, "must be a number, it is str"),
+        (200, {"scores": [None]}, Cause.WRONG_RESULT, "must be a number, it is NoneType"),
+        (200, b'{"scores": [NaN]}', Cause.NOT_FINITE, "must be finite"),
+        (200, {"scores": [{"error": "no idea"}]}, Cause.REMOTE, "no idea"),
+        (200, b"x" * (2**24 + 1), Cause.OUTPUT, "answered more than"),
+    ],
+)
+def test_an_answer_that_is_no_score_has_a_cause(
+    server: Server, status: int, answer: Any, cause: Cause, said: str
+) -> None:
+    server.answer = lambda samples: (status, answer)
+    (outcome,) = ask(server.url, 1)
+    assert outcome.cause is cause and said in outcome.message
+    assert len(server.requests) == 1, "asked again in vain"
+
+
+def test_one_error_is_that_of_one_sample(server: Server) -> None:
+    server.answer = lambda samples: (
+        200,
+        {"scores": [{"error": "bad"} if s["response"] == "1" else 2.0 for s in samples]},
+    )
+    assert [outcome.cause for outcome in ask(server.url, 3)] == [None, Cause.REMOTE, None]
+
+
+def test_a_server_that_is_slow_or_absent_ends_at_the_deadline(server: Server) -> None:
+    ends = threading.Event()
+    server.answer = lambda samples: (ends.wait(30), (200, {"scores": [1.0]}))[1]
+    (outcome,) = ask(server.url, 1, timeout_s=0.2)
+    ends.set()
+    assert outcome.cause is Cause.TIMEOUT and "gave no score within 0.2 s" in outcome.message
+    server.http.shutdown()
+    server.http.server_close()
+    (outcome,) = ask(server.url, 1, timeout_s=0.2)
+    assert outcome.cause is Cause.REMOTE and "Connection refused" in outcome.message
+
+
+def test_threads_end_with_the_rewards(server: Server) -> None:
+    before = set(threading.enumerate())
+    rewards = RemoteRewards(server.url, 4, 20.0)
+    rewards.submit(Sample("", "", "", "")).result(60)
+    started = [t for t in set(threading.enumerate()) - before if t._target is remote._serve]  # type: ignore[attr-defined]
+    del rewards
+    deadline = time.monotonic() + 20
+    while any(thread.is_alive() for thread in started) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(thread.is_alive() for thread in started)

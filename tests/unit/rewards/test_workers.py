@@ -1,0 +1,148 @@
+"""Whatever a reward function does, its sample fails with a cause, and nothing is left running."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mindspeed_rlxf.config.sources import Source
+from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample
+from mindspeed_rlxf.rewards.scorer import Part, Plan
+from mindspeed_rlxf.rewards.workers import ScoringBroken, WorkerPool
+
+FILE = Path(__file__).with_name("hostile_functions.py")
+SOURCE = Source(str(FILE), FILE.read_text(encoding="utf-8"))
+PARTS = (
+    Part("exact", "score", SOURCE, weight=2.0, arguments={"scale": 3.0}, data_sources=("mine",)),
+    Part("later", "later", SOURCE, data_sources=("mine", "other")),
+)
+PLAN = Plan(PARTS, {"gsm8k": "gsm8k", "broken": "no such rule"})
+MEMORY = 4 * 2**30
+
+
+def sample(response: str, data_source: str = "mine") -> Sample:
+    return Sample("1+1=", response, "2", data_source, {"level": 7})
+
+
+def children() -> list[psutil.Process]:
+    found = psutil.Process().children(recursive=True)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cmdline() == ["sleep", "4242"]:
+                found.append(process)
+    return found
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool(PLAN, size=2, timeout_s=1.0, memory=MEMORY)
+    before = {process.pid for process in children()}
+    yield pool
+    pool.close()
+    deadline = time.monotonic() + 10
+    while (left := [p for p in children() if p.pid not in before]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left, "processes are left running"
+
+
+CAUSES = {
+    "hang": Cause.TIMEOUT,
+    "hang in C": Cause.TIMEOUT,
+    "raise": Cause.EXCEPTION,
+    "interrupt": Cause.EXCEPTION,
+    "nan": Cause.NOT_FINITE,
+    "inf": Cause.NOT_FINITE,
+    "none": Cause.WRONG_RESULT,
+    "text": Cause.WRONG_RESULT,
+    "wrong length": Cause.WRONG_RESULT,
+    "no score": Cause.WRONG_RESULT,
+    "long": Cause.OUTPUT,
+    "exit": Cause.EXIT,
+    "exit at once": Cause.EXIT,
+    "crash": Cause.EXIT,
+    "memory": Cause.MEMORY,
+    "print": Cause.OUTPUT,
+    "close": Cause.EXIT,
+}
+
+
+def test_every_failure_has_its_cause_and_touches_no_other_sample(
+    pool: WorkerPool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    futures = {}
+    for number, action in enumerate([*CAUSES, "leave a process", "whisper"]):
+        futures[action] = pool.submit(sample(action))
+        futures[f"good {number}"] = pool.submit(sample("2"))
+    found = {name: future.result(60) for name, future in futures.items()}
+    assert {name: found[name].cause for name in CAUSES} == CAUSES
+    good = {name: outcome for name, outcome in found.items() if name not in CAUSES}
+    assert all(outcome.result is not None for outcome in good.values()), good
+    assert found["raise"].message == "ZeroDivisionError: of this reward"
+    assert found["crash"].message == "its process ended by SIGSEGV"
+    assert found["hang"].message == "no score within 1 s"
+    assert "a reward function printed: heard" in capfd.readouterr().err
+
+
+def test_scores_of_the_parts_that_apply_are_weighted_and_added(pool: WorkerPool) -> None:
+    def score(response: str, data_source: str) -> tuple[float, dict[str, float]]:
+        result = pool.submit(sample(response, data_source)).result(60).result
+        assert result is not None
+        return result.score, result.parts
+
+    later = {"later": 0.5, "later/length": 1.0, "later/extra": 7.0}
+    assert score("2", "mine") == (2 * 3.0 + 0.5, {"exact": 3.0, **later})
+    assert score("3", "mine") == (0.5, {"exact": 0.0, **later})
+    assert score("2", "other") == (0.5, later)
+    assert score("2.0", "gsm8k") == (1.0, {"accuracy": 1.0}), "no part applies: its rule"
+
+
+def test_a_rule_that_is_wrong_for_one_data_source_fails_its_samples_alone(pool: WorkerPool) -> None:
+    broken, fine = pool.submit(sample("2", "broken")), pool.submit(sample("2", "gsm8k"))
+    assert broken.result(60).cause is Cause.EXCEPTION
+    assert fine.result(60).result is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("raise ImportError('not on this host')", "ImportError: not on this host"),
+        ("import os\nos._exit(9)", "exit code 9"),
+    ],
+)
+def test_a_file_that_does_not_run_there_ends_the_scoring(text: str, said: str) -> None:
+    part = Part("score", "score", Source("/x/mine.py", text))
+    pool = WorkerPool(Plan((part,), {}), size=2, timeout_s=1.0, memory=MEMORY)
+    futures = [pool.submit(sample("2")) for _ in range(3)]
+    for future in futures:
+        with pytest.raises(ScoringBroken, match=said):
+            future.result(60)
+    pool.close()
+    with pytest.raises(ScoringBroken):
+        pool.submit(sample("2")).result(60)
+
+
+def test_a_forgotten_pool_ends_its_processes() -> None:
+    pool = WorkerPool(PLAN, size=1, timeout_s=60.0, memory=MEMORY)
+    hangs = pool.submit(sample("hang"))
+    first = pool.submit(sample("2"))
+    while not psutil.Process().children():
+        time.sleep(0.01)
+    (process,) = psutil.Process().children()
+    del pool
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    for future in (hangs, first):
+        with pytest.raises(ScoringBroken, match="was closed"):
+            future.result(60)
+
+
+def test_an_outcome_is_a_result_or_a_cause() -> None:
+    pool = WorkerPool(PLAN, size=1, timeout_s=5.0, memory=MEMORY)
+    found = [pool.submit(sample(text)).result(60) for text in ("2", "nan")]
+    pool.close()
+    assert [outcome.cause for outcome in found] == [None, Cause.NOT_FINITE]
+    assert found[1] == Outcome(None, Cause.NOT_FINITE, "the result must be finite, it is nan")

@@ -1,0 +1,149 @@
+"""A sequence classifier of Hugging Face scores; functions may score beside a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+)
+
+from mindspeed_rlxf.config.enums import RewardKind
+from mindspeed_rlxf.config.schema import RewardConfig
+from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, RuleScores, Scores
+from mindspeed_rlxf.rewards import classifier as classifiers
+from mindspeed_rlxf.rewards.classifier import Classifier, check_classifier
+from mindspeed_rlxf.roles import reward as module
+from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
+from mindspeed_rlxf.roles.reward import RewardRole
+from tests.rows import made_rollouts
+from tests.unit.data.byte_tokenizer import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+SMALL = {
+    "vocab_size": len(TOKENIZER), "hidden_size": 16, "intermediate_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32,
+    "num_labels": 1,
+}  # fmt: skip
+CONFIGS = {"llama": LlamaConfig, "bert": BertConfig, "gpt_neox": GPTNeoXConfig}
+
+
+def saved(folder: Path, kind: str, **changes: Any) -> Path:
+    torch.manual_seed(3)
+    config = CONFIGS[kind](**{**SMALL, **changes})
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classifiers.device, "current_device", lambda: torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_scores_are_those_of_the_model_for_each_text_alone(tmp_path: Path, kind: str) -> None:
+    folder = saved(tmp_path / kind, kind)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    texts = ["1+1=2", "1+1=", "12+345=357, I think", "x" * 100, "7"]
+    expected = []
+    for text in texts:
+        ids = TOKENIZER(text)["input_ids"][-32:]  # the end of a text that is too long
+        with torch.no_grad():
+            expected.append(model(input_ids=torch.tensor([ids])).logits.item())
+    assert check_classifier(str(folder)) == []
+    for batch_size in (1, 2, 5):
+        found = Classifier(str(folder), TOKENIZER, batch_size, bf16=False).score(texts)
+        assert found == pytest.approx(expected, abs=1e-5)
+    assert len(set(expected)) == len(texts), "else an order would not be seen"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "must name a model ...ForSequenceClassification"),
+        ({"id2label": {"0": "bad", "1": "good"}}, "must have one label, it has 2"),
+        ({"auto_map": {"AutoConfig": "x.Y"}}, "names code of its own"),
+    ],
+)
+def test_a_folder_that_cannot_score_is_an_error(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    folder = saved(tmp_path / "model", "llama")
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    (problem,) = check_classifier(str(folder))
+    assert said in str(problem) and str(problem).startswith("reward.load=")
+
+
+def test_pickled_and_missing_weights_are_errors(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama")
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="lacks weights"):
+        Classifier(str(folder), TOKENIZER, 1, bf16=False)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "must be safetensors" in str(check_classifier(str(folder))[0])
+    assert "is not a folder" in str(check_classifier(str(tmp_path / "none"))[0])
+    assert "must name" in str(check_classifier(None)[0])
+
+
+def role_of(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> RewardRole:
+    monkeypatch.setattr(module, "load_tokenizer", lambda folder: TOKENIZER)
+    reward = RewardConfig.model_construct(**{**dict(RewardConfig(kind="rule")), **keys})
+    training = SimpleNamespace(tokenizer_name_or_path="nowhere")
+    return RewardRole(SimpleNamespace(reward=reward, training=training, verifiers=[]))  # type: ignore[arg-type]
+
+
+def rollouts() -> Rollouts:
+    """Two samples: `1+` answered by `2`, and `1` by `+3`."""
+    prompts = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in ("1+", "1")]
+    answers = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in ("2", "+3")]
+    width = max(map(len, answers))
+    return made_rollouts(
+        prompt_ids=torch.tensor([p + [0] * (2 - len(p)) for p in prompts]),
+        prompt_lengths=torch.tensor([len(p) for p in prompts]),
+        response_ids=torch.tensor([a + [0] * (width - len(a)) for a in answers]),
+        response_mask=torch.tensor([[i < len(a) for i in range(width)] for a in answers]),
+        has_eos=torch.tensor([False, False]),
+    )
+
+
+def test_the_classifier_reads_prompt_and_response(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "bert", "bert")
+    role = role_of(monkeypatch, kind=RewardKind.HUGGING_FACE, load=str(folder))
+    with patch.object(role.classifier, "score", return_value=[0.5, -1.0]) as score:
+        output = role.score(rollouts())
+    assert score.call_args.args == (["1+2", "1+3"],)
+    assert output.report == ScoreReport([0.5, -1.0])
+    assert isinstance(output.rows, Scores) and output.rows.scores.tolist() == [0.5, -1.0]
+
+
+def test_scores_of_model_and_functions_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The factor of the model is `model_weight`; a sample that failed keeps its score."""
+    role = role_of(monkeypatch, model_weight=0.5)
+    failure = FailedSample(1, "timeout", "")
+    rules = RuleScores(torch.tensor([1.0, -9.0]), [{"mine": 1.0}, {}], [None, failure])
+    of_model = RoleOutput(Scores(torch.tensor([4.0, 4.0])), ScoreReport([4.0, 4.0]))
+    with patch.object(role, "score", return_value=of_model):
+        output = role.score_beside_rules(rollouts(), rules)
+    assert output.report.scores == [3.0, -9.0]
+    assert output.report.parts == [{"mine": 1.0, "model": 4.0}, {"model": 4.0}]
+    assert output.report.failures == [None, failure]
+    assert isinstance(output.rows, Scores) and output.rows.scores.tolist() == [3.0, -9.0]
+    with patch.object(role, "score", return_value=RoleOutput()):
+        assert role.score_beside_rules(rollouts(), rules).rows is None, "not the leader"

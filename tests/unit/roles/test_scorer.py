@@ -1,0 +1,155 @@
+"""Responses are scored while others are generated; a failure is that of one sample."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_rlxf.config import sources
+from mindspeed_rlxf.config.schema import RewardConfig
+from mindspeed_rlxf.data.batch import Prompts, Rollouts
+from mindspeed_rlxf.roles import scorer as module
+from mindspeed_rlxf.roles.generation import gather_rollouts
+from mindspeed_rlxf.roles.scorer import ScorerRole
+from mindspeed_rlxf.rollout.protocol import FinishReason, GenerationResult
+from tests.registries import forgotten
+from tests.unit.data.byte_tokenizer import byte_tokenizer
+
+TEXT = """
+import os, time
+
+def score(prompt, response, ground_truth, extra_info, data_source):
+    if response == "wait":  # until the last response is there
+        while not os.path.exists(extra_info["flag"]):
+            time.sleep(0.005)
+    right = float(response == ground_truth)
+    return {"score": right, "said": len(prompt), "is_a": data_source == "a"}
+"""
+TOKENIZER = byte_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def registries() -> Iterator[None]:
+    with forgotten():
+        yield
+
+
+@pytest.fixture
+def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScorerRole]:
+    source = sources.Source(str(tmp_path / "mine.py"), TEXT)
+    sources.carry(source)
+    function = {"function": f"{source.file}:score", "sha256": source.sha256, "name": "mine"}
+    reward = RewardConfig.model_validate(
+        {
+            "kind": "rule",
+            "function": function,
+            "processes": 2,
+            "timeout_s": 20.0,
+            "worker_memory_gib": 4.0,
+            "failed_score": -0.25,
+        }
+    )
+    monkeypatch.setattr(module, "load_tokenizer", lambda folder: TOKENIZER)
+    made = ScorerRole(_config(reward))
+    yield made
+    made.rewards._pool.close()
+
+
+def _config(reward: RewardConfig) -> Any:
+    return SimpleNamespace(
+        reward=reward, training=SimpleNamespace(tokenizer_name_or_path="nowhere")
+    )
+
+
+def prompts_of(texts: list[str], **extra: Any) -> Prompts:
+    count = len(texts)
+    return Prompts(
+        sample_ids=list(range(10, 10 + count)),
+        token_ids=[np.array(TOKENIZER("1+1=")["input_ids"])] * count,
+        ground_truths=["2"] * count,
+        data_sources=["a"] * count,
+        responses=[[]] * count,
+        extra_infos=[extra] * count,
+    )
+
+
+def results_of(texts: list[str]) -> Iterator[GenerationResult]:
+    for place in reversed(range(len(texts))):  # in no fixed order
+        tokens = TOKENIZER(texts[place], add_special_tokens=False)["input_ids"]
+        yield GenerationResult(place, tokens, [-1.0] * len(tokens), FinishReason.LENGTH, 0)
+
+
+def test_a_response_is_scored_before_the_last_one_is_there(
+    role: ScorerRole, tmp_path: Path
+) -> None:
+    """The generation of the last response waits for the scores of the others."""
+    texts = ["wait", "2", "3", "2"]
+    prompts = prompts_of(texts, flag=str(tmp_path / "flag"))
+    submitted: list[Any] = []
+    submit = role.rewards.submit
+    role.rewards.submit = lambda sample: submitted.append(submit(sample)) or submitted[-1]  # type: ignore
+
+    def generation() -> Iterator[GenerationResult]:
+        *first, last = results_of(texts)
+        yield from first
+        assert [s.outcome().result.score for s in submitted] == [1.0, 0.0, 1.0]
+        (tmp_path / "flag").touch()
+        yield last
+
+    rollouts = gather_rollouts(prompts, role.follow(prompts, generation()))
+    output = role.score(rollouts)
+    assert output.report.scores == [0.0, 1.0, 0.0, 1.0]
+    assert len(submitted) == 4, "what was scored already is not scored again"
+    part = {"mine": 1.0, "mine/said": 4.0, "mine/is_a": 1.0}
+    assert output.report.parts[1] == part and output.report.failures == [None] * 4
+    assert isinstance(output.rows, module.RuleScores)
+    assert output.rows.scores.tolist() == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_failure_is_that_of_one_sample(role: ScorerRole) -> None:
+    """It has reward.failed_score; here the row lacks what the function reads."""
+    texts = ["2", "wait", "2"]
+    prompts = prompts_of(texts)  # no `flag`
+    output = role.score(gather_rollouts(prompts, role.follow(prompts, results_of(texts))))
+    assert output.report.scores == [1.0, -0.25, 1.0]
+    first, failure, _ = output.report.failures
+    assert first is None and (failure.sample_id, failure.cause) == (11, "exception")
+    assert failure.message == "KeyError: 'flag'"
+
+
+def test_rows_that_were_not_followed_are_scored_when_they_are_asked_for(role: ScorerRole) -> None:
+    texts = ["2", "3"]
+    prompts = prompts_of(texts)
+    rollouts = gather_rollouts(prompts, results_of(texts))
+    assert role.score(rollouts).report.scores == [1.0, 0.0]
+    for _ in range(2):  # the same samples, with other responses
+        other = gather_rollouts(prompts, role.follow(prompts, results_of(["3", "2"])))
+        assert role.score(other).report.scores == [0.0, 1.0]
+    assert role.score(rollouts.select([1])).report.scores == [0.0]
+
+
+def test_ranks_that_lead_no_replica_score_nothing(role: ScorerRole) -> None:
+    role.is_leader = False
+    prompts = prompts_of(["2"])
+    before = threading.active_count()
+    rollouts: Rollouts = gather_rollouts(prompts, role.follow(prompts, results_of(["2"])))
+    assert role.score(rollouts).rows is None and threading.active_count() == before
+
+
+def test_columns_travel_with_their_rows() -> None:
+    prompts = prompts_of(["1", "2", "3"], level=3)
+    assert prompts.select([2]).extra_infos == [{"level": 3}]
+    plain = Prompts([1], [np.array([1])], [""], [""], [[]])
+    assert plain.extra_infos == [{}]
+    joined = Prompts.concat([plain, prompts])
+    assert [bool(info) for info in joined.extra_infos] == [False, True, True, True]
+    rollouts = gather_rollouts(prompts, results_of(["1", "2", "3"]))
+    assert rollouts.select([0, 2]).extra_infos == [{"level": 3}] * 2
+    assert isinstance(rollouts.response_mask, torch.Tensor)
