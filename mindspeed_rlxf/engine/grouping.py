@@ -37,7 +37,8 @@ def pack_by_tokens(rows: Rows, lengths: Sequence[int], limit: int) -> list[Rows]
     the order of their first rows.
     """
     tokens, consecutive = [lengths[row] for row in rows], group_by_tokens(rows, lengths, limit)
-    for count in range(max(1, -(-sum(tokens) // limit)), len(consecutive) + 1):
+    least = -(-sum(min(n, limit) for n in tokens) // limit)
+    for count in range(max(1, least), len(consecutive) + 1):
         places = _longest_first(tokens, count)
         if all(len(group) == 1 or sum(tokens[p] for p in group) <= limit for group in places):
             return [[rows[place] for place in group] for group in sorted(map(sorted, places))]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.cluster.balance import Lengths, balanced_steps, call_balanced
+from mindspeed_rlxf.cluster.balance import balanced_steps, call_balanced
 from mindspeed_rlxf.cluster.group import RoleGroup
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.enums import Role
@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.roles.reports import ResponseLengths
 from tests.unit.cluster.test_group import RecordingPool, SomeRole, ref
-from tests.unit.config.conftest import make_tree, no_cluster
+from tests.unit.config.conftest import WITHOUT_CRITIC, make_tree, no_cluster
 
 __all__ = ["make_tree", "no_cluster"]  # fixtures
 
@@ -36,9 +36,11 @@ def config_of(make_tree: MakeTree, changes: dict[str, Any], ranks: int = 2) -> R
         "resource_pool.main": ranks,
         "training.global_batch_size": 4,
         "actor_rollout.ppo_mini_batch_size": 4,
-        "critic.critic_mini_batch_size": 4,
     }
-    return resolve("test", make_tree({**small, **changes}))
+    changes = {**small, **changes}
+    if "training.stage" in changes:
+        return resolve(make_tree(changes, WITHOUT_CRITIC), "test")
+    return resolve(make_tree({**changes, "critic.critic_mini_batch_size": 4}), "test")
 
 
 @pytest.mark.parametrize("role", [Role.ACTOR_ROLLOUT, Role.REF, Role.CRITIC])
@@ -98,16 +100,14 @@ TWO = {"training.micro_batch_size": 2}
 def test_micro_batches_whose_samples_matter_stay_whole(
     make_tree: MakeTree, changes: dict[str, Any], expected: list[list[int]]
 ) -> None:
-    config, given = config_of(make_tree, changes), lengths
-    steps = _rows(config, given)
-    assert steps == expected
+    assert _rows(config_of(make_tree, changes)) == expected
 
 
-def _rows(config: RunConfig, given: Lengths) -> list[list[int]]:
-    shares = balanced_steps(config, Role.ACTOR_ROLLOUT, [[0, 1, 2, 3]], 4, given)
+def _rows(config: RunConfig) -> list[list[int]]:
+    shares = balanced_steps(config, Role.ACTOR_ROLLOUT, [[0, 1, 2, 3]], 4, lengths)
     return [share.rows for share in shares]
 
 
 def test_samples_of_micro_batches_by_tokens_go_alone(make_tree: MakeTree) -> None:
     by_tokens = {**EXPERTS, **TWO, "training.max_tokens_per_micro_batch": 64}
-    assert _rows(config_of(make_tree, by_tokens), lengths) == [[0, 2], [1, 3]]
+    assert _rows(config_of(make_tree, by_tokens)) == [[0, 2], [1, 3]]
