@@ -44,7 +44,13 @@ class Pending:
         self._call, self._leaders, self._num_rows = call, leaders, num_rows
         self.pool, self.what = pool, what
         self._replies: list[Reply] | None = None
+        self._order: Sequence[int] | None = None
         self._check: Callable[[list[Any]], None] | None = None
+
+    def reorder(self, rows: Sequence[int]) -> Pending:
+        """Let `rows` return these of the leaders' rows, in this order."""
+        self._order = rows
+        return self
 
     def require(self, check: Callable[[list[Any]], None]) -> Pending:
         """Let `result` pass its reports to `check`, which raises where they are not acceptable."""
@@ -52,14 +58,18 @@ class Pending:
         return self
 
     def rows(self) -> RowsRef:
-        """Return the leaders' rows in data-parallel order; waits if their number is unknown."""
+        """Return the leaders' rows in data-parallel order, or as `reorder` says.
+
+        Waits if their number is unknown.
+        """
         counts = list(self._num_rows)
         if None in counts:
             counts = [reply.num_rows for reply in self._leader_replies()]
         handles = [self._call.handles[rank] for rank in self._leaders]
         assert None not in counts, f"{handles} returned no rows"
         found = zip(handles, counts, strict=True)
-        return RowsRef(tuple(Piece(handle, n) for handle, n in found if n is not None))
+        rows = RowsRef(tuple(Piece(handle, n) for handle, n in found if n is not None))
+        return rows if self._order is None else rows.take(self._order)
 
     def result(self) -> list[Any]:
         """Return the leaders' reports by replica.

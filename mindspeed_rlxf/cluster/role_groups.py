@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_rlxf.cluster.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded, submit_together
 from mindspeed_rlxf.cluster.host_agent import HostAgent
 from mindspeed_rlxf.cluster.protocol import Peer, Pool, PoolPart, Request
@@ -14,7 +15,7 @@ from mindspeed_rlxf.cluster.reward_group import RewardGroup
 from mindspeed_rlxf.config.enums import KlPenalty, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs, Prompts
-from mindspeed_rlxf.data.mini_batches import mini_batch_order, rank_steps
+from mindspeed_rlxf.data.mini_batches import mini_batch_order
 from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
@@ -66,9 +67,9 @@ class ActorGroup(TrainedGroup):
         """Return the requests of the ranks that send their weights to those that generate."""
         return self.train.prepare(ActorRole.send_weights)
 
-    def log_probs(self, rollouts: RowsRef) -> Pending:
+    def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
         """Compute log-probs. Rows: LogProbs. Reports: LogProbReport per replica."""
-        return self.train.call(ActorRole.log_probs, rollouts)
+        return call_balanced(self.run, self.train, ActorRole.log_probs, rollouts, lengths)
 
     def sample_texts(self, rollouts: RowsRef, count: int) -> list[SampleText]:
         """Return the token ids of the first `count` samples, for the sample log."""
@@ -82,7 +83,12 @@ class ActorGroup(TrainedGroup):
         return self.train.call(ActorRole.make_experience, inputs)
 
     def update_policy(
-        self, rollouts: RowsRef, experience: RowsRef, iteration: int, kl_coef: float
+        self,
+        rollouts: RowsRef,
+        experience: RowsRef,
+        lengths: Lengths,
+        iteration: int,
+        kl_coef: float,
     ) -> Pending:
         """Train on all mini-batches of all epochs.
 
@@ -96,7 +102,8 @@ class ActorGroup(TrainedGroup):
             iteration,
             2 if self.run.training.stage is Stage.RAY_ONLINE_DPO else 1,
         )
-        steps = rank_steps(orders, self.config.ppo_mini_batch_size, self.train.layout.dp)
+        size = self.config.ppo_mini_batch_size
+        steps = balanced_steps(self.run, Role.ACTOR_ROLLOUT, orders, size, lengths)
         return self.train.call(
             ActorRole.update_policy,
             Sharded([rollouts.take(share.rows) for share in steps]),
@@ -158,15 +165,16 @@ class ReferenceGroup:
     def build(self) -> Pending:
         return self.group.build(ReferenceRole, self.run)
 
-    def log_probs(self, rollouts: RowsRef) -> Pending:
+    def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
         """Compute log-probs.
 
         Rows: LogProbs, or LogProbsWithKl where the KL is over the vocabulary.
         """
+        given = self.run, self.group
         if self.run.algorithm.kl_penalty is KlPenalty.FULL:
-            actor = Peer(Role.ACTOR_ROLLOUT)
-            return self.group.call(ReferenceRole.log_probs_with_kl, rollouts, actor)
-        return self.group.call(ReferenceRole.log_probs, rollouts)
+            method, actor = ReferenceRole.log_probs_with_kl, Peer(Role.ACTOR_ROLLOUT)
+            return call_balanced(*given, method, rollouts, lengths, actor)
+        return call_balanced(*given, ReferenceRole.log_probs, rollouts, lengths)
 
 
 class CriticGroup(TrainedGroup):
@@ -177,15 +185,17 @@ class CriticGroup(TrainedGroup):
     def build(self) -> Pending:
         return self.group.build(CriticRole, self.run)
 
-    def values(self, rollouts: RowsRef) -> Pending:
+    def values(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
         """Compute values. Rows: Values."""
-        return self.group.call(CriticRole.values, rollouts)
+        return call_balanced(self.run, self.group, CriticRole.values, rollouts, lengths)
 
     def make_experience(self, inputs: ExperienceInputs) -> Pending:
         """Make the experience. Rows: Experience. Reports: ExperienceReport per replica."""
         return self.group.call(CriticRole.make_experience, inputs)
 
-    def update_critic(self, rollouts: RowsRef, experience: RowsRef, iteration: int) -> Pending:
+    def update_critic(
+        self, rollouts: RowsRef, experience: RowsRef, lengths: Lengths, iteration: int
+    ) -> Pending:
         """Train on all mini-batches of all epochs.
 
         Reports: UpdateReport per replica, the same on each.
@@ -197,7 +207,8 @@ class CriticGroup(TrainedGroup):
             self.seed,
             iteration,
         )
-        steps = rank_steps(orders, self.config.critic_mini_batch_size, self.group.layout.dp)
+        size = self.config.critic_mini_batch_size
+        steps = balanced_steps(self.run, Role.CRITIC, orders, size, lengths)
         return self.group.call(
             CriticRole.update_critic,
             Sharded([rollouts.take(share.rows) for share in steps]),

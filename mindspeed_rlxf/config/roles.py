@@ -150,6 +150,9 @@ class LearningConfig(RoleConfig):
         None, "folder of the trained weights; null = final/ in the run directory", "free"
     )
     shuffle_minibatch: bool = key(False, "shuffle samples before they are cut in mini-batches")
+    balance_by_length: bool = key(
+        True, "replicas get samples of equal cost, micro-batches by tokens are packed", "free"
+    )
     recompute: Annotated[Recompute, Word] = key(
         Recompute.NONE, "compute activations again in backward: of MLPs, or of whole layers", "free"
     )

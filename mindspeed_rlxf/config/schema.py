@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
-from mindspeed_rlxf.config.enums import CONFIGURED, Role, Stage, Verifier
+from mindspeed_rlxf.config.enums import CONFIGURED, LossNormalizer, Role, Stage, Verifier
 from mindspeed_rlxf.config.fields import Section, Word, key
 from mindspeed_rlxf.config.layout import ParallelLayout, part_of
 from mindspeed_rlxf.config.reward import FunctionConfig, RewardConfig
@@ -122,6 +122,19 @@ class RunConfig(Section):
         compares = self.algorithm.estimator.compares_group
         pairs = self.training.stage is Stage.RAY_ONLINE_DPO
         return self.actor_rollout.n_samples_per_prompt if compares or pairs else 1
+
+    def kept_together(self, role: Role) -> int:
+        """Consecutive samples of a role's mini-batch that must stay in one micro-batch, or 1.
+
+        Both responses of a pair; all samples where a loss is not a sum over them.
+        """
+        section = self.role(role)
+        means = self.algorithm.loss_normalizer is LossNormalizer.MICRO_BATCH_MEAN
+        experts = section.architecture is not None and section.architecture.balances_experts
+        if (means or experts) and section.max_tokens_per_micro_batch is None:
+            return section.micro_batch_size
+        pairs = role is Role.ACTOR_ROLLOUT and self.training.stage is Stage.RAY_ONLINE_DPO
+        return 2 if pairs else 1
 
     @property
     def verifiers(self) -> list[tuple[Verifier, float]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from mindspeed_rlxf.data.balance import equal_parts
 
 
 @dataclass(frozen=True)
@@ -36,22 +39,41 @@ def mini_batch_order(
     return orders
 
 
-def rank_steps(orders: list[list[int]], mini_batch_size: int, num_ranks: int) -> list[RankSteps]:
+def rank_steps(
+    orders: list[list[int]],
+    mini_batch_size: int,
+    num_ranks: int,
+    costs: Sequence[float] | None = None,
+    together: int = 1,
+) -> list[RankSteps]:
     """Split each epoch into mini-batches, and each mini-batch into equal parts for the ranks.
 
-    mini_batch_size must divide the number of samples, and num_ranks must divide mini_batch_size.
+    mini_batch_size must divide the number of samples, and num_ranks x together must divide it.
+    costs:    of each sample, for parts of nearly equal cost; None = consecutive parts
+    together: size of groups of consecutive samples of a mini-batch that stay on one rank
     """
-    share = mini_batch_size // num_ranks
     whole = all(len(order) % mini_batch_size == 0 for order in orders)
-    assert whole and share * num_ranks == mini_batch_size, "checked beforehand"
+    assert whole and mini_batch_size % (num_ranks * together) == 0, "checked beforehand"
+    shares = [
+        _split(order[start : start + mini_batch_size], num_ranks, costs, together)
+        for order in orders
+        for start in range(0, len(order), mini_batch_size)
+    ]
     ranks = []
     for rank in range(num_ranks):
-        steps = [
-            order[start + rank * share : start + (rank + 1) * share]
-            for order in orders
-            for start in range(0, len(order), mini_batch_size)
-        ]
+        steps = [share[rank] for share in shares]
         rows = sorted({row for step in steps for row in step})
         position = {row: i for i, row in enumerate(rows)}
         ranks.append(RankSteps(rows, [[position[row] for row in step] for step in steps]))
     return ranks
+
+
+def _split(
+    samples: list[int], num_ranks: int, costs: Sequence[float] | None, together: int
+) -> list[list[int]]:
+    """Return the samples of each rank, in the order of the mini-batch."""
+    if costs is None:
+        return np.reshape(samples, (num_ranks, -1)).tolist()
+    groups = np.reshape(samples, (-1, together))
+    of_groups = np.asarray(costs)[groups].sum(1)
+    return [groups[part].flatten().tolist() for part in equal_parts(of_groups, num_ranks)]

@@ -21,12 +21,17 @@ from torch import Tensor
 from mindspeed_rlxf import device
 from mindspeed_rlxf.algorithms.slots import readable_slots
 from mindspeed_rlxf.config.enums import NanPolicy
-from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.config.schema import LearningConfig, OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine.build import build_chunks, connect, wrap
 from mindspeed_rlxf.engine.finite import GuardedOptimizer, SkippedSteps
-from mindspeed_rlxf.engine.grouping import chunk_rows, group_by_tokens, split_groups
+from mindspeed_rlxf.engine.grouping import (
+    chunk_rows,
+    group_by_tokens,
+    pack_by_tokens,
+    split_groups,
+)
 from mindspeed_rlxf.engine.hf_stream import hf_tensors
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
@@ -145,18 +150,23 @@ class MegatronEngine:
             noise = torch.randn(head.shape, generator=generator)
             head.data.copy_(noise * self.role.architecture.init_method_std)
 
-    def micro_batches(self, rollouts: Rollouts, rows: Sequence[int]) -> list[MicroBatch]:
-        """Make micro-batches of the given rows, in order, packed or padded as this role computes.
+    def micro_batches(
+        self, rollouts: Rollouts, rows: Sequence[int], in_order: bool = False
+    ) -> list[MicroBatch]:
+        """Make micro-batches of the given rows, packed or padded as this role computes.
 
         A collective over the data-parallel ranks, which bring the same number of rows.
+        in_order: micro-batches follow each other as the rows do
         """
-        groups = self._group(rollouts, rows)
+        groups = self._group(rollouts, rows, in_order)
         multiple = self.groups.tp.size() if self.config.sequence_parallel else 1
         return make_micro_batches(
             rollouts, groups, self.role.packed_sequences, multiple, device.current_device()
         )
 
-    def _group(self, rollouts: Rollouts, rows: Sequence[int]) -> list[Sequence[int]]:
+    def _group(
+        self, rollouts: Rollouts, rows: Sequence[int], in_order: bool
+    ) -> list[Sequence[int]]:
         """Divide rows into groups for micro-batches, as many groups on every data-parallel rank."""
         limit = self.role.max_tokens_per_micro_batch
         if limit is None:
@@ -164,7 +174,9 @@ class MegatronEngine:
             count = len(groups)
         else:
             lengths = (rollouts.prompt_lengths + rollouts.response_lengths).tolist()
-            groups = group_by_tokens(rows, lengths, limit)
+            packs = isinstance(self.role, LearningConfig) and self.role.balance_by_length
+            group = pack_by_tokens if packs and not in_order else group_by_tokens
+            groups = group(rows, lengths, limit)
             largest = torch.tensor(len(groups))
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.groups.dp_host)
             count = int(largest)
@@ -223,7 +235,8 @@ class MegatronEngine:
         return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
 
     def _read_all(self, rollouts: Rollouts, read: Read) -> list[Tensor]:
-        return self.forward(self.micro_batches(rollouts, range(rollouts.num_rows)), read)
+        rows = range(rollouts.num_rows)
+        return self.forward(self.micro_batches(rollouts, rows, in_order=True), read)
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], read: Read) -> list[Tensor]:

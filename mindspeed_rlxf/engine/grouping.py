@@ -1,7 +1,8 @@
-"""Group rows into micro-batches. Groups are consecutive, so that results keep their order."""
+"""Group rows into micro-batches: consecutive ones where results keep their order, or packed."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 Rows = Sequence[int]
@@ -24,6 +25,34 @@ def group_by_tokens(rows: Rows, lengths: Sequence[int], limit: int) -> list[Rows
             start, tokens = place, 0
         tokens += lengths[row]
     return [*groups, rows[start:]] if len(rows) else []
+
+
+def pack_by_tokens(rows: Rows, lengths: Sequence[int], limit: int) -> list[Rows]:
+    """Divide rows into few groups of nearly equal token counts, at most `limit` tokens each.
+
+    lengths: tokens of every row of the batch, looked up by row; a longer row stands alone.
+
+    The longest rows first, each to the shortest group; with one group more until all fit, but no
+    more groups than consecutive ones. Returns the rows of each group in the given order, groups in
+    the order of their first rows.
+    """
+    tokens, consecutive = [lengths[row] for row in rows], group_by_tokens(rows, lengths, limit)
+    least = -(-sum(min(n, limit) for n in tokens) // limit)
+    for count in range(max(1, least), len(consecutive) + 1):
+        places = _longest_first(tokens, count)
+        if all(len(group) == 1 or sum(tokens[p] for p in group) <= limit for group in places):
+            return [[rows[place] for place in group] for group in sorted(map(sorted, places))]
+    return consecutive
+
+
+def _longest_first(tokens: Sequence[int], count: int) -> list[list[int]]:
+    groups: list[list[int]] = [[] for _ in range(count)]
+    shortest = [(0, number) for number in range(count)]
+    for place in sorted(range(len(tokens)), key=lambda place: -tokens[place]):
+        total, number = heapq.heappop(shortest)
+        groups[number].append(place)
+        heapq.heappush(shortest, (total + tokens[place], number))
+    return [group for group in groups if group]
 
 
 def split_groups(groups: Sequence[Rows], count: int) -> list[Rows]:

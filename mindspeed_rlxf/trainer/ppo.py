@@ -64,19 +64,21 @@ class PpoTrainer:
 
             self.rollout.update_weights(self.actor, self.config.count_updates(self.iteration - 1))
             collected = self.collector.collect()
-            rollouts = collected.rollouts
-            old = self.actor.log_probs(rollouts) if self._recompute else None
-            ref = self.ref.log_probs(rollouts) if self.ref else None
-            values = self.critic.values(rollouts) if self.critic else None
+            rollouts, lengths = collected.rollouts, collected.responses
+            old = self.actor.log_probs(rollouts, lengths) if self._recompute else None
+            ref = self.ref.log_probs(rollouts, lengths) if self.ref else None
+            values = self.critic.values(rollouts, lengths) if self.critic else None
 
             experience = self._make_experience(collected, old, ref, values)
             learned = experience.rows()
             updates = {}
             if self.critic:
-                updates["critic"] = self.critic.update_critic(rollouts, learned, self.iteration)
+                updates["critic"] = self.critic.update_critic(
+                    rollouts, learned, lengths, self.iteration
+                )
             if trains_actor := self.iteration > self.config.warmup_iters:
                 updates["actor"] = self.actor.update_policy(
-                    rollouts, learned, self.iteration, self.kl.value
+                    rollouts, learned, lengths, self.iteration, self.kl.value
                 )
 
             measured = {

@@ -48,6 +48,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
 VP2 = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}  # for four layers
 TOKENS = {"max_tokens_per_micro_batch": 40}  # a sample has 2 to 35
+IN_ORDER = {"balance_by_length": False}
 EP2 = {"expert_model_parallel_size": 2}
 WHITENED = {"algorithm": {"whiten_rewards": True}}  # its sums go over the replicas
 
@@ -66,6 +67,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "micro-batch 4": (1, {"micro_batch_size": 4}, {}),
     "by tokens": (1, TOKENS, {}),
     "by tokens dp2": (2, TOKENS, {}),
+    "by tokens dp2 in order": (2, TOKENS, {"actor_rollout": IN_ORDER, "critic": IN_ORDER}),
     "by tokens tp2 sequence parallel": (2, {**SP2, **TOKENS}, {}),
     "by tokens pp2 dp2": (4, {**PP2, **TOKENS}, {}),
     "virtual pipeline": (2, VP2, {}),
@@ -300,6 +302,20 @@ def test_the_local_runtime_changes_nothing(
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     compare(one, Outcome(RunDirectory(tmp_path / "other")), models["untied"])
+
+
+def test_balance_by_length_changes_nothing(
+    warm_runtime: Any, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    """Other samples on each rank, in other micro-batches, in forward passes and updates."""
+    balanced, in_order = (
+        outcome(warm_runtime, models["untied"], tmp_path / layout, "untied", layout)
+        for layout in ("by tokens dp2", "by tokens dp2 in order")
+    )
+    compare(in_order, balanced, models["untied"])
+    for role, weights in in_order.weights.items():
+        for name, tensor in weights.items():
+            assert (balanced.weights[role][name] - tensor).abs().max() < 1e-5, name
 
 
 def one_process(runtime: Any, tmp_path: Path, folder: Path, name: str) -> Outcome:

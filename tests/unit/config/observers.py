@@ -22,7 +22,8 @@ import torch
 
 from mindspeed_rlxf.algorithms.masked import alone
 from mindspeed_rlxf.cluster import local, reward_group, role_groups
-from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.cluster.balance import balanced_steps
+from mindspeed_rlxf.config.enums import DeviceKind, Role
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs, LogProbs, Scores, Values
@@ -42,7 +43,7 @@ from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.roles import actor, critic, engines
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
-from mindspeed_rlxf.roles.reports import FailedSample
+from mindspeed_rlxf.roles.reports import FailedSample, ResponseLengths
 from mindspeed_rlxf.run import recorder
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.stopping import Stopped
@@ -178,7 +179,7 @@ def micro_batches(config: RunConfig) -> Any:
             groups=MagicMock(**{"tp.size.return_value": 1}),
             config=SimpleNamespace(sequence_parallel=False),
             role=config.role(role),
-            _group=lambda rollouts, rows: [rows],
+            _group=lambda rollouts, rows, in_order: [rows],
         )
         with patch.object(engine.device, "current_device", lambda: torch.device("cpu")):
             made = engine.MegatronEngine.micro_batches(stub, rollouts, [0, 1])
@@ -190,14 +191,27 @@ def orders(config: RunConfig) -> Any:
     """Order of the samples in the updates of actor and critic."""
     found: Any = []
     rows: Any = MagicMock(num_rows=config.samples_per_iteration)
-    with patch.object(role_groups, "rank_steps", side_effect=lambda o, *_: found.append(o) or []):
+    steps = patch.object(
+        role_groups, "balanced_steps", side_effect=lambda c, r, o, *_: found.append(o) or []
+    )
+    with steps:
         for group in (role_groups.ActorGroup, role_groups.CriticGroup):
             stub: Any = MagicMock(run=config, seed=1)
             is_actor = group is role_groups.ActorGroup
             stub.config = config.actor_rollout if is_actor else config.value_model
             update: Any = group.update_policy if is_actor else group.update_critic  # type: ignore[attr-defined]
-            update(stub, rows, rows, 1, *([0.1] if is_actor else []))
+            update(stub, rows, rows, MagicMock(), 1, *([0.1] if is_actor else []))
     return [[list(order) for order in each] for each in found]
+
+
+def shares(config: RunConfig) -> Any:
+    """Samples of each replica in the updates of actor and critic."""
+    count = config.samples_per_iteration
+    found = ResponseLengths([1] * count, list(range(count)), [True] * count)
+    return [
+        balanced_steps(config, role, [list(range(count))], count, lambda: found)
+        for role in (Role.ACTOR_ROLLOUT, Role.CRITIC)
+    ]
 
 
 def log_probs(config: RunConfig) -> Any:

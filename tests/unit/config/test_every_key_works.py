@@ -218,6 +218,7 @@ FULL = {"training.recompute": "full"}
 LEARNING_KEYS: dict[str, Any] = {
     "save": Case("elsewhere"),
     "shuffle_minibatch": Case(True, see.orders),
+    "balance_by_length": Case(False, see.shares),
     "recompute": Case("selective", see.recomputed),
     "recompute_method": Case("block", see.recomputed, FULL),
     "recompute_num_layers": Case(2, see.recomputed, FULL),

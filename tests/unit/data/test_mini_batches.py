@@ -75,3 +75,42 @@ def test_neighbours_that_belong_together_stay_together() -> None:
     (order,) = mini_batch_order(12, 1, True, seed=1, iteration=2, together=2)
     assert sorted(order) == list(range(12)) and order != list(range(12))
     assert all(b == a + 1 and a % 2 == 0 for a, b in zip(order[::2], order[1::2], strict=True))
+
+
+def test_balanced_steps_by_hand() -> None:
+    """Mini-batches [0 1 2 3] of costs 9 8 1 2 and [4 5 6 7] of 1 1 5 5, two ranks."""
+    costs = [9, 8, 1, 2, 1, 1, 5, 5]
+    first, second = rank_steps([list(range(8))], 4, 2, costs)
+    assert first == RankSteps(rows=[0, 2, 4, 6], steps=[[0, 1], [2, 3]])
+    assert second == RankSteps(rows=[1, 3, 5, 7], steps=[[0, 1], [2, 3]])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_ranks=st.sampled_from([1, 2, 4]),
+    share=st.integers(1, 3),
+    mini_batches=st.integers(1, 3),
+    together=st.integers(1, 3),
+    data=st.data(),
+)
+def test_balanced_steps_hold_the_same_samples_and_whole_groups(
+    num_ranks: int, share: int, mini_batches: int, together: int, data: st.DataObject
+) -> None:
+    size = share * num_ranks * together
+    total = size * mini_batches
+    costs = data.draw(st.lists(st.integers(1, 99), min_size=total, max_size=total))
+    orders = mini_batch_order(total, 2, True, seed=3, iteration=5, together=together)
+    shares = rank_steps(orders, size, num_ranks, costs, together)
+    (alone,) = rank_steps(orders, size, 1)
+    for step in range(2 * mini_batches):
+        whole = samples_of([alone], step)
+        assert sorted(samples_of(shares, step)) == sorted(whole)
+        place = {sample: i for i, sample in enumerate(whole)}
+        for rank in shares:
+            places = [place[rank.rows[position]] for position in rank.steps[step]]
+            assert len(places) == share * together
+            assert places == sorted(places), "the order of the mini-batch"
+            for start in range(0, len(places), together):
+                group = places[start : start + together]
+                assert group[0] % together == 0
+                assert group == list(range(group[0], group[0] + together))

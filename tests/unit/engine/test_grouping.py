@@ -1,4 +1,4 @@
-"""Rows that share a micro-batch: every row once, in order, within the limit, as many groups."""
+"""Rows that share a micro-batch: every row once, within the limit, as many groups."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import chain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_rlxf.engine.grouping import chunk_rows, group_by_tokens, split_groups
+from mindspeed_rlxf.engine.grouping import chunk_rows, group_by_tokens, pack_by_tokens, split_groups
 
 LIMIT = 12
 lengths_of_rows = st.lists(st.integers(1, LIMIT), min_size=1, max_size=30)
@@ -44,6 +44,34 @@ def test_groups_hold_every_row_in_order_and_no_more_tokens_than_the_limit(
     # none could have taken the first row of the next one
     following = [lengths[group[0]] for group in groups[1:]]
     assert all(a + b > LIMIT for a, b in zip(tokens, following, strict=False))
+
+
+def test_packed_groups_are_few_and_even() -> None:
+    """Rows 3, 0, 1, 2 of 7, 4, 5, 6 tokens: 7 + 4 and 6 + 5; in order 7, 4 + 5, 6."""
+    lengths = [4, 5, 6, 7]
+    assert group_by_tokens([3, 0, 1, 2], lengths, 11) == [[3, 0], [1, 2]]
+    assert pack_by_tokens([0, 1, 3, 2], lengths, 11) == [[0, 3], [1, 2]]
+    assert len(group_by_tokens([0, 1, 3, 2], lengths, 11)) == 3
+    assert pack_by_tokens([0, 1, 2], [1, 20, 1], 10) == [[0, 2], [1]]
+    assert pack_by_tokens([], [], 10) == []
+
+
+def test_packing_keeps_consecutive_groups_where_they_are_fewer() -> None:
+    """3 3 | 2 2 2 fits in 6 tokens; longest first, 3 2 2 does not."""
+    assert pack_by_tokens(range(5), [3, 3, 2, 2, 2], 6) == [range(2), range(2, 5)]
+
+
+@given(lengths=lengths_of_rows, data=st.data())
+def test_packed_groups_hold_every_row_once_within_the_limit(
+    lengths: list[int], data: st.DataObject
+) -> None:
+    rows = data.draw(st.permutations(range(len(lengths))))
+    groups = pack_by_tokens(rows, lengths, LIMIT)
+    assert sorted(chain.from_iterable(groups)) == sorted(rows)
+    assert all(groups) and max(sum(lengths[row] for row in group) for group in groups) <= LIMIT
+    assert len(groups) <= len(group_by_tokens(rows, lengths, LIMIT))
+    place = {row: i for i, row in enumerate(rows)}
+    assert all(list(group) == sorted(group, key=place.__getitem__) for group in groups)
 
 
 def test_the_group_with_most_rows_is_halved() -> None:

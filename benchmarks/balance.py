@@ -1,0 +1,126 @@
+"""The largest data-parallel rank's work over the mean: samples in order, ours, and two references.
+
+32 samples per rank of `balance_lengths.json`, cost of Qwen2.5-7B. Prints one JSON line: the largest
+rank's cost over the mean, the time of our assignment in ms, and `micro_batches` of at most 16384
+tokens on the rank that has most, in order and packed.
+
+    python benchmarks/balance.py [--write-lengths SEED]
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mindspeed_rlxf.config.architecture import ArchitectureConfig
+from mindspeed_rlxf.data.balance import equal_parts, sample_flops
+from mindspeed_rlxf.engine.grouping import group_by_tokens, pack_by_tokens
+
+LENGTHS = Path(__file__).with_name("balance_lengths.json")
+RANKS, PER_RANK, LIMIT, TOKENS = (8, 16, 32), 32, 8192, 16384
+QWEN25_7B = ArchitectureConfig(
+    num_layers=28,
+    hidden_size=3584,
+    ffn_hidden_size=18944,
+    num_attention_heads=28,
+    num_query_groups=4,
+    vocab_size=152064,
+    max_position_embeddings=32768,
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write-lengths", type=int, metavar="SEED")
+    seed = parser.parse_args().write_lengths
+    if seed is not None:
+        LENGTHS.write_text(json.dumps(make_lengths(seed)) + "\n", encoding="utf-8")
+    print(json.dumps({"benchmark": "balance", **{f"dp{dp}": measure(dp) for dp in RANKS}}))
+
+
+def make_lengths(seed: int) -> dict[str, object]:
+    """Draw log-normal lengths: prompts of median 245 tokens, responses of 665 up to the limit."""
+    rng, count = np.random.default_rng(seed), max(RANKS) * PER_RANK
+    prompts = rng.lognormal(5.5, 0.5, count).clip(16, 2048)
+    responses = rng.lognormal(6.5, 1.0, count).clip(1, LIMIT)
+    made = (
+        f"default_rng({seed}): lognormal(5.5, 0.5) in 16..2048, lognormal(6.5, 1.0) in 1..{LIMIT}"
+    )
+    return {
+        "made": made,
+        "prompts": prompts.astype(int).tolist(),
+        "responses": responses.astype(int).tolist(),
+    }
+
+
+def stored_lengths(count: int) -> tuple[list[int], list[int]]:
+    """Prompt and response lengths of the first `count` stored samples."""
+    found = json.loads(LENGTHS.read_text(encoding="utf-8"))
+    return found["prompts"][:count], found["responses"][:count]
+
+
+def stored_costs(count: int) -> list[int]:
+    """Costs of the first `count` stored samples."""
+    both = zip(*stored_lengths(count), strict=True)
+    return [sample_flops(QWEN25_7B, p + r, r) for p, r in both]
+
+
+def measure(dp: int) -> dict[str, object]:
+    costs, mean = stored_costs(dp * PER_RANK), sum(stored_costs(dp * PER_RANK)) / dp
+    in_order = [list(range(i * PER_RANK, (i + 1) * PER_RANK)) for i in range(dp)]
+    started = time.perf_counter()
+    parts = equal_parts(costs, dp)
+    seconds = time.perf_counter() - started
+    tokens = [p + r for p, r in zip(*stored_lengths(dp * PER_RANK), strict=True)]
+    return {
+        "in_order": round(largest(costs, in_order) / mean, 4),
+        "ours": round(largest(costs, parts) / mean, 4),
+        "greedy": round(largest_greedy(costs, dp) / mean, 4),
+        "karmarkar_karp": round(largest_karmarkar_karp(costs, dp) / mean, 4),
+        "ms": round(1000 * seconds, 2),
+        "micro_batches": [
+            max(len(group_by_tokens(part, tokens, TOKENS)) for part in in_order),
+            max(len(pack_by_tokens(part, tokens, TOKENS)) for part in parts),
+        ],
+    }
+
+
+def largest(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> float:
+    return max(sum(costs[item] for item in part) for part in parts)
+
+
+def largest_greedy(costs: Sequence[float], parts: int) -> float:
+    """The largest sum of longest processing time first (LPT) with equal counts."""
+    size = len(costs) // parts
+    filled: list[list[float]] = [[] for _ in range(parts)]
+    for cost in sorted(costs, reverse=True):
+        min((part for part in filled if len(part) < size), key=sum).append(cost)
+    return max(map(sum, filled))
+
+
+def largest_karmarkar_karp(costs: Sequence[float], parts: int) -> float:
+    """The largest sum of balanced differencing (Michiels et al., ISAAC 2003): tuples of one item
+    per part; the two that differ most within are joined, large sums to small ones."""
+    ascending, number = sorted(costs), itertools.count()
+    heap: list[tuple[float, int, list[float]]] = []
+
+    def push(sums: list[float]) -> None:
+        heapq.heappush(heap, (min(sums) - max(sums), next(number), sorted(sums)))
+
+    for start in range(0, len(ascending), parts):
+        push(ascending[start : start + parts])
+    while len(heap) > 1:
+        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        push([a + b for a, b in zip(first, reversed(second), strict=True)])
+    return heap[0][2][-1]
+
+
+if __name__ == "__main__":
+    main()

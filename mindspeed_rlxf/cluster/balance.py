@@ -1,0 +1,63 @@
+"""Divide the samples of an iteration among the replicas of a role, so that all have equal work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mindspeed_rlxf.cluster.group import Pending, RoleGroup
+from mindspeed_rlxf.cluster.refs import RowsRef
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.roles import LearningConfig
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.balance import equal_parts, sample_flops
+from mindspeed_rlxf.data.mini_batches import RankSteps, rank_steps
+from mindspeed_rlxf.roles.reports import ResponseLengths
+
+Lengths = Callable[[], ResponseLengths]
+"""Waits for the responses of an iteration; called only where samples are divided by length."""
+
+
+def balanced_steps(
+    config: RunConfig, role: Role, orders: list[list[int]], mini_batch_size: int, lengths: Lengths
+) -> list[RankSteps]:
+    """Return the share of each replica in the optimizer steps of a role that learns."""
+    replicas, together = config.layout(role).dp, config.kept_together(role)
+    costs = _costs(config, role, lengths)
+    return rank_steps(orders, mini_batch_size, replicas, costs, together)
+
+
+def call_balanced(
+    config: RunConfig,
+    group: RoleGroup,
+    method: Callable[..., Any],
+    rollouts: RowsRef,
+    lengths: Lengths,
+    *args: Any,
+) -> Pending:
+    """Run a method that computes each row alone; its rows come in the order of `rollouts`.
+
+    args: further arguments, the same for all replicas
+    """
+    costs = _costs(config, group.role, lengths)
+    if costs is None:
+        return group.call(method, rollouts, *args)
+    order = [row for part in equal_parts(costs, group.layout.dp) for row in part]
+    place = {row: i for i, row in enumerate(order)}
+    pending = group.call(method, rollouts.take(order), *args)
+    return pending.reorder([place[row] for row in range(len(order))])
+
+
+def _costs(config: RunConfig, role: Role, lengths: Lengths) -> list[int] | None:
+    """Return the cost of each sample; None where replicas get consecutive samples.
+
+    The reference follows the key of the actor, whose samples it computes.
+    """
+    section = config.role(role)
+    learner = section if isinstance(section, LearningConfig) else config.actor_rollout
+    if not learner.balance_by_length or config.layout(role).dp == 1:
+        return None
+    assert section.architecture is not None, "the role has a model"
+    a, found, reads_logits = section.architecture, lengths(), role is not Role.CRITIC
+    both = zip(found.prompts, found.responses, strict=True)
+    return [sample_flops(a, p + r, r if reads_logits else 0) for p, r in both]

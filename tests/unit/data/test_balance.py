@@ -1,0 +1,112 @@
+"""Samples of equal count and nearly equal cost for each data-parallel rank."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.balance import (
+    PER_RANK,
+    RANKS,
+    largest,
+    largest_greedy,
+    largest_karmarkar_karp,
+    stored_costs,
+)
+from mindspeed_rlxf.config.architecture import ArchitectureConfig
+from mindspeed_rlxf.data.balance import equal_parts, sample_flops
+
+SMALL = ArchitectureConfig(
+    num_layers=3,
+    hidden_size=4,
+    ffn_hidden_size=8,
+    num_attention_heads=2,
+    num_query_groups=1,
+    vocab_size=10,
+    max_position_embeddings=16,
+)
+
+
+def test_flops_by_hand() -> None:
+    """Heads 2 x 2, keys 1 x 2: weights 4 (4 + 2 + 2) + 4 x 4 = 48 and 3 x 4 x 8 = 96, so
+    2 x 5 x 144 + 2 x 4 x 25 = 1640 in each of three layers; logits 2 x 2 x 4 x 10 = 160."""
+    assert sample_flops(SMALL, 5, 2) == 3 * 1640 + 160
+    assert sample_flops(SMALL, 5, 0) == 3 * 1640
+
+
+def test_flops_of_experts_count_those_that_compute_a_token() -> None:
+    experts = SMALL.model_copy(
+        update={"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 6}
+    )
+    # 48 + 2 x 3 x 4 x 6 = 192 weights
+    assert sample_flops(experts, 5, 0) == 3 * (2 * 5 * 192 + 200)
+
+
+def test_parts_by_hand() -> None:
+    """9 | 8, then 7 to 8 and 5 to 9: 14 | 15, then 2 and 1: 16 | 16. In order it is 22 | 10."""
+    assert equal_parts([9, 8, 5, 7, 1, 2], 2) == [[0, 2, 5], [1, 3, 4]]
+
+
+def test_an_exchange_mends_what_the_longest_first_leave() -> None:
+    """Greedy: 8 | 7, 6 to the second, 5 to the first: 13 each; 4 and 1: 17 | 14. Exchanging 6 for
+    5 does not suit, 7 for 5 neither: 8 4 | 7 6 1 would, but counts are equal. 4 6 5 | 8 7 1 is 15
+    | 16 with 8 for 6."""
+    costs = [8, 7, 6, 5, 4, 1]
+    assert largest_greedy(costs, 2) == 17
+    parts = equal_parts(costs, 2)
+    assert [len(part) for part in parts] == [3, 3]
+    assert largest(costs, parts) == 16
+
+
+def test_one_sample_per_rank_leaves_the_order() -> None:
+    assert equal_parts([3, 1, 2], 3) == [[0], [1], [2]]
+
+
+def test_one_rank_gets_all_in_order() -> None:
+    assert equal_parts([3, 1, 2], 1) == [[0, 1, 2]]
+
+
+def test_equal_costs_make_equal_parts() -> None:
+    parts = equal_parts([5.0] * 12, 4)
+    assert sorted(item for part in parts for item in part) == list(range(12))
+    assert [len(part) for part in parts] == [3] * 4
+
+
+def test_a_giant_is_with_the_cheapest_others() -> None:
+    """100 is more than all others, so its part gets 1 and 2."""
+    assert equal_parts([4, 1, 5, 100, 3, 2], 2) == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_unequal_counts_are_refused() -> None:
+    with pytest.raises(AssertionError, match="5 items do not make 2 equal parts"):
+        equal_parts([1.0] * 5, 2)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_stored_lengths_are_balanced_as_by_the_better_of_two_references(ranks: int) -> None:
+    costs = stored_costs(ranks * PER_RANK)
+    in_order = [range(i * PER_RANK, (i + 1) * PER_RANK) for i in range(ranks)]
+    assert largest(costs, in_order) > 1.15 * sum(costs) / ranks
+    ours = largest(costs, equal_parts(costs, ranks))
+    assert ours <= 1.05 * sum(costs) / ranks
+    assert ours <= 1.02 * min(largest_greedy(costs, ranks), largest_karmarkar_karp(costs, ranks))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    ranks=st.integers(1, 9),
+    size=st.integers(1, 12),
+    data=st.data(),
+)
+def test_every_item_is_once_in_parts_of_one_size_no_worse_than_greedy(
+    ranks: int, size: int, data: st.DataObject
+) -> None:
+    count = ranks * size
+    lengths = data.draw(st.lists(st.integers(1, 10_000), min_size=count, max_size=count))
+    costs = [sample_flops(SMALL, n, n // 2) for n in lengths]
+    parts = equal_parts(costs, ranks)
+    assert sorted(item for part in parts for item in part) == list(range(count))
+    assert {len(part) for part in parts} == {size}
+    assert parts == equal_parts(costs, ranks) and all(part == sorted(part) for part in parts)
+    assert largest(costs, parts) <= largest_greedy(costs, ranks)
