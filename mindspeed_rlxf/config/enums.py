@@ -147,6 +147,16 @@ class RewardKind(str, Enum):
     MODEL = "model"
 
 
+class SandboxLevel(str, Enum):
+    """Isolation of programs that rules run, the strongest first."""
+
+    AUTO = "auto"
+    BUBBLEWRAP = "bubblewrap"  # bwrap(1)
+    NAMESPACES = "namespaces"  # own namespaces
+    UID = "uid"  # another user, in a root folder of its own; needs root
+    LIMITS = "limits"  # no isolation
+
+
 class Verifier(str, Enum):
     """A rule of `algorithm.verifier_function`."""
 

@@ -1,0 +1,356 @@
+"""One way to start a program per level. The child's standard streams are given; all else is closed.
+
+Exit codes are those of a shell: 128 + the number of the signal that ended the program.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from mindspeed_rlxf.rewards.sandbox import linux
+from mindspeed_rlxf.rewards.sandbox.filter import make_filter
+from mindspeed_rlxf.rewards.sandbox.limits import (
+    MIB,
+    Limits,
+    counts_by_namespace,
+    limit_processes,
+    limit_this_process,
+)
+from mindspeed_rlxf.rewards.sandbox.root import build_root
+from mindspeed_rlxf.rewards.sandbox.view import (
+    DEVICES,
+    LIBRARY_CACHE,
+    PROGRAM,
+    SCRATCH,
+    View,
+    copy_python,
+)
+
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin", "HOME": SCRATCH, "TMPDIR": SCRATCH, "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1",
+    "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+}  # fmt: skip
+NOBODY = 65534
+INODES_PER_FILE = 100  # files that may exist, for each that may be open
+_NAMESPACES = (
+    linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC
+    | linux.CLONE_NEWUTS
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Descriptors that become the standard streams of a program."""
+
+    stdin: int
+    stdout: int
+    stderr: int
+
+
+@dataclass
+class Started:
+    """A program that runs.
+
+    main:   process whose end is the end of the program
+    helpers: processes around it that are ours
+    uid:    user that runs nothing else on this host; None = ours, or that of a pid namespace
+    folder: removed after the run
+    """
+
+    main: int
+    helpers: int = 0
+    uid: int | None = None
+    folder: Path | None = None
+
+
+@dataclass
+class Launcher:
+    """Starts programs at one level, with one interpreter and the same limits for all."""
+
+    view: View
+    limits: Limits
+    root: bool = field(default_factory=lambda: os.geteuid() == 0)
+    warden: int = field(default_factory=os.getpid)
+
+    def start(self, program: bytes, streams: Streams) -> Started:
+        """Start a program. Errors: OSError where the level cannot be entered."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Remove what was made for all programs."""
+
+    def _command(self, program: str) -> list[str]:
+        return [self.view.python, "-s", program]
+
+
+class Bubblewrap(Launcher):
+    """bwrap(1): everything in new namespaces, by a program made for this."""
+
+    def start(self, program: bytes, streams: Streams) -> Started:
+        uid = _fresh_uid() if self.root else None
+        code, refused = sealed(program), sealed(make_filter())
+        try:
+            main = _fork(lambda: self._enter(uid, code, refused), streams)
+        finally:
+            os.close(code)
+            os.close(refused)
+        return Started(main, helpers=2, uid=uid)
+
+    def _enter(self, uid: int | None, code: int, refused: int) -> NoReturn:
+        for descriptor in (code, refused):
+            os.set_inheritable(descriptor, True)
+        inside = self._command(PROGRAM)
+        count = self.limits.processes + 2  # bwrap is two of them
+        if uid is not None:
+            limit_processes(count)
+        elif counts_by_namespace() and (prlimit := shutil.which("prlimit")):
+            inside = [prlimit, f"--nproc={count}:{count}", *inside]
+        limit_this_process(self.limits)
+        linux.die_with_parent(signal.SIGKILL, self.warden)
+        _become(uid)
+        bwrap = shutil.which("bwrap") or "bwrap"
+        os.execve(bwrap, [bwrap, *self._options(code, refused), "--", *inside], ENVIRONMENT)
+
+    def _options(self, code: int, refused: int) -> list[str]:
+        options = ["--unshare-user", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
+        options += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
+        for path in (*self.view.folders, LIBRARY_CACHE):
+            if os.path.islink(path):
+                options += ["--symlink", os.readlink(path), path]
+            elif os.path.exists(path):
+                options += ["--ro-bind", path, path]
+        for name in DEVICES:
+            options += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+        options += ["--symlink", SCRATCH, "/dev/shm", "--file", str(code), PROGRAM]
+        options += ["--size", str(self.limits.file_mb * MIB), "--tmpfs", SCRATCH]
+        options += ["--remount-ro", "/", "--chdir", SCRATCH, "--seccomp", str(refused)]
+        return options
+
+
+class Namespaces(Launcher):
+    """Own namespaces (unshare(2)), with a user namespace unless we are root."""
+
+    def start(self, program: bytes, streams: Streams) -> Started:
+        uid = _fresh_uid() if self.root else None
+        main = _fork(lambda: self._enter(uid, program), streams)
+        return Started(main, helpers=2, uid=uid)
+
+    def _enter(self, uid: int | None, program: bytes) -> None:
+        linux.die_with_parent(signal.SIGKILL, self.warden)
+        if uid is None:
+            _new_user_namespace()
+        linux.unshare(_NAMESPACES)
+        if init := os.fork():
+            _close_all_streams()
+            _exit_like(init)
+        # The first process of the pid namespace: when it ends, the kernel kills all others there.
+        linux.die_with_parent(signal.SIGKILL, 0)
+        linux.forbid_tracing()
+        size, inodes = self.limits.file_mb * MIB, self.limits.files * INODES_PER_FILE
+        build_root(self.view.folders, program, f"mode=1777,size={size},nr_inodes={inodes}")
+        if main := os.fork():
+            _close_all_streams()
+            _exit_like(main)
+        os.setsid()
+        if uid is not None or counts_by_namespace():
+            limit_processes(self.limits.processes + 2)
+        self._execute(uid, PROGRAM)
+
+    def _execute(self, uid: int | None, program: str) -> NoReturn:
+        os.chdir(SCRATCH)
+        limit_this_process(self.limits)
+        _give_up_rights(uid)
+        os.execve(self.view.python, self._command(program), ENVIRONMENT)
+
+
+class OtherUser(Launcher):
+    """A user of its own for each run, in a root folder with nothing but Python. Needs root.
+
+    Nothing there can be written.
+    """
+
+    def __post_init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="rlxf-sandbox-"))
+        self._folder.chmod(0o755)
+        copy_python(self.view, self._folder)
+        (self._folder / "box").mkdir(mode=0o711)
+
+    def start(self, program: bytes, streams: Streams) -> Started:
+        uid = _fresh_uid()
+        folder = Path(tempfile.mkdtemp(dir=self._folder / "box"))
+        file = folder / "program.py"
+        file.write_bytes(program)
+        for path, mode in ((file, 0o640), (folder, 0o750)):
+            os.chown(path, 0, uid)
+            path.chmod(mode)
+        try:
+            main = _fork(lambda: self._enter(uid, f"/box/{folder.name}"), streams)
+        except OSError:
+            shutil.rmtree(folder)
+            raise
+        return Started(main, uid=uid, folder=folder)
+
+    def _enter(self, uid: int, folder: str) -> NoReturn:
+        os.chroot(self._folder)
+        os.chdir(folder)
+        limit_this_process(self.limits)
+        limit_processes(self.limits.processes)
+        _give_up_rights(uid)
+        linux.die_with_parent(signal.SIGKILL, self.warden)  # a change of user takes it back
+        command = [self.view.executable, "-s", f"{folder}/program.py"]
+        os.execve(self.view.executable, command, ENVIRONMENT)
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class LimitsAlone(Launcher):
+    """This user, these files, this network; limits alone."""
+
+    def start(self, program: bytes, streams: Streams) -> Started:
+        folder = Path(tempfile.mkdtemp(prefix="rlxf-sandbox-"))
+        (folder / "program.py").write_bytes(program)
+        try:
+            main = _fork(lambda: self._enter(folder), streams)
+        except OSError:
+            shutil.rmtree(folder)
+            raise
+        return Started(main, folder=folder)
+
+    def _enter(self, folder: Path) -> NoReturn:
+        os.chdir(folder)
+        limit_this_process(self.limits)
+        _give_up_rights(None)
+        linux.die_with_parent(signal.SIGKILL, self.warden)
+        environment = ENVIRONMENT | {"HOME": str(folder), "TMPDIR": str(folder)}
+        os.execve(self.view.python, self._command(str(folder / "program.py")), environment)
+
+
+LAUNCHERS: dict[str, type[Launcher]] = {
+    "bubblewrap": Bubblewrap,
+    "namespaces": Namespaces,
+    "uid": OtherUser,
+    "limits": LimitsAlone,
+}
+"""Name of the level -> what starts programs."""
+
+
+def _fork(enter: Callable[[], None], streams: Streams) -> int:
+    """Run `enter`, which executes the program, in a child with a session and streams of its own.
+
+    Returns its pid. Errors: OSError with what the child could not do before the program started.
+    """
+    report, failed = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            os.setsid()
+            os.umask(0o022)
+            _score_for_oom()
+            for number, descriptor in enumerate((streams.stdin, streams.stdout, streams.stderr)):
+                os.dup2(descriptor, number)
+            enter()
+        except BaseException as error:
+            os.write(failed, f"{type(error).__name__}: {error}".encode()[:500])
+        os._exit(127)
+    os.close(failed)
+    with os.fdopen(report, "rb") as stream:
+        reason = stream.read().decode(errors="replace")
+    if reason:
+        raise ChildProcessError(reason)
+    return pid
+
+
+def _exit_like(pid: int) -> NoReturn:
+    """Reap all children until `pid` ends, and end with its exit code."""
+    while True:
+        ended, status = os.wait()
+        if ended == pid:
+            os._exit(exit_code(status))
+
+
+def exit_code(status: int) -> int:
+    """Convert a status of wait(2) to the exit code that a shell gives."""
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def _close_all_streams() -> None:
+    """Close every descriptor: of the streams, and of the report, which the parent waits for."""
+    os.closerange(0, 1024)
+
+
+def _score_for_oom() -> None:
+    """Let the kernel choose the program first where the host has no memory left."""
+    try:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("1000")
+    except OSError:  # no /proc; the limits hold without it
+        pass
+
+
+def _give_up_rights(uid: int | None) -> None:
+    """Become another user, without any capability, behind the filter of system calls."""
+    linux.drop_bounding_set()
+    _become(uid)
+    linux.drop_capabilities()
+    linux.install_filter(make_filter())
+
+
+def _become(uid: int | None) -> None:
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+
+
+def _new_user_namespace() -> None:
+    user, group = os.geteuid(), os.getegid()
+    linux.unshare(linux.CLONE_NEWUSER)
+    for file, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{NOBODY} {user} 1"),
+        ("gid_map", f"{NOBODY} {group} 1"),
+    ):
+        Path(f"/proc/self/{file}").write_text(text, encoding="ascii")
+
+
+def _fresh_uid() -> int:
+    """Choose a user id that no process of this host has, from those that this namespace has."""
+    ranges = [tuple(map(int, line.split())) for line in open("/proc/self/uid_map")]
+    first, _, count = max(ranges, key=lambda found: found[2])
+    low = first + min(count // 2, 1 << 30)
+    high = first + min(count, (1 << 31) - 2) - 1
+    if high - low < 1000:
+        raise OSError(f"this user namespace has {count} user ids, too few to choose a free one")
+    used = {os.stat(f"/proc/{name}").st_uid for name in _processes()}
+    while (uid := random.SystemRandom().randint(low, high)) in used:
+        pass
+    return uid
+
+
+def _processes() -> list[str]:
+    return [name for name in os.listdir("/proc") if name.isdigit() and os.path.exists(f"/proc/{name}")]
+
+
+def sealed(data: bytes) -> int:
+    """Return a descriptor of memory that holds `data` and cannot be changed any more."""
+    descriptor = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
