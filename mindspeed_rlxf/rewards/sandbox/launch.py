@@ -82,9 +82,12 @@ class Launcher:
     root: bool = field(default_factory=lambda: os.geteuid() == 0)
     warden: int = field(default_factory=os.getpid)
 
+    def __post_init__(self) -> None:
+        """Make what all programs share. Errors: OSError where the level cannot be entered."""
+
     def start(self, program: bytes, streams: Streams) -> Started:
         """Start a program. Errors: OSError where the level cannot be entered."""
-        raise NotImplementedError
+        raise AssertionError(f"{type(self).__name__} starts nothing")
 
     def close(self) -> None:
         """Remove what was made for all programs."""
@@ -180,6 +183,8 @@ class OtherUser(Launcher):
     """
 
     def __post_init__(self) -> None:
+        if not self.root:
+            raise PermissionError("another user needs root")
         self._folder = Path(tempfile.mkdtemp(prefix="rlxf-sandbox-"))
         self._folder.chmod(0o755)
         copy_python(self.view, self._folder)

@@ -95,6 +95,12 @@ def copy_python(view: View, root: Path) -> None:
     for link in SYSTEM:  # the loader is named by the links of the system: /lib64 -> usr/lib64
         if os.path.islink(link) and not os.path.lexists(_inside(root, link)):
             _inside(root, link).symlink_to(os.readlink(link))
+    # Programs name a library and the loader by links: libz.so.1, /lib64/ld-linux-x86-64.so.2.
+    for folder in {os.path.realpath(p) for p in (*map(os.path.dirname, view.libraries), *SYSTEM)}:
+        for entry in os.scandir(folder):
+            if entry.is_symlink() and (real := os.path.realpath(entry.path)) in view.libraries:
+                _inside(root, folder).mkdir(parents=True, exist_ok=True)
+                _inside(root, entry.path).symlink_to(real)
     if os.path.isfile(LIBRARY_CACHE):
         _copy_file(LIBRARY_CACHE, root)
 

@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import select
+import shutil
 import signal
 import sys
 import time
@@ -86,6 +87,7 @@ class Run:
         err, err_end = os.pipe()
         given = sealed(stdin.encode(errors="replace"))
         self.sources = {out: self.stdout, err: self.stderr}
+        self.started: Started | None = None
         self.before = _reaped_cpu_s()
         self.deadline = time.monotonic() + self.limits.wall_s
         try:
@@ -215,6 +217,8 @@ class Run:
     def _close(self) -> None:
         for descriptor in self.sources:
             os.close(descriptor)
+        if self.started is not None and self.started.folder is not None:
+            shutil.rmtree(self.started.folder, ignore_errors=True)
 
 
 def _kill_all_of(uid: int) -> None:
