@@ -20,6 +20,7 @@ from mindspeed_rlxf.config.enums import CONFIGURED, Role
 from mindspeed_rlxf.config.fields import key
 from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS, fields
 from mindspeed_rlxf.config.roles import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.config.sandbox import SandboxConfig
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.sections import KlControlConfig, PoolSettings, TrainingConfig
 from mindspeed_rlxf.config.suggest import format_value
@@ -63,7 +64,7 @@ def put_into(text: str) -> str:
 def _sections() -> dict[str, dict[str, FieldInfo]]:
     """Title -> keys; those of all roles, of optimizers and of architectures once."""
     common, optimizer = fields(RoleConfig), fields(OptimizerConfig)
-    shared = common | optimizer | {"optimizer"}
+    shared = common | optimizer | {"optimizer", "sandbox"}
     own = {role.value: _without(schema, shared) for role, schema in ROLE_SECTIONS.items()}
     plain = {name: _without(schema, {"kl_ctrl"}) for name, schema in PLAIN_SECTIONS.items()}
     pools = {role: REWARD_POOL if role is Role.REWARD else "its pool" for role in CONFIGURED}
@@ -72,6 +73,7 @@ def _sections() -> dict[str, dict[str, FieldInfo]]:
         "every role": _without(RoleConfig, {"architecture"}),
         "actor_rollout, critic: optimizer": dict(OptimizerConfig.model_fields),
         **{name: keys for name, keys in own.items() if keys},
+        "reward.sandbox": dict(SandboxConfig.model_fields),
         "model.<name>": dict(ArchitectureConfig.model_fields),
         "algorithm": plain.pop("algorithm"),
         "algorithm.kl_ctrl": dict(KlControlConfig.model_fields),

@@ -21,6 +21,7 @@ from mindspeed_rlxf.config.schema import (
     RoleConfig,
     RolloutConfig,
     RuntimeConfig,
+    SandboxConfig,
     TrainingConfig,
     ValidationConfig,
 )
@@ -63,7 +64,7 @@ def role_keys(role: Role) -> set[str]:
     return (own - {"architecture", "optimizer"}) | ARCHITECTURE_KEYS | optimizer
 
 
-RULE_KEYS = ("kind", "rules", "verifier")
+RULE_KEYS = ("kind", "rules", "verifier", "sandbox")
 """Of the section reward: all that is read where no model scores."""
 
 SHARED_KEYS = set().union(*map(role_keys, CONFIGURED)) - {*RULE_KEYS, "save"}
@@ -74,6 +75,7 @@ def known_keys() -> dict[str, set[str]]:
     """Section -> its keys, for every section of the YAML but `model` and `resource_pool`."""
     known = {name: fields(section) for name, section in PLAIN_SECTIONS.items()}
     known["algorithm.kl_ctrl"] = fields(KlControlConfig)
+    known["reward.sandbox"] = fields(SandboxConfig)
     known["placement"] = {role.value for role in CONFIGURED}
     known |= {role.value: role_keys(role) for role in CONFIGURED}
     return known | {"training": fields(TrainingConfig) | SHARED_KEYS}

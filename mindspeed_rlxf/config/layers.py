@@ -41,7 +41,7 @@ from mindspeed_rlxf.config.keys import (
     unknown_key,
 )
 from mindspeed_rlxf.config.plugins import read_and_load
-from mindspeed_rlxf.config.schema import KlControlConfig, TrainingConfig
+from mindspeed_rlxf.config.schema import KlControlConfig, SandboxConfig, TrainingConfig
 from mindspeed_rlxf.config.suggest import closest, format_value
 
 AUTO = "auto"
@@ -155,6 +155,8 @@ def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
                 draft.reject(Problem("training.stage", "has no critic", stage, remedy), role.value)
             continue
         own = draft.known(role.value, sections[role.value], role_keys(role))
+        if role is Role.REWARD and isinstance(keys := own.get("sandbox"), dict):
+            own["sandbox"] = draft.known("reward.sandbox", keys, fields(SandboxConfig))
         if own.get("kind") == RewardKind.RULE.value:  # a rule has no model: the rest is not read
             draft.payload[role.value] = {key: own[key] for key in RULE_KEYS if key in own}
             for key in sorted(own.keys() - {*RULE_KEYS}):

@@ -13,11 +13,11 @@ from mindspeed_rlxf.config.enums import (
     Recompute,
     RecomputeMethod,
     RewardKind,
-    SandboxLevel,
 )
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.fields import Integers, Section, Word, key
 from mindspeed_rlxf.config.rules.tensor_parallel import find_uneven
+from mindspeed_rlxf.config.sandbox import SandboxConfig
 from mindspeed_rlxf.config.suggest import divisors, neighbours, use
 
 PIPELINE, CHUNK = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
@@ -316,30 +316,6 @@ class CriticConfig(LearningConfig):
     critic_update_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
     cliprange_value: float | None = key(3.0, "value clip; null = none", gt=0)
     vf_coef: float = key(1.0, "weight of the value loss", ge=0)
-
-
-class SandboxConfig(Section):
-    """Isolation and limits of programs that rules run (docs/sandbox.md)."""
-
-    level: Annotated[SandboxLevel, Word] = key(
-        SandboxLevel.AUTO,
-        "isolation: bubblewrap, namespaces, uid or limits; auto = the strongest at hand",
-        "free",
-    )
-    weak: bool = key(False, "allow the level limits, which does not isolate", "free")
-    python: str | None = key(
-        None, "interpreter of programs; null = the one of this environment, else the system's"
-    )
-    cpu_s: float = key(6.0, "computing of one program, seconds", gt=0)
-    wall_s: float = key(12.0, "time of one program, seconds", gt=0)
-    response_s: float = key(
-        60.0, "time of all test cases of a response, seconds; the rest count as failed", gt=0
-    )
-    memory_mb: int = key(512, "memory of one program with its children, MiB", ge=32)
-    file_mb: int = key(16, "size of a file, and of all files of a program, MiB", ge=1)
-    files: int = key(64, "open files of a process; 100 x as many may exist", ge=16)
-    processes: int = key(16, "processes and threads of one program", ge=1)
-    output_kb: int = key(256, "standard output of one program, KiB", ge=1)
 
 
 class RewardConfig(RoleConfig):

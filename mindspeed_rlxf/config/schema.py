@@ -21,6 +21,7 @@ from mindspeed_rlxf.config.roles import (
     RewardConfig,
     RoleConfig,
 )
+from mindspeed_rlxf.config.sandbox import SandboxConfig
 from mindspeed_rlxf.config.sections import (
     AlgorithmConfig,
     DataConfig,
@@ -52,6 +53,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "RuntimeConfig",
+    "SandboxConfig",
     "TrainingConfig",
     "ValidationConfig",
 ]

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from mindspeed_rlxf.config.enums import Verifier
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.data.prompts import Prompt
-from mindspeed_rlxf.rewards.rules import BUILTIN_RULES, RULES, RewardResult
+from mindspeed_rlxf.rewards import programs  # noqa: F401  registers its rules
+from mindspeed_rlxf.rewards.rules import ACCEPTS, BUILTIN_RULES, RULES, RewardResult
 from mindspeed_rlxf.rewards.verifiers import NEED_TRUTH, verify
 
 
@@ -91,8 +92,10 @@ class RewardManager:
         ]
 
     def _scorable(self, prompt: Prompt) -> bool:
-        truth = prompt.ground_truth
-        return bool(truth.strip()) and self._rules[prompt.data_source](truth, truth).score > 0
+        truth, rule = prompt.ground_truth, self._rules[prompt.data_source]
+        if not truth.strip():
+            return False
+        return ACCEPTS[rule](truth) if rule in ACCEPTS else rule(truth, truth).score > 0
 
     def _unknown_sources(self, data_sources: Iterable[str]) -> list[Problem]:
         counts = Counter(source for source in data_sources if source not in self._rules)

@@ -23,7 +23,8 @@ class RewardResult:
 
 
 Rule: TypeAlias = Callable[[str, str], RewardResult]
-"""(response, ground_truth) -> result. A ground truth given as the response must score above 0."""
+"""(response, ground_truth) -> result. A ground truth given as the response must score above 0, but
+for rules of ACCEPTS."""
 
 # A sign (not the operator of "20-5"), a dollar sign, digits with or without thousands separators,
 # decimals. Only the digits are required.
@@ -61,14 +62,23 @@ BUILTIN_RULES: dict[str, Rule] = {
 """Data source -> rule that needs no configuration."""
 
 
-def register_rule(name: str) -> Callable[[Rule], Rule]:
+ACCEPTS: dict[Rule, Callable[[str], bool]] = {}
+"""Rule -> whether it can score responses by a ground truth, where that is not an answer itself."""
+
+
+def register_rule(
+    name: str, accepts: Callable[[str], bool] | None = None
+) -> Callable[[Rule], Rule]:
     """Decorator that makes a function a choice of `reward.rules`.
 
+    accepts: its entry in ACCEPTS
     Raises ValueError for a name that is taken.
     """
 
     def register(rule: Rule) -> Rule:
         add(RULES, name, rule, "reward rule")
+        if accepts is not None:
+            ACCEPTS[rule] = accepts
         return rule
 
     return register

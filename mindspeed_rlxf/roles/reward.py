@@ -9,6 +9,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, Scores
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.rewards.manager import RewardManager
+from mindspeed_rlxf.rewards.programs import prepare_sandbox
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.reports import ScoreReport
 
@@ -21,6 +22,8 @@ class RewardRole:
         self.config = reward
         self.tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
         self.rules = RewardManager(dict(reward.rules), config.verifiers)
+        if line := prepare_sandbox(reward):
+            print(line, flush=True)
         by_model = reward.kind is RewardKind.MODEL
         self.engine = build_engine(config, Role.REWARD) if by_model else None
 

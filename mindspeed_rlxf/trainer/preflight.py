@@ -25,6 +25,7 @@ from mindspeed_rlxf.data.tokenizer import (
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.sizes import HEADS
 from mindspeed_rlxf.rewards.manager import RewardManager
+from mindspeed_rlxf.rewards.programs import prepare_sandbox
 from mindspeed_rlxf.rollout.engines import ENGINES, NATIVE
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.driver_state import (
@@ -54,6 +55,7 @@ class Prepared:
     val_prompts: list[Prompt] = field(default_factory=list)
     fixed_responses: FixedResponses | None = None
     validate_by_rule: bool = True
+    sandbox: list[str] = field(default_factory=list)  # its level and what that does not prevent
     notices: list[str] = field(default_factory=list)  # printed before the run
 
 
@@ -97,7 +99,7 @@ def prepare(config: RunConfig) -> Prepared:
     if problems:
         raise UserError(problems)
     stops = describe_stop_tokens(prepared.tokenizer, described, data_stops, actor.stop_token_ids)
-    prepared.notices = [stops, *_notices(config)]
+    prepared.notices = [stops, *prepared.sandbox, *_notices(config)]
     return prepared
 
 
@@ -271,6 +273,8 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
     """
     try:
         manager = RewardManager(dict(config.reward.rules), config.verifiers)
+        if line := prepare_sandbox(config.reward):
+            prepared.sandbox = [line]
     except UserError as error:
         return error.problems
     if config.reward.kind is RewardKind.RULE:

@@ -29,6 +29,7 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.rules.host import joined_address
+from mindspeed_rlxf.config.sandbox import RULES_OF_PROGRAMS, SandboxConfig
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.config.suggest import format_value
 
@@ -257,6 +258,12 @@ NOTED = (
         lambda config: (
             config.reward.kind is RewardKind.MODEL and not _has_validation_prompts(config)
         ),
+    ),
+    Idle(
+        "reward.sandbox",
+        tuple(SandboxConfig.model_fields),
+        "without a rule of programs (code, code_all) in reward.rules",
+        lambda config: not RULES_OF_PROGRAMS & set(config.reward.rules.values()),
     ),
     Idle("training", ("max_restarts",), LOCALLY, _is_local),
     Idle("pool_settings", ("env",), LOCALLY, _is_local),

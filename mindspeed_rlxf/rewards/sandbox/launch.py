@@ -5,6 +5,7 @@ Exit codes are those of a shell: 128 + the number of the signal that ended the p
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import random
@@ -39,6 +40,7 @@ ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "HOME": SCRATCH, "TMPDIR": SCRATCH, "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1",
     "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",
 }  # fmt: skip
 NOBODY = 65534
 INODES_PER_FILE = 100  # files that may exist, for each that may be open
@@ -92,9 +94,6 @@ class Launcher:
     def close(self) -> None:
         """Remove what was made for all programs."""
 
-    def _command(self, program: str) -> list[str]:
-        return [self.view.python, "-s", program]
-
 
 class Bubblewrap(Launcher):
     """bwrap(1): everything in new namespaces, by a program made for this."""
@@ -112,7 +111,7 @@ class Bubblewrap(Launcher):
     def _enter(self, uid: int | None, code: int, refused: int) -> NoReturn:
         for descriptor in (code, refused):
             os.set_inheritable(descriptor, True)
-        inside = self._command(PROGRAM)
+        inside = self.view.command(PROGRAM)
         count = self.limits.processes + 2  # bwrap is two of them
         if uid is not None:
             limit_processes(count)
@@ -165,15 +164,17 @@ class Namespaces(Launcher):
             _close_all_streams()
             _exit_like(main)
         os.setsid()
-        if uid is not None or counts_by_namespace():
-            limit_processes(self.limits.processes + 2)
+        if uid is not None:
+            limit_processes(self.limits.processes)
+        elif counts_by_namespace():
+            limit_processes(self.limits.processes + 2)  # our helpers are in the namespace too
         self._execute(uid, PROGRAM)
 
     def _execute(self, uid: int | None, program: str) -> NoReturn:
         os.chdir(SCRATCH)
         limit_this_process(self.limits)
         _give_up_rights(uid)
-        os.execve(self.view.python, self._command(program), ENVIRONMENT)
+        os.execve(self.view.python, self.view.command(program), ENVIRONMENT)
 
 
 class OtherUser(Launcher):
@@ -185,10 +186,16 @@ class OtherUser(Launcher):
     def __post_init__(self) -> None:
         if not self.root:
             raise PermissionError("another user needs root")
+        if self.view.packages:
+            raise ValueError("reward.sandbox.python has packages, which are not copied")
         self._folder = Path(tempfile.mkdtemp(prefix="rlxf-sandbox-"))
         self._folder.chmod(0o755)
-        copy_python(self.view, self._folder)
-        (self._folder / "box").mkdir(mode=0o711)
+        try:
+            copy_python(self.view, self._folder)
+            (self._folder / "box").mkdir(mode=0o711)
+        except OSError:
+            self.close()
+            raise
 
     def start(self, program: bytes, streams: Streams) -> Started:
         uid = _fresh_uid()
@@ -212,8 +219,8 @@ class OtherUser(Launcher):
         limit_processes(self.limits.processes)
         _give_up_rights(uid)
         linux.die_with_parent(signal.SIGKILL, self.warden)  # a change of user takes it back
-        command = [self.view.executable, "-s", f"{folder}/program.py"]
-        os.execve(self.view.executable, command, ENVIRONMENT)
+        command = self.view.command(f"{folder}/program.py")
+        os.execve(self.view.python, command, ENVIRONMENT)
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -238,7 +245,7 @@ class LimitsAlone(Launcher):
         _give_up_rights(None)
         linux.die_with_parent(signal.SIGKILL, self.warden)
         environment = ENVIRONMENT | {"HOME": str(folder), "TMPDIR": str(folder)}
-        os.execve(self.view.python, self._command(str(folder / "program.py")), environment)
+        os.execve(self.view.python, self.view.command(str(folder / "program.py")), environment)
 
 
 LAUNCHERS: dict[str, type[Launcher]] = {
@@ -265,8 +272,8 @@ def _fork(enter: Callable[[], None], streams: Streams) -> int:
             os.setsid()
             os.umask(0o022)
             _score_for_oom()
-            for number, descriptor in enumerate((streams.stdin, streams.stdout, streams.stderr)):
-                os.dup2(descriptor, number)
+            for standard, descriptor in enumerate((streams.stdin, streams.stdout, streams.stderr)):
+                os.dup2(descriptor, standard)
             enter()
         except BaseException as error:
             os.write(failed, f"{type(error).__name__}: {error}".encode()[:500])
@@ -299,11 +306,8 @@ def _close_all_streams() -> None:
 
 def _score_for_oom() -> None:
     """Let the kernel choose the program first where the host has no memory left."""
-    try:
-        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-            file.write("1000")
-    except OSError:  # no /proc; the limits hold without it
-        pass
+    with contextlib.suppress(OSError):  # without /proc; the limits hold all the same
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def _give_up_rights(uid: int | None) -> None:
@@ -334,20 +338,20 @@ def _new_user_namespace() -> None:
 
 def _fresh_uid() -> int:
     """Choose a user id that no process of this host has, from those that this namespace has."""
-    ranges = [tuple(map(int, line.split())) for line in open("/proc/self/uid_map")]
+    lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
+    ranges = [[int(part) for part in line.split()] for line in lines]
     first, _, count = max(ranges, key=lambda found: found[2])
     low = first + min(count // 2, 1 << 30)
     high = first + min(count, (1 << 31) - 2) - 1
     if high - low < 1000:
         raise OSError(f"this user namespace has {count} user ids, too few to choose a free one")
-    used = {os.stat(f"/proc/{name}").st_uid for name in _processes()}
+    used = set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # of a process that has ended
+            used.add(os.stat(f"/proc/{name}").st_uid)
     while (uid := random.SystemRandom().randint(low, high)) in used:
         pass
     return uid
-
-
-def _processes() -> list[str]:
-    return [name for name in os.listdir("/proc") if name.isdigit() and os.path.exists(f"/proc/{name}")]
 
 
 def sealed(data: bytes) -> int:

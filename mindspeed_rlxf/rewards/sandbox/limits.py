@@ -30,16 +30,13 @@ class Limits:
 def limit_this_process(limits: Limits) -> None:
     """Set what each process of the program is held to, all but the number of processes."""
     seconds = max(1, round(limits.cpu_s + 0.5))
-    for name, soft, hard in (
-        ("RLIMIT_CPU", seconds, seconds + 1),
-        ("RLIMIT_AS", *[(limits.memory_mb + INTERPRETER_MIB) * MIB] * 2),
-        ("RLIMIT_FSIZE", *[limits.file_mb * MIB] * 2),
-        ("RLIMIT_NOFILE", *[limits.files] * 2),
-        ("RLIMIT_CORE", 0, 0),
-        ("RLIMIT_MEMLOCK", 0, 0),
-        ("RLIMIT_MSGQUEUE", 0, 0),
-    ):
-        _lower(getattr(resource, name), soft, hard)
+    space = (limits.memory_mb + INTERPRETER_MIB) * MIB
+    _lower(resource.RLIMIT_CPU, seconds, seconds + 1)
+    _lower(resource.RLIMIT_AS, space, space)
+    _lower(resource.RLIMIT_FSIZE, limits.file_mb * MIB, limits.file_mb * MIB)
+    _lower(resource.RLIMIT_NOFILE, limits.files, limits.files)
+    for kind in (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE):
+        _lower(kind, 0, 0)
 
 
 def limit_processes(count: int) -> None:

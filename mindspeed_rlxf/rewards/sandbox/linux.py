@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -87,10 +88,8 @@ def drop_bounding_set() -> None:
 def drop_capabilities() -> None:
     """Give up all capabilities. Nothing that is executed later has or gets any."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    try:
+    with contextlib.suppress(OSError):  # of a kernel without ambient capabilities
         _prctl(_PR_CAP_AMBIENT, _CAP_AMBIENT_CLEAR_ALL)
-    except OSError:  # a kernel without ambient capabilities
-        pass
     header = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITY_VERSION_3, 0))
     _call("capset", header, ctypes.create_string_buffer(24))
 

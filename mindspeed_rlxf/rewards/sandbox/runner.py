@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,11 +12,12 @@ import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import mindspeed_rlxf
 from mindspeed_rlxf.config.enums import SandboxLevel
 from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.roles import SandboxConfig
+from mindspeed_rlxf.config.sandbox import SandboxConfig
 from mindspeed_rlxf.rewards.sandbox.levels import PREVENTS, describe
 from mindspeed_rlxf.rewards.sandbox.limits import Limits
 
@@ -71,8 +73,10 @@ class Sandbox:
     when it is lost. `close` ends it, as the end of this process does.
     """
 
-    def __init__(self, level: SandboxLevel, python: str, limits: Limits) -> None:
-        self.level, self.python, self.limits = level, python, limits
+    def __init__(
+        self, level: SandboxLevel, python: str, limits: Limits, packages: bool = False
+    ) -> None:
+        self.level, self.python, self.limits, self.packages = level, python, limits, packages
         self._lock = threading.Lock()
         self._warden: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
@@ -88,7 +92,7 @@ class Sandbox:
         reasons = []
         for level in _candidates(config):
             for python in [config.python] if config.python else _pythons():
-                sandbox = cls(level, python, limits)
+                sandbox = cls(level, python, limits, packages=config.python is not None)
                 if not (reason := sandbox.probe()):
                     return sandbox
                 sandbox.close()
@@ -139,7 +143,8 @@ class Sandbox:
         if warden is None or self._owner != os.getpid():
             return
         assert warden.stdin is not None and warden.stdout is not None
-        warden.stdin.close()
+        with contextlib.suppress(OSError):  # of what was not sent yet
+            warden.stdin.close()
         try:
             warden.wait(30)
         except subprocess.TimeoutExpired:
@@ -170,11 +175,12 @@ class Sandbox:
             raise SandboxError(answer["failed"])
         return Outcome(**answer)
 
-    def _exchange(self, request: dict[str, object]) -> dict[str, str]:
+    def _exchange(self, request: dict[str, object]) -> dict[str, Any]:
         if self._warden is None or self._owner != os.getpid():  # or we are a fork of the owner
             self._warden, self._owner = self._start(), os.getpid()
             ready = self._send({
-                "level": self.level.value, "python": self.python, "limits": asdict(self.limits)
+                "level": self.level.value, "python": self.python, "packages": self.packages,
+                "limits": asdict(self.limits),
             })  # fmt: skip
             if "failed" in ready:
                 self.close()
@@ -191,12 +197,12 @@ class Sandbox:
             start_new_session=True,
         )
 
-    def _send(self, line: dict[str, object]) -> dict[str, str]:
+    def _send(self, line: dict[str, object]) -> dict[str, Any]:
         assert self._warden is not None
         assert self._warden.stdin is not None and self._warden.stdout is not None
         self._warden.stdin.write(json.dumps(line).encode() + b"\n")
         self._warden.stdin.flush()
-        answer: dict[str, str] = json.loads(self._warden.stdout.readline() or "")
+        answer: dict[str, Any] = json.loads(self._warden.stdout.readline() or "")
         return answer
 
 
@@ -207,10 +213,7 @@ def limits_of(config: SandboxConfig) -> Limits:
 
 def _candidates(config: SandboxConfig) -> list[SandboxLevel]:
     """List the levels to try, the strongest first."""
-    if config.level is not SandboxLevel.AUTO:
-        asked = [config.level]
-    else:
-        asked = list(PREVENTS)
+    asked = [config.level] if config.level is not SandboxLevel.AUTO else list(PREVENTS)
     return [level for level in asked if config.weak or level is not SandboxLevel.LIMITS]
 
 

@@ -35,6 +35,15 @@ print(json.dumps({
     "libraries": sorted(path for path in mapped if ".so" in path and os.path.isfile(path)),
 }))
 """
+# Without packages `site` does not run: it defines exit() and quit(), and costs most of the start.
+_RUN = """
+import site, sys
+site.setquit()
+del sys.argv[0], site
+__file__ = sys.argv[0]
+del sys
+exec(compile(open(__file__, "rb").read(), __file__, "exec"))
+"""
 _NOT_COPIED = shutil.ignore_patterns(
     "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "site-packages",
     "dist-packages", "config-*", "*.a", "*.opt-1.pyc", "*.opt-2.pyc",
@@ -43,19 +52,25 @@ _NOT_COPIED = shutil.ignore_patterns(
 
 @dataclass(frozen=True)
 class View:
-    """python: command of the interpreter; folders: what is shown read-only, links not followed.
+    """python: the interpreter, packages: whether programs can import those installed for it
+    folders: what is shown read-only; a link stays one
 
-    executable, stdlib, libraries: the parts that a copy needs
+    stdlib, libraries: the other parts that a copy needs
     """
 
     python: str
+    packages: bool
     folders: tuple[str, ...]
-    executable: str
     stdlib: str
     libraries: tuple[str, ...]
 
+    def command(self, program: str) -> list[str]:
+        """Return the arguments that run a program as `__main__`, its file being `program`."""
+        without = [] if self.packages else ["-S"]
+        return [self.python, "-s", *without, "-c", _RUN, program]
 
-def look_at(python: str) -> View:
+
+def look_at(python: str, packages: bool) -> View:
     """Ask an interpreter where its files are.
 
     Errors: OSError where it does not start, ValueError where its files are all of a home.
@@ -74,9 +89,9 @@ def look_at(python: str) -> View:
             raise ValueError(f"{python} is installed in {prefix}, which holds the home {home}")
     system = [path for path in SYSTEM if os.path.lexists(path)]
     return View(
-        python=os.path.abspath(python) if outside else found["executable"],
+        python=os.path.abspath(python) if packages else found["executable"],
+        packages=packages,
         folders=(*system, *outside),
-        executable=found["executable"],
         stdlib=found["stdlib"],
         libraries=tuple(found["libraries"]),
     )
@@ -87,7 +102,7 @@ def copy_python(view: View, root: Path) -> None:
 
     About 50 MB. No site-packages, no other program.
     """
-    _copy_file(view.executable, root)
+    _copy_file(view.python, root)
     shutil.copytree(view.stdlib, _inside(root, view.stdlib), ignore=_NOT_COPIED, symlinks=True)
     for library in view.libraries:
         if not _inside(root, library).exists():

@@ -7,6 +7,7 @@ it does when its parent is gone. It has one thread, so that it can fork.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.rewards.sandbox import linux
@@ -23,13 +25,12 @@ from mindspeed_rlxf.rewards.sandbox.launch import (
     INODES_PER_FILE,
     LAUNCHERS,
     Launcher,
-    Started,
     Streams,
     exit_code,
     sealed,
 )
 from mindspeed_rlxf.rewards.sandbox.limits import MIB, Limits
-from mindspeed_rlxf.rewards.sandbox.processes import Descendants, Use, measure
+from mindspeed_rlxf.rewards.sandbox.processes import Descendants, measure
 from mindspeed_rlxf.rewards.sandbox.view import SCRATCH, look_at
 
 BETWEEN_LOOKS_S = 0.05
@@ -45,7 +46,7 @@ REFUSALS = {
     "can't start new thread": "processes",
     "[Errno 11] Resource temporarily unavailable": "processes",
 }
-SIGNALS = {signal.SIGXCPU: "cpu_time", signal.SIGXFSZ: "files"}
+SIGNALS: dict[int, str] = {signal.SIGXCPU: "cpu_time", signal.SIGXFSZ: "files"}
 
 
 class ParentGone(Exception):
@@ -61,7 +62,7 @@ class Output:
     over: bool = False
 
     def take(self, descriptor: int) -> bool:
-        """Read what is there. Returns False at the end of the stream, and where nothing is there."""
+        """Read what is there. Returns False at the end, and where nothing is there now."""
         try:
             read = os.read(descriptor, 1 << 16)
         except BlockingIOError:
@@ -87,13 +88,14 @@ class Run:
         err, err_end = os.pipe()
         given = sealed(stdin.encode(errors="replace"))
         self.sources = {out: self.stdout, err: self.stderr}
-        self.started: Started | None = None
+        self.folder: Path | None = None
         self.before = _reaped_cpu_s()
         self.deadline = time.monotonic() + self.limits.wall_s
         try:
             self.started = launcher.start(
                 program.encode(errors="replace"), Streams(given, out_end, err_end)
             )
+            self.folder = self.started.folder
         except OSError:
             self._close()
             raise
@@ -217,8 +219,8 @@ class Run:
     def _close(self) -> None:
         for descriptor in self.sources:
             os.close(descriptor)
-        if self.started is not None and self.started.folder is not None:
-            shutil.rmtree(self.started.folder, ignore_errors=True)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _kill_all_of(uid: int) -> None:
@@ -232,10 +234,8 @@ def _kill_all_of(uid: int) -> None:
 
 
 def _signal(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def _reaped_cpu_s() -> float:
@@ -249,7 +249,7 @@ def _answer(line: dict[str, Any]) -> None:
 
 
 def _open_launcher(settings: dict[str, Any]) -> Launcher:
-    view = look_at(settings["python"])
+    view = look_at(settings["python"], settings["packages"])
     return LAUNCHERS[settings["level"]](view, Limits(**settings["limits"]))
 
 

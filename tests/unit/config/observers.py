@@ -37,6 +37,7 @@ from mindspeed_rlxf.ops.doctor import subject
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.plan import plan
 from mindspeed_rlxf.rewards.manager import RewardManager
+from mindspeed_rlxf.rewards.sandbox.runner import Sandbox
 from mindspeed_rlxf.roles import actor, critic, engines
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
@@ -341,6 +342,19 @@ def scored(config: RunConfig) -> Any:
         return [result.score for result in manager.score(texts, truths, ["mine"] * 2)]
     except UserError as error:
         return str(error)
+
+
+def sandboxed(config: RunConfig) -> list[Any]:
+    """The levels, interpreters and limits that are tried where no level works."""
+    tried = []
+
+    def refuse(sandbox: Sandbox) -> str:
+        tried.append((sandbox.level, sandbox.python, sandbox.packages, sandbox.limits))
+        return "not here"
+
+    with patch.object(Sandbox, "probe", refuse), contextlib.suppress(UserError):
+        Sandbox.choose(config.reward.sandbox)
+    return tried
 
 
 def started(config: RunConfig) -> Any:

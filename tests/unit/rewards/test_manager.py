@@ -29,8 +29,8 @@ def test_an_unknown_rule_is_a_user_error():
     with pytest.raises(UserError) as error:
         RewardManager({"a": "gms8k", "b": "exact_match", "c": "x"})
     assert list(map(str, error.value.problems)) == [
-        "reward.rules.a='gms8k' must name a rule; use one of exact_match, gsm8k",
-        "reward.rules.c='x' must name a rule; use one of exact_match, gsm8k",
+        "reward.rules.a='gms8k' must name a rule; use one of code, code_all, exact_match, gsm8k",
+        "reward.rules.c='x' must name a rule; use one of code, code_all, exact_match, gsm8k",
     ]
 
 
@@ -39,7 +39,7 @@ def test_an_unknown_data_source_names_the_known_ones():
         RewardManager({"mine": "gsm8k"}).score(["1"] * 3, ["1"] * 3, ["math", "mine", "math"])
     assert list(map(str, error.value.problems)) == [
         "data source 'math' (2 rows) must have a rule; known are arithmetic, gsm8k, mine, "
-        "openai/gsm8k; set reward.rules.math to one of exact_match, gsm8k"
+        "openai/gsm8k; set reward.rules.math to one of code, code_all, exact_match, gsm8k"
     ]
 
 
