@@ -193,7 +193,7 @@ class Sandbox:
             [sys.executable, "-I", "-S", "-c", _START, root],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={"PATH": os.environ.get("PATH", os.defpath)},
+            env={name: os.environ[name] for name in ("PATH", "TMPDIR") if name in os.environ},
             start_new_session=True,
         )
 

@@ -1,0 +1,232 @@
+"""Every level of the sandbox stops the hostile programs that it promises to stop.
+
+A program is never run at a level that does not promise to stop it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.config.enums import SandboxLevel
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.sandbox import SandboxConfig
+from mindspeed_rlxf.rewards.sandbox.levels import PREVENTS
+from mindspeed_rlxf.rewards.sandbox.runner import Outcome, Sandbox
+from tests.hostile.sandbox_programs import HOSTILE, PRELUDE, Hostile
+from tests.hostile.sandbox_table import put_into
+
+ROOT = Path(__file__).parents[2]
+STRICT = {"memory_mb": 128, "file_mb": 4, "output_kb": 64, "weak": True}
+WORD = f"secret-{secrets.token_hex(8)}"
+MARK = f"rlxf{secrets.token_hex(4)}"  # a name of a process has at most 15 letters
+AT_ONCE = 3
+KEEP = "open('/tmp/left', 'w').write('x'); open('/dev/shm/left', 'w').write('x')"
+
+
+class Host:
+    """What a program could harm: files, a process, sockets, shared memory and descriptors."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.home = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp")))
+        self.home.chmod(0o755)
+        secret = self.home / "secret.txt"
+        secret.write_text(WORD)
+        (self.home / "open").mkdir()
+        (self.home / "open").chmod(0o777)
+        waits = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()", WORD]
+        self.victim = stack.enter_context(subprocess.Popen(waits, stdin=subprocess.PIPE))
+        self.server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self.abstract = stack.enter_context(socket.socket(socket.AF_UNIX))
+        self.abstract.bind(f"\0{MARK}")
+        self.named = stack.enter_context(socket.socket(socket.AF_UNIX))
+        self.named.bind(str(self.home / "socket"))
+        (self.home / "socket").chmod(0o777)
+        for listener in (self.server, self.abstract, self.named):
+            listener.listen()
+            listener.setblocking(False)
+        self.memory = Path(f"/dev/shm/{MARK}")
+        self.memory.write_text(WORD)
+        self.memory.chmod(0o666)
+        stack.callback(self.memory.unlink)
+        self.segment = secrets.randbelow(1 << 30)
+        libc = ctypes.CDLL(None)
+        number = libc.shmget(self.segment, 4096, 0o1666)
+        stack.callback(libc.shmctl, number, 0, None)
+        self.inherited = os.open(secret, os.O_RDONLY)
+        stack.callback(os.close, self.inherited)
+        os.set_inheritable(self.inherited, True)
+
+    def names(self, warden: int) -> dict[str, str]:
+        return {
+            "@WORD@": WORD, "@MARK@": MARK, "@HOME@": str(self.home),
+            "@VICTIM@": str(self.victim.pid), "@WARDEN@": str(warden),
+            "@PORT@": str(self.server.getsockname()[1]), "@SEGMENT@": str(self.segment),
+        }  # fmt: skip
+
+    def harm(self) -> list[str]:
+        """Say what is not as it was."""
+        found = []
+        if self.victim.poll() is not None:
+            found.append("a process of the host was ended")
+        if self.memory.read_text() != WORD or (self.home / "secret.txt").read_text() != WORD:
+            found.append("a file was changed")
+        if list((self.home / "open").iterdir()) or Path(f"/var/tmp/{MARK}").exists():
+            found.append("a file was written")
+        for listener in (self.server, self.abstract, self.named):
+            try:
+                listener.accept()[0].close()
+                found.append("somebody connected")
+            except BlockingIOError:
+                pass
+        return found
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLXF_SECRET_TOKEN", WORD)
+        host = Host(stack)
+        (host.home / "tmp").mkdir()
+        patch.setenv("TMPDIR", str(host.home / "tmp"))
+        yield host
+
+
+def open_sandbox(level: SandboxLevel, **limits: float) -> Sandbox:
+    """A sandbox of this level; skips the test where the host does not have it."""
+    try:
+        return Sandbox.choose(SandboxConfig(level=level, **{**STRICT, **limits}))
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+Results = dict[str, tuple[Outcome, bool]]
+"""Name of the program -> its outcome, and whether the warden was the same afterwards."""
+
+
+def run_all(host: Host, level: SandboxLevel, programs: list[Hostile]) -> Results:
+    """Run programs, some at once, each group in a sandbox of its own."""
+
+    def run(group: int) -> Results:
+        found = {}
+        with ExitStack() as stack:
+            slow = stack.enter_context(open_sandbox(level, cpu_s=3, wall_s=8))
+            quick = stack.enter_context(open_sandbox(level, cpu_s=0.3, wall_s=0.6))
+            if level is not SandboxLevel.LIMITS:
+                slow.run(KEEP)
+            for hostile in programs[group::AT_ONCE]:
+                sandbox = quick if hostile.takes_time else slow
+                found[hostile.name] = run_one(host, sandbox, hostile)
+        return found
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return {
+            name: result for part in pool.map(run, range(AT_ONCE)) for name, result in part.items()
+        }
+
+
+def run_one(host: Host, sandbox: Sandbox, hostile: Hostile) -> tuple[Outcome, bool]:
+    if sandbox._warden is None:
+        sandbox.run("pass")
+    assert sandbox._warden is not None
+    before = sandbox._warden.pid
+    program = PRELUDE + hostile.program
+    for name, value in host.names(before).items():
+        program = program.replace(name, value)
+    assert hostile.threat in PREVENTS[sandbox.level], "never run what is not stopped"
+    outcome = sandbox.run(program, "input\n")
+    return outcome, sandbox._warden is not None and sandbox._warden.pid == before
+
+
+def promised(level: SandboxLevel) -> list[Hostile]:
+    return [hostile for hostile in HOSTILE if hostile.threat in PREVENTS[level]]
+
+
+@pytest.fixture(scope="module")
+def results(host: Host, request: pytest.FixtureRequest) -> Callable[[SandboxLevel], Results]:
+    """Outcomes of a level, whose chosen programs run together when the first one is asked for."""
+    found: dict[SandboxLevel, Results] = {}
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    wanted = [call.params for call in calls if call is not None and "hostile" in call.params]
+
+    def get(level: SandboxLevel) -> Results:
+        if level not in found:
+            open_sandbox(level).close()
+            chosen = [params["hostile"] for params in wanted if params["level"] is level]
+            found[level] = run_all(host, level, chosen)
+        return found[level]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("level", "hostile"),
+    [
+        pytest.param(level, hostile, id=f"{level.value}: {hostile.name}")
+        for level in PREVENTS
+        for hostile in promised(level)
+    ],
+)
+def test_a_hostile_program_is_stopped(
+    host: Host,
+    results: Callable[[SandboxLevel], Results],
+    level: SandboxLevel,
+    hostile: Hostile,
+) -> None:
+    outcome, same_warden = results(level)[hostile.name]
+    assert "HARM" not in outcome.stdout and WORD not in outcome.stdout + outcome.stderr
+    assert outcome.cause in hostile.causes or "stopped:" in outcome.stdout, outcome
+    assert outcome.cause in (*hostile.causes, "ok"), outcome
+    assert same_warden, "the process that watches was ended"
+
+
+@pytest.mark.parametrize("level", PREVENTS)
+def test_nothing_is_left_of_hostile_programs(
+    host: Host, results: Callable[[SandboxLevel], Results], level: SandboxLevel
+) -> None:
+    results(level)
+    assert host.harm() == []
+    assert processes_named(MARK) == []
+    assert list((host.home / "tmp").iterdir()) == []
+
+
+def processes_named(name: str) -> list[int]:
+    """Processes that took a name, wherever they are in the tree."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "comm").read_text().strip() == name:
+                found.append(int(folder.name))
+        except OSError:  # ended meanwhile
+            continue
+    return found
+
+
+def test_a_program_takes_the_names_that_are_looked_for(host: Host) -> None:
+    """The check above would see a process that stays: here one is looked at while it runs."""
+    level = next(iter(PREVENTS))
+    with open_sandbox(level, wall_s=3) as sandbox, ThreadPoolExecutor(1) as pool:
+        program = PRELUDE.replace("@MARK@", f"{MARK}x") + "mark()\ntime.sleep(1)"
+        running = pool.submit(sandbox.run, program)
+        seen: list[int] = []
+        while not running.done() and not seen:
+            seen = processes_named(f"{MARK}x")
+        assert seen and running.result().cause == "ok"
+    assert processes_named(f"{MARK}x") == []
+
+
+def test_the_table_in_the_document_is_made_of_these_programs() -> None:
+    assert len(HOSTILE) >= 40 and len({hostile.name for hostile in HOSTILE}) == len(HOSTILE)
+    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    assert put_into(text) == text, "run python -m tests.hostile.sandbox_table docs/security.md"
