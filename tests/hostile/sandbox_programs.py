@@ -46,7 +46,8 @@ class Hostile:
 
     @property
     def takes_time(self) -> bool:
-        return bool(self.causes) and set(self.causes) <= set(TIME)
+        """Whether it goes on until its time is over."""
+        return bool(set(self.causes) & set(TIME))
 
 
 HOSTILE = [
@@ -294,6 +295,7 @@ HOSTILE = [
         Threat.PRIVILEGES,
         "def become():\n    import shutil\n    shutil.copy(sys.executable, 'mine')\n"
         "    os.chmod('mine', 0o6755)\n    os.chown('mine', 0, 0)\nattempt(become)",
+        ("files",),
     ),
     Hostile(
         "makes namespaces and mounts",

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,19 @@ from tests.hostile.sandbox_programs import HOSTILE, PRELUDE, Hostile
 from tests.hostile.sandbox_table import put_into
 
 ROOT = Path(__file__).parents[2]
-STRICT = {"memory_mb": 128, "file_mb": 4, "output_kb": 64, "weak": True}
+STRICT = {
+    "cpu_s": 3.0,
+    "wall_s": 8.0,
+    "memory_mb": 128,
+    "file_mb": 4,
+    "output_kb": 64,
+    "weak": True,
+}
 WORD = f"secret-{secrets.token_hex(8)}"
 MARK = f"rlxf{secrets.token_hex(4)}"  # a name of a process has at most 15 letters
-AT_ONCE = 3
+QUICK = {"cpu_s": 0.3, "wall_s": 0.6}
+AT_ONCE = 2
+STRONGEST = next(iter(PREVENTS))
 KEEP = "open('/tmp/left', 'w').write('x'); open('/dev/shm/left', 'w').write('x')"
 
 
@@ -103,10 +113,10 @@ def host() -> Iterator[Host]:
         yield host
 
 
-def open_sandbox(level: SandboxLevel, **limits: float) -> Sandbox:
+def open_sandbox(level: SandboxLevel) -> Sandbox:
     """A sandbox of this level; skips the test where the host does not have it."""
     try:
-        return Sandbox.choose(SandboxConfig(level=level, **{**STRICT, **limits}))
+        return Sandbox.choose(SandboxConfig(level=level, **STRICT))
     except UserError as error:
         pytest.skip(str(error))
 
@@ -118,11 +128,15 @@ Results = dict[str, tuple[Outcome, bool]]
 def run_all(host: Host, level: SandboxLevel, programs: list[Hostile]) -> Results:
     """Run programs, some at once, each group in a sandbox of its own."""
 
+    with open_sandbox(level) as chosen:
+        python = chosen.python
+
     def run(group: int) -> Results:
         found = {}
         with ExitStack() as stack:
-            slow = stack.enter_context(open_sandbox(level, cpu_s=3, wall_s=8))
-            quick = stack.enter_context(open_sandbox(level, cpu_s=0.3, wall_s=0.6))
+            limits = chosen.limits
+            slow = stack.enter_context(Sandbox(level, python, limits))
+            quick = stack.enter_context(Sandbox(level, python, replace(limits, **QUICK)))
             if level is not SandboxLevel.LIMITS:
                 slow.run(KEEP)
             for hostile in programs[group::AT_ONCE]:
@@ -131,9 +145,8 @@ def run_all(host: Host, level: SandboxLevel, programs: list[Hostile]) -> Results
         return found
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return {
-            name: result for part in pool.map(run, range(AT_ONCE)) for name, result in part.items()
-        }
+        parts = list(pool.map(run, range(AT_ONCE)))
+    return {name: result for part in parts for name, result in part.items()}
 
 
 def run_one(host: Host, sandbox: Sandbox, hostile: Hostile) -> tuple[Outcome, bool]:
@@ -162,7 +175,6 @@ def results(host: Host, request: pytest.FixtureRequest) -> Callable[[SandboxLeve
 
     def get(level: SandboxLevel) -> Results:
         if level not in found:
-            open_sandbox(level).close()
             chosen = [params["hostile"] for params in wanted if params["level"] is level]
             found[level] = run_all(host, level, chosen)
         return found[level]
@@ -173,7 +185,12 @@ def results(host: Host, request: pytest.FixtureRequest) -> Callable[[SandboxLeve
 @pytest.mark.parametrize(
     ("level", "hostile"),
     [
-        pytest.param(level, hostile, id=f"{level.value}: {hostile.name}")
+        pytest.param(
+            level,
+            hostile,
+            id=f"{level.value}: {hostile.name}",
+            marks=pytest.mark.long if hostile.takes_time and level is not STRONGEST else (),
+        )
         for level in PREVENTS
         for hostile in promised(level)
     ],
@@ -215,8 +232,7 @@ def processes_named(name: str) -> list[int]:
 
 def test_a_program_takes_the_names_that_are_looked_for(host: Host) -> None:
     """The check above would see a process that stays: here one is looked at while it runs."""
-    level = next(iter(PREVENTS))
-    with open_sandbox(level, wall_s=3) as sandbox, ThreadPoolExecutor(1) as pool:
+    with open_sandbox(STRONGEST) as sandbox, ThreadPoolExecutor(1) as pool:
         program = PRELUDE.replace("@MARK@", f"{MARK}x") + "mark()\ntime.sleep(1)"
         running = pool.submit(sandbox.run, program)
         seen: list[int] = []

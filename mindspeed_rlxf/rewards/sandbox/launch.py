@@ -118,8 +118,8 @@ class Bubblewrap(Launcher):
         elif counts_by_namespace() and (prlimit := shutil.which("prlimit")):
             inside = [prlimit, f"--nproc={count}:{count}", *inside]
         limit_this_process(self.limits)
-        linux.die_with_parent(signal.SIGKILL, self.warden)
         _become(uid)
+        linux.die_with_parent(signal.SIGKILL, self.warden)  # a change of user takes it back
         bwrap = shutil.which("bwrap") or "bwrap"
         os.execve(bwrap, [bwrap, *self._options(code, refused), "--", *inside], ENVIRONMENT)
 
@@ -218,7 +218,7 @@ class OtherUser(Launcher):
         limit_this_process(self.limits)
         limit_processes(self.limits.processes)
         _give_up_rights(uid)
-        linux.die_with_parent(signal.SIGKILL, self.warden)  # a change of user takes it back
+        linux.die_with_parent(signal.SIGKILL, self.warden)
         command = self.view.command(f"{folder}/program.py")
         os.execve(self.view.python, command, ENVIRONMENT)
 
