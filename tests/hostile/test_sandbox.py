@@ -8,10 +8,12 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -170,13 +172,20 @@ def promised(level: SandboxLevel) -> list[Hostile]:
 def results(host: Host, request: pytest.FixtureRequest) -> Callable[[SandboxLevel], Results]:
     """Outcomes of a level, whose chosen programs run together when the first one is asked for."""
     found: dict[SandboxLevel, Results] = {}
+    absent: dict[SandboxLevel, str] = {}
     calls = [getattr(item, "callspec", None) for item in request.session.items]
     wanted = [call.params for call in calls if call is not None and "hostile" in call.params]
 
     def get(level: SandboxLevel) -> Results:
+        if level in absent:
+            pytest.skip(absent[level])
         if level not in found:
             chosen = [params["hostile"] for params in wanted if params["level"] is level]
-            found[level] = run_all(host, level, chosen)
+            try:
+                found[level] = run_all(host, level, chosen)
+            except pytest.skip.Exception as skipped:
+                absent[level] = str(skipped)
+                raise
         return found[level]
 
     return get
@@ -240,6 +249,60 @@ def test_a_program_takes_the_names_that_are_looked_for(host: Host) -> None:
             seen = processes_named(f"{MARK}x")
         assert seen and running.result().cause == "ok"
     assert processes_named(f"{MARK}x") == []
+
+
+SCORES = """
+import sys
+from mindspeed_rlxf.config.enums import SandboxLevel
+from mindspeed_rlxf.config.sandbox import SandboxConfig
+from mindspeed_rlxf.rewards.sandbox.runner import Sandbox
+sandbox = Sandbox.choose(SandboxConfig(level=SandboxLevel(sys.argv[1])))
+sandbox.run("pass")
+print(sandbox._warden.pid, flush=True)
+sandbox.run(sys.argv[2])
+"""
+LATER = [
+    pytest.param(level, marks=pytest.mark.long)
+    for level in (SandboxLevel.NAMESPACES, SandboxLevel.UID)
+]
+
+
+def end_while_it_runs(level: SandboxLevel, mark: str, whom: str) -> list[int]:
+    """End the process that scores, or the warden, by SIGKILL while a program runs.
+
+    Returns what is left of the program 5 s later, at most.
+    """
+    open_sandbox(level).close()
+    program = PRELUDE.replace("@MARK@", mark) + "mark()\nos.fork()\ntime.sleep(1000)"
+    command = [sys.executable, "-c", SCORES, level.value, program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as scoring:
+        assert scoring.stdout is not None
+        warden = int(scoring.stdout.readline())
+        try:
+            assert wait_until(lambda: len(processes_named(mark)) == 2), "the program runs"
+            os.kill(scoring.pid if whom == "scoring" else warden, signal.SIGKILL)
+            wait_until(lambda: not processes_named(mark))
+        finally:
+            scoring.kill()
+    return processes_named(mark)
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    """Wait 5 s at most for a condition. Returns whether it came true."""
+    deadline = time.monotonic() + 5
+    while not (true := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return true
+
+
+@pytest.mark.parametrize("level", [STRONGEST, *LATER])
+def test_programs_end_with_the_process_that_scores(level: SandboxLevel) -> None:
+    assert end_while_it_runs(level, f"{MARK}s", "scoring") == []
+
+
+@pytest.mark.parametrize("level", [STRONGEST, LATER[0]])
+def test_programs_end_with_the_warden(level: SandboxLevel) -> None:
+    assert end_while_it_runs(level, f"{MARK}w", "warden") == []
 
 
 def test_the_table_in_the_document_is_made_of_these_programs() -> None:

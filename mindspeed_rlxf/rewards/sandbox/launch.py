@@ -157,7 +157,7 @@ class Namespaces(Launcher):
             _exit_like(init)
         # The first process of the pid namespace: when it ends, the kernel kills all others there.
         linux.die_with_parent(signal.SIGKILL, 0)
-        linux.forbid_tracing()
+        linux.allow_tracing(False)
         size, inodes = self.limits.file_mb * MIB, self.limits.files * INODES_PER_FILE
         build_root(self.view.folders, program, f"mode=1777,size={size},nr_inodes={inodes}")
         if main := os.fork():
@@ -271,6 +271,7 @@ def _fork(enter: Callable[[], None], streams: Streams) -> int:
                 signal.signal(number, signal.SIG_DFL)
             os.setsid()
             os.umask(0o022)
+            linux.allow_tracing(True)  # to write to files of its own in /proc
             _score_for_oom()
             for standard, descriptor in enumerate((streams.stdin, streams.stdout, streams.stderr)):
                 os.dup2(descriptor, standard)

@@ -71,9 +71,9 @@ def die_with_parent(signal: int, parent: int) -> None:
         os._exit(1)
 
 
-def forbid_tracing() -> None:
-    """Let no process of this user trace this one."""
-    _prctl(_PR_SET_DUMPABLE, 0)
+def allow_tracing(allowed: bool) -> None:
+    """Let processes of this user trace this one and own its files in /proc, or not."""
+    _prctl(_PR_SET_DUMPABLE, int(allowed))
 
 
 def drop_bounding_set() -> None:

@@ -256,7 +256,7 @@ def _open_launcher(settings: dict[str, Any]) -> Launcher:
 def main() -> int:
     os.umask(0o022)
     linux.become_subreaper()
-    linux.forbid_tracing()
+    linux.allow_tracing(False)
     wakeup, wakeup_end = os.pipe()
     for descriptor in (wakeup, wakeup_end):
         os.set_blocking(descriptor, False)
