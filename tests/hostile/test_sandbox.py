@@ -262,10 +262,7 @@ sandbox.run("pass")
 print(sandbox._warden.pid, flush=True)
 sandbox.run(sys.argv[2])
 """
-LATER = [
-    pytest.param(level, marks=pytest.mark.long)
-    for level in (SandboxLevel.NAMESPACES, SandboxLevel.UID)
-]
+ISOLATED = [level for level in PREVENTS if level is not SandboxLevel.LIMITS]
 
 
 def end_while_it_runs(level: SandboxLevel, mark: str, whom: str) -> list[int]:
@@ -296,12 +293,14 @@ def wait_until(condition: Callable[[], bool]) -> bool:
     return true
 
 
-@pytest.mark.parametrize("level", [STRONGEST, *LATER])
+@pytest.mark.long
+@pytest.mark.parametrize("level", ISOLATED)
 def test_programs_end_with_the_process_that_scores(level: SandboxLevel) -> None:
     assert end_while_it_runs(level, f"{MARK}s", "scoring") == []
 
 
-@pytest.mark.parametrize("level", [STRONGEST, LATER[0]])
+@pytest.mark.long
+@pytest.mark.parametrize("level", [SandboxLevel.BUBBLEWRAP, SandboxLevel.NAMESPACES])
 def test_programs_end_with_the_warden(level: SandboxLevel) -> None:
     assert end_while_it_runs(level, f"{MARK}w", "warden") == []
 

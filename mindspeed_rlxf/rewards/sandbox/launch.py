@@ -5,10 +5,8 @@ Exit codes are those of a shell: 128 + the number of the signal that ended the p
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
-import random
 import shutil
 import signal
 import tempfile
@@ -26,6 +24,14 @@ from mindspeed_rlxf.rewards.sandbox.limits import (
     limit_processes,
     limit_this_process,
 )
+from mindspeed_rlxf.rewards.sandbox.rights import (
+    NOBODY,
+    become,
+    fresh_uid,
+    give_up_rights,
+    new_user_namespace,
+    score_for_oom,
+)
 from mindspeed_rlxf.rewards.sandbox.root import build_root
 from mindspeed_rlxf.rewards.sandbox.view import (
     DEVICES,
@@ -42,7 +48,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "2",
 }  # fmt: skip
-NOBODY = 65534
 INODES_PER_FILE = 100  # files that may exist, for each that may be open
 _NAMESPACES = (
     linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC
@@ -99,7 +104,7 @@ class Bubblewrap(Launcher):
     """bwrap(1): everything in new namespaces, by a program made for this."""
 
     def start(self, program: bytes, streams: Streams) -> Started:
-        uid = _fresh_uid() if self.root else None
+        uid = fresh_uid() if self.root else None
         code, refused = sealed(program), sealed(make_filter())
         try:
             main = _fork(lambda: self._enter(uid, code, refused), streams)
@@ -118,7 +123,7 @@ class Bubblewrap(Launcher):
         elif counts_by_namespace() and (prlimit := shutil.which("prlimit")):
             inside = [prlimit, f"--nproc={count}:{count}", *inside]
         limit_this_process(self.limits)
-        _become(uid)
+        become(uid)
         linux.die_with_parent(signal.SIGKILL, self.warden)  # a change of user takes it back
         bwrap = shutil.which("bwrap") or "bwrap"
         os.execve(bwrap, [bwrap, *self._options(code, refused), "--", *inside], ENVIRONMENT)
@@ -143,14 +148,14 @@ class Namespaces(Launcher):
     """Own namespaces (unshare(2)), with a user namespace unless we are root."""
 
     def start(self, program: bytes, streams: Streams) -> Started:
-        uid = _fresh_uid() if self.root else None
+        uid = fresh_uid() if self.root else None
         main = _fork(lambda: self._enter(uid, program), streams)
         return Started(main, helpers=2, uid=uid)
 
     def _enter(self, uid: int | None, program: bytes) -> None:
         linux.die_with_parent(signal.SIGKILL, self.warden)
         if uid is None:
-            _new_user_namespace()
+            new_user_namespace()
         linux.unshare(_NAMESPACES)
         if init := os.fork():
             _close_all_streams()
@@ -173,7 +178,7 @@ class Namespaces(Launcher):
     def _execute(self, uid: int | None, program: str) -> NoReturn:
         os.chdir(SCRATCH)
         limit_this_process(self.limits)
-        _give_up_rights(uid)
+        give_up_rights(uid)
         os.execve(self.view.python, self.view.command(program), ENVIRONMENT)
 
 
@@ -198,7 +203,7 @@ class OtherUser(Launcher):
             raise
 
     def start(self, program: bytes, streams: Streams) -> Started:
-        uid = _fresh_uid()
+        uid = fresh_uid()
         folder = Path(tempfile.mkdtemp(dir=self._folder / "box"))
         file = folder / "program.py"
         file.write_bytes(program)
@@ -217,7 +222,7 @@ class OtherUser(Launcher):
         os.chdir(folder)
         limit_this_process(self.limits)
         limit_processes(self.limits.processes)
-        _give_up_rights(uid)
+        give_up_rights(uid)
         linux.die_with_parent(signal.SIGKILL, self.warden)
         command = self.view.command(f"{folder}/program.py")
         os.execve(self.view.python, command, ENVIRONMENT)
@@ -242,7 +247,7 @@ class LimitsAlone(Launcher):
     def _enter(self, folder: Path) -> NoReturn:
         os.chdir(folder)
         limit_this_process(self.limits)
-        _give_up_rights(None)
+        give_up_rights(None)
         linux.die_with_parent(signal.SIGKILL, self.warden)
         environment = ENVIRONMENT | {"HOME": str(folder), "TMPDIR": str(folder)}
         os.execve(self.view.python, self.view.command(str(folder / "program.py")), environment)
@@ -272,7 +277,7 @@ def _fork(enter: Callable[[], None], streams: Streams) -> int:
             os.setsid()
             os.umask(0o022)
             linux.allow_tracing(True)  # to write to files of its own in /proc
-            _score_for_oom()
+            score_for_oom()
             for standard, descriptor in enumerate((streams.stdin, streams.stdout, streams.stderr)):
                 os.dup2(descriptor, standard)
             enter()
@@ -303,56 +308,6 @@ def exit_code(status: int) -> int:
 def _close_all_streams() -> None:
     """Close every descriptor: of the streams, and of the report, which the parent waits for."""
     os.closerange(0, 1024)
-
-
-def _score_for_oom() -> None:
-    """Let the kernel choose the program first where the host has no memory left."""
-    with contextlib.suppress(OSError):  # without /proc; the limits hold all the same
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-
-
-def _give_up_rights(uid: int | None) -> None:
-    """Become another user, without any capability, behind the filter of system calls."""
-    linux.drop_bounding_set()
-    _become(uid)
-    linux.drop_capabilities()
-    linux.install_filter(make_filter())
-
-
-def _become(uid: int | None) -> None:
-    if uid is not None:
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-
-
-def _new_user_namespace() -> None:
-    user, group = os.geteuid(), os.getegid()
-    linux.unshare(linux.CLONE_NEWUSER)
-    for file, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{NOBODY} {user} 1"),
-        ("gid_map", f"{NOBODY} {group} 1"),
-    ):
-        Path(f"/proc/self/{file}").write_text(text, encoding="ascii")
-
-
-def _fresh_uid() -> int:
-    """Choose a user id that no process of this host has, from those that this namespace has."""
-    lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
-    ranges = [[int(part) for part in line.split()] for line in lines]
-    first, _, count = max(ranges, key=lambda found: found[2])
-    low = first + min(count // 2, 1 << 30)
-    high = first + min(count, (1 << 31) - 2) - 1
-    if high - low < 1000:
-        raise OSError(f"this user namespace has {count} user ids, too few to choose a free one")
-    used = set()
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # of a process that has ended
-            used.add(os.stat(f"/proc/{name}").st_uid)
-    while (uid := random.SystemRandom().randint(low, high)) in used:
-        pass
-    return uid
 
 
 def sealed(data: bytes) -> int:

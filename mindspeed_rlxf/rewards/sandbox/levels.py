@@ -41,7 +41,7 @@ def describe(level: SandboxLevel) -> str:
     """Return the line for people: the level, and what it does not prevent."""
     missing = [threat.value for threat in Threat if threat not in PREVENTS[level]]
     if not missing:
-        return f"sandbox: programs run at level {level.value}, which stops all known attacks"
+        return f"sandbox: programs run at level {level.value}; docs/security.md has what it stops"
     return f"sandbox: programs run at level {level.value}, which does not prevent: " + "; ".join(
         missing
     )

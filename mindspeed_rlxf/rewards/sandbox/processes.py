@@ -39,7 +39,8 @@ class Descendants:
         while new := {pid for pid, parent in parents.items() if parent in ours} - ours:
             ours |= new
         self._found = ours - {self._own}
-        self._others |= {pid for pid, parent in parents.items() if parent} - ours
+        # One whose parent is not among those seen is looked at again.
+        self._others |= {pid for pid, parent in parents.items() if parent in present} - ours
         return set(self._found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,8 @@ print(json.dumps({
     "not root": os.getuid() != 0,
 }))
 """
+EXTRA_S = 120.0
+"""Longest time beyond that of a program: start of the warden, copy of Python, end of processes."""
 _SEEN = ("no socket", "no host files", "no writing", "not root")
 
 
@@ -202,6 +205,12 @@ class Sandbox:
         assert self._warden.stdin is not None and self._warden.stdout is not None
         self._warden.stdin.write(json.dumps(line).encode() + b"\n")
         self._warden.stdin.flush()
+        answers = select.poll()
+        answers.register(self._warden.stdout, select.POLLIN)
+        wait_s = self.limits.wall_s + EXTRA_S
+        if not answers.poll(wait_s * 1000):
+            self._warden.kill()
+            raise OSError(f"no answer within {wait_s:g} s")
         answer: dict[str, Any] = json.loads(self._warden.stdout.readline() or "")
         return answer
 

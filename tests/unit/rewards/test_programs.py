@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -175,6 +177,20 @@ def test_a_lost_warden_is_replaced(rules: programs.CodeRules) -> None:
     assert sandbox._warden is not None
     sandbox._warden.kill()
     assert sandbox.run("print(1)").cause == "killed"
+    assert sandbox.run("print(2)").stdout == "2\n"
+
+
+def test_a_warden_that_does_not_answer_is_replaced(
+    rules: programs.CodeRules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox = rules._sandbox
+    assert sandbox is not None and sandbox.run("print(1)").cause == "ok"
+    assert sandbox._warden is not None
+    os.kill(sandbox._warden.pid, signal.SIGSTOP)
+    monkeypatch.setattr(runner, "EXTRA_S", 1 - sandbox.limits.wall_s)
+    with pytest.raises(SandboxError, match="no answer within 1 s"):
+        sandbox._ask("print(1)", "")
+    monkeypatch.undo()
     assert sandbox.run("print(2)").stdout == "2\n"
 
 
