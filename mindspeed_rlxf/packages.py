@@ -24,6 +24,7 @@ def version(distribution: str) -> str | None:
 
 
 def _installed(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -31,7 +32,7 @@ def _installed(distribution: str) -> str | None:
 
 
 def folder_of(module: str) -> Path | None:
-    """Folder that a package would be imported from; only its parents are imported."""
+    """Return the folder that a package would be imported from; imports its parents only."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -41,9 +42,14 @@ def folder_of(module: str) -> Path | None:
 
 
 def megatron_core() -> str | None:
-    """Version of the sources on the path, which may hide a wheel."""
+    """Return the version of Megatron's sources on the path, which may hide a wheel."""
     folder = folder_of("megatron.core")
-    values = _constants(folder / "package_info.py") if folder else {}
+    return core_version(folder) if folder else None
+
+
+def core_version(folder: Path) -> str | None:
+    """Version of the megatron-core in a folder."""
+    values = _constants(folder / "package_info.py")
     if not values.keys() >= set(NUMBERS):
         return None
     return ".".join(values[name] for name in NUMBERS) + values.get(SUFFIX, "")
@@ -52,14 +58,19 @@ def megatron_core() -> str | None:
 def mindspeed() -> str | None:
     """Version of a checkout on the path, from its setup.py."""
     folder = folder_of("mindspeed")
-    return _constants(folder.resolve().parent / "setup.py").get("__version__") if folder else None
+    return setup_version(folder) if folder else None
+
+
+def setup_version(folder: Path) -> str | None:
+    """Version that the setup.py beside a package's folder names."""
+    return _constants(folder.resolve().parent / "setup.py").get("__version__")
 
 
 SOURCES = {MEGATRON: megatron_core, "mindspeed": mindspeed}
 
 
 def _constants(file: Path) -> dict[str, str]:
-    """Constants at the top level of a Python file, by name; none where it cannot be read."""
+    """Return the constants at the top level of a Python file; none where it cannot be read."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):

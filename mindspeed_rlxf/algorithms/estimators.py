@@ -104,7 +104,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def register_estimator(name: str, traits: EstimatorTraits) -> Callable[[Estimator], Estimator]:
-    """Decorator: the function becomes a choice of `algorithm.adv_estimator`.
+    """Decorate a function to make it a choice of `algorithm.adv_estimator`.
 
     traits: what the configuration has to provide; where `whitens`, advantages are whitened after
             the estimator. Raises ValueError for a name that is taken.

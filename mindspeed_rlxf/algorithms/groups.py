@@ -15,7 +15,7 @@ EPSILON = 1e-8
 
 
 def grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
-    """(R - mean) / (std + 1e-8) of the group (arXiv:2402.03300, section 4.1.2).
+    """Normalise rewards in their group: (R - mean) / (std + 1e-8) (arXiv:2402.03300, 4.1.2).
 
     The standard deviation has divisor n - 1. rewards: [batch] -> [batch].
     """
@@ -25,13 +25,13 @@ def grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def dr_grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
-    """R - mean of the group, not divided (arXiv:2503.20783, section 3.2). [batch] -> [batch]."""
+    """Centre rewards in their group, R - mean (arXiv:2503.20783, 3.2). [batch] -> [batch]"""
     groups = _groups(rewards, group_size)
     return _flat(groups - groups.mean(1, keepdim=True), rewards)
 
 
 def rloo_advantages(rewards: Tensor, group_size: int) -> Tensor:
-    """R - mean of the others in the group (RLOO, arXiv:2402.14740). [batch] -> [batch]."""
+    """Compute R - mean of the others in the group (RLOO, arXiv:2402.14740). [batch] -> [batch]"""
     groups = _groups(rewards, group_size)
     others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
     return _flat(groups - others, rewards)

@@ -43,7 +43,11 @@ class KlController:
         self._adaptive, self._target, self._horizon = adaptive, target_kl, horizon
 
     def update(self, kl: float, num_samples: int) -> None:
-        """kl: mean over the iteration's samples of their mean KL per token; NaN changes nothing."""
+        """Adapt the coefficient to this iteration's KL; a fixed one stays.
+
+        kl: mean over the iteration's samples of their mean KL per token; NaN changes nothing
+        num_samples: of the iteration
+        """
         if not self._adaptive or math.isnan(kl):
             return
         error = min(max(kl / self._target - 1.0, -0.2), 0.2)

@@ -38,7 +38,7 @@ class ClipRange(NamedTuple):
 def clipped_policy_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange
 ) -> TokenLoss:
-    """max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(log_probs - old_log_probs).
+    """Compute max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(log_probs - old_log_probs).
 
     PPO, arXiv:1707.06347, section 3. The log-ratio is held within +-20: a token beyond that has no
     gradient, where an overflow of exp would make it NaN.
@@ -50,7 +50,7 @@ def clipped_policy_loss(
 def sequence_policy_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange, lengths: Tensor
 ) -> TokenLoss:
-    """The clipped loss with one ratio per response, GSPO-token of arXiv:2507.18071, section 4.3.
+    """Compute the clipped loss with one ratio per response (GSPO-token, arXiv:2507.18071, 4.3).
 
     The ratio is exp(mean of log_probs - old_log_probs over the response); its gradient reaches each
     token with weight 1. The mean is held within +-20, as the log-ratio of a token.
@@ -66,6 +66,7 @@ def sequence_policy_loss(
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> TokenLoss:
+    """Compute the clipped loss of a ratio, with a bound for negative advantages if `clip.dual`."""
     free = -advantages * ratio
     held = -advantages * torch.clamp(ratio, 1.0 - clip.low, 1.0 + clip.high)
     loss, clipped = torch.maximum(free, held), held > free
@@ -89,7 +90,9 @@ def truncated_importance(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: 
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float | None
 ) -> TokenLoss:
-    """0.5 * max((v - R)^2, (v_clip - R)^2), v_clip within `cliprange_value` of the old value.
+    """Compute 0.5 * max((v - R)^2, (v_clip - R)^2), v_clip close to the old value.
+
+    cliprange_value: most that v_clip may differ from the old value; None = 0.5 * (v - R)^2
 
     cliprange_value: None = 0.5 * (v - R)^2
     """
@@ -105,7 +108,7 @@ def clipped_value_loss(
 
 
 def preference_loss(chosen: Tensor, rejected: Tensor, beta: float, kind: DpoLoss) -> Tensor:
-    """Direct preference optimisation, per pair.
+    """Compute the loss of direct preference optimisation for each pair.
 
     chosen, rejected: [pairs] log(pi / pi_ref) of the whole response
     sigmoid: -log sigmoid(beta h), h = chosen - rejected (arXiv:2305.18290, equation 7)

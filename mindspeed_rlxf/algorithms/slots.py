@@ -17,7 +17,7 @@ from mindspeed_rlxf.config.enums import ScorePosition
 
 
 def readable_slots(trained_mask: Tensor, response_mask: Tensor) -> Tensor:
-    """[batch, response + 1] bool: slots whose value may be needed, whatever the score position.
+    """Return [batch, response + 1] bool: slots whose value may be needed at any score position.
 
     Those of trained tokens, and the one behind the last token.
     """
@@ -32,7 +32,7 @@ def value_mask(
     position: ScorePosition,
     slot_limit: int,
 ) -> Tensor:
-    """[batch, response + 1] bool: slots with a value to learn.
+    """Return [batch, response + 1] bool: slots with a value to learn.
 
     trained_mask, response_mask: [batch, response] bool, True = token that is learnt from / is there
     has_eos: [batch] bool, the last token is an EOS

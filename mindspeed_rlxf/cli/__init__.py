@@ -12,7 +12,10 @@ COMMANDS = ("train", "preprocess", "convert", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the named command with the rest of the line; return 2 for an unknown command."""
+    """Run the named command with the rest of the line; return its exit code, 2 for an unknown one.
+
+    `train` runs in a child process that is started again after a failure (`ops.supervisor`).
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
     if name in COMMANDS:

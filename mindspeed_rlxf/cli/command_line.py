@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def unknown_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[Problem]:
-    """A problem for each word that is no option of the parser, with the nearest option."""
+    """List a problem for each word that is no option of the parser, with the nearest option."""
     options = [option for action in parser._actions for option in action.option_strings]
     problems = []
     for word in words:

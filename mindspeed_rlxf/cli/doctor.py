@@ -43,7 +43,7 @@ OPTIONS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Inspect the hosts, print the findings, and return the exit code."""
+    """Inspect the hosts; print the findings, or pack a bundle; return the exit code."""
     speak_utf8()
     try:
         arguments = _parse(argv)
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[Finding]]:
-    """The configuration, or findings about a wrong one; the rest is inspected all the same."""
+    """Return (configuration, findings): None with errors for a wrong one, None without a name."""
     name = arguments.config_name
     if name is None:
         return None, []
@@ -85,6 +85,7 @@ def _config(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[Findi
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; exits with usage where it is wrong."""
     parser = Parser(
         OPTIONS,
         prog="mindspeed-rlxf doctor",

@@ -121,6 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line.
+
+    Raises UserError for unknown options; exits where flags are missing.
+    """
     parser = Parser(
         OPTIONS,
         prog="preprocess",
@@ -142,7 +146,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _options(arguments: argparse.Namespace) -> PreprocessOptions:
-    """The typed flags. Errors: UserError with every wrong one."""
+    """Check and convert the flags. Raises UserError with every wrong one."""
     problems = [
         *refused_flags(arguments, PREPROCESS_FLAGS),
         *_handler_problems(arguments.handler_name),
@@ -214,6 +218,7 @@ def _handler_problems(name: str) -> list[Problem]:
 
 
 def _merge(arguments: argparse.Namespace) -> None:
+    """Merge the data sets of a folder, and print what was written."""
     if len(arguments.input) != 1 or not arguments.merge_group_keys:
         raise UserError(
             Problem(
@@ -229,6 +234,7 @@ def _merge(arguments: argparse.Namespace) -> None:
 
 
 def _one_of(flag: str, value: str, known: Collection[str]) -> list[Problem]:
+    """Return a problem unless the flag's value is one of `known`."""
     if value in known:
         return []
     guess = closest(value, known) or next(iter(known))
@@ -253,8 +259,9 @@ def _progress(log_interval: int) -> AbstractContextManager[Callable[..., None]]:
 
 
 def _report(counts: Counts, prefix: str) -> None:
+    """Print the counts of rows, and notes on files and tokens that look wrong."""
     for file in counts.skipped:
-        _note(f"{file} is skipped: of no type that is read")
+        _note(f"{file} is skipped: files of its type are not read")
     if counts.not_slow:
         why = f"the fast tokenizer is used ({counts.not_slow})"
         _note(f"--tokenizer-not-use-fast has no effect: {why}")
@@ -263,8 +270,8 @@ def _report(counts: Counts, prefix: str) -> None:
     if counts.unknown_tokens > MAX_UNKNOWN * counts.num_tokens:
         share = counts.unknown_tokens / counts.num_tokens
         _note(
-            f"{share:.0%} of the tokens are the unknown one: the tokenizer does not fit the text; "
-            "give that of the model which is trained"
+            f"{share:.0%} of the tokens are the unknown token: the tokenizer does not fit the "
+            "text; give the tokenizer of the model to train"
         )
     lines = {"rows read": counts.rows_read, "rows written": counts.rows_written}
     lines |= {f"dropped, {reason}": number for reason, number in counts.dropped.most_common()}

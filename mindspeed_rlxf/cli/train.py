@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare(config: RunConfig) -> Run:
-    """Check the files of the configuration and return its run. Errors: UserError."""
+    """Check all files, set up the device of a local run, and return the run. Errors: UserError."""
     from mindspeed_rlxf.trainer.preflight import prepare
 
     prepared = prepare(config)
@@ -72,7 +72,7 @@ def _prepare(config: RunConfig) -> Run:
 
 
 def _dry_run(config: RunConfig) -> int:
-    """Print the plan; then report missing devices, plans that do not fit, and bad files."""
+    """Print the plan and what would keep the run from working; return the exit code."""
     from mindspeed_rlxf.config.rules.host import check_host
     from mindspeed_rlxf.ops.planning.plan import plan
     from mindspeed_rlxf.trainer.preflight import prepare
@@ -88,6 +88,7 @@ def _dry_run(config: RunConfig) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; exits with usage where it is wrong."""
     parser = Parser(
         OPTIONS, prog="train", description="PPO, GRPO or online DPO from a YAML configuration."
     )

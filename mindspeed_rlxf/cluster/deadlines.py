@@ -46,7 +46,7 @@ class Deadlines:
         self._seen: dict[Phase, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
 
     def seconds_for(self, requests: Sequence[Request]) -> float:
-        """Return the seconds to wait for this call, of all ranks."""
+        """Return the seconds to wait for a call of all ranks, judged by earlier such calls."""
         phase = phase_of(requests)
         seen = self._seen.get(phase)
         if phase[1] in ON_STORAGE or not seen:

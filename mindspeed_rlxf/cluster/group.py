@@ -61,7 +61,7 @@ class Pending:
 
     @property
     def seconds(self) -> float:
-        """The longest time of a rank in the method; waits for it to end."""
+        """Longest time of a rank in the method, s; waits for it to end."""
         return max(reply.seconds for reply in self.replies())
 
     def _leader_replies(self) -> list[Reply]:
@@ -119,7 +119,7 @@ class RoleGroup:
     def _requests(
         self, method: str, args: Sequence[Any], **how: Any
     ) -> tuple[list[Request], list[int | None]]:
-        """Return a request for each rank, and the rows that go in by data-parallel rank.
+        """Make a request for each rank; return them, and the number of rows for each replica.
 
         how: fields of `Request`
         """
@@ -134,7 +134,7 @@ class RoleGroup:
         return requests, num_rows
 
     def _shards(self, arg: Any) -> Sequence[Any]:
-        """Return the argument of each data-parallel rank."""
+        """Return the argument for each data-parallel rank: its part, or a copy with its rows."""
         if not isinstance(arg, Sharded):
             return split_refs(arg, self.layout.dp)
         assert len(arg.parts) == self.layout.dp, (
@@ -163,6 +163,7 @@ def submit_together(pool: Pool, *parts: Sequence[Request]) -> Pending:
 
 
 def _num_rows(value: Any) -> int | None:
+    """Return the number of rows of the first batch found in `value`; None where there is none."""
     if isinstance(value, (RowsRef, Rows)):
         return value.num_rows
     counts = (_num_rows(item) for _, item in list_items(value))

@@ -85,12 +85,14 @@ class ThreadCall:
         threading.Thread(target=self._run, args=args, daemon=True).start()
 
     def _run(self, *args: Any) -> None:
+        """Run the function and keep its result or its exception."""
         try:
             self._future.set_result(self._function(*args))
         except Exception as error:
             self._future.set_exception(error)
 
     def result(self) -> Any:
+        """Wait for the result. Raises HostError when the function failed or is late."""
         if not wait([self._future], max(self._deadline - time.monotonic(), 0)).done:
             waits_for = "the function to return"
             raise deadline_error(self._host, self._function, self._timeout_s, waits_for)

@@ -82,6 +82,7 @@ def _to_text(error: Failure | None) -> str:
 
 
 def _from_text(text: str) -> Failure | None:
+    """Make the failure that `_to_text` wrote; None for an empty one."""
     found = json.loads(text)
     return (
         {kind.__name__: kind for kind in (WorkerError, HostError)}[found[0]](*found[1])
@@ -131,6 +132,10 @@ class LocalWorld:
         return outcomes
 
     def from_first(self, make: Callable[[], T]) -> T:
+        """Call `make` on the first rank only.
+
+        Return its result, or raise its error, on every rank.
+        """
         result: list[Any] = [None, None]
         if self.rank == 0:
             try:
@@ -148,6 +153,10 @@ class LocalWorld:
         worlds.leave()
 
     def _await_all(self, number: int, what: str) -> None:
+        """Wait until all ranks have written their outcome.
+
+        Raises RuntimeTimeout naming those missing.
+        """
         keys = [self._key(number, rank) for rank in range(self.size)]
         try:
             self._store.wait(keys, timedelta(seconds=self.timeout_s))
@@ -172,6 +181,10 @@ class LocalAgent(HostAgent):
         self._rank, self._world = rank, world
 
     def start(self, function: Function, *args: Any, timeout_s: float) -> LocalHostCall:
+        """Start the function in a thread of one rank.
+
+        A collective, as results of calls are shared.
+        """
         what = f"{function.__name__} on {self.host}"
         self._world.exchange(None, what)
         values = [arg.result() if isinstance(arg, LocalHostCall) else arg for arg in args]
@@ -227,7 +240,10 @@ class LocalRuntime:
 
     @classmethod
     def from_config(cls, config: RunConfig, log_dir: Path | None) -> LocalRuntime:
-        """log_dir is not used: output stays on the terminals the processes were started from."""
+        """Make the runtime of this process.
+
+        log_dir is not used: output stays on the terminals the processes were started from.
+        """
         return cls(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
 
     @property
@@ -244,6 +260,10 @@ class LocalRuntime:
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, LocalPool]:
+        """Make all pools of the same processes.
+
+        Raises UserError where a pool is of another size.
+        """
         assert not parts, "the rules of the configuration refuse split pools"
         size = self.world.size
         problems = [

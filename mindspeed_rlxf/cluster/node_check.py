@@ -123,7 +123,7 @@ def _fingerprint(file: Path, sized: tuple[str, ...]) -> str | None:
 def find_node_problems(
     driver: NodeReport, nodes: Sequence[NodeReport], keys: Mapping[str, str]
 ) -> list[str]:
-    """Find differences between nodes that would fail a run later, or change it.
+    """List differences in versions and files between nodes that would change or fail a run.
 
     keys: folder -> the configuration keys that name it
     """
@@ -147,6 +147,10 @@ def find_node_problems(
 def _compare_folder(
     title: str, node: NodeReport, expected: Mapping[str, str], found: Mapping[str, str] | None
 ) -> list[str]:
+    """Describe how a node's model or tokenizer folder differs from the driver's.
+
+    Empty = it does not.
+    """
     remedy = f"copy the folder to {node.host}, or use one that every node shares"
     if found is None:
         return [f"{title} must be on every node; {node.host} has no such folder; {remedy}"]
@@ -187,7 +191,7 @@ class NodeCheck:
         self._seen: dict[str, NodeReport] = {}
 
     def check(self, nodes: list[Node]) -> list[Node]:
-        """Return the nodes that may be used.
+        """Return the nodes that may be used; those not seen before are asked for their report.
 
         Raises UserError for nodes whose software or files differ, unless they are left out.
         """
@@ -202,6 +206,10 @@ class NodeCheck:
     def _judge(
         self, nodes: list[Node], reports: Mapping[str, NodeReport], silent: Mapping[str, str]
     ) -> None:
+        """Leave out nodes with faults where nodes are probed.
+
+        Elsewhere raise UserError with all faults.
+        """
         assert self._driver is not None, "asked first"
         if self._probe is None:
             wrong = list(silent.values())
@@ -220,6 +228,7 @@ class NodeCheck:
                 logger.warning("%s (%s) is left out: %s", node.host, node.ip, "; ".join(found))
 
     def _find_faults(self, node: Node, seen: NodeReport) -> list[str]:
+        """List a node's faults: sick devices, missing devices, and what differs from the driver."""
         assert self._driver is not None, "asked first"
         found = [*seen.sick, *find_node_problems(self._driver, [seen], self._keys)]
         if seen.devices is not None and seen.devices < node.count:
@@ -255,6 +264,7 @@ class NodeCheck:
 
 
 def _describe_silence(node: Node, what: str) -> str:
+    """Word the fault of a node that could not report."""
     return (
         f"mindspeed_rlxf on {node.host} ({node.ip}) must be that of the driver ({build_id()}): "
         f"{what}; install the same there, and start Ray on that host from that environment again"

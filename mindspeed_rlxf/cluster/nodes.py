@@ -48,7 +48,11 @@ class Node:
 def make_node(
     facts: Mapping[str, object], resource: str, totals: Mapping[str, float], free: float
 ) -> Node:
-    """facts: NodeID, NodeManagerHostname and NodeManagerAddress of `ray.nodes()`."""
+    """Make a Node of what Ray says about it.
+
+    facts: NodeID, NodeManagerHostname and NodeManagerAddress of `ray.nodes()`
+    totals: its resources by name; free: devices that are not in use
+    """
     models = sorted(name for name in totals if name.startswith(MODEL_PREFIX))
     return Node(
         id=str(facts["NodeID"]),
@@ -118,7 +122,7 @@ def choose_model(pool: str, shape: Sequence[int], nodes: Sequence[Node]) -> str 
 
 
 def take_devices(nodes: Sequence[Node], shape: Sequence[int], model: str | None) -> list[Node]:
-    """Return the nodes after a pool has taken its devices, each entry on the node it fills best."""
+    """Return the nodes with the devices of a pool taken, each entry on the node it fills best."""
     left = {node.id: node for node in nodes}
     possible = [node for node in nodes if model in (None, node.model)]
     for count in sorted(shape, reverse=True):
@@ -143,6 +147,7 @@ def describe_shortage(
 
 
 def list_nodes(nodes: Sequence[Node]) -> str:
+    """Format nodes for a message, MAX_SHOWN at most."""
     shown = [str(node) for node in sort_by_address(nodes)[:MAX_SHOWN]]
     if len(nodes) > MAX_SHOWN:
         shown.append(f"and {len(nodes) - MAX_SHOWN} more nodes")
@@ -179,7 +184,7 @@ def order_ranks(found: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[
 
 
 def describe_places(places: Sequence[Place]) -> str:
-    """`ranks 0-7 on node1 (10.0.0.1), ranks 8-15 on node2 (10.0.0.2)`."""
+    """Format places in the order of ranks: `ranks 0-7 on node1 (10.0.0.1), rank 8 on ...`."""
     parts, first = [], 0
     for (host, ip), group in groupby(places, key=lambda place: (place.host, place.ip)):
         last = first + len(list(group)) - 1

@@ -186,6 +186,7 @@ def split_refs(value: Any, n: int) -> list[Any]:
 
 
 def _replace_refs(value: Any, fetch: Fetch) -> Any:
+    """Return the value with every RowsRef in it replaced by its rows."""
     if isinstance(value, RowsRef):
         return resolve(value, fetch)
     if not find_refs(value):

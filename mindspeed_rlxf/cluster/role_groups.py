@@ -67,7 +67,7 @@ class ActorGroup(TrainedGroup):
         return self.train.prepare(ActorRole.send_weights)
 
     def log_probs(self, rollouts: RowsRef) -> Pending:
-        """Rows: LogProbs. Reports: LogProbReport per replica."""
+        """Compute log-probs. Rows: LogProbs. Reports: LogProbReport per replica."""
         return self.train.call(ActorRole.log_probs, rollouts)
 
     def sample_texts(self, rollouts: RowsRef, count: int) -> list[SampleText]:
@@ -84,7 +84,10 @@ class ActorGroup(TrainedGroup):
     def update_policy(
         self, rollouts: RowsRef, experience: RowsRef, iteration: int, kl_coef: float
     ) -> Pending:
-        """Reports: UpdateReport per replica, the same on each."""
+        """Train on all mini-batches of all epochs.
+
+        Reports: UpdateReport per replica, the same on each.
+        """
         orders = mini_batch_order(
             rollouts.num_rows,
             self.config.ppo_epochs,
@@ -121,7 +124,8 @@ class RolloutGroup:
     def update_weights(self, actor: ActorGroup, version: int) -> None:
         """Give the rollout the weights of the actor after `version` updates; waits for them.
 
-        No weights move where the same ranks train. Raises WorkerError, RuntimeTimeout.
+        Does nothing when the rollout has that version. Where the same ranks train and generate, no
+        weights move. Raises WorkerError, RuntimeTimeout.
         """
         if version == self._version:
             return
@@ -132,7 +136,7 @@ class RolloutGroup:
         self._version = version
 
     def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> Pending:
-        """Rows: Rollouts in the order of the prompts. Reports: GenerateReport per replica."""
+        """Generate. Rows: Rollouts in the order of prompts. Reports: GenerateReport per replica."""
         parts = Sharded(prompts.split(self.group.layout.dp))
         return self.group.call(RolloutRole.generate, parts, seed, greedy)
 
@@ -146,7 +150,10 @@ class ReferenceGroup:
         return self.group.build(ReferenceRole, self.run)
 
     def log_probs(self, rollouts: RowsRef) -> Pending:
-        """Rows: LogProbs, or LogProbsWithKl where the KL is over the vocabulary."""
+        """Compute log-probs.
+
+        Rows: LogProbs, or LogProbsWithKl where the KL is over the vocabulary.
+        """
         if self.run.algorithm.kl_penalty is KlPenalty.FULL:
             actor = Peer(Role.ACTOR_ROLLOUT)
             return self.group.call(ReferenceRole.log_probs_with_kl, rollouts, actor)
@@ -162,15 +169,18 @@ class CriticGroup(TrainedGroup):
         return self.group.build(CriticRole, self.run)
 
     def values(self, rollouts: RowsRef) -> Pending:
-        """Rows: Values."""
+        """Compute values. Rows: Values."""
         return self.group.call(CriticRole.values, rollouts)
 
     def make_experience(self, inputs: ExperienceInputs) -> Pending:
-        """Rows: Experience. Reports: ExperienceReport per replica."""
+        """Make the experience. Rows: Experience. Reports: ExperienceReport per replica."""
         return self.group.call(CriticRole.make_experience, inputs)
 
     def update_critic(self, rollouts: RowsRef, experience: RowsRef, iteration: int) -> Pending:
-        """Reports: UpdateReport per replica, the same on each."""
+        """Train on all mini-batches of all epochs.
+
+        Reports: UpdateReport per replica, the same on each.
+        """
         orders = mini_batch_order(
             rollouts.num_rows,
             self.config.critic_update_epochs,
@@ -196,21 +206,21 @@ class RewardGroup:
         return self.group.build(RewardRole, self.run)
 
     def score(self, rollouts: RowsRef) -> Pending:
-        """Rows: Scores. Reports: ScoreReport per replica."""
+        """Score responses. Rows: Scores. Reports: ScoreReport per replica."""
         return self.group.call(RewardRole.score, rollouts)
 
     def score_by_rule(self, rollouts: RowsRef) -> Pending:
-        """As `score`, by the rules whatever the configured reward."""
+        """Score as `score` does, but by the rules, whatever the configured reward."""
         return self.group.call(RewardRole.score_by_rule, rollouts)
 
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """The roles of a run; `critic` is None where the stage has none."""
+    """The roles of a run; `ref` and `critic` are None where the run has none."""
 
     actor: ActorGroup
     rollout: RolloutGroup
-    ref: ReferenceGroup
+    ref: ReferenceGroup | None
     critic: CriticGroup | None
     reward: RewardGroup
 
@@ -221,14 +231,14 @@ class RoleGroups:
         """Make every role in its pool's processes, those of different pools at the same time."""
         policy = pools[config.pool_of(Role.ACTOR_ROLLOUT)]
         actor, rollout = ActorGroup(config, policy), RolloutGroup(config, policy)
-        ref = ReferenceGroup(config, pools[config.pool_of(Role.REF)])
-        critic = None
+        ref = critic = None
+        if Role.REF in config.roles:
+            ref = ReferenceGroup(config, pools[config.pool_of(Role.REF)])
         if config.critic is not None:
             critic = CriticGroup(config, pools[config.pool_of(Role.CRITIC)])
         reward = RewardGroup(config, pools[config.pool_of(Role.REWARD)])
         builds = [actor.build(), rollout.build(eos_token_ids)]
-        builds += [ref.build(), reward.build()]
-        builds += [critic.build()] if critic else []
+        builds += [group.build() for group in (ref, reward, critic) if group]
         for build in builds:
             build.result()
         return cls(actor, rollout, ref, critic, reward)

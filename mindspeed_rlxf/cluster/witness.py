@@ -72,7 +72,7 @@ class Watched:
 
 
 def show_stacks_on_signal() -> None:
-    """Have this process write all its stacks to stderr on the signal, and on a crash in C."""
+    """Make this process write all its stacks to stderr on STACK_SIGNAL, and on a crash in C."""
     faulthandler.enable(STDERR)
     faulthandler.register(STACK_SIGNAL, STDERR, all_threads=True)
 
@@ -92,7 +92,9 @@ def inspect_hosts(workers: Sequence[Watched], stacks: bool) -> dict[tuple[str, i
     answers: dict[tuple[str, int], Sighting] = {}
     for found, reply in zip(by_agent.values(), outcomes(calls), strict=True):
         if isinstance(reply, HostError):
-            logger.warning("no stacks and no logs of the ranks on %s: %s", reply.host, reply.cause)
+            logger.warning(
+                "cannot fetch stacks and logs of the ranks on %s: %s", reply.host, reply.cause
+            )
         else:
             answers.update({(w.pool, w.rank): s for w, s in zip(found, reply, strict=True)})
     return answers
@@ -119,6 +121,10 @@ def inspect_workers(subjects: Sequence[Subject], stacks: bool) -> list[Sighting]
 
 
 def _describe_state(subject: Subject, stack: str, asked: bool) -> tuple[str, bool]:
+    """Return what the process does, as words for a message, and whether it waits for other ranks.
+
+    stack: what it wrote when asked for its stacks; empty = it wrote nothing
+    """
     letter = _letter(subject.pid)
     if letter in "ZX":
         return GONE, False
@@ -207,7 +213,7 @@ def explain_death(error: WorkerError, oom_kills: int) -> WorkerError:
 
 
 def _states(seen: Mapping[int, Sighting | None]) -> list[str]:
-    """`rank 0 is gone`, `each of ranks 1, 2 waits for others in all_reduce`."""
+    """Describe ranks by state: `rank 0 is gone`, `each of ranks 1, 2 waits for others in ...`."""
     by_state: dict[str, list[int]] = {}
     for rank, sighting in seen.items():
         state = sighting.state if sighting else "is on a node that does not answer"
@@ -224,6 +230,7 @@ def read_tail(log: str) -> str:
 
 
 def _read_from(log: str, offset: int) -> str:
+    """Read a log from a byte on; empty where it cannot be read."""
     try:
         with open(log, "rb") as file:
             file.seek(offset)
@@ -233,7 +240,7 @@ def _read_from(log: str, offset: int) -> str:
 
 
 def copy_logs(workers: Sequence[Watched], seen: Mapping[tuple[str, int], Sighting]) -> None:
-    """Copy the ends of logs from other hosts to the same paths on this one."""
+    """Copy the ends of logs from other hosts to the same paths here; own logs stay."""
     for worker in workers:
         sighting = seen.get((worker.pool, worker.rank))
         if sighting is None or not sighting.tail or not worker.log:
@@ -252,7 +259,7 @@ def _is_copy(file: Path) -> bool:
 
 
 def oom_kills() -> int:
-    """Count the processes that the kernel killed so far for lack of memory, container included."""
+    """Count the processes of this host or container that the kernel killed for lack of memory."""
     found = 0
     for name in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
         try:
@@ -274,6 +281,7 @@ def _letter(pid: int) -> str:
 
 
 def _signal(pid: int) -> bool:
+    """Ask a process for its stacks; False where it cannot be signalled."""
     try:
         os.kill(pid, STACK_SIGNAL)
     except OSError:
@@ -282,6 +290,7 @@ def _signal(pid: int) -> bool:
 
 
 def _size(log: str) -> int:
+    """Return the bytes of a log; 0 where there is none."""
     try:
         return os.stat(log).st_size
     except OSError:

@@ -68,6 +68,7 @@ class RoleHost:
             raise worker_error(error, request.role.value, self._rank, request.method) from error
 
     def _invoke(self, request: Request, args: tuple[Any, ...]) -> RoleOutput:
+        """Build a role, or call a method of a role or of its engine; return what it gave."""
         args = tuple(self._get_role(arg.role) if isinstance(arg, Peer) else arg for arg in args)
         if request.factory is not None:
             self._roles[request.role] = request.factory(*args)
@@ -90,6 +91,7 @@ class RoleHost:
     def _make_reply(
         request: Request, output: RoleOutput, seconds: float
     ) -> tuple[Rows | None, Reply]:
+        """Split a method's output into the rows to keep and the reply to the driver."""
         check_report(output.report, request.role.value, request.method)
         if not request.keeps_rows:
             return None, Reply(None, None, seconds)
@@ -124,6 +126,7 @@ def to_host(rows: Rows) -> Rows:
 
 
 def _compact(column: Any) -> Any:
+    """Detach a tensor and copy it to the host, without the memory that it views; others pass."""
     if not isinstance(column, torch.Tensor):
         return column
     column = column.detach().cpu()
@@ -170,7 +173,9 @@ class WorkerProcess:
         return port
 
     def start(self, setup: ProcessSetup, ip: str, port: int, assigned: str | None = None) -> None:
-        """Join the world of the pool, or of a part; returns when every rank has joined.
+        """Set up output, network and device, and join the world of the pool, or of a part.
+
+        Returns when every rank has joined.
 
         assigned: number on the host of the device that Ray gave this process
         """

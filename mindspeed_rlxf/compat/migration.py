@@ -62,7 +62,7 @@ def put_into(text: str) -> str:
 
 
 def _sections() -> dict[str, dict[str, FieldInfo]]:
-    """Title -> keys; those of all roles, of optimizers and of architectures once."""
+    """Map the title of each table to its keys; shared keys of roles and optimizers appear once."""
     common, optimizer = fields(RoleConfig), fields(OptimizerConfig)
     shared = common | optimizer | {"optimizer", "sandbox"}
     own = {role.value: _without(schema, shared) for role, schema in ROLE_SECTIONS.items()}
@@ -94,6 +94,7 @@ def _section(keys: dict[str, FieldInfo]) -> str:
 
 
 def _default(field: FieldInfo) -> str:
+    """Format the default of a field for a table."""
     if field.is_required():
         return "required"
     value: Any = getattr(field.default, "value", field.default)
@@ -112,6 +113,7 @@ def _listed(values: Sequence[Any]) -> str:
 
 
 def _table(head: str, rows: Any) -> str:
+    """Format a Markdown table. head: titles with " | " between"""
     columns = head.split(" | ")
     cells = ([cell.replace("|", "\\|") for cell in row] for row in rows)
     lines = [columns, ["---"] * len(columns), *cells]

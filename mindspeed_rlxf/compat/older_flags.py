@@ -131,6 +131,7 @@ def ignored_flags(
 def refused_flags(
     arguments: argparse.Namespace, flags: Mapping[str, OlderFlag]
 ) -> Iterator[Problem]:
+    """Yield a problem for each refused flag of the older toolkit that is given."""
     for name, flag, value in _given(arguments, flags):
         if flag.allowed is not None and value not in flag.allowed:
             shown = value if isinstance(value, str) else None
@@ -140,6 +141,7 @@ def refused_flags(
 def _given(
     arguments: argparse.Namespace, flags: Mapping[str, OlderFlag]
 ) -> Iterator[tuple[str, OlderFlag, Any]]:
+    """Yield name, entry and value of each flag of the older toolkit that is given."""
     for name, flag in flags.items():
         value = getattr(arguments, name[2:].replace("-", "_"))
         if value is not None:

@@ -50,7 +50,7 @@ MOVED = {
 
 
 def translate(draft: Draft, sections: Tree, nested: bool) -> None:
-    """As `Dialect.translate`."""
+    """Translate an older configuration, as `Dialect.translate` says."""
     for name, values in sections["model"].items():
         if "padded_vocab_size" in values:  # the rows of the checkpoint's embedding
             values["vocab_size"] = values.pop("padded_vocab_size")
@@ -152,7 +152,10 @@ def _strongest(draft: Draft, sections: Tree, key: str) -> tuple[str, Any] | None
 
 
 def _strongest_flag(draft: Draft, sections: Tree, key: str) -> tuple[str, bool] | None:
-    """As `_strongest`; None and a problem where the value is not true or false."""
+    """Take a key as `_strongest` does.
+
+    Reject a value that is not true or false, and return None.
+    """
     found = _strongest(draft, sections, key)
     if found and not isinstance(found[1], bool):
         _reject_non_flag(draft, *found)
@@ -161,7 +164,7 @@ def _strongest_flag(draft: Draft, sections: Tree, key: str) -> tuple[str, bool] 
 
 
 def _move(draft: Draft, sections: Tree, path: str, value: Any, target: str) -> None:
-    """Set `target`, a `section.key`; a problem where it has another value already."""
+    """Set `target`, a `section.key`; reject the key where `target` has another value already."""
     section, key = target.split(".")
     there = sections[section].setdefault(key, value)
     if there == value:
@@ -177,7 +180,10 @@ def _move(draft: Draft, sections: Tree, path: str, value: Any, target: str) -> N
 
 
 def _seeds(draft: Draft, sections: Tree) -> None:
-    """Use one seed for the run: the actor's, by the layers of the older toolkit."""
+    """Use one seed for the run: the actor's, by the layers of the older toolkit.
+
+    The seeds and sequence lengths of models are removed.
+    """
     training = sections["training"]
     if found := _strongest(draft, sections, "seed"):
         draft.origins["training", "seed"], training["seed"] = found
@@ -192,6 +198,7 @@ def _seeds(draft: Draft, sections: Tree) -> None:
 
 
 def _data(draft: Draft, sections: Tree) -> None:
+    """Translate the keys of data sets: prefixes, shuffling, labels and additional columns."""
     data = sections["data"]
     if found := _strongest(draft, sections, "data_path"):
         path, value = found
@@ -228,7 +235,7 @@ def _value_clip(draft: Draft, sections: Tree) -> None:
 
 
 def _prefixes(draft: Draft, path: str, value: Any) -> Any:
-    """`a`, `a,b`, or `1,a` as data.data_path; several data sets with weights are a problem."""
+    """Parse `a`, `a,b` or `1,a` for data.data_path; several data sets with weights are rejected."""
     if not isinstance(value, str):
         return value
     parts = [part for part in value.split(",") if part]
@@ -249,7 +256,7 @@ def _prefixes(draft: Draft, path: str, value: Any) -> Any:
 
 
 def _set_older_data_defaults(draft: Draft, data: Tree) -> None:
-    """Data sets of the older toolkit name no source; long prompts did not stop a run there."""
+    """Set the older toolkit's defaults: one data source, and long prompts do not stop a run."""
     set_default(data, "default_data_source", "prompts")
     if data.get("overlong_prompts") is None:
         data["overlong_prompts"] = OverlongPrompts.DROP.value
@@ -261,7 +268,10 @@ def _set_older_data_defaults(draft: Draft, data: Tree) -> None:
 
 
 def _category(draft: Draft, sections: Tree) -> None:
-    """Check the older mark of each data set: 1 = scored by the verifier, 0 = by a reward model."""
+    """Check that the marks of the data sets name the reward that scores here; set its kind.
+
+    1 = scored by the verifier, 0 = by a reward model; `reward.verifier` implies kind=rule.
+    """
     reward = sections["reward"]
     wanted = "1" if reward.get("verifier") else "0"
     if found := _strongest(draft, sections, "dataset_category"):
@@ -285,6 +295,7 @@ def _category(draft: Draft, sections: Tree) -> None:
 
 
 def _algorithm(draft: Draft, sections: Tree) -> None:
+    """Translate the keys of the algorithm: EOS penalty, whitening, `group_norm`, entropy of DPO."""
     algorithm, stage = sections["algorithm"], sections["training"].get("stage")
     if found := _strongest(draft, sections, "missing_eos_penalty"):
         _move(draft, sections, *found, "algorithm.missing_eos_penalty")
@@ -341,6 +352,7 @@ def _remove_older_keys(draft: Draft, sections: Tree) -> None:
 
 
 def _note_or_reject(draft: Draft, path: str, key: str, value: Any) -> None:
+    """Note a key without effect; reject a refused one, and a value that has no meaning here."""
     refusal, entry = REFUSED.get(key), NO_OPS.get(key)
     if refusal and not refusal.is_neutral(value):
         draft.reject(

@@ -88,6 +88,7 @@ class ArchitectureConfig(Section):
         return self.num_experts is not None and wanted and self.moe_aux_loss_coeff > 0
 
     def broken_rules(self) -> Iterator[Problem]:
+        """Yield broken rules between heads, rotary positions and experts."""
         yield from self._heads()
         unstretched = self.original_max_position_embeddings
         if self.rope_scaling_type is RopeScaling.LLAMA3 and unstretched is None:
@@ -106,6 +107,7 @@ class ArchitectureConfig(Section):
                 yield Problem(name, rule, value, "remove it", reads=("num_experts",))
 
     def _heads(self) -> Iterator[Problem]:
+        """Yield broken rules between the numbers of heads and the widths."""
         heads, width = self.num_attention_heads, self.hidden_size
         sizes = ("num_attention_heads", "hidden_size", "kv_channels")
         if self.kv_channels is None and width % heads:
@@ -134,6 +136,7 @@ class ArchitectureConfig(Section):
             )
 
     def _routing(self, experts: int) -> Iterator[Problem]:
+        """Yield broken rules of a mixture of `experts`: their number, how tokens choose them."""
         if experts * self.num_layers > MOST_EXPERTS_IN_ALL:
             yield Problem(
                 "num_experts",
@@ -162,7 +165,7 @@ class ArchitectureConfig(Section):
         if self.add_qkv_bias:
             yield Problem(
                 "add_qkv_bias",
-                "has no model with num_experts here (Qwen3-MoE and Mixtral have no biases)",
+                "must be false with num_experts (Qwen3-MoE and Mixtral have no biases)",
                 True,
                 "use false",
                 reads=("num_experts",),

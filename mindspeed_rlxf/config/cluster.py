@@ -84,7 +84,7 @@ def _read_note(file: Path) -> str:
 
 
 def address_file() -> Path:
-    """The file in which Ray notes the address of the cluster that it started last."""
+    """Return the file in which Ray notes the address of the cluster that it started last."""
     root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     return Path(root) / "ray" / "ray_current_cluster"
 
@@ -112,7 +112,10 @@ def is_here(host: str) -> bool:
 
 
 def find_owners(address: str) -> frozenset[int]:
-    """User ids of this host's sockets that listen at `host:port` or at the port of any address."""
+    """Return the user ids of this host's sockets that listen at `host:port`.
+
+    Those that listen at the port of every address count too.
+    """
     host, port = host_and_port(address)
     wanted = _addresses(host)
     return frozenset(

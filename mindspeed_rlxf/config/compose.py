@@ -48,7 +48,7 @@ _REFUSED = (
 
 
 def builtin_config_dir() -> Path:
-    """The folder `configs/rlxf` of the clone, or its copy in the installed package."""
+    """Return the folder `configs/rlxf` of the clone, or its copy in the installed package."""
     clone = PACKAGE.parent / "configs" / "rlxf"
     return clone if clone.is_dir() else PACKAGE / "configs" / "rlxf"
 
@@ -124,7 +124,7 @@ def _explain(error: Exception, config_name: str, directories: Sequence[Path]) ->
 
 
 def _directories(config_dir: str | Path | None) -> list[Path]:
-    """The folders that configs are searched in, absolute, the first one first."""
+    """List the folders that are searched for configs, absolute, the first one first."""
     builtin = builtin_config_dir()
     if config_dir is None:
         return [builtin]
@@ -156,7 +156,7 @@ def _holder_first(config_name: str, directories: list[Path]) -> list[Path]:
             raise ConfigError(
                 Problem(
                     f"--config-dir {chosen}",
-                    f"{name} replaces the built-in one only beside a config of that folder",
+                    f"{name} would be ignored, a built-in config uses the built-in one",
                     remedy=f"copy {builtin / file} there too",
                     colon=True,
                 )
@@ -165,6 +165,7 @@ def _holder_first(config_name: str, directories: list[Path]) -> list[Path]:
 
 
 def _check_name(config_name: str, directories: Sequence[Path]) -> None:
+    """Raise ConfigError, with the nearest name, unless a folder has a config of this name."""
     if any((directory / _file_of(config_name)).is_file() for directory in directories):
         return
     names = config_names(directories)
@@ -190,6 +191,7 @@ class PlainFileSource(FileConfigSource):
     """Hydra's source of files, with a check of every file before it is parsed."""
 
     def load_config(self, config_path: str) -> ConfigResult:
+        """Read one YAML file within the bounds of `check_yaml`, in hydra's form."""
         name = self._normalize_file_name(config_path)
         file = os.path.realpath(os.path.join(self.path, name))
         if not os.path.exists(file):
@@ -208,7 +210,7 @@ class PlainFileSource(FileConfigSource):
 
 @contextmanager
 def _checked_files() -> Iterator[None]:
-    """Make hydra read files through `PlainFileSource`."""
+    """Make hydra read files through `PlainFileSource` inside the block."""
     Plugins.instance()  # registers its own sources, once
     known = SourcesRegistry.instance().types
     before = known["file"]
@@ -220,7 +222,10 @@ def _checked_files() -> Iterator[None]:
 
 
 def _resolve_bounded(config: DictConfig) -> Any:
-    """The plain tree of a composed configuration. Errors: OmegaConfBaseException, ValueError."""
+    """Return the plain tree of a configuration; many interpolations are bounded in time and memory.
+
+    Errors: OmegaConfBaseException, ValueError.
+    """
     texts = list(_texts(OmegaConf.to_container(config, resolve=False)))
     count = sum(text.count("${") for text in texts)
     if count <= FEW and (not count or max(map(len, texts)) <= MAX_TEXT):
@@ -236,7 +241,7 @@ def _resolve_bounded(config: DictConfig) -> Any:
 
 
 def _tree_or_problem(config: DictConfig) -> tuple[Any, str]:
-    """(tree, "") or (None, problem)."""
+    """Resolve the interpolations; return (tree, "") or (None, problem)."""
     try:
         return _resolve(config), ""
     except (OmegaConfBaseException, ValueError) as error:

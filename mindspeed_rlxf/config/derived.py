@@ -24,7 +24,7 @@ from mindspeed_rlxf.config.errors import ConfigError, Problem, ref
 from mindspeed_rlxf.config.estimators import TRAITS
 from mindspeed_rlxf.config.secret_words import read_variable
 from mindspeed_rlxf.config.sections import DeviceConfig, PoolSettings
-from mindspeed_rlxf.config.suggest import multiples_around, use
+from mindspeed_rlxf.config.suggest import format_value, multiples_around, use
 
 MAX_DEVICES = 100_000
 SETTINGS = tuple(PoolSettings.model_fields)
@@ -50,6 +50,17 @@ def has_critic(stage: object, section: object) -> bool:
     if stage in [known.value for known in Stage]:
         return stage == Stage.RAY_PPO.value
     return stage is None or bool(section)
+
+
+def needs_reference(payload: Tree) -> bool:
+    """Whether a reward, a loss or a metric that is asked for reads the reference's log-probs.
+
+    A coefficient of 0 stays 0 under both controllers.
+    """
+    control = payload["algorithm"].get("kl_ctrl")
+    no_penalty = isinstance(control, dict) and control.get("kl_coef") == 0
+    prefers_pairs = payload["training"].get("stage") == Stage.RAY_ONLINE_DPO.value
+    return prefers_pairs or not no_penalty or payload["logging"].get("reference_kl") is True
 
 
 def set_stage_defaults(draft: Draft) -> None:
@@ -96,18 +107,31 @@ def place_roles(draft: Draft, sections: Tree) -> None:
         )
     chosen = draft.known("placement", placed, set(roles))
     placement = {role: role for role in roles} | chosen
+    if not needs_reference(draft.payload):
+        _leave_out_reference(draft, pools, placement)
     draft.payload |= {"resource_pool": pools, "placement": placement}
     if draft.payload["reward"].get("kind") == RewardKind.RULE.value:
         _place_rule(draft, "reward" in chosen)
 
 
+def _leave_out_reference(draft: Draft, pools: Tree, placement: Tree) -> None:
+    """Place no reference, and drop the pool that it would have had to itself."""
+    pool = placement.pop(Role.REF.value)
+    meaning = "no reference runs (logging.reference_kl=true keeps it, for the metric critic/kl)"
+    draft.note(meaning, "algorithm.kl_ctrl.kl_coef=0")
+    if isinstance(pool, str) and pool in pools and pool not in placement.values():
+        size = pools.pop(pool)
+        draft.note("not used, as no reference runs", f"resource_pool.{pool}={format_value(size)}")
+
+
 def _place_rule(draft: Draft, is_placed: bool) -> None:
-    """Put a rule, which needs no devices, on a pool of other roles."""
+    """Put a rule, which needs no devices, on a pool of other roles; note a pool that it wastes."""
     pools, placement = draft.payload["resource_pool"], draft.payload["placement"]
     if not is_placed and "reward" not in pools:
         # Any pool will do, but one that is split holds the actor alone.
         split = draft.payload[Role.ACTOR_ROLLOUT.value].get("num_gpus_for_infer") is not None
-        placement["reward"] = placement["ref" if split else "actor_rollout"]
+        others = [role for role in ("ref", "critic") if role in placement]
+        placement["reward"] = placement[others[0] if split and others else "actor_rollout"]
     pool = placement["reward"]
     others = [name for role, name in placement.items() if role != Role.REWARD.value]
     if isinstance(pool, str) and pool in pools and pool not in others:
@@ -118,7 +142,7 @@ def _place_rule(draft: Draft, is_placed: bool) -> None:
 
 
 def _pools(draft: Draft, given: Tree) -> dict[str, list[int]]:
-    """Processes per node of each pool; names of roles underscored, empty pools left out."""
+    """Return the processes per node of each pool; role names underscored, empty pools left out."""
     pools = {}
     per_node = _devices_per_node(draft)
     for name, size in given.items():
@@ -158,7 +182,7 @@ def _environment(draft: Draft) -> None:
 
 
 def _devices_per_node(draft: Draft) -> Any:
-    """Devices of each host of a joined cluster; None where everything runs on this host."""
+    """Return the devices of each host of a joined cluster; None where all runs on this host."""
     runtime = draft.payload["runtime"]
     is_local = runtime.get("kind") == RuntimeKind.LOCAL.value
     if is_local or choose_cluster(runtime.get("address")).address is None:
@@ -167,7 +191,7 @@ def _devices_per_node(draft: Draft) -> Any:
 
 
 def _node_sizes(draft: Draft, path: str, size: Any, per_node: Any) -> list[int]:
-    """Processes per node for `8` or `[8, 8]`; empty where the size is empty or rejected.
+    """Return the processes per node for `8` or `[8, 8]`; empty where it is empty or rejected.
 
     A count beyond `per_node` fills whole nodes.
     """

@@ -34,7 +34,10 @@ def to_yaml(config: RunConfig) -> str:
 def _role_tree(
     role: RoleConfig, values: dict[str, Any], models: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """The section of a role. Adds its architecture to `models`; keys that differ stay here."""
+    """Return the section of a role, and add its architecture to `models`.
+
+    Architecture keys in which it differs from another role of that model stay in the section.
+    """
     architecture, optimizer = values.pop("architecture"), values.pop("optimizer", {})
     if isinstance(role, RewardConfig) and architecture is None:
         return {key: values[key] for key in RULE_KEYS}

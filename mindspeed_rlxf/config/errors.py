@@ -49,7 +49,7 @@ class Problem:
         return any(key == path or key.startswith(f"{path}.") for key in self.keys for path in paths)
 
     def rename_keys(self, spell: Callable[[str], str]) -> Problem:
-        """The same problem with every key as `spell` writes it."""
+        """Return the same problem with every key as `spell` writes it."""
         return replace(
             self,
             key=spell(self.key),

@@ -56,7 +56,9 @@ OF_WEIGHTS = f"{OF_MODEL}, or of Megatron's weights and a config.json"
 
 
 def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
-    """Parse config.json of a Hugging Face folder.
+    """Read and check config.json of a Hugging Face folder.
+
+    Fields are of a right type and size. wanted: the kind of folder that the user should have given
 
     wanted: the kind of folder that the user should have given, for the messages
     Errors: ValueError when it is missing, is a link out of the folder, or is not JSON.
@@ -114,7 +116,7 @@ def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of attention, MLP and embeddings.
+    """Return the fields of attention, MLP and embeddings that a config.json gives.
 
     transformers 5 nests the rotary settings in `rope_parameters`; older files have `rope_theta`
     and `rope_scaling` at the top.
@@ -150,7 +152,10 @@ def _fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expert_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of experts. transformers 5 writes `num_local_experts` for both families."""
+    """Return the fields of experts that a config.json gives; `num_experts` None = dense.
+
+    transformers 5 writes `num_local_experts` for both families.
+    """
     family = config.get("model_type")
     if family not in ("qwen3_moe", "mixtral"):
         return {"num_experts": None}
@@ -192,6 +197,8 @@ def find_disagreements(
     architecture: ArchitectureConfig, config: dict[str, Any], scored: bool
 ) -> list[str]:
     """List fields in which the model YAML and config.json differ, as `name: yaml, config.json`.
+
+    What no model here supports comes first, alone.
 
     A YAML may allow shorter sequences than config.json: that changes no number.
     scored: the role has a score head, for which tying does not matter

@@ -58,7 +58,7 @@ OPTIMIZER_KEYS = fields(OptimizerConfig)
 
 
 def role_keys(role: Role) -> set[str]:
-    """YAML keys of a role's section: its own, its architecture's and its optimizer's."""
+    """Return the YAML keys of a role's section: its own, its architecture's, its optimizer's."""
     own = fields(ROLE_SECTIONS[role])
     optimizer = OPTIMIZER_KEYS if "optimizer" in own else set()
     return (own - {"architecture", "optimizer"}) | ARCHITECTURE_KEYS | optimizer
@@ -72,7 +72,7 @@ SHARED_KEYS = set().union(*map(role_keys, CONFIGURED)) - {*RULE_KEYS, "save"}
 
 
 def known_keys() -> dict[str, set[str]]:
-    """Section -> its keys, for every section of the YAML but `model` and `resource_pool`."""
+    """Map each section of the YAML but `model` and `resource_pool` to its keys."""
     known = {name: fields(section) for name, section in PLAIN_SECTIONS.items()}
     known["algorithm.kl_ctrl"] = fields(KlControlConfig)
     known["reward.sandbox"] = fields(SandboxConfig)

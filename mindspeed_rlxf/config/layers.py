@@ -77,7 +77,7 @@ def make_draft(tree: Mapping[str, Any], name: str, dialect: Dialect | None = Non
 
 
 def _sections(draft: Draft, tree: Mapping[str, Any]) -> Tree:
-    """Every section as a dict, without `actor_rollout_ref`, keys with underscores for dashes."""
+    """Return every section as a dict, keys underscored and `actor_rollout_ref` unfolded."""
     sections = _underscored(draft, tree, "")
     if isinstance(sections.get("runtime"), str):
         sections["runtime"] = {"kind": sections["runtime"]}
@@ -124,7 +124,7 @@ def _unfold(draft: Draft, sections: Tree) -> None:
 
 
 def _training(draft: Draft, values: Tree, name: str) -> Tree:
-    """The section training without the shared keys of roles. Loads the plugins it names."""
+    """Return the section training without the shared keys of roles. Loads the plugins it names."""
     own = fields(TrainingConfig)
     known = draft.known("training", values, own | SHARED_KEYS).items()
     training = {key: value for key, value in known if key in own}
@@ -141,6 +141,7 @@ def _training(draft: Draft, values: Tree, name: str) -> Tree:
 
 
 def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
+    """Put each role's section into the payload, merged from model, training and its own keys."""
     known = ARCHITECTURE_KEYS | SHARED_KEYS - {"model"}
     models = {
         name: draft.known(f"model.{name}", keys, known) for name, keys in sections["model"].items()
@@ -207,7 +208,7 @@ def _from_folder(draft: Draft, role: Role, load: Any) -> Tree | None:
         config = read_hf_config(Path(load).expanduser(), OF_WEIGHTS)
         if found := find_unsupported(config):
             raise ValueError(
-                "config.json asks for what no model here has (field: possible, config.json): "
+                "config.json must ask for a known model (field: possible, config.json): "
                 f"{'; '.join(found)}; use another model"
             )
         architecture = parse_architecture(config)
@@ -218,7 +219,10 @@ def _from_folder(draft: Draft, role: Role, load: Any) -> Tree | None:
 
 
 def _merge(draft: Draft, role: Role, layers: Mapping[str, Tree]) -> Tree:
-    """Lay the layers over one another, the weakest first; keep the keys that the role has."""
+    """Merge the layers, the weakest first.
+
+    Keep the keys that the role has, and note their origin.
+    """
     merged: Tree = {}
     for section, values in layers.items():
         for key in values.keys() & role_keys(role):
@@ -243,6 +247,7 @@ def _typed_shape(role: Role, merged: Tree) -> Tree:
 def _report_missing_model(
     draft: Draft, role: Role, chosen: Any, models: Mapping[str, Tree]
 ) -> None:
+    """Reject a role's model that the YAML does not define, or that is not given."""
     path = draft.origins.get((role.value, "model"), f"{role.value}.model")
     guess = closest(str(chosen), models)
     remedy = f"did you mean {guess}?" if guess else "add its file to the defaults list, or use auto"

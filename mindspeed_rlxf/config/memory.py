@@ -25,7 +25,7 @@ def itemsize(role: RoleConfig) -> int:
 
 
 def buffer_numbers(sizes: Sequence[int], dp: int, distributed: bool) -> int:
-    """Numbers of Megatron's gradient buffer (`sizes`: of each parameter).
+    """Return the size of Megatron's gradient buffer, in numbers (`sizes`: of each parameter).
 
     The distributed optimizer starts each parameter at a multiple of 64 and cuts the whole in `dp`
     equal parts, a multiple of 128; its weights lie in a buffer of the same size.
@@ -40,17 +40,17 @@ def _filled(number: int, multiple: int) -> int:
 
 
 def weight_bytes(numbers: int, itemsize: int) -> int:
-    """Weights in the precision of the model."""
+    """Return the bytes of weights in the precision of the model."""
     return numbers * itemsize
 
 
 def gradient_bytes(numbers: int) -> int:
-    """The fp32 buffer that sums the gradients of micro-batches; it is never sharded."""
+    """Return the bytes of the fp32 buffer that sums gradients; it is never sharded."""
     return numbers * FP32
 
 
 def optimizer_bytes(numbers: int, itemsize: int, shards: int) -> int:
-    """Adam's two fp32 moments, and an fp32 copy of weights that are not fp32 themselves.
+    """Return the bytes of Adam's two fp32 moments, and of the fp32 copy of weights that are bf16.
 
     shards: ranks that share it, DP with the distributed optimizer, else 1.
     """
@@ -58,19 +58,21 @@ def optimizer_bytes(numbers: int, itemsize: int, shards: int) -> int:
 
 
 def optimizer_number_bytes(itemsize: int) -> int:
-    """Bytes of the optimizer's state for one parameter."""
+    """Return the bytes of the optimizer's state for one parameter."""
     return (2 if itemsize == FP32 else 3) * FP32
 
 
 def optimizer_step_bytes(numbers: int, shards: int) -> int:
-    """Square roots of all second moments, which torch's Adam holds at once."""
+    """Return the bytes of all second moments' square roots, which torch's Adam holds at once."""
     return numbers // shards * FP32
 
 
 def layer_activation_bytes(
     a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
 ) -> int:
-    """Activations that one layer keeps for its backward pass; an upper bound for a forward pass.
+    """Return the bytes of activations that one layer keeps for its backward pass.
+
+    It is an upper bound for a forward pass.
 
     Two norms keep their input in fp32, the normed value and the output; attention its projections,
     rotated queries and keys, cosines and sines, the output twice and the log of the normaliser; the
@@ -125,7 +127,7 @@ def chunk_activation_bytes(
 
 
 def dispatched_tokens(a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool) -> int:
-    """Tokens that the experts of a rank compute in one layer, each as often as experts chose it.
+    """Count the tokens that a rank's experts compute in a layer, each once per expert chosen.
 
     For routing that is balanced over the ranks. Without sequence parallel every tensor-parallel
     rank sends all tokens.
@@ -136,13 +138,13 @@ def dispatched_tokens(a: ArchitectureConfig, tokens: int, tp: int, sequence_para
 def dispatch_bytes(
     a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
 ) -> int:
-    """Hidden states of one layer on their way to the experts and back: three copies at once."""
+    """Return the bytes of hidden states on their way to the experts and back: three copies."""
     dispatched = dispatched_tokens(a, tokens, tp, sequence_parallel)
     return 3 * dispatched * a.hidden_size * itemsize
 
 
 def micro_batch_tokens(role: RoleConfig, samples: int, length: int) -> int:
-    """Tokens of the largest micro-batch of `samples` on a rank, each of `length` tokens at most."""
+    """Count the tokens of a rank's largest micro-batch of `samples` of at most `length` tokens."""
     limit = role.max_tokens_per_micro_batch
     if limit is None:
         return min(role.micro_batch_size, samples) * length
@@ -150,7 +152,7 @@ def micro_batch_tokens(role: RoleConfig, samples: int, length: int) -> int:
 
 
 def micro_batches(role: RoleConfig, samples: int, length: int) -> int:
-    """Micro-batches of `samples` on a rank; where tokens are counted, at most.
+    """Count the micro-batches of `samples` on a rank; where tokens are counted, at most.
 
     A group of consecutive samples is closed only when it holds limit / length of them or more.
     """
@@ -160,20 +162,24 @@ def micro_batches(role: RoleConfig, samples: int, length: int) -> int:
 
 
 def in_flight(pp_rank: int, pp: int, micro_batches: int, chunks: int = 1) -> int:
-    """Chunks of micro-batches whose activations a stage holds at once: those before its first
-    backward pass in the 1F1B schedule, interleaved where it has several chunks."""
+    """Count the chunks of micro-batches whose activations a stage holds at once.
+
+    Those before its first backward pass in the 1F1B schedule, interleaved with several chunks.
+    """
     if chunks == 1:
         return min(pp - pp_rank, micro_batches)
     return min(2 * (pp - pp_rank - 1) + (chunks - 1) * pp + 1, micro_batches * chunks)
 
 
 def stage_transfer_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:
-    """Hidden states that a pipeline stage receives and sends for one micro-batch."""
+    """Return the bytes of hidden states that a stage receives and sends for one micro-batch."""
     return 2 * tokens * hidden_size * itemsize
 
 
 def last_hidden_bytes(tokens: int, read: int, hidden_size: int, itemsize: int) -> int:
-    """The final norm's input in fp32 and normed value, all hidden states, and those that are read.
+    """Return the bytes of the last stage's hidden states, up to those that are read.
+
+    These are the final norm's input in fp32 and its output, all hidden states, and those read.
 
     read: tokens whose log-prob or value is wanted
     """
@@ -181,7 +187,7 @@ def last_hidden_bytes(tokens: int, read: int, hidden_size: int, itemsize: int) -
 
 
 def log_prob_head_bytes(tokens: int, vocab: int, chunk: int) -> int:
-    """Logits, shifted logits, exponentials and a product of one chunk, in fp32.
+    """Return the bytes of logits, shifted logits, exponentials and a product, fp32, of one chunk.
 
     vocab: rows of the output layer on this rank
     """
@@ -189,17 +195,17 @@ def log_prob_head_bytes(tokens: int, vocab: int, chunk: int) -> int:
 
 
 def score_head_bytes(tokens: int, hidden_size: int) -> int:
-    """The hidden states that are read, in fp32."""
+    """Return the bytes of the hidden states that are read, in fp32."""
     return FP32 * tokens * hidden_size
 
 
 def weight_gradient_bytes(sizes: Sequence[int], itemsize: int) -> int:
-    """Gradient of the largest parameter, before it is added to the buffer."""
+    """Return the bytes of the largest parameter's gradient, before it is added to the buffer."""
     return max(sizes) * itemsize
 
 
 def kv_cache_bytes(rows: int, length: int, a: ArchitectureConfig, tp: int, itemsize: int) -> int:
-    """Keys and values of `rows` sequences of `length` tokens, in all layers.
+    """Return the bytes of keys and values of `rows` sequences of `length` tokens, in all layers.
 
     Ranks that share a key-value group each hold it.
     """
@@ -208,7 +214,7 @@ def kv_cache_bytes(rows: int, length: int, a: ArchitectureConfig, tp: int, items
 
 
 def kv_cache_rows(limit: int | None, waiting: int, row_bytes: int, memory: int | None) -> int:
-    """Sequences that a rank generates at once.
+    """Count the sequences that a rank generates at once.
 
     limit:  num_samples_per_step; without it as many as CACHE_SHARE of the memory holds, at least
             one; all where the memory is not known
@@ -220,28 +226,29 @@ def kv_cache_rows(limit: int | None, waiting: int, row_bytes: int, memory: int |
 
 
 def prefill_tokens(rows: int, prompt: int) -> int:
-    """Prompt tokens of the largest prefill pass."""
+    """Count the prompt tokens of the largest prefill pass."""
     return min(rows * prompt, max(PREFILL_TOKENS, prompt))
 
 
 def sampling_bytes(rows: int, vocab: int, do_sample: bool) -> int:
-    """Sampling of the next tokens: logits and scaled logits in fp32, then a log-softmax, or the
-    arrays that top_p sorts (values, ids of 8 bytes, probabilities, their running sum).
+    """Return the bytes that sampling the next tokens takes.
 
+    Logits and scaled logits in fp32, then a log-softmax, or the arrays that top_p sorts (values,
+    ids of 8 bytes, probabilities, their running sum).
     vocab: the whole vocabulary, which every tensor-parallel rank gathers
     """
     return rows * vocab * (2 * FP32 + (3 * FP32 + 8 if do_sample else FP32))
 
 
 def gather_buffer_bytes(tokens: int, hidden_size: int, itemsize: int) -> int:
-    """Megatron's lasting buffer for the tokens that sequence parallel gathers."""
+    """Return the bytes of Megatron's lasting buffer for tokens that sequence parallel gathers."""
     return tokens * hidden_size * itemsize
 
 
 def communicators(
     tp: int, pp: int, dp: int, trains: bool, generates: bool, ep: int = 1, experts: bool = False
 ) -> int:
-    """Groups of more than one rank that a role makes device buffers for.
+    """Count the groups of more than one rank that a role makes device buffers for.
 
     experts: the model has some, whose tensor-parallel groups are Megatron's own, with ep too
     """
@@ -255,7 +262,7 @@ def communicators(
 
 
 def sample_bytes(prompt: int, response: int) -> int:
-    """Host memory of one sample's rows, over all roles (fields of `data.batch`).
+    """Return the host memory of one sample's rows, over all roles (fields of `data.batch`).
 
     Prompt ids 8; response ids 8, log-probs of rollout, actor and reference 4 each, the KL over the
     vocabulary 4; values 4; then advantages 4, mask 1, old and reference log-probs 4 each, returns
@@ -266,24 +273,24 @@ def sample_bytes(prompt: int, response: int) -> int:
 
 
 def store_bytes(samples: int, sample_bytes: int) -> int:
-    """Host memory of the rows of an iteration, and of those of the last one until replaced."""
+    """Return the host memory of an iteration's rows, and of the last one's until replaced."""
     return 2 * samples * sample_bytes
 
 
 def driver_bytes(process: int, samples: int, prompt: int) -> int:
-    """Host memory of the driver: the process and an iteration's prompts, 8 bytes for each token."""
+    """Return the host memory of the driver: the process and an iteration's prompts."""
     return process + 8 * samples * prompt
 
 
 def export_bytes(numbers: int, itemsize: int, stored_itemsize: int) -> int:
-    """Disk of a role's final weights: the Hugging Face folder in the precision of the folder they
-    came from, the Megatron folder in that of the model.
+    """Return the disk that a role's final weights take.
 
-    numbers: of the whole model
+    The Hugging Face folder is in the precision of the folder they came from, the Megatron folder
+    in that of the model. numbers: of the whole model
     """
     return numbers * (stored_itemsize + itemsize)
 
 
 def checkpoint_bytes(numbers: int, itemsize: int) -> int:
-    """Disk of one checkpoint of a role: weights and optimizer. numbers: of the whole model."""
+    """Return the disk of a role's checkpoint: weights and optimizer. numbers: of the whole model"""
     return numbers * (itemsize + optimizer_number_bytes(itemsize))

@@ -45,7 +45,7 @@ def explain(path: str, errors: list[ErrorDetails]) -> Problem:
 
 
 def problems_of(error: ValidationError) -> list[Problem]:
-    """Problems of a section that is built alone; keys are named as its fields."""
+    """Return the problems of a section that is built alone; keys are named as its fields."""
     return [
         problem
         for detail in error.errors(include_url=False)
@@ -58,6 +58,7 @@ def problems_of(error: ValidationError) -> list[Problem]:
 
 
 def _rule(error: ErrorDetails) -> tuple[str, str]:
+    """Return rule and remedy for one error of pydantic."""
     context: dict[str, Any] = error.get("ctx", {})
     kind = error["type"]
     if kind in ("enum", "literal_error"):

@@ -118,6 +118,7 @@ def read_and_load(entry: Any) -> dict[str, str]:
 
 
 def _place(file: str, error: BaseException) -> str:
+    """Say in which line of the file the error arose."""
     if isinstance(error, SyntaxError):
         return f"in line {error.lineno}"
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]

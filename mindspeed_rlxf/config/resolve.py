@@ -51,7 +51,10 @@ def resolve(tree: Mapping[str, Any], name: str, dialect: Dialect | None = None) 
 def resolve_with_notes(
     tree: Mapping[str, Any], name: str, dialect: Dialect | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """As `resolve`, with notes on keys without effect and keys that mean something else here."""
+    """Resolve as `resolve`.
+
+    Return notes on keys that do nothing or mean something else here too.
+    """
     draft = make_draft(tree, name, dialect)
     if (config := _typed(draft)) is not None:
         draft.add_problems(_section_rules(draft, config))
@@ -68,12 +71,13 @@ def resolve_with_notes(
 
 
 def _remarks(config: RunConfig) -> Iterator[str]:
+    """Yield a line for each setting that is legal but may surprise."""
     training = config.training
     if training.save_interval > training.train_iters:
         yield (
             f"training.save_interval={training.save_interval} is over training.train_iters="
-            f"{training.train_iters}: it fires never; what is saved is what "
-            "training.save_interval_s asks for, and the end"
+            f"{training.train_iters}: checkpoints are saved by training.save_interval_s only, and "
+            "at the end"
         )
     if config.shared_save:
         yield (
@@ -126,7 +130,7 @@ def _report(draft: Draft, details: list[ErrorDetails], places: list[tuple[int | 
 
 
 def _place(payload: Any, detail: ErrorDetails) -> tuple[int | str, ...]:
-    """The path of an error in the payload, without pydantic's tags for members of a union."""
+    """Return the path of an error in the payload, without pydantic's tags for union members."""
     node = payload
     place: list[int | str] = []
     for part in detail["loc"]:

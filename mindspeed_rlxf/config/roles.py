@@ -38,6 +38,7 @@ class OptimizerConfig(Section):
     use_distributed_optimizer: bool = key(False, "shard optimizer state over DP", "reshard")
 
     def broken_rules(self) -> Iterator[Problem]:
+        """Yield a problem when `min_lr` is above `lr`."""
         if self.min_lr > self.lr:  # Megatron asserts it for a constant rate too
             yield Problem(
                 "min_lr",
@@ -91,6 +92,7 @@ class RoleConfig(Section):
         return self.pipeline_model_parallel_size if self.model_chunks > 1 else 1
 
     def broken_rules(self) -> Iterator[Problem]:
+        """Yield broken rules between model, parallel sizes and micro-batches; none for a rule."""
         if self.architecture is None:  # that of a rule is
             return
         if self.max_tokens_per_micro_batch is not None and not self.packed_sequences:
@@ -113,6 +115,7 @@ class RoleConfig(Section):
             )
 
     def _pipeline(self) -> Iterator[Problem]:
+        """Yield a problem when pipeline stages or chunks do not divide the layers."""
         layers, pp = self.architecture.num_layers, self.pipeline_model_parallel_size
         per_chunk = self.num_layers_per_virtual_pipeline_stage
         reads = ("architecture.num_layers",)
@@ -267,6 +270,7 @@ class ActorConfig(LearningConfig):
         return self.temperature if self.do_sample else 1.0
 
     def broken_rules(self) -> Iterator[Problem]:
+        """Yield broken rules of a role, of learning, of generation and of a split pool."""
         yield from super().broken_rules()
         if self.min_new_tokens > self.max_new_tokens:
             yield Problem(
@@ -332,17 +336,18 @@ class RewardConfig(RoleConfig):
     sandbox: SandboxConfig = key(SandboxConfig(), "isolation of programs that rules run")
 
     def broken_rules(self) -> Iterator[Problem]:
+        """Yield broken rules of a role, and two ways of scoring at once."""
         yield from super().broken_rules()
         if self.verifier and self.kind is RewardKind.MODEL:
             yield Problem(
                 "verifier",
-                f"scores by rule, {ref('kind')}=model by a model",
+                f"must be false with {ref('kind')}=model, which scores by a model",
                 True,
                 "remove one of them",
             )
         if self.verifier and self.rules:
             yield Problem(
                 "rules",
-                f"choose a rule by data source, {ref('verifier')}=true scores all alike",
+                f"must be empty with {ref('verifier')}=true, which scores all prompts alike",
                 remedy="remove one of them",
             )

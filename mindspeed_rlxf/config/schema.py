@@ -122,32 +122,32 @@ class RunConfig(Section):
         return actor if actor is not None and actor == critic else None
 
     def save_folder(self, role: Role) -> Path | None:
-        """The folder for the weights of a trained role; None = the run directory."""
+        """Return the folder for the final weights of a trained role; None = the run directory."""
         section = self.actor_rollout if role is Role.ACTOR_ROLLOUT else self.value_model
         if section.save is None:
             return None
         return Path(section.save) / (SAVED_AS[role] if self.shared_save else "")
 
     def role(self, role: Role) -> RoleConfig:
-        """The section of a role."""
+        """Return the section of a role."""
         section = getattr(self, role.value)
         assert isinstance(section, RoleConfig)
         return section
 
     def pool_of(self, role: Role) -> str:
-        """The pool of a role."""
+        """Return the name of a role's pool."""
         return self.placement[role]
 
     def roles_of(self, pool: str) -> list[Role]:
-        """Roles that share the processes of a pool, in the order of `Role`."""
+        """List the roles that share the processes of a pool, in the order of `Role`."""
         return [role for role in self.roles if self.placement[role] == pool]
 
     def pool_size(self, pool: str) -> int:
-        """Processes of a pool, one per device."""
+        """Count the processes of a pool, one per device."""
         return sum(self.resource_pool[pool])
 
     def layout(self, role: Role) -> ParallelLayout:
-        """The parallel groups of a role's ranks."""
+        """Return the parallel sizes of a role's ranks."""
         section = self.role(role)
         return ParallelLayout(
             world_size=sum(self.processes_of(role)),
@@ -156,7 +156,7 @@ class RunConfig(Section):
         )
 
     def processes_of(self, role: Role) -> list[int]:
-        """A role's processes on each node that has any.
+        """Return a role's processes on each node that has any.
 
         The actor's, where its pool is split, are those that train.
         """

@@ -91,7 +91,7 @@ def read_variable(name: str, value: Any) -> Any:
         raise ConfigError(
             Problem(
                 f"{KEY}.{name}",
-                "is the variable of this process, which has none of that name",
+                "stands for the variable of this process, which is not set",
                 MASK,
                 f"export {name}, or give its value",
             )
@@ -111,14 +111,17 @@ def withhold(name: str, value: str) -> str:
 
 
 def mask_secret(name: str, shown: Any) -> Any:
-    """The value of a variable in a file, as `withhold` would have written it."""
+    """Return a variable's value for display, masked as `withhold` would have written it."""
     if isinstance(shown, str) and not BY_NAME.fullmatch(shown) and looks_secret(name, shown):
         return MASK
     return shown
 
 
 def withhold_interpolated(tree: dict[str, Any], config: DictConfig) -> None:
-    """Withhold the variables of `tree` that `config` takes from elsewhere (`${oc.env:NAME}`)."""
+    """Withhold the values of resource_pool.env that are interpolations (`${oc.env:NAME}`).
+
+    config: before its interpolations were resolved; tree: the resolved one, changed in place
+    """
     raw: Any = OmegaConf.to_container(config, resolve=False)
     for section, pool in tree.items():
         is_pool = section.replace("-", "_") == "resource_pool" and isinstance(pool, dict)
@@ -135,7 +138,7 @@ def _part(written: Any, name: Any) -> Any:
 
 
 def _as_written(name: str, value: Any, written: Any) -> Any:
-    """The value, withheld where its text `written` is an interpolation."""
+    """Return the value, withheld where its text `written` is an interpolation."""
     if not isinstance(written, str) or "${" not in written:
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):

@@ -149,7 +149,7 @@ class TrainingConfig(Section):
 
     @field_validator("max_wall_time", mode="before")
     @classmethod
-    def _as_schedulers_write_it(cls, value: Any) -> Any:
+    def _parse_time_limit(cls, value: Any) -> Any:
         """Turn `1-02:00:00`, as schedulers write times, into seconds."""
         found = CLOCK.fullmatch(value.strip()) if isinstance(value, str) else None
         if found is None:
@@ -251,6 +251,7 @@ class AlgorithmConfig(Section):
         return 0.0 if value is None else value
 
     def broken_rules(self) -> Iterator[Problem]:
+        """Yield limits that need recomputed log-probs, and verifier functions named twice."""
         if self.old_log_probs is not OldLogProbs.RECOMPUTE:
             for name in ("max_log_prob_gap", "rollout_is_threshold"):
                 if (limit := getattr(self, name)) is not None:
@@ -303,6 +304,7 @@ class DataConfig(Section):
         return [value] if isinstance(value, str) else value
 
     def broken_rules(self) -> Iterator[Problem]:
+        """Yield problems of prompts that are not given, or both as files and as a data set."""
         if not self.train_files and not self.data_path:
             yield Problem(
                 "train_files",
@@ -344,6 +346,9 @@ class LoggingConfig(Section):
         le=1024,
     )
     console_metrics: Strings = key(CONSOLE_METRICS, "metrics on the console", "free")
+    reference_kl: bool = key(
+        False, "compute critic/kl also where no reward and no loss needs a reference", "free"
+    )
 
 
 class DeviceConfig(Section):

@@ -23,20 +23,20 @@ def closest(word: str, words: Iterable[str]) -> str | None:
 
 
 def neighbours(value: int, good: Iterable[int]) -> list[int]:
-    """The nearest legal numbers below and above `value`; either may be absent."""
+    """Return the nearest legal numbers below and above `value`; either may be absent."""
     below = [number for number in good if 0 < number < value]
     above = [number for number in good if number > value]
     return ([max(below)] if below else []) + ([min(above)] if above else [])
 
 
 def multiples_around(value: int, step: int) -> list[int]:
-    """The nearest positive multiples of `step` around `value`; `value` itself counts as below."""
+    """Return the nearest positive multiples of `step`: one at or below `value`, one above."""
     lower = value // step * step
     return [number for number in (lower, lower + step) if number > 0]
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive number."""
+    """List all divisors of a positive number, ascending; only 1 and itself above MAX_FACTORED."""
     if number > MAX_FACTORED:
         return [1, number]
     small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]

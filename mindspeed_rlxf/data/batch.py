@@ -52,6 +52,7 @@ def _take(column: Any, index: Tensor) -> Any:
 
 
 def _join(columns: list[Any]) -> Any:
+    """Join columns of rows: lists one after the other, tensors padded to the widest."""
     if not isinstance(columns[0], Tensor):
         return [item for column in columns for item in column]
     if columns[0].dim() == 2:
@@ -147,6 +148,7 @@ class ExperienceInputs:
 
     The driver fills it with references to rows (`cluster.refs.as_rows_field`).
     old: recomputed log-probs; None = those of the rollout are used
+    ref: None without a reference, whose KL counts as 0 then
     values: None without a critic
     greedy, greedy_scores: for ReMax, the greedy response to the prompt of each sample
     slot_limit: slots that a response can have at most (`algorithms.slots.value_mask`)
@@ -154,7 +156,7 @@ class ExperienceInputs:
 
     rollouts: Rollouts
     old: LogProbs | None
-    ref: LogProbs
+    ref: LogProbs | None
     scores: Scores
     values: Values | None
     greedy: Rollouts | None

@@ -42,6 +42,7 @@ def fill_in(
 
 
 def _fill_one(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, str]:
+    """Fill the chat template with one conversation; return (text, "") or ("", reason)."""
     try:
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
         text = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
@@ -56,7 +57,7 @@ def _fill_one(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -
 
 @contextmanager
 def _quiet_fork() -> Iterator[None]:
-    """Silence the tokenizers' warning about forks: the child tokenizes nothing."""
+    """Silence the tokenizers' warning about forks inside the block; the child tokenizes nothing."""
     before = os.environ.get(PARALLEL)
     os.environ.setdefault(PARALLEL, "true")
     try:

@@ -153,6 +153,7 @@ def describe_keys(row: Iterable[str]) -> str:
 
 
 def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
+    """Yield (line number, row) of a file with a JSON object per line. Raises BrokenFile."""
     with open_plain(file) as stream:  # as bytes, to name a line that is not UTF-8
         for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), start=1):
             if len(line) > MAX_LINE:
@@ -165,6 +166,7 @@ def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
 
 
 def _parse_line(line: bytes) -> Row | BadRow:
+    """Parse one JSON object; a BadRow for anything else."""
     try:
         row = parse_json(line.decode("utf-8").rstrip("\r\n"))
     except ValueError as error:
@@ -177,6 +179,7 @@ def _parse_line(line: bytes) -> Row | BadRow:
 
 
 def _unreadable(line: bytes, error: Exception) -> BadRow:
+    """Make the BadRow of a line that is not UTF-8, not JSON, too long or too deep."""
     raw = line.decode("utf-8", "backslashreplace").strip()
     rule, remedy = "a line must be one JSON object, this one is", "repair or remove the line"
     if isinstance(error, UnicodeDecodeError):
@@ -211,6 +214,7 @@ def _json_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
 
 
 def _parquet_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
+    """Yield (row number from 1, row) of a parquet file. Raises BrokenFile."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

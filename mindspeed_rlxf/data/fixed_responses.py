@@ -127,7 +127,10 @@ class _Reader:
         self._vocab_size, self._longest = vocab_size, max_new_tokens
 
     def response(self, row: Mapping[str, Any]) -> tuple[list[int], str]:
-        """Return (token ids, "") of a row, or ([], problem)."""
+        """Return (token ids, "") of a row, or ([], problem).
+
+        A text that may be longer gets an EOS.
+        """
         if "response_ids" in row:
             ids = row["response_ids"]
         elif isinstance(row.get("response"), str):
@@ -142,6 +145,7 @@ class _Reader:
         return ([], problem) if problem else (ids, "")
 
     def _problem(self, ids: Any) -> str:
+        """Describe what is wrong with a response's token ids; empty = nothing."""
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             return f"response_ids must be a list of token ids, not {ids!r:.40}"
         if not 1 <= len(ids) <= self._longest:

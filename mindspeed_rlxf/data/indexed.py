@@ -115,7 +115,7 @@ class IndexedReader:
         if needed > found:
             raise BrokenIndex(f"{content} has {found} bytes, the index needs {needed}")
         if int(sizes.sum()) > found:
-            raise BrokenIndex(f"the sequences of {content} lie over each other")
+            raise BrokenIndex(f"the sequences of {content} overlap")
 
     def __len__(self) -> int:
         return len(self._lengths)

@@ -128,7 +128,10 @@ class _DataSet:
         return None  # they are answers, which have other lengths than the prompts
 
     def _list_old_columns(self) -> dict[str, str]:
-        """Map the columns of a data set without sidecar to their file names, which are the same."""
+        """Map the columns of a data set without sidecar to their file names, which are the same.
+
+        Raises UserError where one was written by this package, so that the sidecar is missing.
+        """
         own = (TOKEN_IDS, MASK, *SEQUENCES[Output.PAIR])
         names = [n for n in column_files(Path(self._prefix)) if n not in own]
         for name in names:
@@ -165,6 +168,7 @@ class _DataSet:
         ]
 
     def _read_prompt_ids(self, place: int) -> Int64Array:
+        """Return a row's prompt ids: of a conversation, those up to the last ignored label."""
         ids = self._token_ids[place].astype(np.int64)
         if self._labels is None:
             return ids
@@ -173,6 +177,7 @@ class _DataSet:
         return ids[: min(end, len(ids))]
 
     def _read_value(self, name: str, place: int) -> Any:
+        """Return a row's value of a column: parsed JSON, or in older data sets decoded ids."""
         stored = self._columns[name][place]
         if self.sidecar is not None:
             try:
@@ -213,6 +218,7 @@ class _DataSet:
         return UserError(Problem(f"{self._prefix}{row}", rule, remedy=remedy, colon=True))
 
     def _check_tokenizer(self, sidecar: Sidecar) -> None:
+        """Raise UserError unless the data set was made with this vocabulary."""
         own = vocabulary_hash(self._tokenizer)
         if own != sidecar.tokenizer.sha256:
             theirs = sidecar.tokenizer
@@ -223,7 +229,10 @@ class _DataSet:
             )
 
     def _check_special_tokens(self, sidecar: Sidecar) -> None:
-        """The ids are there already: what texts spell is in them as the preprocessing read it."""
+        """Raise UserError unless the data set treats special tokens in texts as configured.
+
+        They are in its ids already, as the preprocessing read them.
+        """
         key, flag = "data.allow_special_tokens", "--allow-special-tokens"
         made, wanted = sidecar.allow_special_tokens, self._data.allow_special_tokens
         if made != wanted:

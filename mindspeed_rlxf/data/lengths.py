@@ -50,7 +50,10 @@ class LengthLimit:
         self._num_over = 0
 
     def may_fit(self, row: int, num_characters: int, problems: FileProblems) -> bool:
-        """Whether to tokenize a prompt: False if it is surely over the limit and is not cut."""
+        """Whether to tokenize a prompt: False if it is surely too long and is not cut.
+
+        Such a prompt is counted, or reported as a problem.
+        """
         if num_characters <= self._most_characters or self._policy in CUTTING:
             return True
         if self._policy is OverlongPrompts.ERROR:
@@ -66,6 +69,7 @@ class LengthLimit:
         return text[-self._most_characters :]
 
     def _too_long(self, length: str) -> Problem:
+        """Make the problem of a prompt over the limit. length: with its unit"""
         limit = f"actor_rollout.max_prompt_length={self._max_length}"
         return fault(
             f"a prompt must fit {limit}, this one has {length}",
@@ -73,7 +77,7 @@ class LengthLimit:
         )
 
     def fit(self, row: int, token_ids: Ids, problems: FileProblems) -> Ids | None:
-        """Return the ids to keep; None for a prompt that is dropped or reported as a problem."""
+        """Return the ids to keep, all or a part; None for a prompt that is dropped or reported."""
         length = len(token_ids)
         if length == 0:
             problems.add(row, NO_TOKEN)

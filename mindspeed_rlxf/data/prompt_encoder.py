@@ -75,7 +75,10 @@ class PromptEncoder:
         ]
 
     def encode_labelled(self, conversations: Sequence[Sequence[Turn]]) -> list[Labelled]:
-        """Return token ids and labels of conversations that end with the assistant's turn."""
+        """Return token ids and labels of conversations that end with the assistant's turn.
+
+        Labels are the ids in responses, and IGNORED elsewhere.
+        """
         rendered = [render_segments(self._template, turns) for turns in conversations]
         opening = [segments[0].pieces[0] for segments in rendered if segments[0].pieces]
         first = self._read(opening, opens_prompt=True)
@@ -100,7 +103,11 @@ class PromptEncoder:
         return labelled
 
     def _read(self, pieces: Iterable[Piece], opens_prompt: bool) -> dict[Piece, list[int]]:
-        """Return the ids of each piece. opens_prompt: add the tokenizer's own special tokens"""
+        """Return the token ids of each different piece.
+
+        opens_prompt: the pieces stand first; in a template without special tokens, the tokenizer's
+            own are added to each
+        """
         # Tokenize each text once: the text of the template between turns is in every prompt.
         different = dict.fromkeys(pieces)
         texts = [piece.text for piece in different if not piece.is_token]
@@ -133,6 +140,7 @@ class PromptEncoder:
         return found
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        """Tokenize texts, without the EOS that some tokenizers append."""
         if not texts:
             return []
         encoded = self._tokenizer(

@@ -217,6 +217,7 @@ def _read_rows(file: str, data: DataConfig, problems: FileProblems) -> Iterator[
 
 
 def _prompt_problem(prompt: Any) -> Problem | None:
+    """Return the problem of a prompt that is no list of messages and no usable text, or None."""
     if isinstance(prompt, str):
         return _text_problem(prompt)
     if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
@@ -231,6 +232,7 @@ def _text_problem(text: str) -> Problem | None:
 
 
 def _template_problem(reason: str) -> Problem:
+    """Make the problem of messages that the chat template refuses."""
     return fault(
         f"the tokenizer's chat template must accept the messages: {reason}",
         "give the tokenizer's folder a fitting chat template, or write the prompt as text",
@@ -238,6 +240,7 @@ def _template_problem(reason: str) -> Problem:
 
 
 def _is_message(message: Any) -> bool:
+    """Whether a value has a role, by its form, and a text as content."""
     return (
         isinstance(message, dict)
         and isinstance(message.get("role"), str)
@@ -273,7 +276,7 @@ def read_labels(
 def _token_ids(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool, split: bool
 ) -> list[list[int]]:
-    """Tokenize texts. split: read special tokens that the texts spell as text"""
+    """Tokenize texts. split: treat special tokens that a text spells as ordinary text"""
     if not texts:
         return []
     ids: list[list[int]] = tokenizer(

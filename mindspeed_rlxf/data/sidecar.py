@@ -100,7 +100,10 @@ def file_name(column: str, taken: set[str]) -> str:
 
 
 def read_sidecar(prefix: Path) -> Sidecar | None:
-    """Return None when there is none, as in data sets of the older toolkit. Raises UserError."""
+    """Read the sidecar; None where there is none (older toolkit).
+
+    Raises UserError for a bad one.
+    """
     file = sidecar_path(prefix)
     try:
         text = read_text(file)

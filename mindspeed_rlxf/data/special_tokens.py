@@ -64,6 +64,7 @@ class SpecialTokens:
         return ids + self._text_ids(text[start:])
 
     def _text_ids(self, text: str) -> list[int]:
+        """Tokenize a text with its hidden words restored, special tokens read as text."""
         if not text:
             return []
         ids: list[int] = self._tokenizer(

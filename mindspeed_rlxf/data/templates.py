@@ -68,6 +68,7 @@ class Template:
 
 
 def _chatml(default_system: str = "", user: str = "{text}") -> Template:
+    """Make a ChatML template. user: text around the user's"""
     return Template(
         system="<|im_start|>system\n{text}<|im_end|>\n",
         user=f"<|im_start|>user\n{user}<|im_end|>\n",
@@ -169,6 +170,7 @@ def render_segments(template: Template, turns: Sequence[Turn]) -> list[Segment]:
 
 
 def _insert_texts(layout: Sequence[Piece | Run], turns: Sequence[Turn]) -> list[Piece]:
+    """Put the turns' texts into a layout; empty pieces are left out."""
     pieces = []
     for part in layout:
         if isinstance(part, Piece):
@@ -180,7 +182,7 @@ def _insert_texts(layout: Sequence[Piece | Run], turns: Sequence[Turn]) -> list[
 
 @lru_cache(maxsize=1024)
 def _prompt_layout(template: Template, roles: tuple[str, ...]) -> tuple[Piece | Run, ...]:
-    """Layout of a prompt with these roles."""
+    """Return the layout of a prompt with these roles."""
     parts = [part for _, parts in _split_parts(template, roles) for part in parts]
     return _join_text([*parts, *_fill(template, template.header)])
 
@@ -189,14 +191,14 @@ def _prompt_layout(template: Template, roles: tuple[str, ...]) -> tuple[Piece | 
 def _segment_layout(
     template: Template, roles: tuple[str, ...]
 ) -> tuple[tuple[bool, tuple[Piece | Run, ...]], ...]:
-    """(whether it is a response, its layout) of each segment of a conversation with these roles."""
+    """Return (whether it is a response, its layout) for each segment with these roles."""
     return tuple(
         (is_r, _join_text(parts)) for is_r, parts in _split_parts(template, roles) if parts
     )
 
 
 def _split_parts(template: Template, roles: tuple[str, ...]) -> list[tuple[bool, list[Part]]]:
-    """(whether it is a response, its parts) of each segment; segments may be empty."""
+    """Return (whether it is a response, its parts) for each segment; segments may be empty."""
     system: str | int = 0 if roles[0] == "system" else template.default_system
     pending = [] if system == "" else _fill(template, template.system, text=[system])
     parts = _fill(template, template.start)

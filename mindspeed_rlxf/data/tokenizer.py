@@ -73,6 +73,7 @@ def load_slow_tokenizer(path: str, key: str = KEY) -> tuple[PreTrainedTokenizerB
 
 
 def _load(path: str, use_fast: bool = True) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from local files, and try it once. Raises what transformers raises."""
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     if (folder := _folder_of(path)) is not None:
@@ -87,7 +88,7 @@ def _load(path: str, use_fast: bool = True) -> PreTrainedTokenizerBase:
 
 
 def _folder_of(path: str) -> Path | None:
-    """Return the folder that transformers will read, which may be in the local cache."""
+    """Return the folder that transformers will read, perhaps in the local cache; None = no such."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import try_to_load_from_cache
@@ -187,7 +188,7 @@ def describe_stop_tokens(
 def _own_stop_ids(
     tokenizer: PreTrainedTokenizerBase, model_folder: str | None
 ) -> dict[str, list[int]]:
-    """Source -> ids that end a response. Raises UserError for a broken generation_config.json."""
+    """Map each source to its ids that end a response. Raises UserError for a broken file."""
     eos = tokenizer.eos_token_id
     found = {"tokenizer": [] if eos is None else [int(eos)]}
     if model_folder is not None:
@@ -232,6 +233,7 @@ def _generation_config_eos(file: Path) -> list[int]:
 
 
 def _missing(key: str, path: str, found: str) -> Problem:
+    """Make the problem of a folder without a tokenizer. found: what is there instead"""
     files = "(tokenizer.json or tokenizer.model)"
     return Problem(
         key,

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def apply() -> None:
-    """Point the names that Megatron takes from CUDA at the CPU."""
+    """Point the names that Megatron takes from CUDA at the CPU, and extend gloo's collectives."""
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in TENSOR_TYPES:
@@ -48,7 +48,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, with any CUDA device among its arguments replaced by the CPU."""
+    """Wrap a function so that a CUDA device among its arguments becomes the CPU."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type_with_cuda_prefix(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Name types as on CUDA: the distributed optimizer compares with `torch.cuda.FloatTensor`."""
+    """Wrap `Tensor.type` to name types as on CUDA; the distributed optimizer compares the names."""
 
     def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
@@ -83,6 +83,7 @@ class _Stream(torch.cpu.Stream):
 
 
 def _patch_runtime() -> None:
+    """Replace the calls of `torch.cuda` that Megatron makes by ones that work on the CPU."""
     cuda = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.set_device = lambda device: None

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -25,13 +25,18 @@ PAIR = re.compile(r"(\d+)\s*/\s*(\d+)")
 
 @dataclass(frozen=True)
 class DriverDevice:
-    """One device, in NPU terms a chip. health: as the tool reports it; OK where it does not."""
+    """One device, in NPU terms a chip.
+
+    health: as the tool reports it; OK where it does not
+    card:   that holds it; an A3 card holds two
+    """
 
     index: int
     name: str
     health: str
     memory_mib: int
     used_mib: int
+    card: int = field(default=-1, compare=False)
 
 
 Parsed: TypeAlias = tuple[str, list[DriverDevice]]
@@ -48,24 +53,24 @@ class DriverView:
 
 
 def driver_view(kind: DeviceKind) -> DriverView | None:
-    """Ask the driver's tool; None where the kind has no driver (CPU)."""
+    """Ask the driver's tool for version and devices; None where there is no driver (CPU)."""
     if kind not in TOOLS:
         return None
     command, parse = TOOLS[kind]
     try:
-        version, devices = parse(_run(command))
+        version, devices = parse(run_tool(command))
     except ValueError as problem:
         return DriverView(command[0], "", (), str(problem))
     return DriverView(command[0], version, tuple(devices))
 
 
 def device_files(folder: Path = Path("/dev")) -> list[str]:
-    """Files of accelerators, which a container may have without their library."""
+    """List the accelerators' files in /dev; a container may have them without their library."""
     return sorted(file.name for file in folder.iterdir() if DEVICE_FILE.fullmatch(file.name))
 
 
-def _run(command: Sequence[str]) -> str:
-    """Output of a tool. Raises ValueError with the reason where there is none."""
+def run_tool(command: Sequence[str]) -> str:
+    """Run a tool and return its output. Raises ValueError when it is missing, fails or hangs."""
     tool = command[0]
     if shutil.which(tool) is None:
         raise ValueError(f"{tool} is not on PATH")
@@ -84,7 +89,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def parse_nvidia(text: str) -> Parsed:
-    """Driver version and devices, of lines `0, NVIDIA H100 80GB HBM3, 81559, 4, 550.54`."""
+    """Parse lines `0, NVIDIA H100 80GB HBM3, 81559, 4, 550.54`: driver version and devices."""
     version, devices = "", []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -96,7 +101,9 @@ def parse_nvidia(text: str) -> Parsed:
 
 
 def parse_ascend(text: str) -> Parsed:
-    """Driver version and chips, of the table of `npu-smi info`: two rows a chip, then processes.
+    """Parse the table of `npu-smi info`: driver version and chips.
+
+    A chip has two rows; the processes below them are not read.
 
     Chips are numbered across cards: the number is the second of the second row where there is one
     (`Phy-ID`), else that of the card.
@@ -114,7 +121,8 @@ def parse_ascend(text: str) -> Parsed:
             card, name = first[0].split(maxsplit=1)
             index = cells[0].split()[1] if " " in cells[0] else card
             used, total = (PAIR.findall(cells[2]) or [(0, 0)])[-1]
-            devices.append(DriverDevice(int(index), name, first[1], int(total), int(used)))
+            sizes = int(total), int(used)
+            devices.append(DriverDevice(int(index), name, first[1], *sizes, int(card)))
             first = []
     return (found[1] if found else ""), devices
 

@@ -39,7 +39,7 @@ _active: DeviceKind | None = None
 
 
 def resolve_kind(kind: DeviceKind) -> DeviceKind:
-    """`auto` is NPU where torch_npu is installed, else CUDA where a GPU answers, else CPU."""
+    """Resolve `auto`: NPU where torch_npu is installed, else CUDA where a GPU answers, else CPU."""
     if kind is not DeviceKind.AUTO:
         return kind
     if importlib.util.find_spec("torch_npu") is not None:
@@ -48,7 +48,7 @@ def resolve_kind(kind: DeviceKind) -> DeviceKind:
 
 
 def device_count(kind: DeviceKind) -> int | None:
-    """Devices of this host that a process may use; None = as many as asked for (CPU).
+    """Count the devices of this host that a process may use; None = no limit (CPU).
 
     Imports no library of a device. Raises ValueError where NPUs cannot be counted.
     """
@@ -57,7 +57,7 @@ def device_count(kind: DeviceKind) -> int | None:
 
 
 def count_by_torch(kind: DeviceKind) -> int | None:
-    """Devices of this host as torch counts them; on NPU in a separate process, which takes seconds.
+    """Count this host's devices with torch; on NPU in a separate process, which takes seconds.
 
     None = as many as asked for (CPU)
     """
@@ -133,7 +133,7 @@ def select_bare(kind: DeviceKind) -> torch.device:
 
 
 def current_device() -> torch.device:
-    """The device that tensors of this process live on."""
+    """Return the device that tensors of this process live on."""
     assert _active is not None, "device.setup has not run in this process"
     if _active is DeviceKind.CPU:
         return torch.device("cpu")
@@ -182,7 +182,7 @@ def set_deterministic(wanted: bool | None) -> None:
 
 
 def active_library() -> Any:
-    """torch's module of this process's device, as `torch.npu`; None on CPU."""
+    """Return torch's module of this process's device, as `torch.npu`; None on CPU."""
     if _active in (None, DeviceKind.CPU):
         return None
     return getattr(torch, FACTS[_active].torch_type)
@@ -196,13 +196,13 @@ def synchronize() -> None:
 
 
 def memory_total() -> int:
-    """Bytes of memory of this device; on CPU those of the host."""
+    """Return the bytes of memory of this device; on CPU those of the host."""
     library = active_library()
     return host_memory() if library is None else int(library.mem_get_info()[1])
 
 
 def memory_unclaimed(kind: DeviceKind) -> int | None:
-    """Bytes of the smallest device of this host; None = unknown, as on CPU.
+    """Return the bytes of this host's smallest device; None = unknown, as on CPU.
 
     Asks the driver's tool, which claims no device.
     """
@@ -212,7 +212,7 @@ def memory_unclaimed(kind: DeviceKind) -> int | None:
 
 
 def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
-    """Variables that keep collectives on the interface with the address `ip`; may be empty.
+    """Return variables that keep collectives on the interface with the address `ip`; may be empty.
 
     By default gloo takes the address of the host's name, which is often a loopback one that other
     hosts cannot reach, and HCCL its first interface. NCCL finds other hosts by itself.
@@ -235,7 +235,7 @@ def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
 def environment_problems(
     kind: DeviceKind, environment: Mapping[str, str]
 ) -> list[npu.Contradiction]:
-    """Variables of the device's libraries that contradict each other.
+    """Find variables of the device's libraries that contradict each other.
 
     environment: of the workers
     """
@@ -246,19 +246,19 @@ def environment_problems(
 
 
 def process_bytes(kind: DeviceKind) -> int:
-    """Device memory that a process takes before any tensor."""
+    """Return the device memory that a process takes before any tensor."""
     return FACTS[resolve_kind(kind)].process_mib * MIB
 
 
 def communicator_bytes(kind: DeviceKind) -> int:
-    """Device memory that the buffers of one process group take."""
+    """Return the device memory that the buffers of one process group take."""
     if resolve_kind(kind) is DeviceKind.NPU:
         return npu.communicator_mib(os.environ) * MIB
     return FACTS[resolve_kind(kind)].communicator_mib * MIB
 
 
 def host_memory() -> int:
-    """Bytes of memory of this host, or of the container where that is less."""
+    """Return the bytes of memory of this host, or of the container where that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:

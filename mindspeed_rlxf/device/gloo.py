@@ -29,7 +29,7 @@ def wrap_collectives() -> None:
 
 
 def _with_listed_sizes(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """Take split sizes as tensors too.
+    """Wrap a collective so that it takes split sizes as tensors too.
 
     The dispatcher makes lists of sizes that are on the device, and leaves those on the CPU tensors.
     """
@@ -49,6 +49,8 @@ def _uneven(parts: list[Tensor]) -> bool:
 
 
 def _uneven_all_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap all_gather so that parts of different sizes are broadcast rank by rank."""
+
     @functools.wraps(gather)
     def wrapper(parts: list[Tensor], mine: Tensor, group: Any = None, **kwargs: Any) -> Any:
         if not _uneven(parts):
@@ -63,6 +65,11 @@ def _uneven_all_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap reduce_scatter so that parts of different sizes are summed whole, then cut.
+
+    Also used where gloo has no reduce_scatter.
+    """
+
     @functools.wraps(scatter)
     def wrapper(mine: Tensor, parts: list[Tensor], group: Any = None, **kwargs: Any) -> Any:
         if not _uneven(parts):
@@ -82,7 +89,7 @@ def _uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def share_device() -> None:
-    """Let the groups that are made from now on share the process's gloo devices."""
+    """Replace gloo's constructor, so that later groups share the process's gloo devices."""
     gloo: Any = dist.ProcessGroupGloo
     make = gloo.__init__
     if getattr(make, "shares_devices", False):
@@ -100,7 +107,7 @@ def share_device() -> None:
 
 @functools.cache
 def _devices() -> list[Any]:
-    """The devices that torch would choose."""
+    """Make the gloo devices that torch would: those of GLOO_SOCKET_IFNAME, or the default one."""
     gloo: Any = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     made = [gloo.create_device(interface=name) for name in names]

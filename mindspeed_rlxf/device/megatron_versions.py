@@ -30,13 +30,13 @@ def is_before_0_13() -> bool:
 
 
 def chunk_argument(chunk: int | None) -> dict[str, int | None]:
-    """Keyword with which Megatron builds a chunk of a virtual pipeline; none in 0.12."""
+    """Return the keyword with which Megatron builds a chunk of a virtual pipeline; none in 0.12."""
     return {} if is_before_0_13() else {"vp_stage": chunk}
 
 
 @contextlib.contextmanager
 def current_chunk(chunk: int | None) -> Iterator[None]:
-    """Build and describe a chunk inside this: 0.12 has a global in place of the keyword."""
+    """Set Megatron's current chunk inside the block; 0.12 has a global where later ones pass it."""
     if chunk is None or not is_before_0_13():
         yield
         return
@@ -64,7 +64,7 @@ def mend() -> None:
 
 
 def mends() -> tuple[Mend, ...]:
-    """Fixes that the imported version needs."""
+    """List the fixes that the imported version needs."""
     if not is_before_0_13():
         return ()
     return (
@@ -104,7 +104,7 @@ class InProcess:
 
 
 def quantize_if_any(quantize: Function) -> Function:
-    """Skip the cast of fp8 parameters where there are none.
+    """Call Megatron's cast to fp8 only where there are fp8 parameters.
 
     Without Transformer Engine the cast of the distributed optimizer raises even then.
     """
@@ -117,7 +117,7 @@ def quantize_if_any(quantize: Function) -> Function:
 
 
 def write_in_torch_format(write: Function) -> Function:
-    """Pass the file format to torch's writer of checkpoint items, which newer versions require."""
+    """Give torch's writer of checkpoint items the file format, which newer versions require."""
     if "serialization_format" not in inspect.signature(write).parameters:
         return write
     from torch.distributed.checkpoint.filesystem import SerializationFormat

@@ -82,7 +82,7 @@ def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
 
 
 def check_cann(environment: Mapping[str, str]) -> None:
-    """Raises ValueError unless CANN's set_env.sh has been sourced."""
+    """Raise ValueError unless CANN's set_env.sh has been sourced."""
     homes = [environment[name] for name in HOME if environment.get(name)]
     if not homes:
         raise ValueError(f"CANN needs {' or '.join(HOME)}, neither is set; {SOURCE_IT}")
@@ -98,7 +98,7 @@ def check_cann(environment: Mapping[str, str]) -> None:
 
 
 def library() -> Any:
-    """torch_npu. Raises ValueError where it cannot be imported."""
+    """Import and return torch_npu. Raises ValueError where that fails."""
     check_cann(os.environ)
     try:
         return importlib.import_module("torch_npu")
@@ -107,7 +107,7 @@ def library() -> Any:
 
 
 def set_timeouts(environment: Any, deadline_s: float) -> None:
-    """Let HCCL wait longer than the run does, whose own message names the missing ranks.
+    """Set HCCL's timeouts so that the run, which names the missing ranks, gives up first.
 
     HCCL_EVENT_TIMEOUT must be greater than HCCL_EXEC_TIMEOUT, so both are set. Variables of the
     user stay, with a warning where they are too short for the run. An HCCL_EVENT_TIMEOUT of the
@@ -147,7 +147,7 @@ class Contradiction(NamedTuple):
 
 
 def timeout_problem(environment: Mapping[str, str]) -> Contradiction | None:
-    """The contradiction between the two timeouts of HCCL; None where there is none.
+    """Find a contradiction between the two timeouts of HCCL; None where there is none.
 
     An absent one contradicts nothing: `set_timeouts` chooses it to match the other.
     """
@@ -163,7 +163,7 @@ def timeout_problem(environment: Mapping[str, str]) -> Contradiction | None:
 
 
 def _seconds(environment: Mapping[str, str], name: str) -> float | None:
-    """Seconds of a variable; None where it is absent or no number, which HCCL reports itself."""
+    """Parse a variable as seconds; None where it is absent, or bad, which HCCL reports itself."""
     try:
         found = float(environment.get(name, ""))
     except ValueError:
@@ -172,26 +172,26 @@ def _seconds(environment: Mapping[str, str], name: str) -> float | None:
 
 
 def _event_after(execute: float | None) -> int:
-    """HCCL_EVENT_TIMEOUT for an HCCL_EXEC_TIMEOUT; never less than its default, 0 = no limit."""
+    """Choose HCCL_EVENT_TIMEOUT for an HCCL_EXEC_TIMEOUT; at least its default, 0 = no limit."""
     if execute == 0:
         return 0
     return max(EVENT_S, math.ceil(execute or 0) + EVENT_MARGIN_S)
 
 
 def deterministic_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that make sums repeatable, with that of LCCL where HCCL uses the vector cores."""
+    """Return variables that make sums repeatable, LCCL's too where HCCL uses the vector cores."""
     on_vector_cores = environment.get("HCCL_OP_EXPANSION_MODE", "").upper() == "AIV"
     return {**DETERMINISTIC, **(DETERMINISTIC_IN_AIV if on_vector_cores else {})}
 
 
 def communicator_mib(environment: Mapping[str, str]) -> int:
-    """Device memory of one communicator, from HCCL_BUFFSIZE."""
+    """Return the device memory (MiB) of one communicator, from HCCL_BUFFSIZE."""
     given = environment.get("HCCL_BUFFSIZE", "")
     return 2 * (int(given) if given.isdigit() else BUFFER_MIB)
 
 
 def _patch_megatron() -> None:
-    """Import MindSpeed's adaptor and give it its arguments."""
+    """Import MindSpeed's adaptor, apply it with our arguments, and mend its all-reduce for fp64."""
     all_reduce = dist.all_reduce
     with _without_arguments(), _own_logging():
         adaptor = importlib.import_module("mindspeed.megatron_adaptor")

@@ -23,7 +23,7 @@ ASK = f"import torch, torch_npu; print({ANSWER!r} + str(torch_npu.npu.device_cou
 
 
 def count_npus() -> int:
-    """NPUs that the driver's tool lists, without those that ASCEND_RT_VISIBLE_DEVICES hides.
+    """Count the NPUs that the driver's tool lists and ASCEND_RT_VISIBLE_DEVICES does not hide.
 
     Where the tool is missing, fails or lists none, torch_npu counts in a separate process.
     Raises ValueError where CANN or torch_npu is missing, or neither of the two answers.
@@ -40,14 +40,14 @@ def count_npus() -> int:
 
 
 def check_installed() -> None:
-    """Raises ValueError unless CANN is set up and torch_npu can be found."""
+    """Raise ValueError unless CANN is set up and torch_npu can be found."""
     npu.check_cann(os.environ)
     if importlib.util.find_spec("torch_npu") is None:
         raise ValueError(npu.NOT_INSTALLED.format("it is not on the path"))
 
 
 def count_by_torch(reason: str = "") -> int:
-    """NPUs that torch_npu counts, in a separate process that ends with its answer.
+    """Count NPUs with torch_npu, in a separate process that ends with its answer.
 
     reason: why the driver's tool did not answer, for the message
     Raises ValueError with the last line that the process wrote.
@@ -69,6 +69,7 @@ def count_by_torch(reason: str = "") -> int:
 
 
 def _describe_failure(reason: str, result: str) -> str:
+    """Word the error for NPUs that could not be counted, with both reasons."""
     tool = f"{reason}, and " if reason else ""
     return (
         f"the NPUs of this host must be counted, which failed: {tool}torch_npu in a separate "

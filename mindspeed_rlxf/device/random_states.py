@@ -23,12 +23,12 @@ LEFT_AT, NEXT_AT = 8, 16  # places in the bytes of torch's host generator: int32
 
 
 def to_text(state: Tensor) -> str:
-    """State of a generator, [bytes] uint8, as hexadecimal digits."""
+    """Write a generator's state, [bytes] uint8, as hexadecimal digits."""
     return bytes(state.cpu().numpy().tobytes()).hex()
 
 
 def from_text(text: str) -> Tensor:
-    """Errors: ValueError where the text is not what `to_text` gave."""
+    """Read the state that `to_text` wrote. Raises ValueError for other text."""
     if type(text) is not str or not text:
         raise ValueError("the state of a stream must be text")
     try:
@@ -38,7 +38,7 @@ def from_text(text: str) -> Tensor:
 
 
 def process_state() -> dict[str, Any]:
-    """Streams of torch (host and device), numpy and Python, in types that JSON has."""
+    """Return the random streams of torch (host, device), numpy and Python, as values for JSON."""
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, normal = random.getstate()
     library = facade.active_library()
@@ -61,7 +61,7 @@ class ProcessStreams:
 
     @classmethod
     def from_json(cls, state: Any) -> ProcessStreams:
-        """Errors: ValueError where it is not what `process_state` gave."""
+        """Check and convert what `process_state` returned. Raises ValueError for anything else."""
         if type(state) is not dict or state.keys() != {"torch", "device", "numpy", "python"}:
             raise ValueError("the streams of a process must be torch, device, numpy and python")
         host = from_text(state["torch"])
@@ -71,14 +71,14 @@ class ProcessStreams:
 
     @property
     def is_of_this_device(self) -> bool:
-        """Whether a device of the same kind wrote it: the states of others differ in size."""
+        """Whether a device of the same kind wrote the state, judged by its size."""
         library = facade.active_library()
         if library is None or self.device is None:
             return library is self.device
         return bool(library.get_rng_state().numel() == self.device.numel())
 
     def load(self) -> None:
-        """Go on with these streams. Errors: ValueError where the device refuses its own."""
+        """Set the streams of this process. Raises ValueError where the device refuses its state."""
         library = facade.active_library()
         if self.device is not None:
             try:
@@ -111,6 +111,7 @@ def check_host_state(state: Tensor) -> None:
 
 
 def _numpy_state(state: Any) -> tuple[str, Any, int, int, float]:
+    """Check the JSON of numpy's state and convert it for `np.random.set_state`."""
     keys, position, has_gauss, gauss = _parts(state, 4, "numpy")
     _check_words(keys, WORDS, "numpy")
     _check_position(position, "numpy")
@@ -120,6 +121,7 @@ def _numpy_state(state: Any) -> tuple[str, Any, int, int, float]:
 
 
 def _python_state(state: Any) -> tuple[Any, ...]:
+    """Check the JSON of Python's state and convert it for `random.setstate`."""
     version, words, normal = _parts(state, 3, "python")
     if type(version) is not int or version != random.getstate()[0]:
         raise ValueError(f"the version of Python's stream must be {random.getstate()[0]}")

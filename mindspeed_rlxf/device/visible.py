@@ -6,13 +6,13 @@ import os
 
 
 def list_visible(variable: str | None) -> list[str]:
-    """The devices that a variable shows to this process; empty = it hides none."""
+    """List the devices that a variable shows to this process; empty = it hides none."""
     value = os.environ.get(variable, "") if variable else ""
     return [number.strip() for number in value.split(",") if number.strip()]
 
 
 def index_within(assigned: str, variable: str | None, seen: int) -> int:
-    """The number within this process of the device that Ray assigned.
+    """Return the number within this process of the device that Ray assigned.
 
     assigned: as the host counts (on CUDA it may be a UUID)
     variable: hides devices. Ray sets it to the one device that it assigned, or, where its
@@ -29,7 +29,7 @@ def index_within(assigned: str, variable: str | None, seen: int) -> int:
 
 
 def check_index(index: int, variable: str | None, seen: int) -> int:
-    """The index, if the process sees such a device. Two processes cannot share one."""
+    """Return the index. Raises ValueError where this process sees no such device."""
     if index < seen:
         return index
     value = os.environ.get(variable, "not set") if variable else "not set"

@@ -54,7 +54,7 @@ def open_store(
 
 
 def part_rank(rank: int, parts: Sequence[int]) -> tuple[int, int]:
-    """(part, rank in it) of a rank of the pool; `parts` are sizes."""
+    """Return (part, rank in that part) of a rank of the pool. parts: number of ranks of each"""
     for part, end in enumerate(accumulate(parts)):
         if rank < end:
             return part, rank - (end - parts[part])
@@ -99,7 +99,7 @@ def _group_across(
 
 
 def timeout_minutes() -> int:
-    """Timeout of collectives in this process's world, rounded up, for groups made inside it."""
+    """Return the timeout of this world's collectives, rounded up, for groups made inside it."""
     return math.ceil(_timeout.total_seconds() / 60)
 
 
@@ -114,7 +114,7 @@ def set_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def whole_pool() -> dist.ProcessGroup:
-    """The group of all ranks of a split pool."""
+    """Return the group of all ranks of a split pool."""
     assert _whole_pool is not None, "the pool of this process is not split"
     return _whole_pool
 

@@ -29,7 +29,7 @@ from mindspeed_rlxf.models.transformer import (
 def build_chunks(
     role: RoleConfig, head: Head, groups: ParallelGroups, dtype: torch.dtype
 ) -> list[TransformerModel]:
-    """The chunks of this pipeline rank, one without a virtual pipeline; weights are not set."""
+    """Build this pipeline rank's chunks, one without a virtual pipeline; weights are not set."""
     assert role.architecture is not None, "checked beforehand"
     count = role.model_chunks
     config = transformer_config(

@@ -127,16 +127,16 @@ class MegatronEngine:
 
     @property
     def module(self) -> torch.nn.Module:
-        """All parameters of this rank, by the names of `models.parameters`."""
+        """All parameters of this rank as one module, by the names of `models.parameters`."""
         return self.chunks[0] if len(self.chunks) == 1 else torch.nn.ModuleList(self.chunks)
 
     @property
     def config(self) -> TransformerConfig:
-        """Megatron's, one for all chunks."""
+        """Megatron's configuration, the same for all chunks."""
         return self.chunks[0].config
 
     def _load(self, seed: int) -> None:
-        """Fill the weights; a score head that the folder lacks is drawn from the seed."""
+        """Load the weights; a score head that the folder lacks is drawn from the seed."""
         assert self.role.load is not None, "checked beforehand"
         absent = self.weights.load(open_weights(self.role.load, self.role.architecture))
         if absent:
@@ -146,7 +146,7 @@ class MegatronEngine:
             head.data.copy_(noise * self.role.architecture.init_method_std)
 
     def micro_batches(self, rollouts: Rollouts, rows: Sequence[int]) -> list[MicroBatch]:
-        """The given rows in order, grouped and in the form that this role computes in.
+        """Make micro-batches of the given rows, in order, packed or padded as this role computes.
 
         A collective over the data-parallel ranks, which bring the same number of rows.
         """
@@ -157,7 +157,7 @@ class MegatronEngine:
         )
 
     def _group(self, rollouts: Rollouts, rows: Sequence[int]) -> list[Sequence[int]]:
-        """Groups of rows for micro-batches, as many on every data-parallel rank."""
+        """Divide rows into groups for micro-batches, as many groups on every data-parallel rank."""
         limit = self.role.max_tokens_per_micro_batch
         if limit is None:
             groups = chunk_rows(rows, self.role.micro_batch_size)
@@ -176,14 +176,16 @@ class MegatronEngine:
         return self.groups.is_leader
 
     def log_probs(self, rollouts: Rollouts, temperature: float) -> LogProbs | None:
-        """Log-probs of the trained tokens; None on ranks that are not the leader."""
+        """Compute log-probs of the trained tokens; None on ranks other than the leader."""
         flat = self._read_all(rollouts, log_prob_reader(temperature))
         return LogProbs(by_row(flat, rollouts.trained_mask)) if self.is_leader else None
 
     def log_probs_with_kl(
         self, rollouts: Rollouts, temperature: float, policy: MegatronEngine
     ) -> LogProbsWithKl | None:
-        """Log-probs of the trained tokens, and KL(policy || this) over the vocabulary.
+        """Compute log-probs of the trained tokens, and KL(policy || this) over the vocabulary.
+
+        None on ranks that are not the leader.
 
         Both engines have the same layout, so that a rank holds the same part of both vocabularies.
         """
@@ -206,7 +208,7 @@ class MegatronEngine:
         return LogProbsWithKl(log_probs, kl)
 
     def values(self, rollouts: Rollouts) -> Values | None:
-        """Values of the slots that may be read; None on ranks that are not the leader."""
+        """Compute the values of the slots that may be read; None on ranks other than the leader."""
         slots = readable_slots(rollouts.trained_mask, rollouts.response_mask)
 
         def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
@@ -216,7 +218,7 @@ class MegatronEngine:
         return Values(by_row(flat, slots)) if self.is_leader else None
 
     def scores(self, rollouts: Rollouts) -> Scores | None:
-        """Scores at the last token of each response; None on ranks that are not the leader."""
+        """Score each response at its last token; None on ranks other than the leader."""
         flat = self._read_all(rollouts, read_scores)
         return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
 
@@ -225,7 +227,7 @@ class MegatronEngine:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], read: Read) -> list[Tensor]:
-        """`read` of every micro-batch on the last stage; an empty list on the others."""
+        """Run the forward passes; return `read` of each micro-batch on the last stage, else []."""
         for model in self.models:
             model.eval()
         # The schedule needs a multiple of this number, so the last micro-batch runs again.
@@ -237,7 +239,7 @@ class MegatronEngine:
     def train_step(
         self, micro_batches: Sequence[MicroBatch], step: PolicyStep | ValueStep
     ) -> dict[str, float]:
-        """One optimizer step on one mini-batch, skipped where a number is not finite (`finite`).
+        """Take an optimizer step on one mini-batch, or skip it where a number is not finite.
 
         Returns the metrics of the loss averaged over the mini-batch of all data-parallel ranks
         (on the last stage), `grad_norm`, and under `nan_policy: skip` whether it was skipped.
@@ -260,7 +262,10 @@ class MegatronEngine:
         return metrics
 
     def end_iteration(self) -> float:
-        """Advance the learning-rate schedule; returns the rate that the iteration used."""
+        """Advance the learning-rate schedule; return the rate that the iteration used.
+
+        Mini-batches are counted from 1 again.
+        """
         assert self.optimizer is not None and self.scheduler is not None
         rate = float(self.optimizer.param_groups[0]["lr"])
         self.scheduler.step(increment=1)
@@ -268,13 +273,13 @@ class MegatronEngine:
         return rate
 
     def sum_over_replicas(self, tensor: Tensor) -> Tensor:
-        """The sum of a small CPU tensor over the data-parallel ranks, computed on the host."""
+        """Return the sum of a small CPU tensor over the data-parallel ranks; it is not changed."""
         total = tensor.clone()
         dist.all_reduce(total, group=self.groups.dp_host)
         return total
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight whole, on every rank; a collective (see `hf_stream.hf_tensors`)."""
+        """Yield every weight whole, on every rank; a collective (see `hf_stream.hf_tensors`)."""
         return hf_tensors(self.weights, self.groups, self.role.model_chunks)
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
@@ -322,6 +327,11 @@ class MegatronEngine:
         return load_state(self.state, folder)
 
     def _run(self, micro_batches: Sequence[MicroBatch], then, forward_only: bool):  # type: ignore[no-untyped-def]
+        """Run Megatron's schedule over the micro-batches; return the outputs of `then`.
+
+        then: computes the readings (forward_only), else the loss, of a micro-batch's hidden states
+        """
+
         def forward_step(batches, model):  # type: ignore[no-untyped-def]
             batch = next(batches)
             hidden = model(batch.token_ids, batch.positions, batch.attend)
@@ -349,6 +359,7 @@ class MegatronEngine:
         )
 
     def _mean_metrics(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
+        """Average the losses' metrics over all data-parallel ranks; empty before the last stage."""
         if not self.groups.is_last_stage:
             return {}
         names = list(outputs[0].metrics)

@@ -55,7 +55,10 @@ class GuardedOptimizer:
         self._losses_finite, self._checked = True, False
 
     def step(self, losses: Sequence[Tensor]) -> Step:
-        """Take a step or skip it; a collective. losses: of this rank's micro-batches, scalars"""
+        """Take an optimizer step, or skip it where a number is not finite; a collective.
+
+        losses: of this rank's micro-batches, scalars
+        """
         self._losses_finite = all(bool(loss.isfinite()) for loss in losses)
         self._checked = False
         try:
@@ -67,6 +70,10 @@ class GuardedOptimizer:
         return Step(float(grad_norm))
 
     def _checked_norm(self) -> float:
+        """Measure the gradient norm.
+
+        Raises _Stopped when it or a loss of any rank is not finite.
+        """
         norm = float(self._measure())
         self._checked = True
         found = {"loss": not self._losses_finite, "gradient norm": not math.isfinite(norm)}
@@ -87,9 +94,10 @@ class SkippedSteps:
         self.in_a_row = 0
 
     def judge(self, step: Step, iteration: int, mini_batch: int) -> None:
-        """Count a step. iteration, mini_batch: from 1, for the message.
+        """Count the steps skipped in a row.
 
-        Errors: FloatingPointError on all ranks, where the policy is to stop.
+        Raises FloatingPointError on all ranks where the policy stops the run.
+        iteration, mini_batch: from 1, for the message
         """
         if not step.wrong:
             self.in_a_row = 0

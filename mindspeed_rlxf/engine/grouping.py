@@ -8,12 +8,12 @@ Rows = Sequence[int]
 
 
 def chunk_rows(rows: Rows, size: int) -> list[Rows]:
-    """Consecutive groups of `size` rows; the last one may be shorter."""
+    """Divide rows into consecutive groups of `size`; the last one may be shorter."""
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 def group_by_tokens(rows: Rows, lengths: Sequence[int], limit: int) -> list[Rows]:
-    """Consecutive groups of at most `limit` tokens; a row that is longer stands alone.
+    """Divide rows into consecutive groups of at most `limit` tokens; a longer row is alone.
 
     lengths: tokens of every row of the batch, looked up by row
     """

@@ -31,7 +31,7 @@ class Shard:
     written: range
 
     def held_boxes(self, slot: str, tensor: Tensor, flat: range) -> Iterator[HeldBox]:
-        """The boxes that a flat range of the shard is made of, in order, as views.
+        """Yield a view of each box of a Hugging Face tensor that the shard's flat range covers.
 
         tensor: contiguous, the numbers of the range
         """
@@ -45,7 +45,9 @@ class Shard:
 
 
 def shards(weights: StageWeights, groups: ParallelGroups) -> Iterator[Shard]:
-    """Every parameter of this rank, in the order of the map, which its replicas share.
+    """Yield every parameter of this rank, with the range of its numbers that this replica writes.
+
+    In the order of the map; the replicas share the numbers equally.
 
     Experts are on dp / ep replicas, all else on dp.
     """

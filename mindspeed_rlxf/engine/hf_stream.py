@@ -17,7 +17,7 @@ from mindspeed_rlxf.weights.stage import StageWeights
 def hf_tensors(
     weights: StageWeights, groups: ParallelGroups, chunks: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor on the device in the dtype of training) of every weight, on every rank.
+    """Yield every weight whole as (Hugging Face name, tensor on the device), on every rank.
 
     A collective: all ranks of the role take the same number of tensors. A rank holds one parameter
     at a time beside its own. A tied output layer is left out, as Hugging Face's files do.
@@ -40,7 +40,7 @@ def hf_tensors(
 def _whole(
     weights: StageWeights, parameter: StageParameter, held: bool, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The tensors of a parameter by name, uninitialised where this rank does not hold a shard."""
+    """Return a parameter's whole tensors by name, uninitialised where this rank has no shard."""
     where = device.current_device()
     if held:
         return {name: t.to(where) for name, t in weights.hf_tensors(parameter).items()}

@@ -18,7 +18,7 @@ def normalised_loss(
     per_token: dict[str, Tensor],
     coefficient: float = 1.0,
 ) -> LossOutput:
-    """The loss of one micro-batch as a sum and what it is divided by.
+    """Return a micro-batch's loss as a sum, the weight it is divided by later, and its metrics.
 
     loss:           [tokens] with gradient, response after response
     lengths:        [responses] tokens of each

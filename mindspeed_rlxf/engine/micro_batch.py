@@ -31,13 +31,15 @@ class MicroBatch:
     trained_ids: Tensor  # [trained tokens of all rows] int64
 
     def prediction_places(self, slots: Tensor) -> Tensor:
-        """Flat places of hidden states that predict response token t, one place before it, for each
-        True of [rows, slots], row after row."""
+        """Return the flat places of the hidden states that predict the tokens marked in `slots`.
+
+        slots: [rows, slots] bool; token t is predicted one place before it. Row after row.
+        """
         row, slot = slots.nonzero(as_tuple=True)
         return self._flat(row, self.prompt_lengths[row] - 1 + slot)
 
     def last_places(self) -> Tensor:
-        """The last token of each row."""
+        """Return the flat place of the last token of each row."""
         last = self.prompt_lengths + self.response_lengths - 1
         return self._flat(torch.arange(len(last)), last)
 
@@ -52,7 +54,7 @@ def make_micro_batches(
     multiple_of: int,
     device: torch.device,
 ) -> list[MicroBatch]:
-    """One micro-batch for each group of rows.
+    """Make one micro-batch for each group of rows.
 
     multiple_of: the token axis is filled up to a multiple of it (sequence parallel splits it).
     """
@@ -61,6 +63,7 @@ def make_micro_batches(
 
 
 def _sequences(rollouts: Rollouts, rows: list[int]) -> list[Tensor]:
+    """Join prompt and response of each row, without padding."""
     prompts, responses = rollouts.prompt_lengths.tolist(), rollouts.response_lengths.tolist()
     return [
         torch.cat(
@@ -73,7 +76,7 @@ def _sequences(rollouts: Rollouts, rows: list[int]) -> list[Tensor]:
 def _lengths_and_targets(
     rollouts: Rollouts, rows: list[int], device: torch.device
 ) -> dict[str, Tensor]:
-    """Fields of a MicroBatch that are the same for packed and padded rows."""
+    """Return the fields of a MicroBatch that are the same for packed and padded rows."""
     trained = rollouts.trained_mask[rows]
     return {
         "prompt_lengths": rollouts.prompt_lengths[rows],
@@ -86,6 +89,7 @@ def _lengths_and_targets(
 def _pack(
     rollouts: Rollouts, rows: list[int], multiple_of: int, device: torch.device
 ) -> MicroBatch:
+    """Join the rows to one packed sequence; filling makes one more sequence, which is not read."""
     sequences = _sequences(rollouts, rows)
     lengths = torch.tensor([len(s) for s in sequences])
     fill = -int(lengths.sum()) % multiple_of
@@ -104,6 +108,7 @@ def _pack(
 
 
 def _pad(rollouts: Rollouts, rows: list[int], multiple_of: int, device: torch.device) -> MicroBatch:
+    """Pad the rows to the longest one, and further to a multiple of `multiple_of`."""
     token_ids = pad_sequence(_sequences(rollouts, rows), batch_first=True)
     fill = -token_ids.size(1) % multiple_of
     token_ids = torch.nn.functional.pad(token_ids, (0, fill))

@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.schema import OptimizerConfig
 def build_optimizer(
     config: OptimizerConfig, models: list[DistributedDataParallel], dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Adam with decoupled weight decay; fp32 main weights when the model is bf16.
+    """Build Adam with decoupled weight decay; fp32 main weights when the model is bf16.
 
     models: the chunks of this rank
     """
@@ -41,7 +41,7 @@ def build_optimizer(
 def build_scheduler(
     config: OptimizerConfig, optimizer: MegatronOptimizer, train_iters: int
 ) -> OptimizerParamScheduler:
-    """One step per iteration; warm-up is a fraction of `train_iters`."""
+    """Build the learning-rate schedule: one step per iteration, warm-up by `lr_warmup_fraction`."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -24,7 +24,7 @@ def _globals() -> dict[str, Any]:
 
 
 def _is_state(name: str) -> bool:
-    """Whether a global holds groups or ranks, or is the list that keeps every group alive."""
+    """Whether a global of Megatron holds groups or ranks, or lists the groups to keep alive."""
     if name == "_global_process_group_list":
         return True
     return name.startswith("_") and name.upper() == name and not name.startswith("__")
@@ -88,7 +88,10 @@ class ParallelGroups:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Give Megatron these groups and random streams inside the block."""
+        """Give Megatron these groups and random streams inside the block.
+
+        Keep their state after it.
+        """
         with _restored():
             _set(self._state, self.random_states)
             try:
@@ -111,6 +114,7 @@ class ParallelGroups:
 
 
 def _make_groups(tp: int, pp: int, ep: int) -> dict[str, Any]:
+    """Make Megatron's groups of this layout; return its globals, which hold them."""
     vars(parallel_state).update(_PRISTINE)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
@@ -125,7 +129,7 @@ def _make_groups(tp: int, pp: int, ep: int) -> dict[str, Any]:
 
 
 def process_groups(state: dict[str, Any]) -> Iterator[dist.ProcessGroup]:
-    """The groups of this rank, some more than once; megatron-core 0.12 has no list of them."""
+    """Yield this rank's groups, some more than once; megatron-core 0.12 has no list of them."""
     for value in state.values():
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, dist.ProcessGroup):

@@ -34,7 +34,7 @@ class Mean:
 
     @classmethod
     def of(cls, values: Tensor, weight: int, scale: float = 1.0) -> Mean:
-        """values: any shape, summed up and multiplied by `scale`."""
+        """Sum `values`, of any shape, multiply by `scale`, and detach."""
         return cls(values.detach().double().sum() * scale, weight)
 
 

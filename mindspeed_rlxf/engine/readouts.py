@@ -21,7 +21,7 @@ Read: TypeAlias = Callable[[TransformerModel, MicroBatch, Tensor], Tensor]
 
 
 def log_prob_reader(temperature: float) -> Read:
-    """Make the function that returns the log-probs of the trained tokens."""
+    """Make the function that computes the trained tokens' log-probs from hidden states."""
 
     def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
         return read_log_probs(model, batch, hidden, temperature).log_probs
@@ -32,7 +32,7 @@ def log_prob_reader(temperature: float) -> Read:
 def loss_reader(
     step: PolicyStep | ValueStep,
 ) -> Callable[[TransformerModel, MicroBatch, Tensor], LossOutput]:
-    """Make the function that returns the loss of a step."""
+    """Make the function that computes the loss of a step from a micro-batch's hidden states."""
 
     def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> LossOutput:
         if isinstance(step, PolicyStep):
@@ -45,7 +45,7 @@ def loss_reader(
 def read_log_probs(
     model: TransformerModel, batch: MicroBatch, hidden: Tensor, temperature: float
 ) -> TokenLogProbs:
-    """Log-probs and entropies of the trained tokens."""
+    """Compute log-probs and entropies of the trained tokens."""
     places = batch.prediction_places(batch.trained_mask)
     return TokenLogProbs(
         *token_log_probs(
@@ -62,19 +62,22 @@ def read_log_probs(
 def read_values(
     model: TransformerModel, batch: MicroBatch, hidden: Tensor, slots: Tensor
 ) -> Tensor:
-    """Values of the slots, [slots] fp32. slots: [rows, slots] bool of this micro-batch."""
+    """Compute the values of the slots, [slots] fp32.
+
+    slots: [rows, slots] bool of this micro-batch
+    """
     full = model.full_hidden(hidden, partial_gradient=False)
     return model.score(full.index_select(0, batch.prediction_places(slots)))
 
 
 def read_scores(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-    """Scores at the last token of each row, [rows] fp32."""
+    """Compute the score at the last token of each row, [rows] fp32."""
     full = model.full_hidden(hidden, partial_gradient=False)
     return model.score(full.index_select(0, batch.last_places()))
 
 
 def read_states(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-    """Hidden states that predict the trained tokens, [tokens, hidden], on the host."""
+    """Return the hidden states that predict the trained tokens, [tokens, hidden], on the host."""
     places = batch.prediction_places(batch.trained_mask)
     return model.full_hidden(hidden, partial_gradient=False).index_select(0, places).cpu()
 
@@ -87,7 +90,7 @@ def read_log_probs_and_kl(
     states: Tensor,
     temperature: float,
 ) -> Tensor:
-    """[2, tokens]: log-probs of the trained tokens, and KL(policy || model) over the vocabulary.
+    """Compute [2, tokens]: log-probs of the trained tokens, and KL(policy || model) at each.
 
     states: [tokens, hidden] of the policy (`read_states`)
     """
@@ -104,7 +107,7 @@ def read_log_probs_and_kl(
 
 
 def by_row(flat: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """Flat values of micro-batches that follow each other -> [rows, width] fp32, 0 where masked.
+    """Sort flat values of consecutive micro-batches into [rows, width] fp32, 0 where masked.
 
     flat[m]: values of micro-batch m, row after row; mask: [all rows, width] bool, their places
     """

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 
 def name_with_free_space(error: BaseException, folder: Path) -> str:
-    """Class and text of an error, and the free space of the folder's disk."""
+    """Describe an error by its class and text, with the free space of the folder's disk."""
     free = shutil.disk_usage(folder).free if folder.exists() else 0
     return f"{type(error).__name__}: {error} ({free / 2**20:.0f} MiB are free there)"
 

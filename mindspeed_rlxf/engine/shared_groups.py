@@ -15,7 +15,7 @@ _made: dict[Layout, dict[str, Any]] = {}
 
 
 def groups_of_layout(layout: Layout, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Megatron's globals with the groups of a layout; the first role that asks makes them."""
+    """Return Megatron's globals with the groups of a layout, made once and shared by all roles."""
     if layout not in _made:
         _made[layout] = make()
     return dict(_made[layout])

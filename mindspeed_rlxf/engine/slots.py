@@ -36,18 +36,18 @@ class HeldSlots:
 
     @property
     def flat(self) -> range:
-        """The numbers of the flattened parameter that the slots belong to."""
+        """The range of numbers of the flattened parameter that the slots belong to."""
         start = self.start or 0
         return range(start, start + next(iter(self.slots.values())).numel())
 
 
 def single_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
-    """Megatron's optimizers of a model: one, or with experts one more for these."""
+    """List Megatron's optimizers of a model: one, and with experts one more for these."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def held_slots(optimizer: MegatronOptimizer) -> Iterator[HeldSlots]:
-    """The slots of every parameter on this rank; zeros where no step has been taken."""
+    """Yield the optimizer slots of every parameter on this rank; zeros where no step was taken."""
     for each in single_optimizers(optimizer):
         for parameter, main, start in _held(each):
             state = each.optimizer.state.get(main, {})
@@ -76,12 +76,13 @@ def step_of(optimizer: MegatronOptimizer) -> int:
 
 
 def _steps(adam: torch.optim.Optimizer) -> Iterator[int]:
-    """Step counts: torch keeps one for each parameter, fused Adams one for each group."""
+    """Yield step counts: torch keeps one for each parameter, fused Adams one for each group."""
     yield from (int(state["step"]) for state in adam.state.values() if "step" in state)
     yield from (int(group["step"]) for group in adam.param_groups if "step" in group)
 
 
 def _set_step(adam: torch.optim.Optimizer, step: int) -> None:
+    """Set the number of steps taken, where this Adam keeps it (see `_steps`)."""
     if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
         for state in adam.state.values():
             state["step"] = torch.tensor(float(step), dtype=torch.float32)
@@ -91,7 +92,7 @@ def _set_step(adam: torch.optim.Optimizer, step: int) -> None:
 
 
 def _mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each parameter, and what the optimizer changes: a copy in fp32, or the parameter itself."""
+    """Yield each parameter with what the optimizer changes: an fp32 copy, or itself."""
     if not optimizer.config.bf16:
         for group in optimizer.optimizer.param_groups:
             yield from ((parameter, parameter) for parameter in group["params"])
@@ -104,7 +105,10 @@ def _mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _held(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, int | None]]:
-    """Parameter, its main weights on this rank, and where in the parameter these start."""
+    """Yield each parameter, its main weights on this rank, and where in it these start.
+
+    None = the rank has the main weights of the whole parameter.
+    """
     if not isinstance(optimizer, DistributedOptimizer):
         yield from ((parameter, main, None) for parameter, main in _mains(optimizer))
         return

@@ -96,7 +96,7 @@ class StateSaver:
         self._writing: Future[Written] | None = None
 
     def begin(self, folder: Path) -> None:
-        """Copy what this rank writes to the host and start writing it."""
+        """Copy what this rank writes to the host, and start writing it to `folder` in a thread."""
         assert self._writing is None, "the save before this one has not been ended"
         state, rank = self._state, dist.get_rank()
         texts = {_random_file(rank): json.dumps(_random_state(state.groups))}
@@ -108,7 +108,7 @@ class StateSaver:
         self._writing = _WRITER.submit(_write_and_hash, copy, folder, state.describe)
 
     def end(self) -> Written:
-        """Wait for the files of all ranks; each is hashed by its rank and has its host.
+        """Wait for the files of all ranks; return their entries, each with its hash and host.
 
         Paths are within the folder. Raises OSError on all ranks when one could not write.
         """
@@ -130,7 +130,10 @@ _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
 
 def _write_and_hash(copy: _Copy, folder: Path, describe: Callable[[Path], list[Path]]) -> Written:
-    """Write the files of a rank without collectives, as another thread is in these."""
+    """Write a rank's files in a thread; return their manifest entries. Uses no collective.
+
+    describe: called on the first rank for files of its own
+    """
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)  # another host may have no such folder yet
     file = file_of(folder, copy.rank)
@@ -186,7 +189,10 @@ def _load_share(state: TrainState, folder: Path) -> bool:
 
 
 def _read(file: Path) -> Any:
-    """Errors: ValueError where it is missing or no JSON, OSError where it cannot be read."""
+    """Read a JSON file of a checkpoint.
+
+    Raises ValueError where it is missing or no JSON, OSError where it cannot be read.
+    """
     try:
         return read_json(file)
     except FileNotFoundError:
@@ -194,7 +200,7 @@ def _read(file: Path) -> Any:
 
 
 def _checked_numbers(file: Path) -> dict[str, Any]:
-    """Errors: ValueError where they are none that a role has."""
+    """Read and check `state.json`. Raises ValueError unless it has what `saved_numbers` returns."""
     numbers = _read(file)
     steps = ("optimizer_steps", "scheduler_steps", "skipped_in_a_row")
     if type(numbers) is not dict or numbers.keys() != {*steps, "layout"}:
@@ -212,7 +218,7 @@ def _checked_numbers(file: Path) -> dict[str, Any]:
 
 
 def _copied_boxes(state: TrainState) -> Iterator[HeldBox]:
-    """Copies on the host of what this rank writes."""
+    """Yield copies on the host of the weights and optimizer slots that this rank writes."""
     by_parameter = {}
     for shard in shards(state.weights, state.groups):
         by_parameter[id(shard.parameter)] = shard
@@ -273,7 +279,7 @@ def _fill(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, flat: ra
 
 
 def saved_numbers(state: TrainState) -> dict[str, Any]:
-    """The content of `state.json`."""
+    """Return the content of `state.json`: counts of steps and the layout."""
     return {
         "optimizer_steps": step_of(state.optimizer),
         "scheduler_steps": state.scheduler.num_steps,
@@ -283,6 +289,7 @@ def saved_numbers(state: TrainState) -> dict[str, Any]:
 
 
 def _layout(state: TrainState) -> dict[str, int]:
+    """Return the sizes that describe how the role is distributed."""
     groups = state.groups
     return {
         "world_size": dist.get_world_size(),
@@ -298,7 +305,7 @@ def _random_file(rank: int) -> str:
 
 
 def _random_state(groups: ParallelGroups) -> dict[str, Any]:
-    """Random streams of the process, and Megatron's for this role."""
+    """Return the random streams of the process, and Megatron's for this role, as JSON."""
     streams = groups.random_states
     return {
         "process": random_states.process_state(),
@@ -307,7 +314,7 @@ def _random_state(groups: ParallelGroups) -> dict[str, Any]:
 
 
 def _load_random_state(groups: ParallelGroups, state: Any) -> bool:
-    """Returns False, and changes nothing, where a device of another kind wrote it.
+    """Set the random streams; False, and no change, where another kind of device wrote them.
 
     Errors: ValueError where it is not what `_random_state` gave.
     """
@@ -333,7 +340,7 @@ def _load_random_state(groups: ParallelGroups, state: Any) -> bool:
 
 
 def _all(items: list[T]) -> list[T]:
-    """The items of all ranks, on every rank."""
+    """Return the items of all ranks, joined, on every rank."""
     gathered: list[list[T]] = [[]] * dist.get_world_size()
     dist.all_gather_object(gathered, items)
     return [item for part in gathered for item in part]

@@ -58,7 +58,7 @@ def run_bounded(action: Callable[[], Any], cpu_s: float, memory_bytes: int) -> A
 def _run_child(
     values: Callable[[], Iterator[Any]], sink: Connection, cpu_s: float, memory: int
 ) -> NoReturn:
-    """Send a frame for each value and an empty one after the last, then exit."""
+    """Limit this process, send a frame for each value, an empty one after the last, and exit."""
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
@@ -94,7 +94,7 @@ def _address_space() -> int:
 
 
 def _receive(source: Connection) -> bytes:
-    """Return the next frame, an empty one after the last value."""
+    """Return the next frame, empty after the last value. Raises OutOfBoundsError."""
     try:
         if source.poll(WALL_S):
             return source.recv_bytes()

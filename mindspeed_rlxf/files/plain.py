@@ -113,7 +113,7 @@ def read_json(path: str | os.PathLike[str], limit: int = MAX_JSON) -> Any:
 
 
 def folder_problem(folder: str | os.PathLike[str]) -> str | None:
-    """Name the first entry of a folder that is no regular file, folder or dangling link."""
+    """Describe the first entry of a folder that is no regular file, folder or dangling link."""
     for entry in sorted(Path(folder).iterdir()):
         if entry.exists() and not entry.is_dir():
             kind = stat.S_IFMT(entry.stat().st_mode)

@@ -53,6 +53,10 @@ class _CountingLoader(yaml.SafeLoader):  # type: ignore[misc]
         self._sizes: dict[int, int] = {}  # id of a node -> nodes in it, with aliases expanded
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose a node as PyYAML does.
+
+        Raise beyond MAX_DEPTH, or MAX_NODES with aliases unfolded.
+        """
         mark, before = self.peek_event().start_mark, self._count
         is_alias = self.check_event(yaml.AliasEvent)
         self._depth += 1

@@ -77,6 +77,7 @@ class _Encoder(codecs.IncrementalEncoder):
 
 
 def _find_codec(name: str) -> codecs.CodecInfo | None:
+    """Return the codec that writes only printable characters, for Python's registry; else None."""
     if name.replace("_", "-") != CODEC:
         return None
     plain = codecs.lookup("utf-8")

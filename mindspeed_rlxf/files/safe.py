@@ -215,7 +215,7 @@ def read_inside(folder: Path, name: str, limit: int = MAX_TEXT) -> bytes:
 
 
 def outside_message(path: Path) -> str:
-    """Error message for a link that leads out of its folder."""
+    """Word the error for a link that leads out of its folder."""
     return (
         f"{path} must not lead out of its folder, it is a link to {_resolved(path)}; "
         "copy the file in its place"
@@ -229,6 +229,7 @@ def _roots(folder: Path) -> list[Path]:
 
 
 def _resolved(path: Path) -> Path:
+    """Resolve all links of a path, as far as they go where they form a circle."""
     try:
         return path.resolve()
     except (OSError, RuntimeError):  # links in a circle

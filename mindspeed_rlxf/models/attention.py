@@ -55,7 +55,7 @@ class CoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [s, b, heads, d]; key, value [s, b, groups, d] -> [s, b, heads * d].
+        """Causal: query [s, b, heads, d]; key, value [s, b, groups, d] -> [s, b, heads * d], causal
 
         Packed, without the axis b: Megatron adds it to what this returns.
         """
@@ -84,7 +84,7 @@ class FusedAttention(DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """As `CoreAttention`."""
+        """Attend as `CoreAttention` does, with the device's fused operator."""
         assert attention_mask is None and attention_bias is None, "the mask is causal, nothing else"
         if isinstance(packed_seq_params, Attend):
             attended = packed_seq_params.attend(
@@ -96,7 +96,7 @@ class FusedAttention(DotProductAttention):
     def _attend_packed(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]
     ) -> Tensor:
-        """At most as many sequences at a time as the operator takes."""
+        """Attend in packs of at most MAX_FUSED_SEQUENCES sequences, the operator's limit."""
         step = MAX_FUSED_SEQUENCES
         packs = [lengths[i : i + step] for i in range(0, len(lengths), step)]
         tokens = [sum(pack) for pack in packs]
@@ -107,6 +107,7 @@ class FusedAttention(DotProductAttention):
     def _attend_pack(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]
     ) -> Tensor:
+        """Attend within packed sequences in one call of the device's operator."""
         ends = list(accumulate(lengths))  # as the operator wants them: a list without a leading 0
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
         return super().forward(
@@ -133,7 +134,7 @@ class Attend(PackedSeqParams):
         value: Tensor,
         fused: PackedKernel | None = None,
     ) -> Tensor:
-        """query [tokens, heads, d]; key, value [tokens, groups, d] -> [tokens, heads, d].
+        """Attend: query [tokens, heads, d]; key, value [tokens, groups, d] -> [tokens, heads, d].
 
         layer: number of the layer within its stage, from 1
         fused: causal attention within packed sequences, where the device has its own
@@ -142,7 +143,7 @@ class Attend(PackedSeqParams):
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """query [b, heads, s, d]; key, value [b, groups, s, d] -> [b, heads, s, d]."""
+    """Attend causally: query [b, heads, s, d]; key, value [b, groups, s, d] -> [b, heads, s, d]."""
     gqa = query.size(1) != key.size(1)
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa)
 
@@ -168,6 +169,7 @@ class PackedSequences(Attend):
         value: Tensor,
         fused: PackedKernel | None = None,
     ) -> Tensor:
+        """Attend causally within each sequence, by the fused operator where there is one."""
         if fused is not None:
             return fused(query, key, value, self.lengths)
         if self._padded:
@@ -179,6 +181,7 @@ class PackedSequences(Attend):
         return torch.cat([out.squeeze(0).transpose(0, 1) for out in outs])
 
     def _attend_padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend within all sequences at once, padded to the longest."""
         gather, scatter = self._padding_index(query.device)
         rows, width = len(self.lengths), max(self.lengths)
 
@@ -189,7 +192,10 @@ class PackedSequences(Attend):
         return out.transpose(1, 2).flatten(0, 1).index_select(0, scatter)
 
     def _padding_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Token of each padded place (the sequence's last one where padded), and the way back."""
+        """Return the token of each padded place, and the padded place of each token.
+
+        Places beyond a sequence's end repeat its last token.
+        """
         if self._index is None:
             lengths = torch.tensor(self.lengths)
             starts = lengths.cumsum(0) - lengths

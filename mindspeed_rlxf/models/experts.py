@@ -23,7 +23,7 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig
 
 
 def moe_settings(a: ArchitectureConfig, tp: int, ep: int) -> dict[str, Any]:
-    """Fields of Megatron's TransformerConfig; none for a dense model."""
+    """Return fields of Megatron's TransformerConfig for experts; none for a dense model."""
     if a.num_experts is None:
         return {}
     return {
@@ -57,7 +57,7 @@ class Router(TopKRouter):
     def apply_load_balancing_loss(
         self, activation: Tensor, load_balancing_loss_func: Callable[..., Tensor]
     ) -> Tensor:
-        """What megatron-core 0.12 and 0.13 call in its place, the loss not yet computed."""
+        """Add the balance loss to the backward pass, when megatron-core 0.12 or 0.13 calls this."""
         coefficient, group = self.config.moe_aux_loss_coeff, None
         if coefficient == 0:
             return activation

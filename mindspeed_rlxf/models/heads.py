@@ -25,7 +25,7 @@ def token_log_probs(
     tp_group: dist.ProcessGroup,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and the entropy of its distribution.
+    """Compute the log-probability of each label and the entropy of its distribution.
 
     hidden:     [tokens, hidden], the same on every tensor-parallel rank
     weight:     [vocab, hidden], this rank's rows
@@ -60,6 +60,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *settings: Any
     ) -> tuple[Tensor, Tensor]:
+        """Compute log-probs and entropies by chunks; keeps no logits for the backward pass."""
         ctx.save_for_backward(hidden, weight, labels)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
@@ -69,6 +70,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Compute each chunk again with its gradient, and sum the weight's gradient in fp32."""
         hidden, weight, labels = ctx.saved_tensors
         needed = ctx.needs_input_grad[:2]
         weight_sum = _WeightGradient(weight)
@@ -118,6 +120,7 @@ class _WeightGradient:
         self._sum: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
+        """Add a chunk's gradient to Megatron's buffer where there is one, else to an fp32 sum."""
         if self._main_grad is not None:
             self._main_grad.add_(gradient)
         elif self._sum is None:
@@ -126,14 +129,14 @@ class _WeightGradient:
             self._sum.add_(gradient)
 
     def result(self) -> Tensor | None:
-        """The gradient for autograd; None where there is none, or the buffer has it."""
+        """Return the gradient for autograd; None where the buffer has it or there is none."""
         return None if self._sum is None else self._sum.to(self._dtype)
 
 
 def shard_logits(
     hidden: Tensor, weight: Tensor, vocab_size: int, tp_group: dist.ProcessGroup
 ) -> Tensor:
-    """[tokens, vocab] fp32 logits of this rank's part; -inf at padding ids."""
+    """Compute [tokens, vocab] fp32 logits of this rank's part; -inf at padding ids."""
     logits = torch.nn.functional.linear(hidden, weight).float()
     first = tp_group.rank() * weight.size(0)
     real = max(0, min(weight.size(0), vocab_size - first))
@@ -146,7 +149,7 @@ def shard_logits(
 def full_logits(
     hidden: Tensor, weight: Tensor, vocab_size: int, tp_group: dist.ProcessGroup
 ) -> Tensor:
-    """[tokens, vocab_size] fp32 logits over the whole vocabulary, equal on every tp rank."""
+    """Compute [tokens, vocab_size] fp32 logits of the whole vocabulary, equal on every tp rank."""
     logits = shard_logits(hidden, weight, vocab_size, tp_group)
     if tp_group.size() > 1:
         parts = [torch.empty_like(logits) for _ in range(tp_group.size())]
@@ -165,7 +168,7 @@ def full_kl(
     tp_group: dist.ProcessGroup,
     temperature: float = 1.0,
 ) -> Tensor:
-    """KL(p || q) = sum over the vocabulary of p (log p - log q), for each token.
+    """Compute KL(p || q) = sum over the vocabulary of p (log p - log q), for each token.
 
     hidden, weight: of p; other_hidden, other_weight: of q, split over the same ranks
     Returns [tokens] fp32.
@@ -184,7 +187,7 @@ def full_kl(
 def _log_softmax(
     hidden: Tensor, weight: Tensor, vocab_size: int, group: dist.ProcessGroup, temperature: float
 ) -> Tensor:
-    """[tokens, vocab] of this rank's part; -inf at padding ids."""
+    """Compute [tokens, vocab] log-probs of this rank's part; -inf at padding ids."""
     logits = shard_logits(hidden, weight, vocab_size, group) / temperature
     maximum = logits.max(dim=-1).values
     _reduce(maximum, group, dist.ReduceOp.MAX)
@@ -199,6 +202,7 @@ class _VocabParallelLogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Any:
+        """Compute each label's log-prob and the entropy from logits split over the vocabulary."""
         maximum = logits.max(dim=-1).values
         _reduce(maximum, group, dist.ReduceOp.MAX)
         shifted = logits - maximum[:, None]
@@ -220,7 +224,10 @@ class _VocabParallelLogProb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> Any:
-        """d log p(label) / d logit = [label] - p; d entropy / d logit = -p (log p + entropy)."""
+        """Return the gradient of the logits, from those of the label's log-prob and of the entropy.
+
+        d log p(label) / d logit = [label] - p; d entropy / d logit = -p (log p + entropy)
+        """
         probabilities, local, mine, entropy = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(entropy)

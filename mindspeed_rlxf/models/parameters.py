@@ -124,6 +124,7 @@ def _router(block: str) -> tuple[StageParameter, ...]:
 
 
 def _expert(block: str, gate: str, up: str, down: str) -> tuple[StageParameter, ...]:
+    """List an expert's two parameters in Megatron, from the names of the family's layers."""
     ours, theirs = "mlp.experts.local_experts.{expert}", block + ".experts.{expert}"
     return (
         _layer(
@@ -141,24 +142,24 @@ MIXTRAL_MOE = (_router("block_sparse_moe"), _expert("block_sparse_moe", "w1", "w
 
 
 def _layer_parameters(architecture: ArchitectureConfig) -> tuple[StageParameter, ...]:
-    """The parameters of one decoder layer but its experts'."""
+    """List the parameters of one decoder layer but its experts'."""
     mlp = MLP if architecture.num_experts is None else _moe(architecture)[0]
     bias = QKV_BIAS if architecture.add_qkv_bias else ()
     return ATTENTION + mlp + bias + (QK_NORM if architecture.qk_layernorm else ())
 
 
 def _moe(architecture: ArchitectureConfig) -> tuple[tuple[StageParameter, ...], ...]:
-    """Parameters of router and expert in the family; only Qwen3-MoE has norms of the heads."""
+    """Return the parameters of router and expert by family; Qwen3-MoE has norms of the heads."""
     return QWEN_MOE if architecture.qk_layernorm else MIXTRAL_MOE
 
 
 def padded_vocab_size(architecture: ArchitectureConfig, tp: int) -> int:
-    """Rows of the embedding table over all ranks: the vocabulary rounded up to a multiple of tp."""
+    """Round the vocabulary up to a multiple of tp: the embedding's rows over all ranks."""
     return -(-architecture.vocab_size // tp) * tp
 
 
 def equal_share(count: int, rank: int, ranks: int) -> range:
-    """The indices of `count` layers, experts or rows that a rank holds, as many as any other."""
+    """Return the indices of `count` items (layers, experts, rows) that a rank holds."""
     size = count // ranks
     return range(rank * size, (rank + 1) * size)
 
@@ -172,7 +173,7 @@ def stage_parameters(
     ep: int = 1,
     layers: range | None = None,
 ) -> Iterator[StageParameter]:
-    """The parameters of one pipeline stage, in a fixed order that is the same on every rank.
+    """Yield the parameters of one pipeline stage, in an order that is the same on every rank.
 
     Expert-parallel ranks differ in the experts only.
     layers: global indices of the stage's layers; None = all stages hold as many.
@@ -207,7 +208,7 @@ def rank_parameters(
     ep_rank: int = 0,
     ep: int = 1,
 ) -> Iterator[StageParameter]:
-    """The parameters of all chunks of the model that a pipeline rank holds.
+    """Yield the parameters of all chunks of the model that a pipeline rank holds.
 
     Chunk c of rank r is stage c * pp + r of a pipeline of chunks * pp stages (Megatron's virtual
     pipeline). With several chunks a name starts with that of its chunk, `{c}.`.
@@ -221,7 +222,7 @@ def rank_parameters(
 def _resolved(
     parameter: StageParameter, local: int, layer: int, index: int = 0, expert: int | None = None
 ) -> StageParameter:
-    """A row of the tables with its indices filled in: local ones in Megatron, global ones in HF."""
+    """Fill in the indices of a table's row: local ones in Megatron's name, global ones in HF's."""
     return StageParameter(
         parameter.name.format(layer=local, expert=index),
         tuple(source.format(layer=layer, expert=expert) for source in parameter.sources),
@@ -243,7 +244,7 @@ def hf_shape(source: str, architecture: ArchitectureConfig) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _shapes_by_ending(architecture: ArchitectureConfig) -> dict[str, tuple[int, ...]]:
-    """Last two parts of a tensor's name -> its shape."""
+    """Map the last two parts of a tensor's name to its shape."""
     a = architecture
     queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
     widens, narrows = (a.mlp_hidden_size, a.hidden_size), (a.hidden_size, a.mlp_hidden_size)
@@ -279,7 +280,7 @@ def shard_slices(
     tp: int,
     vocab_rows: int | None = None,
 ) -> list[Slice]:
-    """The slices which, joined along their axis, are the rank's shard of `parameter`.
+    """List the slices which, joined along their axis, are the rank's shard of `parameter`.
 
     vocab_rows: of the embedding on each rank; None = just enough for the vocabulary.
 
@@ -309,7 +310,7 @@ def shard_shape(
     tp: int,
     vocab_rows: int | None = None,
 ) -> tuple[int, ...]:
-    """Shape of the shard of `parameter` on every tensor-parallel rank, padding included.
+    """Return the shape of the shard on every tensor-parallel rank, padding included.
 
     vocab_rows: as of `shard_slices`
     """
@@ -324,7 +325,9 @@ def shard_shape(
 def _qkv_slices(
     sources: tuple[str, ...], a: ArchitectureConfig, tp_rank: int, tp: int
 ) -> list[Slice]:
-    """Megatron keeps, for each query group, its query heads, then its key head, its value head.
+    """List the slices of query, key and value that a rank holds, in Megatron's order of rows.
+
+    Megatron keeps, for each query group, its query heads, then its key head, its value head.
 
     Each rank holds as many of these rows, in their order. Where several ranks share a group, their
     rows begin and end anywhere in it; the ranks gather what they project (megatron-core 0.16).

@@ -16,7 +16,7 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig
 
 
 def inverse_frequencies(architecture: ArchitectureConfig) -> Tensor:
-    """[head_dim / 2] fp32, on the CPU."""
+    """Compute the rotary frequencies, scaled if configured, [head_dim / 2] fp32 on the CPU."""
     a = architecture
     exponents = torch.arange(0, a.head_dim, 2, dtype=torch.int64).float() / a.head_dim
     inverse = 1.0 / (a.rotary_base**exponents)
@@ -28,6 +28,7 @@ def inverse_frequencies(architecture: ArchitectureConfig) -> Tensor:
 
 
 def _llama3(inverse: Tensor, a: ArchitectureConfig) -> Tensor:
+    """Scale frequencies as Llama 3: long waves by the factor, short ones not, blended between."""
     assert a.original_max_position_embeddings, "llama3 scaling needs the original length"
     original = a.original_max_position_embeddings
     wavelength = 2 * math.pi / inverse
@@ -40,6 +41,6 @@ def _llama3(inverse: Tensor, a: ArchitectureConfig) -> Tensor:
 
 
 def rotary_angles(positions: Tensor, inverse: Tensor) -> Tensor:
-    """positions [tokens] int64 -> angles [tokens, 1, 1, head_dim] fp32, as Megatron takes them."""
+    """Compute angles [tokens, 1, 1, head_dim] fp32 in Megatron's form, of positions [tokens]."""
     angles = positions.to(torch.float32)[:, None] * inverse[None, :]
     return torch.cat((angles, angles), dim=-1)[:, None, None, :]

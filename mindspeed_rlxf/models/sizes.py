@@ -17,7 +17,7 @@ HEADS = {
 
 
 def model_numbers(architecture: ArchitectureConfig, head: Head) -> int:
-    """Parameters of the whole model, without padding; tied weights count once."""
+    """Count the parameters of the whole model, without padding; tied weights count once."""
     return sum(map(prod, hf_shapes(architecture, head).values()))
 
 
@@ -30,7 +30,7 @@ def shard_sizes(
     chunks: int = 1,
     ep: int = 1,
 ) -> list[int]:
-    """Numbers of each parameter on a rank of a pipeline stage, padding included."""
+    """Return the size of each parameter on a rank of a pipeline stage, padding included."""
     shared, experts = split_sizes(architecture, head, tp, pp_rank, pp, chunks, ep)
     return shared + experts
 
@@ -44,7 +44,7 @@ def split_sizes(
     chunks: int = 1,
     ep: int = 1,
 ) -> tuple[list[int], list[int]]:
-    """As `shard_sizes`, parameters that every expert-parallel rank holds apart from its experts.
+    """Return `shard_sizes` in two lists: what all expert-parallel ranks hold, and the experts.
 
     Every expert-parallel rank holds as many experts as the first.
     """
@@ -65,7 +65,7 @@ def received_numbers(
     chunks: int = 1,
     ep: int = 1,
 ) -> int:
-    """Numbers that a rank receives to hold all layers and experts: all but its own.
+    """Count the numbers that a rank receives to hold all layers and experts: all but its own.
 
     A tied output layer does not count as its own, as the embedding comes from the first stage.
     """

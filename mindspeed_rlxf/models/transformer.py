@@ -143,12 +143,12 @@ class TransformerModel(LanguageModule):
                 )
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
-        """Hidden states of the stage before; called by Megatron's schedule."""
+        """Set the hidden states of the stage before; called by Megatron's schedule."""
         tensors = input_tensor if isinstance(input_tensor, list) else [input_tensor]
         self.decoder.set_input_tensor(tensors[0])
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend | None) -> Tensor:
-        """token_ids [b, s], positions [s] -> hidden states [s, b, hidden] of this stage.
+        """Compute this stage's hidden states [s, b, hidden] from token_ids [b, s], positions [s].
 
         With sequence parallel a rank holds its part of the first axis.
         """
@@ -163,13 +163,13 @@ class TransformerModel(LanguageModule):
 
     @property
     def output_weight(self) -> Tensor:
-        """[vocab / tp, hidden] of the language-model head on the last stage."""
+        """The language-model head's weight on the last stage, [vocab / tp, hidden]."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
     def full_hidden(self, hidden: Tensor, partial_gradient: bool) -> Tensor:
-        """Hidden states [s * b, hidden] of all tokens, in the order of [s, b].
+        """Gather the hidden states of all tokens, [s * b, hidden] in the order of [s, b].
 
         partial_gradient: what follows differs between tensor-parallel ranks (a vocabulary shard),
         so that their gradients have to be summed; otherwise every rank computes the same one.
@@ -183,7 +183,7 @@ class TransformerModel(LanguageModule):
         return hidden.flatten(0, 1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):  # type: ignore[no-untyped-def]
-        """As the language module's; a score head has no output layer to tie or pad."""
+        """Return the language module's sharded state; a score head has no output layer in it."""
         with megatron_versions.current_chunk(self.vp_stage):
             if self.head is Head.SCORE:
                 return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
@@ -193,7 +193,7 @@ class TransformerModel(LanguageModule):
 def layer_spec(
     config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Megatron's local layer with our norm and core attention, for the layers of this stage.
+    """Specify this stage's layers: Megatron's local ones with our norm and core attention.
 
     On NPU with Megatron's, in whose place MindSpeed puts fused operators.
     """
@@ -244,8 +244,9 @@ def transformer_config(
     ep: int = 1,
     recompute: dict[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Megatron's configuration for one role; fusions that need extra kernels are off, but for
-    the activation's where MindSpeed brings one.
+    """Make Megatron's configuration for one role.
+
+    Fusions that need extra kernels are off, except the activation's where MindSpeed has one.
 
     recompute: see `recompute_settings`
     chunks: of the model on a pipeline rank. The interleaved schedule may then send forward and

@@ -29,7 +29,7 @@ class Restarts:
         self._last: Failure | None = None
 
     def after(self, failure: Failure, allowed: int) -> tuple[bool, str]:
-        """Whether to start again, and the reason. allowed: `training.max_restarts`"""
+        """Decide whether to start again, with the reason. allowed: `training.max_restarts`"""
         last, self._last = self._last, failure
         if last is not None and _is_newer(failure.saved, last.saved):
             self.used = 0
@@ -53,7 +53,7 @@ def _is_newer(saved: str, before: str) -> bool:
 def smaller_pools(
     pools: Mapping[str, Mapping[str, Any]], free: Sequence[int]
 ) -> Iterator[dict[str, list[int]]]:
-    """Shapes of the largest pool that fit the free devices, the largest first.
+    """Yield smaller shapes of the largest pool that fit the free devices, the largest first.
 
     pools: name -> `processes` on each node, and `step`: processes of one replica
     free:  devices of each node
@@ -67,7 +67,7 @@ def smaller_pools(
 
 
 def _shape(count: int, free: Sequence[int]) -> list[int]:
-    """`count` processes on as few nodes as possible."""
+    """Place `count` processes on as few nodes as possible."""
     shape = []
     for devices in free:
         shape.append(min(count, devices))

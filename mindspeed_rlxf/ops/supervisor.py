@@ -66,7 +66,10 @@ def supervise() -> int | None:
 
 
 def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when the supervisor ends for any reason (Linux)."""
+    """Make the kernel kill this process when the supervisor ends for any reason (Linux).
+
+    An interrupt ends it without a traceback.
+    """
     # Until training watches signals: an end without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with contextlib.suppress(OSError, AttributeError):
@@ -88,7 +91,7 @@ class Supervisor:
         self._file = Path()  # facts that the training process reports
 
     def run(self) -> int:
-        """The exit code of the whole command."""
+        """Run the training process until it ends for good; return the exit code of the command."""
         before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
             with tempfile.TemporaryDirectory(prefix="rlxf-run-") as folder:
@@ -99,6 +102,10 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _run_attempts(self) -> int:
+        """Run attempts until one is done or stopped, or no restart is left.
+
+        Return the exit code.
+        """
         restarts = Restarts()
         changes, pools = list[str](), list[str]()  # pools: of a smaller size
         while True:
@@ -133,7 +140,7 @@ class Supervisor:
             changes = self._changes() + pools
 
     def _changes(self) -> list[str]:
-        """Keys of a restart: same directory, newest checkpoint, nodes in place of lost ones."""
+        """Return the overrides of a restart: directory, newest checkpoint, wait for new nodes."""
         directory = quote(self._facts["directory"])
         changes = ["training.new_run=false", "training.resume=auto"]
         changes.append(f"training.output_dir={directory}")
@@ -143,13 +150,13 @@ class Supervisor:
         return changes
 
     def _run_attempt(self, changes: Sequence[str]) -> int:
-        """The exit code of one training process; negative = the signal that killed it."""
+        """Run one training process; return its exit code, negative = the signal that killed it."""
         mark = f"{os.getpid()}:{self._started}:{self._file}"
         environment = {**os.environ, CHILD_OF: mark}
         return self._wait(subprocess.Popen([*self._command, *changes], env=environment))
 
     def _wait(self, child: subprocess.Popen[bytes], limit_s: float = float("inf")) -> int:
-        """The exit code of a process that gets this one's signals; killed at the limit."""
+        """Wait for a process, forward signals, kill it at the limit; return its exit code."""
         self._child, started = child, time.monotonic()
         if self._stop is not None:  # a signal came before the child
             self._forward(child, self._stop)
@@ -161,7 +168,10 @@ class Supervisor:
                     child.kill()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Forward it. A terminal and some schedulers signal the child too, which expects that."""
+        """Note the first signal, and forward each to the training process.
+
+        A terminal and some schedulers signal that process too; it expects both.
+        """
         if self._stop is None:
             self._stop = number
         if self._child is not None and self._child.poll() is None:
@@ -173,7 +183,7 @@ class Supervisor:
         child.send_signal(number)
 
     def _failure(self, code: int, began: float) -> Failure | None:
-        """The failure that this attempt recorded, else one made of its exit code.
+        """Return the failure that this attempt recorded, else one made of its exit code.
 
         Returns None where the run had not begun.
         """
@@ -205,7 +215,7 @@ class Supervisor:
         return Failure(found.get("iteration"), cause, saved)
 
     def _shrink(self, free: Sequence[int]) -> list[str]:
-        """Changes to fewer processes; none where that is not wanted or no smaller size is legal.
+        """Return overrides for fewer processes; none where not wanted, or no smaller size is legal.
 
         free: devices of each node
         """
@@ -233,7 +243,7 @@ def _say(line: str) -> None:
 
 
 def current_iteration(metrics: Path) -> int:
-    """The iteration after the last one in metrics.jsonl."""
+    """Return the iteration after the last one in metrics.jsonl."""
     with contextlib.suppress(OSError), open_plain(metrics) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_LINES_BYTES))
         for line in reversed(file.read().splitlines()):
@@ -243,7 +253,7 @@ def current_iteration(metrics: Path) -> int:
 
 
 def describe_end(code: int) -> str:
-    """How a process ended, in words. code: negative = a signal"""
+    """Say how a process ended. code: negative = a signal"""
     if code >= 0:
         return f"ended with status {code}"
     with contextlib.suppress(ValueError):

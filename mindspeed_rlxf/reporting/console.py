@@ -68,7 +68,7 @@ class Progress:
             self._bar.close()
 
     def _time_left(self, iteration: int) -> timedelta:
-        """Whole seconds, from the mean of the iterations so far."""
+        """Estimate the time left, in whole seconds, from the mean of the iterations so far."""
         mean_s = (self._clock() - self._start_s) / max(iteration, 1)
         return timedelta(seconds=round(mean_s * (self._total - iteration)))
 

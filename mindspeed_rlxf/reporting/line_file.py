@@ -42,7 +42,7 @@ class LineFile:
         self.path, self.limit = path, limit
 
     def position(self) -> int:
-        """Bytes of all parts together, uncompressed."""
+        """Bytes of all parts together, uncompressed: where the next line begins."""
         parts = sum(_length(part) for part in self._parts().values())
         return parts + (self.path.stat().st_size if self.path.exists() else 0)
 
@@ -101,7 +101,10 @@ class LineFile:
         return True
 
     def _parts(self) -> dict[int, Path]:
-        """Parts by number, the oldest first; where a part exists twice, the compressed file."""
+        """Map number to part, the oldest first.
+
+        Where a part exists twice, to the compressed file.
+        """
         pattern = re.compile(re.escape(self.path.name) + r"\.(\d+)(\.gz)?")
         found = {}
         for file in sorted(self.path.parent.glob(self.path.name + ".*")):  # .N before .N.gz
@@ -151,7 +154,7 @@ def _compress(plain: Path) -> None:
 
 
 def _mode(file: Path) -> int:
-    """Permission bits, for other files of the same lines."""
+    """Return the permission bits of a file, for others that hold the same lines."""
     return stat.S_IMODE(file.stat().st_mode)
 
 
@@ -161,7 +164,7 @@ def _open(file: Path) -> IO[bytes]:
 
 
 def _length(part: Path) -> int:
-    """Bytes, uncompressed."""
+    """Return the bytes of a part, uncompressed."""
     if part.suffix != ".gz":
         return part.stat().st_size
     with open_file(part, "rb") as stream:

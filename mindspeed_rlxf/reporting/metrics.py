@@ -48,6 +48,7 @@ class _JsonLines:
         self._stream = self._open()
 
     def _open(self) -> TextIO:
+        """Open the file for appending."""
         # A lone surrogate becomes \\udXXX, which JSON reads back as the same surrogate.
         text = {"encoding": "utf-8", "errors": "backslashreplace"}
         if self._file.path == Path(os.devnull):  # a device, which `open_file` refuses
@@ -60,7 +61,7 @@ class _JsonLines:
         self._stream.flush()
 
     def _rotate(self) -> None:
-        """Begin anew where the file is full."""
+        """Begin a new part of the file where it is full."""
         if self._file.rotate():
             self._stream.close()
             self._stream = self._open()
@@ -87,7 +88,10 @@ class LedgerWriter(_JsonLines):
     def write(
         self, iteration: int, first_sample_id: int, samples_per_prompt: int, prompts: Sequence[int]
     ) -> None:
-        """prompts: indices in the data set; their samples are numbered from `first_sample_id`"""
+        """Append one line: the iteration and the prompts that it used.
+
+        prompts: indices in the data set; their samples are numbered from `first_sample_id`
+        """
         self._append(
             {
                 "iteration": iteration,
@@ -109,11 +113,11 @@ class SampleWriter(_JsonLines):
         self._samples = samples
 
     def num_kept(self, num_samples: int) -> int:
-        """How many samples of an iteration are written; the others need not be decoded."""
+        """Count the samples of an iteration that are written; others need not be decoded."""
         return num_samples if self._samples == "all" else min(self._samples, num_samples)
 
     def write(self, iteration: int, samples: Sequence[Sample]) -> None:
-        """Append one line per sample: "iteration" and the fields of `Sample`."""
+        """Append one line for each sample to keep: "iteration" and the fields of `Sample`."""
         for sample in samples[: self.num_kept(len(samples))]:
             fields = {k: v for k, v in asdict(sample).items() if v is not None}
             self._append({"iteration": iteration, **fields})
@@ -121,7 +125,7 @@ class SampleWriter(_JsonLines):
 
 
 def _null_non_finite(value: Any) -> Any:
-    """The same tree with null in place of numbers that JSON does not have."""
+    """Return the tree with null in place of numbers that JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -46,7 +46,10 @@ class Timeline:
         self._named: set[tuple[str, int]] = set()  # what this process has named in it
 
     def write(self, iteration: int, spans: Iterable[Span]) -> None:
-        """iteration: from 1. Errors: OSError."""
+        """Append an iteration's spans to its file, and remove the oldest files. Raises OSError.
+
+        iteration: from 1
+        """
         first = (iteration - 1) // ITERATIONS * ITERATIONS + 1
         file = self._folder / f"iterations_{first:07d}.json"
         if file != self._file:
@@ -64,6 +67,7 @@ class Timeline:
         _append(file, events, self._mode)
 
     def _event(self, span: Span, iteration: int) -> dict[str, Any]:
+        """Make the trace event of a span, in the format of Chrome's trace viewer."""
         return {
             "name": span.name,
             "cat": span.name.partition(".")[0],
@@ -86,6 +90,7 @@ class Timeline:
 
 
 def _append(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -> None:
+    """Append events to a JSON list in a file, which stays valid JSON."""
     new = BETWEEN.join(json.dumps(event, ensure_ascii=False).encode() for event in events)
     if not new:
         return
@@ -99,7 +104,10 @@ def _append(file: Path, events: Iterable[Mapping[str, Any]], mode: int) -> None:
 
 
 def _end(stream: IO[bytes]) -> int:
-    """Offset behind the last whole event; a killed process may have left a part of one."""
+    """Return the offset behind the last whole event.
+
+    A killed process may have left a part of one.
+    """
     start = max(stream.seek(0, os.SEEK_END) - LONGER_THAN_AN_EVENT, 0)
     stream.seek(start)
     data = stream.read()

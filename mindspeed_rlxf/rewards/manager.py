@@ -42,7 +42,10 @@ class RewardManager:
         ground_truths: Sequence[str],
         data_sources: Sequence[str],
     ) -> list[RewardResult]:
-        """Score each response, in order. Raises UserError for a data source without a rule."""
+        """Score each response, in order, by the verifiers or by the rule of its data source.
+
+        Raises UserError for a data source without a rule.
+        """
         if self._verifiers:
             pairs = zip(response_texts, ground_truths, strict=True)
             return [verify(self._verifiers, response, truth) for response, truth in pairs]
@@ -98,6 +101,7 @@ class RewardManager:
         return ACCEPTS[rule](truth) if rule in ACCEPTS else rule(truth, truth).score > 0
 
     def _unknown_sources(self, data_sources: Iterable[str]) -> list[Problem]:
+        """List a problem for each data source that has no rule."""
         counts = Counter(source for source in data_sources if source not in self._rules)
         return [
             Problem(

@@ -69,7 +69,7 @@ ACCEPTS: dict[Rule, Callable[[str], bool]] = {}
 def register_rule(
     name: str, accepts: Callable[[str], bool] | None = None
 ) -> Callable[[Rule], Rule]:
-    """Decorator that makes a function a choice of `reward.rules`.
+    """Decorate a function to make it a choice of `reward.rules`.
 
     accepts: its entry in ACCEPTS
     Raises ValueError for a name that is taken.

@@ -48,7 +48,10 @@ class ActorRole:
         return RoleOutput()
 
     def log_probs(self, rollouts: Rollouts) -> RoleOutput:
-        """Compute log-probs under the training model, before any update of the iteration."""
+        """Compute log-probs under the training model, and report their gaps to those of generation.
+
+        Raises ValueError for a gap over `max_log_prob_gap`.
+        """
         result = self.engine.log_probs(rollouts, self.config.logit_temperature)
         if result is None:
             return RoleOutput()
@@ -62,7 +65,7 @@ class ActorRole:
         return RoleOutput(result, LogProbReport(Summary.of(gaps[mask]), weight))
 
     def describe(self, rollouts: Rollouts) -> RoleOutput:
-        """Report the token ids of a few samples, for the sample log."""
+        """Report sample id, token ids and weights version of each row, for the sample log."""
         texts = [
             SampleText(
                 rollouts.sample_ids[row],
@@ -85,7 +88,9 @@ class ActorRole:
         steps: list[list[int]],
         kl_coef: float = 0.0,
     ) -> RoleOutput:
-        """Take one optimizer step for each entry of `steps`: this rank's rows of a mini-batch.
+        """Take one optimizer step for each entry of `steps`, then advance the learning rate.
+
+        steps: this rank's rows of each mini-batch
 
         kl_coef: weight of the KL where it is part of the loss
         """
@@ -98,7 +103,7 @@ class ActorRole:
 
 
 def _gaps(rollouts: Rollouts, recomputed: LogProbs) -> Tensor:
-    """[batch, response] |log-prob of training - of generation|, 0 where not trained."""
+    """Return [batch, response] |log-prob of training - of generation|, 0 where not trained."""
     gaps = (recomputed.log_probs - rollouts.rollout_log_probs).abs()
     return gaps * rollouts.trained_mask
 

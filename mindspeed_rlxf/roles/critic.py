@@ -38,7 +38,10 @@ class CriticRole:
     def update_critic(
         self, rollouts: Rollouts, experience: Experience, steps: list[list[int]]
     ) -> RoleOutput:
-        """Take one optimizer step for each entry of `steps`: this rank's rows of a mini-batch."""
+        """Take one optimizer step for each entry of `steps`, then advance the learning rate.
+
+        steps: this rank's rows of each mini-batch
+        """
         step = ValueStep(partial(self.loss, experience), experience.value_mask)
         metrics = []
         for rows in steps:

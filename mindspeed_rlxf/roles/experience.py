@@ -52,12 +52,13 @@ class ExperienceMaker:
         # Each role pads to the longest response that its own replica saw.
         old = rollouts.rollout_log_probs if inputs.old is None else inputs.old.log_probs
         old = fit_columns(old, width)
-        ref = fit_columns(inputs.ref.log_probs, width)
+        ref = old if inputs.ref is None else fit_columns(inputs.ref.log_probs, width)
         kl = self._kl(inputs, old, ref) * trained
         given = self._make_rewarded(inputs, kl)
         estimate = self.objective.estimate(given)
         experience = self._experience(given, estimate, old, ref)
-        return RoleOutput(experience, _report(experience, given, kl))
+        report = _report(experience, given, None if inputs.ref is None else kl)
+        return RoleOutput(experience, report)
 
     def _kl(self, inputs: ExperienceInputs, old: Tensor, ref: Tensor) -> Tensor:
         """Return the KL of each token, [batch, response]."""
@@ -66,7 +67,10 @@ class ExperienceMaker:
         return kl_per_token(old, ref, self.algorithm.kl_penalty)
 
     def _make_rewarded(self, inputs: ExperienceInputs, kl: Tensor) -> Rewarded:
-        """kl: [batch, response], 0 where not trained"""
+        """Make the inputs of the advantage estimator: rewards per token, masks, values and scores.
+
+        kl: [batch, response], 0 where not trained
+        """
         rollouts, algorithm = inputs.rollouts, self.algorithm
         mask = value_mask(
             rollouts.trained_mask,
@@ -131,12 +135,15 @@ def _check_finite(scores: Tensor, sample_ids: list[int]) -> None:
         )
 
 
-def _report(experience: Experience, given: Rewarded, kl: Tensor) -> ExperienceReport:
-    """kl: [batch, response], 0 where not trained"""
+def _report(experience: Experience, given: Rewarded, kl: Tensor | None) -> ExperienceReport:
+    """Summarize the experience of a replica for the metrics.
+
+    kl: [batch, response], 0 where not trained; None without a reference
+    """
     tokens, slots = experience.trained_mask, experience.value_mask
     has_values = bool(slots.numel())
     return ExperienceReport(
-        kl=masked_mean(kl, tokens, dim=1).tolist(),
+        kl=[] if kl is None else masked_mean(kl, tokens, dim=1).tolist(),
         score=Summary.of(given.scores),
         rewards=Summary.of(given.rewards.sum(1)),
         advantages=Summary.of(experience.advantages[tokens]),

@@ -23,6 +23,7 @@ from mindspeed_rlxf.rollout.sampling import SamplingSettings
 def sampling_settings(
     actor: ActorConfig, eos_token_ids: Sequence[int], do_sample: bool
 ) -> SamplingSettings:
+    """Make the settings of generation; do_sample False = greedy."""
     return SamplingSettings(
         do_sample=do_sample,
         temperature=actor.temperature,
@@ -46,7 +47,7 @@ def make_requests(
 
 
 def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Rollouts:
-    """Gather the rows of a batch in the order of its prompts; waits for all results."""
+    """Make the rows of a batch, padded, in the order of its prompts; waits for all results."""
     by_place = {result.place: result for result in results}
     assert by_place.keys() == set(range(prompts.num_rows)), "one result for each prompt"
     ordered = [by_place[place] for place in range(prompts.num_rows)]

@@ -24,7 +24,7 @@ from mindspeed_rlxf.algorithms.losses import (
     truncated_importance,
 )
 from mindspeed_rlxf.algorithms.masked import AllReduce, masked_whiten
-from mindspeed_rlxf.config.enums import AdvantageWhiten, KlIn, PolicyLoss, Stage
+from mindspeed_rlxf.config.enums import AdvantageWhiten, KlIn, PolicyLoss, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Experience, Rollouts, fit_columns
 from mindspeed_rlxf.engine.losses import normalised_loss
@@ -64,7 +64,7 @@ class ClippedObjective:
         self.actor, self.algorithm = actor, config.algorithm
         self.sum_over_replicas = sum_over_replicas
         self.kl_in_reward = config.algorithm.kl_in is KlIn.REWARD
-        self.reads_reference = config.algorithm.kl_in is KlIn.LOSS
+        self.reads_reference = config.algorithm.kl_in is KlIn.LOSS and Role.REF in config.roles
         low, high = actor.clip_ratio_low, actor.clip_ratio_high
         self.clip = ClipRange(
             actor.clip_ratio if low is None else low,
@@ -73,7 +73,10 @@ class ClippedObjective:
         )
 
     def estimate(self, given: Rewarded) -> Estimate:
-        """Estimate by `algorithm.adv_estimator`; returns are made before whitening."""
+        """Estimate by `algorithm.adv_estimator`.
+
+        Advantages, not returns, are whitened if configured.
+        """
         found = ESTIMATORS[self.algorithm.adv_estimator](given)
         advantages = found.advantages
         if self.algorithm.advantage_whiten is AdvantageWhiten.BATCH:
@@ -95,7 +98,10 @@ class ClippedObjective:
         rows: list[int],
         tokens: TokenLogProbs,
     ) -> LossOutput:
-        """Compute the loss of a micro-batch. advantages: [all rows, response] of this step."""
+        """Compute a micro-batch's loss: the clipped one, less entropy, plus KL where configured.
+
+        advantages: [all rows, response] of this step; rows: the micro-batch's; tokens: theirs
+        """
         mask = experience.trained_mask[rows]
         log_probs, entropy = tokens
 

@@ -19,12 +19,16 @@ class Summary:
 
     @classmethod
     def of(cls, values: Tensor) -> Summary:
-        """values: any shape, at least one number; on the host, so that fp64 is fp64."""
+        """Summarize numbers: count, sum, largest, smallest.
+
+        values: any shape, at least one number; on the host, so that fp64 is fp64
+        """
         wide = values.double()
         return cls(wide.numel(), float(wide.sum()), float(wide.max()), float(wide.min()))
 
     @classmethod
     def merge(cls, parts: Iterable[Summary]) -> Summary:
+        """Merge summaries into one of all their numbers."""
         parts = list(parts)
         return cls(
             sum(p.count for p in parts),
@@ -91,7 +95,8 @@ class ScoreReport:
 
 @dataclass(frozen=True)
 class ExperienceReport:
-    """kl: one entry per sample; the others over the tokens or samples of the rank.
+    """kl: one entry per sample, none without a reference; the others over the tokens or samples of
+    the rank.
 
     returns, values: None without a critic.
     """

@@ -28,14 +28,14 @@ class RewardRole:
         self.engine = build_engine(config, Role.REWARD) if by_model else None
 
     def score(self, rollouts: Rollouts) -> RoleOutput:
-        """Score by the reward of the configuration, for training."""
+        """Score by the configured reward: a model, or the rules."""
         if self.engine is None:
             return self.score_by_rule(rollouts)
         scores = self.engine.scores(rollouts)
         return RoleOutput(scores, ScoreReport(scores.scores.tolist()) if scores else None)
 
     def score_by_rule(self, rollouts: Rollouts) -> RoleOutput:
-        """Score by the rule of each sample's data source."""
+        """Score decoded responses by the verifiers, or by the rule of each sample's data source."""
         responses = [
             rollouts.response_ids[row, : rollouts.response_lengths[row]].tolist()
             for row in range(rollouts.num_rows)

@@ -46,10 +46,11 @@ class RolloutRole:
         return RoleOutput()
 
     def generate(self, prompts: Prompts, seed: int, greedy: bool = False) -> RoleOutput:
-        """Return responses to the prompts of this replica: generated ones, or those of the prompts.
+        """Return responses to the prompts, on the leader: generated ones, or the prompts' own.
 
         seed: of this call; with the sample ids it determines every sampled token.
         greedy: most likely tokens whatever `do_sample` says (validation).
+        The engine holds weights and cache during this call only.
         """
         engine = self.replica.engine
         requests = make_requests(prompts, self.greedy if greedy else self.sampling, seed)

@@ -25,8 +25,10 @@ ENGINES: dict[str, EngineFactory] = {}
 
 
 def register_rollout_engine(name: str) -> Callable[[EngineFactory], EngineFactory]:
-    """Decorator of an engine's class, or of a function that makes one. Raises ValueError for a name
-    that is taken."""
+    """Decorate a class of engines, or a function that makes one, as a choice of `rollout.engine`.
+
+    Raises ValueError for a name that is taken.
+    """
 
     def register(factory: EngineFactory) -> EngineFactory:
         if name == NATIVE:

@@ -50,7 +50,7 @@ class SharedWeights:
         raise AssertionError("the weights are shared with training, which alone changes them")
 
     def wake(self) -> None:
-        """Get the parameters of other ranks; a collective over a pipeline and its experts."""
+        """Receive the parameters that other ranks train; a collective over pipeline and experts."""
         pipeline, experts, role = self.engine.groups.pp, self.engine.groups.ep, self.engine.role
         for stage in range(pipeline.size()):
             for ep_rank in range(experts.size()):

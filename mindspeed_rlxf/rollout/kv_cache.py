@@ -104,6 +104,7 @@ class DecodeStep(Attend):
         value: Tensor,
         fused: PackedKernel | None = None,
     ) -> Tensor:
+        """Store the new token's key and value of each row, and attend to all in its slot."""
         rows, heads, head_dim = query.shape
         groups = key.size(1)
         self.cache.write(layer, self._slot, self.position, key, value)

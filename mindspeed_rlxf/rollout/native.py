@@ -127,7 +127,7 @@ class NativeRollout:
             yield
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
-        """As `RolloutEngine.generate`; settings may differ between requests."""
+        """Generate as `RolloutEngine.generate` says; settings may differ between requests."""
         self.model.eval()
         self._stats, version = GenerationStats(), self.weights_version
         waiting = deque(map(Growing.begin, requests))
@@ -148,7 +148,7 @@ class NativeRollout:
     def _step(
         self, waiting: deque[Growing], active: list[Growing], cache: KvCache
     ) -> list[Growing]:
-        """Generate one token of some sequences; returns the active sequences."""
+        """Take in waiting prompts if slots are free, else decode; return the active sequences."""
         if waiting and len(active) < cache.slots:
             admitted = self._admit(waiting, cache.slots - len(active))
             self._prefill(admitted, len(active), cache)
@@ -162,7 +162,7 @@ class NativeRollout:
         responses: Sequence[Sequence[int]],
         temperature: float = 1.0,
     ) -> list[list[float]]:
-        """As `RolloutEngine.score`, several sequences in one packed pass."""
+        """Score as `RolloutEngine.score` says, several sequences in one packed pass."""
         self.model.eval()
         self._stats = GenerationStats()
         log_probs: list[list[float]] = []
@@ -180,7 +180,10 @@ class NativeRollout:
     def _score_pack(
         self, pack: list[tuple[np.ndarray, Sequence[int]]], temperature: float
     ) -> list[list[float]]:
-        """Score one pack in a forward, without the last tokens, which predict nothing."""
+        """Compute the log-probs of each response's tokens in one packed forward pass.
+
+        pack: (prompt, response) of each sequence; its last token is left out, it predicts nothing
+        """
         prompts = [len(prompt) for prompt, _ in pack]
         lengths = [p + len(response) - 1 for p, (_, response) in zip(prompts, pack, strict=True)]
         ids = [np.concatenate((prompt, response))[:-1] for prompt, response in pack]
@@ -211,6 +214,7 @@ class NativeRollout:
         return [part.tolist() for part in found.split([len(response) for _, response in pack])]
 
     def _new_cache(self, sequences: list[Growing]) -> KvCache:
+        """Make a KV cache with a slot for as many of the sequences as fit into the memory."""
         config = self.model.config
         longest = max(len(s.prompt) for s in sequences)
         longest_response = max(s.request.settings.max_new_tokens for s in sequences)
@@ -235,6 +239,10 @@ class NativeRollout:
             dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
 
     def _admit(self, waiting: deque[Growing], room: int) -> list[Growing]:
+        """Take prompts off the front of `waiting`: at most `room`, of PREFILL_TOKENS tokens in all.
+
+        The first prompt is taken even when it is longer.
+        """
         admitted: list[Growing] = []
         tokens = 0
         while waiting and len(admitted) < room:
@@ -245,6 +253,7 @@ class NativeRollout:
         return admitted
 
     def _prefill(self, sequences: list[Growing], first_slot: int, cache: KvCache) -> None:
+        """Fill the slots from `first_slot` on with the prompts; choose the first token of each."""
         lengths = torch.tensor([len(s.prompt) for s in sequences])
         token_ids = torch.from_numpy(np.concatenate([s.prompt for s in sequences]))
         position = torch.cat([torch.arange(int(n)) for n in lengths]).to(self._device)
@@ -260,6 +269,7 @@ class NativeRollout:
         self._append(sequences, hidden[(lengths.cumsum(0) - 1).to(self._device)])
 
     def _decode(self, active: list[Growing], cache: KvCache) -> None:
+        """Add one token to each active sequence; sequence `i` is in slot `i` of the cache."""
         token_ids = torch.tensor([s.tokens[-1] for s in active], device=self._device)
         position = torch.tensor([s.length - 1 for s in active], device=self._device)
         attend = DecodeStep(cache=cache, position=position)
@@ -268,7 +278,10 @@ class NativeRollout:
         self._append(active, hidden)
 
     def _append(self, sequences: list[Growing], hidden: Tensor) -> None:
-        """Choose the next token of each sequence from its last hidden state [rows, hidden]."""
+        """Choose and append the next token of each sequence.
+
+        hidden: its last state, [rows, hidden]
+        """
         logits = full_logits(
             hidden,
             self.model.output_weight,
@@ -285,7 +298,7 @@ class NativeRollout:
             sequence.log_probs.append(log_prob)
 
     def _retire(self, active: list[Growing], cache: KvCache) -> tuple[list[Growing], list[Growing]]:
-        """Return active and finished rows; the last active rows move into free slots."""
+        """Return active and finished sequences; the last active ones move into the freed slots."""
         kept, finished = list(active), []
         for slot in reversed(range(len(kept))):
             sequence = kept[slot]

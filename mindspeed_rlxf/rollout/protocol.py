@@ -25,7 +25,10 @@ class FinishReason(str, Enum):
 
     @classmethod
     def of(cls, tokens: Sequence[int], settings: SamplingSettings) -> FinishReason:
-        """tokens: of the whole response, at least one"""
+        """Return STOP where the last token is an EOS, else LENGTH.
+
+        tokens: of the whole response, at least one
+        """
         return cls.STOP if tokens[-1] in settings.eos_token_ids else cls.LENGTH
 
 

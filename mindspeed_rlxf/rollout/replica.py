@@ -45,7 +45,7 @@ def weight_sender(config: RunConfig, trained: TrainEngine) -> WeightSender | Non
 
 
 def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
-    """Build the engine of `rollout.engine`. A collective over the ranks that generate.
+    """Build the generating engine of this rank; a collective over the ranks that generate.
 
     trained: the actor's engine in the same process, whose weights it gets or shares; None = other
              ranks train and send their weights
@@ -69,6 +69,7 @@ def _build_plugin_replica(config: RunConfig, trained: TrainEngine) -> Replica:
 
 
 def _build_sharing_replica(config: RunConfig, trained: MegatronEngine) -> Replica:
+    """Build a replica on ranks that also train: it uses the trained weights."""
     shared = SharedWeights(trained, config.training.seed)
     engine = _native(config, shared)
 
@@ -81,6 +82,7 @@ def _build_sharing_replica(config: RunConfig, trained: MegatronEngine) -> Replic
 
 
 def _build_receiving_replica(config: RunConfig) -> Replica:
+    """Build a replica on ranks that only generate: it receives all weights."""
     assert config.parts is not None, "a rollout with weights of its own needs ranks of its own"
     megatron_versions.mend()
     device.set_deterministic(config.training.deterministic)

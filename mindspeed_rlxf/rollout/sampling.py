@@ -45,7 +45,7 @@ def uniform_numbers(seed: int, sample_id: int, count: int) -> np.ndarray:
 def choose_tokens(
     logits: Tensor, uniforms: Tensor, generated: Tensor, settings: SamplingSettings
 ) -> tuple[Tensor, Tensor]:
-    """Choose the next token of each row; returns tokens and unfiltered log-probabilities.
+    """Choose the next token of each row; log-probs are before any filtering.
 
     logits:    [rows, vocab] fp32
     uniforms:  [rows] fp64 in [0, 1) on the host, not used when greedy
@@ -64,6 +64,7 @@ def choose_tokens(
 
 
 def _forbid_early_eos(logits: Tensor, generated: Tensor, settings: SamplingSettings) -> Tensor:
+    """Set the logits of EOS to -inf in rows with fewer than `min_new_tokens` tokens."""
     if not settings.eos_token_ids or settings.min_new_tokens == 0:
         return logits
     early = generated < settings.min_new_tokens

@@ -96,6 +96,7 @@ class WeightSender(_Side):
                 self._exchange(dist.isend, self._pack(bucket), self.num_senders + receiver)
 
     def _pack(self, bucket: Sequence[Move]) -> tuple[Tensor, Tensor]:
+        """Copy the moves of a bucket into one flat tensor; return it and the sum of each move."""
         flat, sums = self._empty(bucket)
         found = []
         for move, part in zip(bucket, _parts(flat, bucket), strict=True):
@@ -121,6 +122,10 @@ class WeightReceiver(_Side):
                 self._unpack(bucket, flat, sums, sender)
 
     def _unpack(self, bucket: Sequence[Move], flat: Tensor, sums: Tensor, sender: int) -> None:
+        """Copy a received bucket into the parameters.
+
+        Raises WeightsDiffer where a sum is another.
+        """
         names = []
         for move, part, expected in zip(bucket, _parts(flat, bucket), sums.tolist(), strict=True):
             piece = self.tensors[move.target].narrow(move.dim, move.target_start, move.size)

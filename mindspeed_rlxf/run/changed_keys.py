@@ -62,6 +62,7 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
 
 
 def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield path and value of each leaf of a tree."""
     if isinstance(tree, dict) and tree:
         for name, item in tree.items():
             yield from _leaves(item, (*path, str(name)))
@@ -93,6 +94,7 @@ def _find_field(path: tuple[str, ...]) -> FieldInfo | None:
 
 
 def _find_nested(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
+    """Find the field at a path inside nested models; a table's field for its entries."""
     field = model.model_fields.get(path[0])
     if field is None or len(path) == 1:
         return field

@@ -82,7 +82,10 @@ class RunCheckpoints:
         return is_last or is_multiple or 0 < seconds <= self._clock() - self._last_save
 
     def write(self, iteration: int, note: Note) -> float:
-        """Let all ranks write; with `async_save`, start the writing. Return the seconds it took."""
+        """Let all ranks write a checkpoint; with `async_save`, return when they have begun.
+
+        Names an earlier one first. Returns the seconds it took.
+        """
         self.settle(note)
         started = time.monotonic()
         hidden = self.store.hidden(iteration)
@@ -137,7 +140,10 @@ class RunCheckpoints:
         ]
 
     def _publish(self, content: dict[str, Any], note: Note) -> None:
-        """Write the driver's files, name the checkpoint, and remove old ones."""
+        """Write the driver's files and the manifest, name the checkpoint, remove old ones, say so.
+
+        Raises RuntimeError where files are missing.
+        """
         iteration = self.newest = content["iteration"]
         if not self.writes:
             return
@@ -194,7 +200,7 @@ class RunCheckpoints:
         return None
 
     def _load(self, found: driver_state.WholeCheckpoint) -> Loaded:
-        """Give the roles a checkpoint, if nothing is wrong with it.
+        """Check a checkpoint and load it into the roles; return what is wrong with it, if anything.
 
         Raises UserError where the prompts are others.
         """
@@ -222,7 +228,9 @@ class RunCheckpoints:
     def _look_at_hosts(self, note: Note) -> HostParts | None:
         """Return the hosts that keep parts of their own; None where all share the run directory.
 
-        Raises UserError where a host does not see the directory and the configuration requires it.
+        A file that the driver writes shows which hosts share it.
+
+        Raises UserError where the configuration does not allow it.
         """
         # A copied folder holds the probe of another run, so the name is random; but the ranks of
         # torchrun all look for the same name, without a message from the first one.
@@ -244,6 +252,7 @@ class RunCheckpoints:
         return HostParts(self.store, roles, views, self._timeout_s)
 
     def _check_apart(self, blind: list[str]) -> None:
+        """Raise UserError unless hosts without the run directory are allowed, and supported."""
         if not self.config.training.no_shared_storage:
             raise UserError(
                 Problem(
@@ -287,7 +296,10 @@ class RunCheckpoints:
     def _resume_from(
         self, found: driver_state.WholeCheckpoint, same_layout: bool, note: Note
     ) -> None:
-        """Make the run's files those of the checkpoint, which the roles have taken over."""
+        """Make the checkpoint that the roles have loaded the newest one.
+
+        Later checkpoints are set aside; metric and sample files are cut to its lengths.
+        """
         checkpoint, positions = found.checkpoint, found.state["positions"]
         for path in driver_state.find_removed_samples(self.directory, positions):
             note(f"warning: {path} was removed; it starts again with the next iteration")
@@ -308,7 +320,7 @@ class RunCheckpoints:
 
 
 def _describe_writer(config: RunConfig) -> dict[str, Any]:
-    """Versions and layouts that write the checkpoint."""
+    """Return the versions and layouts that write the checkpoint, for its manifest."""
     layouts = {name: config.layout(role) for role, name in SAVED_AS.items() if role in config.roles}
     return {
         "versions": {
@@ -324,6 +336,7 @@ def _describe_writer(config: RunConfig) -> dict[str, Any]:
 
 
 def _find_version(name: str) -> str | None:
+    """Return the version of an installed package; None for a checkout on the path."""
     try:
         return version(name)
     except ImportError:  # a checkout on the path, not a package that is installed

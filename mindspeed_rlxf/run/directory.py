@@ -60,7 +60,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: RunConfig) -> RunDirectory:
-        """Make the folder with logs/ and config.yaml, and lock it for this process.
+        """Make or reuse the folder: lock it for this process, write logs/ and config.yaml.
 
         In a folder of the same run, keys that differ go to `changes`, and the configuration to
         the next config.<n>.yaml. Raises UserError (see `check`).
@@ -93,7 +93,7 @@ class RunDirectory:
         lock.release(self.path)
 
     def release(self) -> None:
-        """Undo `create` where the run has not trained; logs stay."""
+        """Unlock the folder; where the run has not trained, also remove its files, except logs."""
         if not self.metrics.exists() or not self.metrics.stat().st_size:
             self.metrics.unlink(missing_ok=True)
             for file in (self.config, *self._find_later_configs().values()):
@@ -116,6 +116,7 @@ class RunDirectory:
         return [_not_writable(directory.path, obstacle)] if obstacle else []
 
     def _find_resume_problem(self, config: RunConfig) -> Problem | None:
+        """Return why this configuration cannot resume the run in the folder; None = it can."""
         remedy = f"training.new_run=true to take {_find_free(self.path)}"
         if config.training.resume == "never" or not self.config.exists():
             there = self.config if self.config.exists() else self.metrics
@@ -139,7 +140,10 @@ class RunDirectory:
         )
 
     def _compare_with(self, config: RunConfig) -> list[Change]:
-        """Compare with the last configuration of the run in this folder."""
+        """List the keys that differ from the last configuration in this folder.
+
+        Raises UserError.
+        """
         if not self.config.exists():
             return []
         latest = [self.config, *self._find_later_configs().values()][-1]
@@ -187,6 +191,7 @@ def find_write_obstacle(folder: Path) -> str:
 
 
 def _not_writable(path: Path, found: str) -> Problem:
+    """Word the problem of a folder that cannot be written."""
     return Problem(
         KEY,
         f"must be a folder that can be written: {found}",

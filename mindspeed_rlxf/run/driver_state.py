@@ -58,14 +58,14 @@ def find_whole_checkpoints(
 
 
 def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The driver's state, see `DriverState`. Errors: OSError, ValueError"""
+    """Read the driver's state, see `DriverState`. Errors: OSError, ValueError"""
     return read_driver_state(checkpoint.path / TRAINER / STATE, checkpoint.iteration)
 
 
 def find_best_iterations(store: RunStore) -> list[int]:
-    """Return the checkpoint with the highest validation score, the earliest of equals.
+    """Return the iteration of the highest validation score in a list, the earliest of equals.
 
-    Returns an empty list where no checkpoint has a score.
+    The list is empty where no checkpoint has a score.
     """
     scores: dict[int, float] = {}
     for checkpoint in store.newest_first():
@@ -87,7 +87,7 @@ def find_newest_checkpoint(config: RunConfig, directory: RunDirectory) -> WholeC
 
 
 def check_checkpoints(config: RunConfig, directory: RunDirectory) -> list[Problem]:
-    """Report a run that has checkpoints of which the driver finds none whole."""
+    """Report a run that has checkpoints, none of them whole as far as the driver sees."""
     if not directory.is_used or config.training.new_run:
         return []
     whole, problems = find_whole_checkpoints(config, RunStore(directory.checkpoints))
@@ -95,7 +95,10 @@ def check_checkpoints(config: RunConfig, directory: RunDirectory) -> list[Proble
 
 
 def no_whole_checkpoint(directory: RunDirectory, problems: Sequence[str]) -> Problem:
-    """problems: a line for each checkpoint"""
+    """Word the problem of a run without a whole checkpoint.
+
+    problems: a line for each checkpoint
+    """
     shown = [problem[:MAX_PROBLEM] for problem in problems[:MAX_PROBLEMS]]
     if len(problems) > len(shown):
         shown.append(f"and {len(problems) - len(shown)} more")

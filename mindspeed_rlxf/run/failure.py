@@ -19,7 +19,7 @@ NAMED = ("role", "rank", "host", "phase", "cause", "missing", "remote_traceback"
 
 
 def report(directory: RunDirectory | None, error: BaseException, stop: StopRequest) -> None:
-    """Print the message and write failure.json.
+    """Print the error, what is lost and where the logs are, and write failure.json.
 
     directory: None on the later ranks of torchrun, which write no files
     """

@@ -118,6 +118,7 @@ def find_unsafe_file(folder: Path) -> str:
 
 
 def _read_restricted(file: Path) -> None:
+    """Read a file of a sharded checkpoint without running it. Raises ValueError for a bad one."""
     from mindspeed_rlxf.weights.dist_metadata import open_torch_dist  # brings in torch
     from mindspeed_rlxf.weights.torch_file import read_torch_file
 
@@ -158,6 +159,6 @@ def write_chunk(folder: Path, entry: Entry, offset: int, chunk: bytes, token: st
     found = entry_of(folder, partial_file)
     if (found["size"], found["sha256"]) != (entry["size"], entry["sha256"]):
         partial_file.unlink()
-        return f"{entry['path']} is not what was written (sha256)"
+        return f"{entry['path']} differs from what was written (sha256)"
     os.replace(partial_file, file)
     return ""

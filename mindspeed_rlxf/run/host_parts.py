@@ -54,7 +54,10 @@ class HostParts:
         self._servers = {key: servers[key] for key in set(self._key.values())}
 
     def _map_shared_folders(self, servers: Mapping[str, HostAgent]) -> dict[str, str]:
-        """Map each host apart to the one that serves the folder that they share."""
+        """Map each agent that does not see the driver's folder to the first that shares its folder.
+
+        Each agent writes a mark and lists those that it sees.
+        """
         apart = {key: server for key, server in servers.items() if key != DRIVER}
         names = {
             f"{key}_{secrets.token_hex(8)}": key for key in apart
@@ -81,7 +84,7 @@ class HostParts:
 
     @property
     def _apart(self) -> dict[str, HostAgent]:
-        """Agents that serve a folder other than the driver's."""
+        """Map each folder other than the driver's to the agent that serves it."""
         return {key: server for key, server in self._servers.items() if key != DRIVER}
 
     def begin(self, iteration: int) -> None:
@@ -102,7 +105,9 @@ class HostParts:
         self._on_each(self._apart, host_files.keep_parts, self.store.folder, kept)
 
     def fetch_files(self, checkpoint: Checkpoint, manifest: Manifest) -> str:
-        """Copy the missing files of its roles to each host; return the damage found, empty = none.
+        """Copy the missing files of its roles to each host, and scan them for more than data.
+
+        Returns the damage found, empty = none.
 
         Raises UserError where a host that keeps files is not one of the run.
         """
@@ -148,7 +153,10 @@ class HostParts:
         )
 
     def _copy(self, folder: Path, entry: Entry, place: int, held: Held, target: str) -> str:
-        """Copy one file to a host; return its damage, empty = none."""
+        """Copy one file to a host, in chunks, from a host that has it; return its damage, if any.
+
+        place: of `entry` in the manifest; held: places of the files that each host has
+        """
         source = min(key for key, places in held.items() if place in places)
         writer, problem, token = self._servers[target], "", secrets.token_hex(8)
         for offset in range(0, max(1, entry["size"]), CHUNK_BYTES):

@@ -69,7 +69,7 @@ def find_holder(folder: Path) -> Problem | None:
 
 
 def _lock(folder: Path, stream: IO[str]) -> Problem | None:
-    """Lock the file until it is closed, or report the process that holds it."""
+    """Lock the opened file, without waiting; return the problem when another process holds it."""
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -93,6 +93,7 @@ def _names(file: Path, stream: IO[str]) -> bool:
 
 
 def _read_holder(stream: IO[str]) -> tuple[str, int]:
+    """Read (host, pid) of the process that holds the lock; ("another host", 0) when unreadable."""
     stream.seek(0)
     try:
         note = json.loads(stream.read())

@@ -80,7 +80,7 @@ class Recorder:
             self.note(f"warning: the reward returned {named} in iteration {iteration}")
 
     def write_validation(self, iteration: int, metrics: dict[str, float]) -> None:
-        """Print one line; before the first iteration also write a metrics line."""
+        """Print one line of validation metrics; before the first iteration also write them."""
         if iteration == 0:
             self._metrics.write(iteration, metrics, metrics["timing/val"])
         shown = " | ".join(f"{k} : {v:.4f}" for k, v in metrics.items() if k.startswith("val/"))

@@ -67,7 +67,9 @@ class DriverState(Section):
 
 
 def read_driver_state(file: Path, iteration: int) -> dict[str, Any]:
-    """The tree of the file. iteration: that its folder is named by
+    """Read and check the driver's state.
+
+    iteration: that its folder is named by
 
     Errors: OSError; ValueError where it is not what the driver wrote.
     """

@@ -108,6 +108,10 @@ class StopRequest:
         return f"{iterations} will run again, from {start}"
 
     def _no_time_for_another(self) -> bool:
+        """Whether `max_wall_time` leaves no time for another iteration and its save.
+
+        Sets `reason`.
+        """
         if self.wall_s is None or not self._iterations:
             return False
         needed = max(self._iterations) + self.save_s
@@ -120,7 +124,10 @@ class StopRequest:
         return True
 
     def on_signal(self, number: int, _frame: FrameType | None = None) -> None:
-        """Finish the iteration if that fits, else raise KeyboardInterrupt."""
+        """Stop after this iteration if the grace time allows it, else raise KeyboardInterrupt.
+
+        A second signal raises it too.
+        """
         name, now = signal.Signals(number).name, self._clock()
         if self._asked is not None:
             if now - self._asked < ONE_SIGNAL_S and number != signal.SIGALRM:

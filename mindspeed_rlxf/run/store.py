@@ -53,6 +53,7 @@ class Checkpoint:
         return manifest
 
     def _read_manifest(self) -> Manifest:
+        """Read the manifest. Raises ValueError where it is missing, unreadable or changed."""
         try:
             with open_plain(self.path / MANIFEST) as stream:
                 text = stream.read(MAX_JSON).decode("utf-8")
@@ -61,7 +62,7 @@ class Checkpoint:
         except OSError as error:
             raise ValueError(f"{MANIFEST} cannot be read ({error.strerror})") from None
         except ValueError:  # no text
-            raise ValueError(f"{MANIFEST} is not what was written") from None
+            raise ValueError(f"{MANIFEST} differs from what was written") from None
         return Manifest.from_json(text, MANIFEST)
 
 
@@ -90,6 +91,7 @@ class Manifest:
         return "; ".join(found[:3]) + more
 
     def to_json(self) -> str:
+        """Write the manifest as JSON, with a hash of its own content."""
         content = {
             "format_version": FORMAT_VERSION,
             "iteration": self.iteration,
@@ -105,16 +107,16 @@ class Manifest:
             tree = parse_json(text)
             stated, version = tree.pop("sha256"), tree["format_version"]
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            raise ValueError(f"{name} is not what was written") from None
+            raise ValueError(f"{name} differs from what was written") from None
         if version != FORMAT_VERSION:
             raise ValueError(
                 f"{name} has format_version {version}, this version reads {FORMAT_VERSION}"
             )
         if stated != _digest(tree):
-            raise ValueError(f"{name} is not what was written (sha256)")
+            raise ValueError(f"{name} differs from what was written (sha256)")
         files = tree.get("files")
         if type(tree.get("iteration")) is not int or not _are_entries(files):
-            raise ValueError(f"{name} is not what was written (its list of files)")
+            raise ValueError(f"{name} differs from what was written (its list of files)")
         outside = [entry["path"] for entry in files if not is_plain_path(entry["path"])]
         if outside:
             raise ValueError(f"{name} names {outside[0]!r}, outside its folder")
@@ -129,7 +131,7 @@ class RunStore:
         self.folder = folder
 
     def newest_first(self) -> list[Checkpoint]:
-        """Find all folders with the name of a checkpoint."""
+        """List the checkpoints that have their name, newest first."""
         if not self.folder.is_dir():
             return []
         found = [(NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
@@ -137,11 +139,11 @@ class RunStore:
         return sorted(named, key=lambda each: -each.iteration)
 
     def hidden(self, iteration: int) -> Path:
-        """Folder in which a checkpoint is written before it is named."""
+        """Return the folder in which a checkpoint is written before it is named."""
         return self.folder / f".iter_{iteration:07d}"
 
     def path(self, iteration: int) -> Path:
-        """Folder of a checkpoint that has its name."""
+        """Return the folder of a checkpoint that has its name."""
         return self.folder / f"iter_{iteration:07d}"
 
     def begin(self, iteration: int) -> Path:
@@ -158,7 +160,10 @@ class RunStore:
             _discard(leftover)
 
     def commit(self, manifest: Manifest) -> Path:
-        """Write the manifest, name the folder, then update the pointer."""
+        """Write the manifest, name the folder, update the pointer; return the path.
+
+        A checkpoint of that name is set aside.
+        """
         hidden, final = self.hidden(manifest.iteration), self.path(manifest.iteration)
         write_text(hidden / MANIFEST, manifest.to_json())
         for folder in (hidden, *(path for path in hidden.rglob("*") if path.is_dir())):
@@ -191,7 +196,7 @@ class RunStore:
         self.keep({*found[:keep_last], *multiples, *best})
 
     def keep(self, iterations: Collection[int]) -> None:
-        """Remove all checkpoints but these, and unused ones older than the two newest."""
+        """Remove all other checkpoints, and those set aside that are older than the two newest."""
         for checkpoint in self.newest_first():
             if checkpoint.iteration not in iterations:
                 # Renamed first, so that a half-removed folder never has a checkpoint's name.
@@ -227,6 +232,7 @@ def _discard(path: Path) -> None:
 
 
 def _are_entries(files: Any) -> bool:
+    """Whether a value is a list of manifest entries: path, size and sha256 of each file."""
     return isinstance(files, list) and all(
         isinstance(entry, dict)
         and type(entry.get("size")) is int

@@ -123,6 +123,7 @@ class Collector:
         return self._add_greedy(found) if self.algorithm.estimator.reads_greedy else found
 
     def metrics(self, found: Collected) -> dict[str, float]:
+        """Return the metrics of dynamic sampling; none without it."""
         if not self.algorithm.filter_groups:
             return {}
         return {
@@ -162,7 +163,7 @@ class Collector:
         return Collected(rollouts, scores, batches, kept, missing)
 
     def _add_greedy(self, found: Collected) -> Collected:
-        """Add one greedy response per prompt, shared by the prompt's samples."""
+        """Generate and score one greedy response per prompt; its samples share it."""
         size = self.group_size
         prompts = Prompts.concat([batch.prompts for batch in found.batches])
         kept = range(prompts.num_rows) if found.kept is None else found.kept

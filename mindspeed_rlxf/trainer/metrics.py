@@ -29,7 +29,7 @@ def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
 
 
 def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
-    """Compare the training model's log-probs with those of generation."""
+    """Summarize the gaps between the log-probs of training and of generation."""
     gap = Summary.merge(report.gap for report in reports)
     metrics = {"rollout/log_prob_gap_mean": gap.mean, "rollout/log_prob_gap_max": gap.largest}
     weights = [report.weight for report in reports if report.weight is not None]
@@ -46,7 +46,8 @@ def score_metrics(report: ScoreReport) -> dict[str, float]:
 def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> dict[str, float]:
     """Summarize KL, scores, rewards and advantages; with a critic, returns and values."""
     kl = [value for report in reports for value in report.kl]
-    metrics = {"critic/kl": sum(kl) / len(kl), "critic/kl_coeff": kl_coef}
+    metrics = {"critic/kl": sum(kl) / len(kl)} if kl else {}
+    metrics["critic/kl_coeff"] = kl_coef
     for name in ("score", "rewards", "advantages", "returns", "values"):
         parts = [getattr(report, name) for report in reports]
         if None not in parts:  # only a critic reports returns and values
@@ -78,7 +79,7 @@ def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
 def throughput_metrics(
     reports: Sequence[GenerateReport], seconds: float, num_devices: int
 ) -> dict[str, float]:
-    """Count the tokens of prompts and responses per second of the whole iteration."""
+    """Compute tokens (prompts and responses) per second of the iteration, also per device."""
     tokens = sum(sum(r.prompt_lengths) + sum(r.response_lengths) for r in reports)
     rate = tokens / seconds
     return {

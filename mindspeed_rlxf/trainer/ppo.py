@@ -66,7 +66,7 @@ class PpoTrainer:
             collected = self.collector.collect()
             rollouts = collected.rollouts
             old = self.actor.log_probs(rollouts) if self._recompute else None
-            ref = self.ref.log_probs(rollouts)
+            ref = self.ref.log_probs(rollouts) if self.ref else None
             values = self.critic.values(rollouts) if self.critic else None
 
             experience = self._make_experience(collected, old, ref, values)
@@ -87,7 +87,8 @@ class PpoTrainer:
             }
             for role, update in updates.items():
                 measured |= names.update_metrics(role, update.result()[0])
-            self.kl.update(measured["critic/kl"], self.config.samples_per_iteration)
+            if self.ref:
+                self.kl.update(measured["critic/kl"], self.config.samples_per_iteration)
             phases = {
                 "old_log_prob": old,
                 "ref": ref,
@@ -102,13 +103,17 @@ class PpoTrainer:
         self.checkpoints.settle(self.recorder.note)
 
     def _make_experience(
-        self, collected: Collected, old: Pending | None, ref: Pending, values: Pending | None
+        self,
+        collected: Collected,
+        old: Pending | None,
+        ref: Pending | None,
+        values: Pending | None,
     ) -> Pending:
         """Make the experience on the critic's ranks, or on the actor's without a critic."""
         inputs = ExperienceInputs(
             rollouts=as_rows_field(collected.rollouts),
             old=as_rows_field(old.rows() if old else None),
-            ref=as_rows_field(ref.rows()),
+            ref=as_rows_field(ref.rows() if ref else None),
             scores=as_rows_field(collected.scores),
             values=as_rows_field(values.rows() if values else None),
             greedy=as_rows_field(collected.greedy),
@@ -125,7 +130,7 @@ class PpoTrainer:
         calls: list[Pending],
         all_s: float,
     ) -> None:
-        """Record the iteration; validate and save where due."""
+        """Write the iteration's metrics and samples; validate and save where due, stop if asked."""
         driver = {"iteration": (time.time() - all_s, all_s)}
         reports = collected.generate_reports()
         measured["timing/sync"] = collected.sync_s()

@@ -60,7 +60,7 @@ class Prepared:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Load tokenizer and prompts; check every file that the run reads or writes.
+    """Load tokenizer, prompts and responses; check every file that the run reads or writes.
 
     Raises UserError with all problems.
     """
@@ -113,6 +113,7 @@ def _find_config_folder(config: RunConfig) -> str | None:
 
 
 def _notices(config: RunConfig) -> list[str]:
+    """List settings that are legal but may surprise."""
     actor, notices = config.actor_rollout, []
     if not actor.do_sample:
         notices.append("actor_rollout.do_sample=false: greedy responses do not explore")
@@ -132,6 +133,7 @@ def _open_weights(section: RoleConfig) -> BoxedWeights:
 
 
 def _collect(problems: list[Problem], action: Callable[[], T]) -> T | None:
+    """Call `action`; on a UserError add its problems to `problems` and return None."""
     try:
         return action()
     except UserError as error:
@@ -140,12 +142,13 @@ def _collect(problems: list[Problem], action: Callable[[], T]) -> T | None:
 
 
 def _check_engine(config: RunConfig) -> list[Problem]:
+    """Check that the rollout engine exists, and can run where the pool is split."""
     key, name, known = "rollout.engine", config.rollout.engine, [NATIVE, *ENGINES]
     if name not in known:
         remedy = f"use {closest(name, known) or NATIVE}, or add its file to training.plugins"
         return [Problem(key, f"must be one of {', '.join(known)}", name, remedy)]
     if name != NATIVE and config.parts:
-        rule = "generates beside the training, not on ranks of its own (num_gpus_for_infer)"
+        rule = "cannot generate on ranks of its own (num_gpus_for_infer)"
         return [Problem(key, rule, name, f"use {NATIVE}, or remove num_gpus_for_infer")]
     return []
 
@@ -157,6 +160,7 @@ def _check_eos_ids(eos_token_ids: tuple[int, ...], vocab_size: int) -> list[Prob
 
 
 def _find_missing_files(config: RunConfig) -> list[Problem]:
+    """List a problem for each file of prompts that does not exist."""
     data = config.data
     keys = {"data.train_files": data.train_files, "data.val_files": data.val_files}
     return [
@@ -174,7 +178,10 @@ def _prompts(
     prefixes: tuple[str, ...],
     problems: list[Problem],
 ) -> IndexedPrompts:
-    """Load the prompts of files, which name no stop tokens, or of indexed data sets."""
+    """Load prompts of indexed data sets where `prefixes` are given, else of files.
+
+    Errors go to `problems`; files name no stop tokens.
+    """
     arguments = prepared.tokenizer, config.data, config.actor_rollout.max_prompt_length
     if prefixes:
         indexed = _collect(problems, lambda: load_indexed_prompts(prefixes, *arguments))
@@ -212,7 +219,7 @@ def _suggest_tiny_model(folder: Path) -> str:
 
 
 def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[str], str]:
-    """Return the rules that the role's folder breaks, and the remedy for all of them."""
+    """Return how the role's folder differs from the configured model, and one remedy for all."""
     assert section.load is not None and section.architecture is not None
     head = HEADS[role]
     described = find_description(section.load, tokenizer)
@@ -236,6 +243,7 @@ def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple
 
 
 def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | None:
+    """Load the fixed responses, if configured, as many as the run can use."""
     actor = config.actor_rollout
     if actor.fixed_responses is None:
         return None
@@ -267,7 +275,9 @@ def _check_order(config: RunConfig, prepared: Prepared, directory: RunDirectory)
 
 
 def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
-    """Check that the rules know the data sources.
+    """Check that the rules can score the prompts, and choose how to score validation.
+
+    Where the rules cannot score it, a reward model does.
 
     Where they do not know those of validation, a reward model scores validation too.
     """

@@ -92,6 +92,7 @@ class Run:
         return self._start_on_ray()
 
     def _start_on_ray(self) -> PpoTrainer:
+        """Join or start a Ray cluster, and build the trainer on it."""
         from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
 
         directory = self._own(RunDirectory.create(self.config))
@@ -103,7 +104,10 @@ class Run:
         return self._train(directory, runtime)
 
     def _start_locally(self) -> PpoTrainer:
-        """Train in this process, or in all processes of torchrun, of which the first one writes."""
+        """Build the trainer in this process, or in each process of torchrun.
+
+        The first one writes.
+        """
         from mindspeed_rlxf.cluster.local import LocalRuntime
 
         runtime = LocalRuntime.from_config(self.config, log_dir=None)
@@ -116,6 +120,10 @@ class Run:
         return self._train(directory, runtime, writes=runtime.is_first)
 
     def _train(self, directory: RunDirectory, runtime: Runtime, writes: bool = True) -> PpoTrainer:
+        """Build the trainer on a runtime, resumed if there is a checkpoint.
+
+        writes: files of the run
+        """
         trainer = self._open.enter_context(
             training(self.config, self.prepared, directory, runtime, writes, self._stop)
         )
@@ -124,7 +132,10 @@ class Run:
         return trainer
 
     def _own(self, directory: RunDirectory) -> RunDirectory:
-        """Let this process write to the directory from here on; print what the user must know."""
+        """Take over the directory as this run's: keep the failure of the last attempt, log to it.
+
+        Prints the directory, the keys that changed since the last start, and the notices.
+        """
         self._started = directory
         history = directory.logs / "failures.jsonl"
         failure.archive_failure(directory.failure, history, directory.file_mode)
@@ -166,6 +177,7 @@ class Run:
         self.exit_code = EXIT_STOPPED
 
     def _end_failed(self, error: Exception) -> None:
+        """Log and report an error, and set the exit code."""
         if not isinstance(error, (WorkerError, RuntimeTimeout, HostError)):
             logger.error("the driver failed", exc_info=error)
         if self._started:  # a full disk has no room for the report otherwise
@@ -182,7 +194,7 @@ class Run:
 
 @contextlib.contextmanager
 def _diagnosed(runtime: RayRuntime) -> Iterator[None]:
-    """Diagnose a worker that failed, while its cluster is still up."""
+    """Add to a WorkerError inside the block what its host knows, while the cluster is still up."""
     try:
         yield
     except WorkerError as error:
@@ -190,9 +202,9 @@ def _diagnosed(runtime: RayRuntime) -> Iterator[None]:
 
 
 def _report_for_restart(config: RunConfig, directory: RunDirectory) -> None:
-    """Report what the supervisor needs for a restart; before the cluster, which may fail to start.
+    """Report what the supervisor needs for a restart, before the cluster starts, which may fail.
 
-    step: a pool can shrink by this number of processes
+    Among it are the pools, and by how many processes each can shrink.
     """
     training = config.training
     steps = {
@@ -219,7 +231,7 @@ def training(
     writes: bool = True,
     stop: StopRequest | None = None,
 ) -> Iterator[PpoTrainer]:
-    """Build a trainer with its roles, resumed from the newest checkpoint if there is one.
+    """Build a trainer for the block, resumed from the newest checkpoint if there is one.
 
     writes: this process writes the metric and sample files
     stop:   decides after each iteration whether `fit` raises Stopped
@@ -259,6 +271,7 @@ def make_trainer(
     checkpoints: RunCheckpoints,
     stop: StopRequest,
 ) -> PpoTrainer:
+    """Build the trainer of its parts."""
     source = PromptSource.from_config(config, prepared.train_prompts, prepared.fixed_responses)
     validator = Validator(
         roles,

@@ -32,7 +32,9 @@ class Validator:
         return self.prompts.select([i % count for i in range(count + -count % parts)])
 
     def validate(self, iteration: int) -> dict[str, float]:
-        """Return `val/<data source>/{score,response_length,<part>}` means and `timing/val`.
+        """Generate and score the validation prompts; return means by data source, and `timing/val`.
+
+        Names are `val/<data source>/{score,response_length,<part>}`. Writes samples and metrics.
 
         iteration: the last one whose updates are in the actor's weights
         """
@@ -56,6 +58,10 @@ class Validator:
 def _means(
     data_sources: Sequence[str], lengths: Sequence[int], reports: Sequence[ScoreReport]
 ) -> dict[str, float]:
+    """Average scores, their parts and lengths by data source.
+
+    Repeated prompts at the end drop out.
+    """
     values: dict[str, list[float]] = defaultdict(list)
     scores = [score for report in reports for score in report.scores]
     parts = [part for report in reports for part in report.parts] or [{}] * len(scores)

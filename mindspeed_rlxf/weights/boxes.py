@@ -37,11 +37,11 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Index of the box in the tensor."""
+        """Return the index that selects the box in the tensor."""
         return tuple(map(slice, self.starts, self.stops))
 
     def overlap(self, other: Box) -> Box | None:
-        """The numbers that both boxes have; None where there are none."""
+        """Return the box that both have in common; None where they share no number."""
         starts = tuple(map(max, self.starts, other.starts))
         shape = tuple(map(sub, map(min, self.stops, other.stops), starts))
         return Box(starts, shape) if all(size > 0 for size in shape) else None
@@ -50,11 +50,11 @@ class Box:
         return Box(tuple(map(add, self.starts, steps)), self.shape)
 
     def relative_to(self, outer: Box) -> Box:
-        """The same box of the tensor that `outer` is."""
+        """Return this box with its starts counted from the first corner of `outer`."""
         return Box(tuple(map(sub, self.starts, outer.starts)), self.shape)
 
     def split(self, numel: int) -> Iterator[Box]:
-        """Boxes of whole rows, one below the other, of at most `numel` numbers or one row each."""
+        """Split into boxes of whole rows, of at most `numel` numbers or one row each."""
         first, rows, rest = self.starts[0], self.shape[0], self.shape[1:]
         step = max(1, numel // max(1, prod(rest)))
         for row in range(0, rows, step):
@@ -62,19 +62,19 @@ class Box:
 
 
 def whole(shape: Shape) -> Box:
-    """The box that is all of a tensor."""
+    """Return the box that covers a tensor of this shape."""
     return Box((0,) * len(shape), shape)
 
 
 def box_of(dim: int, start: int, size: int, shape: Shape) -> Box:
-    """The box of a tensor of that shape that is a range of one of its axes."""
+    """Return a box of a tensor of `shape`: a range of axis `dim`, and the whole of other axes."""
     starts, sizes = [0] * len(shape), list(shape)
     starts[dim], sizes[dim] = start, size
     return Box(tuple(starts), tuple(sizes))
 
 
 def flat_boxes(flat: range, shape: Shape) -> Iterator[Box]:
-    """A range of the numbers of a row-major tensor of one or two axes, as boxes in order.
+    """Cover a range of the numbers of a row-major tensor (one or two axes) by boxes, in order.
 
     At most three: the end of a row, whole rows, the start of a row.
     """
@@ -90,7 +90,7 @@ def flat_boxes(flat: range, shape: Shape) -> Iterator[Box]:
 
 
 def view(numbers: Tensor, start: int, box: Box, shape: Shape) -> Tensor:
-    """The box of a row-major tensor of that shape, not copied.
+    """Return a box of a row-major tensor of that shape as a view.
 
     numbers: contiguous, those of the tensor from number `start` on
     """
@@ -108,11 +108,11 @@ class ShardBox:
     place: Box
 
     def to_source(self, place: Box) -> Box:
-        """The box of the tensor that a box inside `place` is."""
+        """Translate a box of the parameter, inside `place`, to the box of the source tensor."""
         return place.relative_to(self.place).shift(self.box.starts)
 
     def to_shard(self, box: Box) -> Box:
-        """The box of the parameter that a box inside `box` is."""
+        """Translate a box of the source tensor, inside `box`, to the box of the parameter."""
         return box.relative_to(self.box).shift(self.place.starts)
 
 
@@ -123,7 +123,7 @@ def shard_boxes(
     tp: int,
     vocab_rows: int | None = None,
 ) -> Iterator[ShardBox]:
-    """The boxes that a tensor-parallel rank's part of a parameter is made of.
+    """Yield the boxes of Hugging Face tensors that make up a tensor-parallel rank's shard.
 
     Rows that pad the vocabulary belong to none. Arguments as of `shard_slices`.
     """
@@ -178,7 +178,7 @@ class BoxedTensor:
         return self.size[len(self.index) :]
 
     def read(self, box: Box) -> Tensor:
-        """A copy of a box. Errors: ValueError where the stored boxes do not have all of it."""
+        """Return a copy of a box. Raises ValueError where the stored boxes do not cover it."""
         wanted = Box(self.index + box.starts, (1,) * len(self.index) + box.shape)
         result = torch.zeros(wanted.shape, dtype=self.dtype)
         filled = 0

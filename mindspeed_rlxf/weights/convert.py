@@ -55,7 +55,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What to convert, checked. `cli.convert.plan` makes it.
+    """What to convert, checked. `ops.conversion.plan_conversion` makes it.
 
     config:     the folder of config.json and the tokenizer
     target:     the folder that appears
@@ -78,13 +78,13 @@ class Conversion:
 
     @property
     def shares_groups(self) -> bool:
-        """Whether ranks of the target share query groups."""
+        """Whether tensor-parallel ranks of the target share query groups."""
         ranks = self.layout.tp if self.layout and self.to is Format.LEGACY else 1
         return ranks > self.architecture.kv_heads
 
 
 def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]:
-    """The model that a folder's config.json describes, and that config.
+    """Read the architecture from a folder's config.json; return it with the config.
 
     Errors: UserError when it is missing, wrong, or describes what no model here is.
     """
@@ -93,7 +93,7 @@ def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]
         check_side_files(folder)
         config = read_hf_config(folder)
         if found := find_unsupported(config):
-            rule = "asks for what no model here has (field: possible, config.json)"
+            rule = "must ask for a known model (field: possible, config.json)"
             raise UserError(
                 Problem(file, f"{rule}: {'; '.join(found)}", remedy="use another model")
             )
@@ -101,7 +101,9 @@ def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]
         return ArchitectureConfig(**fields), config
     except ValidationError as error:
         wrong = "; ".join(map(str, problems_of(error)))
-        raise UserError(Problem(file, f"describes no model: {wrong}", remedy="mend it")) from None
+        raise UserError(
+            Problem(file, f"must describe a model: {wrong}", remedy="correct it")
+        ) from None
     except UserError:
         raise
     except ValueError as error:
@@ -109,12 +111,12 @@ def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]
 
 
 def choose_head(config: dict[str, Any], orm: bool) -> Head:
-    """A reward model has a score head: told by --orm or by config.json."""
+    """Choose a score head where --orm or config.json asks for one, else a language-model head."""
     return Head.SCORE if orm or is_scorer(config) else Head.LANGUAGE_MODEL
 
 
 def open_source(source: Path, architecture: ArchitectureConfig, head: Head) -> BoxedWeights:
-    """The weights to convert. Errors: UserError when they do not fit the model in any way."""
+    """Open the weights to convert. Raises UserError unless they are exactly those of the model."""
     try:
         weights = open_weights(source, architecture)
         expected = hf_shapes(architecture, head)
@@ -133,7 +135,7 @@ def open_source(source: Path, architecture: ArchitectureConfig, head: Head) -> B
 
 
 def convert(conversion: Conversion, progress: Progress) -> int:
-    """Write the target; returns the bytes of the files that an earlier run had finished.
+    """Write the target folder, or finish it; return the bytes that an earlier run had written.
 
     Errors: UserError when the target is there, the disk is too small, or bytes of the source were
     changed; DiskFull.
@@ -181,7 +183,7 @@ class DiskFull(Exception):
 
 
 def _shard(c: Conversion, parameter: StageParameter, tp_rank: int) -> PlannedTensor:
-    """A tensor-parallel rank's part of a parameter, padding included."""
+    """Plan a tensor-parallel rank's shard of a parameter, padding included."""
     a, layout = c.architecture, c.layout
     assert layout is not None, "only Megatron parameters have shards"
     rows = layout.vocab_rows(a) if parameter.split is Split.VOCAB else None
@@ -199,7 +201,7 @@ def _shard(c: Conversion, parameter: StageParameter, tp_rank: int) -> PlannedTen
 
 
 def _common_dtype(c: Conversion, parameter: StageParameter) -> torch.dtype:
-    """The dtype of the tensors that Megatron joins into one."""
+    """Return the dtype of the tensors that Megatron joins into a parameter. Raises UserError."""
     dtypes = {source: c.weights.dtype(source) for source in parameter.sources}
     if len(set(dtypes.values())) > 1:
         named = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
@@ -214,7 +216,7 @@ def _common_dtype(c: Conversion, parameter: StageParameter) -> torch.dtype:
 
 
 def _files(c: Conversion) -> list[PlannedFile]:
-    """The files of the target that hold tensors."""
+    """Plan the files of the target that hold tensors."""
     if c.to is Format.HF:
         return list(_hf_files(c))
     assert c.layout is not None, "a Megatron target has a layout"
@@ -229,7 +231,7 @@ def _model_dtype(c: Conversion) -> torch.dtype:
 
 
 def _hf_groups(c: Conversion) -> dict[str, dict[str, PlannedTensor]]:
-    """The tensors of each Hugging Face file."""
+    """Distribute the tensors over files of at most `shard_size` bytes: file name -> tensors."""
     groups: list[dict[str, PlannedTensor]] = [{}]
     held = 0
     for name, shape in hf_shapes(c.architecture, c.head).items():
@@ -256,7 +258,7 @@ def _whole(c: Conversion, name: str, shape: tuple[int, ...]) -> PlannedTensor:
 def _write_beside(
     c: Conversion, staged: StagedFolder, files: list[PlannedFile], folder: Path
 ) -> None:
-    """Write what stands beside the tensors."""
+    """Write the small files of the target: configuration, tokenizer, index or metadata."""
     if c.to is Format.HF:
         groups = _hf_groups(c)
         write_index(folder, {f: {n: t.num_bytes for n, t in groups[f].items()} for f in groups})
@@ -272,6 +274,7 @@ def _write_beside(
 
 
 def _check_space(c: Conversion, needed: int) -> None:
+    """Raise UserError unless the target's disk has room for `needed` bytes and a reserve."""
     place = next(path for path in (c.target, *c.target.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if needed + SPARE_BYTES > free:
@@ -285,7 +288,7 @@ def _check_space(c: Conversion, needed: int) -> None:
 
 
 def _fingerprint(c: Conversion) -> dict[str, Any]:
-    """What decides the bytes of the files: those of the source, and every option."""
+    """Describe what decides the bytes of the target: the files of the source and every option."""
     _, place = find_weights(c.source)
     files = sorted(
         path for path in place.rglob("*") if re.search(r"\.(safetensors|pt|distcp)$", path.name)

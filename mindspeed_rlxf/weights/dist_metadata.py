@@ -51,17 +51,18 @@ class Metadata:
             raise TypeError("an entry without a name")
 
     def names(self) -> Iterator[str]:
-        """Names of the tensors."""
+        """Yield the names of the tensors."""
         for name, entry in self._entries.items():
             if type(entry) is Inert and entry.named.endswith(".TensorStorageMetadata"):
                 yield name
 
     def tensor(self, name: str) -> BoxedTensor:
-        """Errors: ValueError where its boxes are not all of it."""
+        """Return a tensor by name. Raises ValueError where its boxes do not cover it."""
         with _named_errors(self.folder):
             return self._tensor(name, self._entries[name])
 
     def _tensor(self, name: str, entry: Inert) -> BoxedTensor:
+        """Build a tensor of its boxes. Raises TypeError or ValueError for a damaged entry."""
         properties, size = entry.field("properties").state, entry.field("size")
         dtype = properties[0] if type(properties) is tuple else properties["dtype"]
         if type(dtype) is not torch.dtype or not _are_sizes(size):
@@ -81,6 +82,7 @@ class Metadata:
         return tensor
 
     def _boxes(self, name: str, chunks: Any, size: Shape) -> Iterator[tuple[Box, Window]]:
+        """Yield each box of a tensor with the window of its file that holds it."""
         if type(chunks) is not list:
             raise TypeError("chunks of another kind")
         for chunk in chunks:
@@ -95,7 +97,7 @@ class Metadata:
 
 
 def open_torch_dist(folder: Path) -> Metadata:
-    """The metadata of a folder, which is not used if it holds more than data.
+    """Read the metadata of a folder and refuse it when it holds more than data.
 
     Errors: ValueError where it is missing, damaged, or does not fit the files.
     """
@@ -111,7 +113,7 @@ def open_torch_dist(folder: Path) -> Metadata:
 
 @contextmanager
 def _named_errors(folder: Path) -> Iterator[None]:
-    """Raise every error inside as a ValueError that names the file."""
+    """Turn every error inside the block into a ValueError that names the metadata file."""
     path = folder / METADATA
     try:
         yield
@@ -142,7 +144,7 @@ def _check_objects(metadata: Metadata) -> None:
 
 
 def _find_windows(folder: Path, storage: dict[Any, Any]) -> tuple[dict[str, Window], list[Window]]:
-    """The windows of boxes, by name and offsets, and those of objects."""
+    """Find the file windows of all boxes, by name and offsets, and of all objects."""
     files: dict[str, MappedFile] = {}
     used: dict[str, int] = {}
     boxes: dict[str, Window] = {}
@@ -165,12 +167,12 @@ def _find_windows(folder: Path, storage: dict[Any, Any]) -> tuple[dict[str, Wind
         used[name] += length
     for name, length in used.items():
         if length > files[name].size:
-            raise ValueError(f"it has parts of {shorten(name)!r} that lie over each other")
+            raise ValueError(f"it has parts of {shorten(name)!r} that overlap")
     return boxes, list(objects.values())
 
 
 def _place(info: Any) -> tuple[str, int, int]:
-    """File, offset and length of one entry, bytes."""
+    """Return file name, offset and length (bytes) of one entry of the storage table."""
     state = info.state
     if state.get("transform_descriptors"):
         raise ValueError("it names compressed entries, which are not read")
@@ -194,7 +196,10 @@ def _are_sizes(numbers: Any) -> bool:
 
 
 def _read_box(window: Window, box: Box, dtype: torch.dtype, wanted: Box) -> Tensor:
-    """Errors: ValueError when the window holds another tensor than `box` of this dtype."""
+    """Read the box `wanted` from the window that holds `box`.
+
+    Raises ValueError when the window holds another tensor than `box` of this dtype.
+    """
     stored = read_window(window)
     if type(stored) is not StoredTensor or (stored.shape, stored.dtype) != (box.shape, dtype):
         raise ValueError(

@@ -37,7 +37,7 @@ SIDE_FILES = (
 
 
 def find_description(weights: str | Path, tokenizer: str | Path) -> Path:
-    """The folder whose config.json and generation_config.json describe the weights.
+    """Return the folder whose config.json and generation_config.json describe the weights.
 
     Megatron's folders of other tools have neither; those of the tokenizer count then.
     Errors: ValueError when neither folder has a config.json.

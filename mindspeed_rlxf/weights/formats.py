@@ -29,7 +29,7 @@ class Format(str, Enum):
 
 
 def find_weights(folder: Path) -> tuple[Format, Path]:
-    """The format of a folder, and where in it the weights lie.
+    """Return the format of a folder, and the folder inside it that holds the weights.
 
     A folder of no known format counts as Hugging Face, whose reader reports what is missing.
     Errors: ValueError when a Megatron folder is ambiguous.
@@ -47,7 +47,7 @@ def find_weights(folder: Path) -> tuple[Format, Path]:
 
 
 def _iteration(folder: Path) -> Path | None:
-    """The folder of the iteration that the tracker names, else the only one."""
+    """Return the folder of the iteration that the tracker names, else the only one or None."""
     tracker = folder / TRACKER
     if tracker.exists():
         with open_inside(folder, TRACKER) as stream:

@@ -37,6 +37,7 @@ class HfFolder(BoxedWeights):
         return list(self._files)
 
     def tensor(self, name: str) -> BoxedTensor:
+        """Return a tensor by name. Raises ValueError when its file does not hold it."""
         file, dtype, shape, first_byte = self._entry(name)
         return BoxedTensor(name, dtype, shape, [file.stored_box(first_byte, dtype, whole(shape))])
 
@@ -44,6 +45,7 @@ class HfFolder(BoxedWeights):
         return self._entry(name)[2]
 
     def _entry(self, name: str) -> _Entry:
+        """Find a tensor in the header of its file. Raises ValueError when it is not there."""
         path = self._files[name]
         found = self._open(path).get(name)
         if found is None:
@@ -51,7 +53,7 @@ class HfFolder(BoxedWeights):
         return found
 
     def _open(self, path: Path) -> dict[str, _Entry]:
-        """The tensors of a file."""
+        """Return the tensors of a file by name; each file is opened once."""
         if path in self._opened:
             return self._opened[path]
         try:
@@ -70,6 +72,7 @@ class HfFolder(BoxedWeights):
         return entries
 
     def _file_of_each_tensor(self) -> dict[str, Path]:
+        """Map each tensor's name to its file. Raises ValueError when a file is missing."""
         if not self.folder.is_dir():
             raise ValueError(f"{self.folder} is not a folder; give the folder of a model")
         index = self.folder / INDEX
@@ -91,7 +94,7 @@ class HfFolder(BoxedWeights):
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Name of each tensor -> name of its file."""
+    """Read the index: map the name of each tensor to the name of its file."""
     index = folder / INDEX
     try:
         text = read_inside(folder, INDEX, MAX_JSON)
@@ -105,7 +108,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def shape_problems(folder: BoxedWeights, expected: dict[str, tuple[int, ...]]) -> list[str]:
-    """One line for each tensor that is missing or has another shape; reads headers only."""
+    """List tensors that are missing or have another shape, a line for each; reads headers only."""
     problems = []
     for name, shape in expected.items():
         if name not in folder:
@@ -116,12 +119,15 @@ def shape_problems(folder: BoxedWeights, expected: dict[str, tuple[int, ...]]) -
 
 
 def hf_file_name(number: int, count: int) -> str:
-    """The name of a file of weights. number: from 0; count: of all files"""
+    """Name a file of weights. number: from 0; count: of all files"""
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Write the index of several files; one needs none. files: name -> bytes of its tensors"""
+    """Write the index of the files; a single file needs none.
+
+    files: name -> bytes of its tensors
+    """
     if len(files) > 1:
         weight_map = {name: file for file, sizes in files.items() for name in sizes}
         total = sum(sum(sizes.values()) for sizes in files.values())

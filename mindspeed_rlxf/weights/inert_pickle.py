@@ -82,6 +82,10 @@ class InertUnpickler:
         self.depth: dict[int, int] = {id(()): -1}
 
     def load(self) -> Any:
+        """Run the pickle and return its value.
+
+        Raises Refused where it is more than data, other ValueErrors where it is damaged.
+        """
         try:
             with no_collections():
                 return self._run()
@@ -93,6 +97,7 @@ class InertUnpickler:
             raise ValueError(f"damaged pickle: {shorten(error)}") from None
 
     def _run(self) -> Any:
+        """Run one operation after the other until STOP. Raises Refused beyond the limits."""
         data, table = self.data, self.TABLE
         for _ in range(MAX_STEPS // BETWEEN_CHECKS):
             for _ in range(BETWEEN_CHECKS):
@@ -107,6 +112,10 @@ class InertUnpickler:
         raise Refused(f"more than {MAX_STEPS} steps")
 
     def _result(self) -> Any:
+        """Return the value left on the stack.
+
+        Raises ValueError when several are left, Refused when the data goes on.
+        """
         if self.marks or len(self.stack) != 1:
             raise ValueError("it ends with parts left over")
         if self.at != len(self.data):
@@ -124,6 +133,7 @@ class InertUnpickler:
     # Of bytes ------------------------------------------------------------------------------------
 
     def _line(self) -> str:
+        """Read text up to the end of its line. Raises ValueError for a long one."""
         end = self.data.find(b"\n", self.at, self.at + MAX_NAME + 1)
         if end < 0:
             raise ValueError("a name without an end")
@@ -138,7 +148,10 @@ class InertUnpickler:
         self.stack.append(value)
 
     def _hold(self, values: Iterable[Any]) -> int:
-        """Mark values as parts of another value, and return the depth of that one."""
+        """Mark values as held by another one, which must not change later.
+
+        Return the depth of that.
+        """
         deepest, depths = 0, self.depth
         for value in values:
             if type(value) in _PLAIN:
@@ -153,7 +166,7 @@ class InertUnpickler:
         return deepest + 1
 
     def _change(self, target: Any, kind: type, values: Iterable[Any]) -> None:
-        """Check that `target` may get the values as parts, and update its depth."""
+        """Require that `target` is of this kind and not held by others, and update its depth."""
         if type(target) is not kind:
             raise Refused(f"items or attributes for a {type(target).__name__}")
         key, depth = id(target), self._hold(values)
@@ -167,13 +180,14 @@ class InertUnpickler:
         return items
 
     def _mark(self) -> None:
+        """Begin a new stack on top of the present one (MARK)."""
         if len(self.marks) >= 2 * MAX_DEPTH:
             raise Refused(f"more than {MAX_DEPTH} values inside each other")
         self.marks.append(self.stack)
         self.stack = []
 
     def _last(self, count: int) -> list[Any]:
-        """Take so many values off the stack."""
+        """Take the last `count` values off the stack."""
         items = self.stack[-count:]
         if len(items) < count:
             raise IndexError
@@ -188,6 +202,7 @@ class InertUnpickler:
         self.stack[-1].extend(items)
 
     def _set(self, items: list[Any]) -> None:
+        """Put keys and values, alternating in `items`, into the dict on the stack (SETITEMS)."""
         target = self.stack[-1]
         self._change(target, dict, items)
         if len(items) % 2:
@@ -207,13 +222,14 @@ class InertUnpickler:
         self.stack.append(named_value(module, name))
 
     def _stack_global(self) -> None:
+        """Replace module and name on the stack by what they name (STACK_GLOBAL)."""
         name, module = self.stack.pop(), self.stack.pop()
         if type(name) is not str or type(module) is not str:
             raise Refused("a name that is no text: STACK_GLOBAL requires str")
         self.stack.append(named_value(module, name))
 
     def _make(self) -> None:
-        """REDUCE and NEWOBJ, which differ only for what makes objects."""
+        """Replace a name and its arguments on the stack by what they make (REDUCE, NEWOBJ)."""
         arguments, named = self.stack.pop(), self.stack.pop()
         if type(named) is not Named:
             raise Refused(f"a call of {kind_of(named)}")
@@ -230,6 +246,10 @@ class InertUnpickler:
             self.stack.append(made)
 
     def _made(self, text: str, arguments: tuple[Any, ...]) -> Any:
+        """Return the value that stands for a call of `text`: plain data, a tensor, or an Inert.
+
+        Raises Refused unless the name is listed and accepts these arguments.
+        """
         accepts = ALLOWED.get(text)
         if accepts is None:
             raise Refused("a storage that is made, not read")
@@ -246,6 +266,7 @@ class InertUnpickler:
         return Inert(text, arguments)
 
     def _build(self) -> None:
+        """Give the object on the stack its state (BUILD). Raises Refused for other states."""
         state = self.stack.pop()
         target = self.stack[-1]
         if type(target) is Named:
@@ -260,7 +281,10 @@ class InertUnpickler:
         target.state = state if target.named in STATES else attributes_of(state)
 
     def _persistent(self) -> None:
-        """("storage", type, key, device, elements[, view]), as `torch.save` writes it."""
+        """Replace a reference to a tensor's data by its storage (BINPERSID).
+
+        As `torch.save` writes it: ("storage", type, key, device, elements[, view]).
+        """
         pid = self.stack.pop()
         good = type(pid) is tuple and len(pid) in (5, 6) and pid[0] == "storage"
         if not good or [type(part) for part in pid[1:5]] != [Named, str, str, int]:
@@ -277,7 +301,7 @@ STOP = ord(".")
 
 
 def _table() -> list[Operation]:
-    """The operations that picklers of protocols 2 to 5 write for data, by opcode."""
+    """List the operations by opcode: those that picklers of protocols 2 to 5 write for data."""
     machine = InertUnpickler
     known: dict[str, Operation] = {
         **SCALARS,

@@ -53,26 +53,29 @@ class MegatronLayout:
         return padded_vocab_size(architecture, self.tp * self.vocab_multiple) // self.tp
 
     def ranks(self) -> Iterator[tuple[int, int, int]]:
-        """Every (tp, pp, ep) rank."""
+        """Yield every (tp, pp, ep) rank."""
         for pp_rank in range(self.pp):
             for ep_rank in range(self.ep):
                 for tp_rank in range(self.tp):
                     yield tp_rank, pp_rank, ep_rank
 
     def rank_folder(self, tp_rank: int, pp_rank: int, ep_rank: int) -> str:
-        """Megatron's name: a part for pipeline and expert ranks only where there are several."""
+        """Name the folder of a rank as Megatron does.
+
+        It has parts for the pipeline and expert rank only where there are several of them.
+        """
         pipeline = f"_{pp_rank:03d}" if self.pp > 1 else ""
         expert = f"_{ep_rank:03d}" if self.ep > 1 else ""
         return f"mp_rank_{tp_rank:02d}{pipeline}{expert}"
 
     def model_key(self, chunk: int) -> str:
-        """Where the weights of a chunk stand in a rank's file."""
+        """Return the key of a chunk's weights in a rank's file."""
         return "model" if self.chunks == 1 else f"model{chunk}"
 
     def parameters(
         self, architecture: ArchitectureConfig, head: Head, pp_rank: int, chunk: int, ep_rank: int
     ) -> Iterator[StageParameter]:
-        """The parameters of one chunk of one rank, by the names of Megatron's GPTModel."""
+        """Yield the parameters of one chunk of one rank, by the names of Megatron's GPTModel."""
         layers = self.stages[pp_rank][chunk]
         place = (chunk * self.pp + pp_rank, self.chunks * self.pp, ep_rank, self.ep)
         for parameter in stage_parameters(architecture, head, *place, layers):
@@ -96,7 +99,7 @@ def make_layout(
     layer_list: list[int] | None = None,
     vocab_multiple: int = 1,
 ) -> MegatronLayout:
-    """The layout of those sizes. Errors: UserError with every size that does not divide."""
+    """Make a layout of these sizes. Raises UserError with every size that does not divide."""
     problems = [
         *_sizes(architecture, tp, ep, vocab_multiple),
         *_layers(architecture.num_layers, pp, layers_per_chunk, layer_list),
@@ -109,7 +112,10 @@ def make_layout(
 
 
 def layout_of(counts: list[int], tp: int, pp: int, ep: int, vocab_multiple: int) -> MegatronLayout:
-    """counts: layers of each stage in the order of the model: chunk 0 of every rank comes first."""
+    """Make a layout from the number of layers of each pipeline stage.
+
+    counts: in the order of the model: chunk 0 of every rank comes first
+    """
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
     layers = [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
     return MegatronLayout(
@@ -118,6 +124,7 @@ def layout_of(counts: list[int], tp: int, pp: int, ep: int, vocab_multiple: int)
 
 
 def _sizes(a: ArchitectureConfig, tp: int, ep: int, vocab_multiple: int) -> Iterator[Problem]:
+    """Yield a problem for each size of the model that the parallel sizes do not divide."""
     sizes = {
         "attention heads": a.num_attention_heads,
         "rows of query, key and value": qkv_rows(a),
@@ -147,10 +154,12 @@ def _sizes(a: ArchitectureConfig, tp: int, ep: int, vocab_multiple: int) -> Iter
 def _layers(
     num_layers: int, pp: int, layers_per_chunk: int | None, layer_list: list[int] | None
 ) -> Iterator[Problem]:
+    """Yield a problem where the layers cannot be distributed over the pipeline as asked for."""
     if pp < 1:
         yield Problem(PP, "must be at least 1", pp, "use 1 or more")
     elif layers_per_chunk is not None and layer_list is not None:
-        yield Problem("--num-layer-list", f"excludes {CHUNK}", remedy="remove one of them")
+        rule = f"must not be given with {CHUNK}"
+        yield Problem("--num-layer-list", rule, remedy="remove one of them")
     elif layer_list is not None:
         text = ",".join(map(str, layer_list))
         if len(layer_list) != pp or sum(layer_list) != num_layers or min(layer_list) < 1:

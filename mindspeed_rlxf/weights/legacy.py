@@ -41,7 +41,7 @@ Grid = dict[tuple[int, int, int], list[Tensors]]
 
 
 def read_legacy(folder: Path, architecture: ArchitectureConfig) -> MegatronWeights:
-    """The weights below `folder`, which holds the folders of the ranks.
+    """Read the weights below `folder`, which holds the folders of the ranks.
 
     Errors: ValueError when ranks are missing or damaged, or hold another model.
     """
@@ -66,7 +66,10 @@ def read_legacy(folder: Path, architecture: ArchitectureConfig) -> MegatronWeigh
 
 
 def _grid(folder: Path, architecture: ArchitectureConfig) -> Grid:
-    """The tensors of every rank. Errors: ValueError when one is missing."""
+    """Open the files of all ranks: (tp, pp, ep) -> chunks.
+
+    Raises ValueError when a rank is missing.
+    """
     matches = [(RANK_FOLDER.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
     found = {m.groups(): f"{path.name}/{RANK_FILE}" for m, path in matches if m is not None}
     files = {parts: _chunks(locate_inside(folder, file, "")) for parts, file in found.items()}
@@ -101,6 +104,7 @@ def _counts_experts(files: dict[Any, list[Tensors]], a: ArchitectureConfig) -> b
 
 
 def _chunks(file: Path) -> list[Tensors]:
+    """Return the tensors of each chunk in a rank's file, by name."""
     content = read_torch_file(file)
     names = content if type(content) is dict else {}
     keys = [k for k in names if type(k) is str and re.fullmatch(r"model\d{0,4}", k, re.ASCII)]
@@ -118,7 +122,7 @@ def _chunks(file: Path) -> list[Tensors]:
 
 
 def _layout(grid: Grid, folder: Path, a: ArchitectureConfig) -> MegatronLayout:
-    """The layout; the names of the layers give the pipeline stages."""
+    """Find the layout of the ranks; the layers' names give the pipeline stages."""
     tp, pp, ep = (max(rank[axis] for rank in grid) + 1 for axis in range(3))
     chunks = len(grid[0, 0, 0])
     if any(len(found) != chunks for found in grid.values()):
@@ -141,7 +145,7 @@ def legacy_files(
     shard: MakeShard,
     folder: str,
 ) -> Iterator[PlannedFile]:
-    """The files of all ranks."""
+    """Plan the file of each rank."""
     for rank in layout.ranks():
         tp_rank, pp_rank, ep_rank = rank
         models: dict[str, OrderedDict[str, PlannedTensor]] = {}
@@ -163,14 +167,14 @@ def legacy_files(
 
 
 def zero_bias(dtype: torch.dtype) -> PlannedTensor:
-    """The bias of Megatron's reward head; that of Hugging Face has none."""
+    """Plan the bias of Megatron's reward head as zero; the Hugging Face head has none."""
     return PlannedTensor((1,), dtype, lambda: torch.zeros(1, dtype=dtype))
 
 
 def checkpoint_arguments(
     a: ArchitectureConfig, layout: MegatronLayout, dtype: torch.dtype
 ) -> Namespace:
-    """The arguments that Megatron compares with its own, or takes over (--use-checkpoint-args)."""
+    """Return the arguments that Megatron compares with its own or takes over from a checkpoint."""
     return Namespace(
         num_layers=a.num_layers,
         hidden_size=a.hidden_size,

@@ -86,14 +86,14 @@ def _one(pattern: str) -> Test:
 
 
 def is_fields(state: Any) -> bool:
-    """Whether these are attributes by name, none of them one that Python itself uses."""
+    """Whether a state is a dict of attributes by name, none of them a name that Python reserves."""
     if type(state) is not dict or not set(map(type, state)) <= {str}:
         return False
     return "__" not in {name[:2] for name in state}
 
 
 def is_attributes(state: Any) -> bool:
-    """Whether this is the state of an object: attributes by name, or a pair with its slots."""
+    """Whether a state is that of an object: attributes by name, or a pair with its slots."""
     if type(state) is dict:
         return is_fields(state)
     parts = state if type(state) is tuple and len(state) == 2 else (state,)
@@ -118,7 +118,10 @@ def integers(value: Any) -> bool:
 
 
 def _is_tensor(arguments: tuple[Any, ...]) -> bool:
-    """storage, offset, shape, stride[, requires_grad, hooks[, metadata]]; never a hook."""
+    """Whether these are the arguments of a tensor, without hooks.
+
+    They are storage, offset, shape, stride[, requires_grad, hooks[, metadata]].
+    """
     if not 4 <= len(arguments) <= 7 or not isinstance(arguments[0], Storage):
         return False
     _, offset, shape, stride, *rest = arguments
@@ -129,14 +132,14 @@ def _is_tensor(arguments: tuple[Any, ...]) -> bool:
 
 
 def _is_parameter(arguments: tuple[Any, ...]) -> bool:
-    """tensor, requires_grad, hooks[, attributes]."""
+    """Whether these are a parameter's arguments: tensor, requires_grad, hooks[, attributes]."""
     if len(arguments) not in (3, 4) or type(arguments[2]) is not dict or arguments[2]:
         return False
     return len(arguments) == 3 or is_fields(arguments[3])
 
 
 def _is_typed(arguments: tuple[Any, ...]) -> bool:
-    """function, its type, its arguments, attributes."""
+    """Whether these make a tensor with attributes: function, type, its arguments, attributes."""
     if len(arguments) != 4 or not _is(arguments[1], "torch.Tensor", *PARAMETER_CLASSES):
         return False
     function, _, inner, state = arguments
@@ -147,6 +150,7 @@ def _is_typed(arguments: tuple[Any, ...]) -> bool:
 
 
 def _is_new_array(arguments: tuple[Any, ...]) -> bool:
+    """Whether these are the arguments of an empty numpy array, which its state fills later."""
     return (
         len(arguments) == 3
         and _is(arguments[0], "numpy.ndarray")
@@ -160,6 +164,7 @@ def _is_scalar(arguments: tuple[Any, ...]) -> bool:
 
 
 def _is_dtype(arguments: tuple[Any, ...]) -> bool:
+    """Whether these are the arguments of a numpy dtype of numbers."""
     return (
         bool(arguments)
         and type(arguments[0]) is str
@@ -169,7 +174,10 @@ def _is_dtype(arguments: tuple[Any, ...]) -> bool:
 
 
 def _is_array_state(state: Any) -> bool:
-    """version, shape, dtype, order, bytes; a dtype of objects is refused on its own."""
+    """Whether a state is that of a numpy array: version, shape, dtype, order, bytes.
+
+    A dtype of objects is refused on its own.
+    """
     return (
         type(state) is tuple
         and len(state) == 5
@@ -180,11 +188,12 @@ def _is_array_state(state: Any) -> bool:
 
 
 def _is_dtype_state(state: Any) -> bool:
-    """version, byte order, no fields, sizes."""
+    """Whether a state is that of a numpy dtype: version, byte order, no fields, sizes."""
     return type(state) is tuple and all(type(item) in (int, str, type(None)) for item in state)
 
 
 def _is_bytes_io_state(state: Any) -> bool:
+    """Whether a state is that of an io.BytesIO: bytes, position, no attributes."""
     return (
         type(state) is tuple
         and len(state) == 3
@@ -315,7 +324,7 @@ def kind_of(value: Any) -> str:
 
 
 def named_value(module: str, name: str) -> Any:
-    """A listed name, or the dtype of that name. Errors: Refused"""
+    """Return the Named of a listed name, or the torch dtype of that name. Raises Refused."""
     text = f"{module}.{name}"
     known = _NAMES.get(text)
     if known is None:
@@ -331,7 +340,7 @@ _NAMES: dict[str, Named] = {}  # as many as the list has
 
 
 def attributes_of(state: Any) -> dict[str, Any]:
-    """Attributes by name, those of slots among them. Errors: Refused"""
+    """Return an object's attributes by name, with those of its slots. Raises Refused."""
     if type(state) is dict:
         return state
     pair = state if type(state) is tuple else (state, None)

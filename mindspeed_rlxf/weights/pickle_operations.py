@@ -59,6 +59,7 @@ def _signed(machine: Machine) -> None:
 
 
 def _long(machine: Machine) -> None:
+    """Push an integer whose length is one byte before it (LONG1). Raises Refused for a huge one."""
     size = number(machine, 1)
     if size > MAX_NUMBER_BYTES:
         raise Refused(f"an integer of {size} bytes")
@@ -78,7 +79,7 @@ def _bytes(size: int) -> Operation:
 
 
 def _short_text(machine: Machine) -> None:
-    """The most frequent of all."""
+    """Push text whose length is one byte before it; the most frequent operation, hence inline."""
     start = machine.at + 1
     end = start + machine.data[start - 1]
     if end > len(machine.data):

@@ -36,7 +36,7 @@ class PlannedTensor:
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
     def parts(self) -> Iterator[memoryview]:
-        """Make the tensor; yield its bytes in parts, so that what copies them holds little."""
+        """Make the tensor and yield its bytes in parts of at most COPY_BYTES, without a copy."""
         tensor = self.make()
         assert tensor.shape == self.shape and tensor.dtype == self.dtype, (
             f"planned {self.shape} {self.dtype}, got {tensor.shape} {tensor.dtype}"

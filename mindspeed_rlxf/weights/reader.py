@@ -95,7 +95,7 @@ class MegatronWeights(BoxedWeights):
         tp: int,
         ep_rank: int = 0,
     ) -> list[str]:
-        """Add the boxes of a rank's part of a parameter, unless another rank has the same.
+        """Check a rank's shard of a parameter, and add its boxes unless another rank has the same.
 
         found: its name in the checkpoint, and the tensor
         Returns what is wrong with it.
@@ -126,7 +126,9 @@ class MegatronWeights(BoxedWeights):
 
 
 def spellings(name: str) -> list[str]:
-    """The names of a parameter with local layers, with fused ones, and in our own checkpoints.
+    """List the names under which checkpoints store a parameter.
+
+    Layers may be local or fused, and our own checkpoints name the score head their own way.
 
     Megatron stores the norm before a linear layer under that layer's name where both are one
     module (Transformer Engine), and always so in sharded checkpoints.

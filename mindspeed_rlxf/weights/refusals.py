@@ -17,15 +17,15 @@ MODEL_ALONE = (
 
 
 def refusal(path: Path, error: Refused) -> ValueError:
-    """The error of a file that holds more than data."""
+    """Make the error for a file that holds more than data."""
     return ValueError(
-        f"{path} must hold nothing but the data of a checkpoint, it wants {error}; do not open a "
+        f"{path} must hold nothing but the data of a checkpoint, it has {error}; do not open a "
         f"file of others. Where you made it, {_again(path)}"
     )
 
 
 def _again(path: Path) -> str:
-    """How the maker of a file saves it without its objects, whose classes only the maker has."""
+    """Say how the maker of a file saves it without its objects, whose classes it needs."""
     there = "in the environment that wrote it"
     if path.name == RANK_FILE:
         command = f'python -c "{MODEL_ALONE}" {shlex.quote(str(path))}'
@@ -39,7 +39,7 @@ def _again(path: Path) -> str:
 
 
 def unreadable(path: Path, error: ValueError) -> ValueError:
-    """The error of a damaged file."""
+    """Make the error for a damaged file."""
     text = str(error)
     if text.startswith(str(path)):  # a whole sentence
         return ValueError(text)

@@ -42,7 +42,7 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def write_boxes(file: Path, boxes: Iterable[HeldBox]) -> None:
-    """Write the file of a rank and have it on the disk on return."""
+    """Write a rank's boxes to a safetensors file and fsync it."""
     planned: dict[str, PlannedTensor] = {}
     for held in boxes:
         key = f"{held.slot}/{held.name}@{','.join(map(str, held.box.starts))}"
@@ -72,6 +72,7 @@ class RunState:
                 file.close()
 
     def _add_boxes(self, file: SafetensorsFile) -> None:
+        """Add the boxes of a rank's file to the tensors of their slots. Raises ValueError."""
         for key, dtype, shape, first_byte in file.tensors():
             slot, _, place = key.partition("/")
             name, _, corner = place.rpartition("@")
@@ -107,7 +108,10 @@ class ShardedRunState:
         self._slots: dict[str, MegatronWeights] = {}
 
     def slot(self, name: str) -> MegatronWeights:
-        """Errors: ValueError when the folder has no such slot, or holds another model."""
+        """Return the tensors of one slot: the weights, or one of the optimizer's moments.
+
+        Raises ValueError when the folder has no such slot, or holds another model.
+        """
         if name not in self._slots:
             prefix = "" if name == WEIGHT else f"optimizer.state.{name}."
             self._slots[name] = read_torch_dist(self._metadata, self._architecture, prefix)
@@ -122,7 +126,7 @@ StateReader = RunState | ShardedRunState
 
 
 def open_state(folder: Path, architecture: ArchitectureConfig, head: Head) -> StateReader:
-    """The tensors in a role's folder of a checkpoint, of this version or an older one.
+    """Open the tensors in a role's folder of a checkpoint, of this version or an older one.
 
     Errors: ValueError when a file is damaged, or holds another model.
     """

@@ -46,7 +46,7 @@ HEADER_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 def write_safetensors(path: Path, tensors: dict[str, PlannedTensor], wrote: Wrote) -> None:
-    """Write the file in place of what has the name, and have it on the disk on return."""
+    """Write a safetensors file and fsync it; a file of that name is replaced."""
     header: dict[str, object] = {METADATA: {"format": "pt"}}
     end = 0
     for name, planned in tensors.items():
@@ -68,7 +68,7 @@ def write_safetensors(path: Path, tensors: dict[str, PlannedTensor], wrote: Wrot
 
 
 def sort_by_width(tensors: dict[str, PlannedTensor]) -> dict[str, PlannedTensor]:
-    """The tensors with wide dtypes first, as the library writes them, so that all are aligned."""
+    """Sort tensors by the width of their dtypes, widest first, so that all are aligned."""
     return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
@@ -83,7 +83,7 @@ class SafetensorsFile:
         return self._open_file(self.path)
 
     def tensors(self) -> Iterator[tuple[str, torch.dtype, Shape, int]]:
-        """Name, dtype and shape of each tensor, and the number of its first byte.
+        """Yield name, dtype, shape and number of the first byte of each tensor.
 
         Errors: HEADER_ERRORS
         """
@@ -104,7 +104,7 @@ class SafetensorsFile:
             yield name, dtype, shape, data + first
 
     def stored_box(self, first_byte: int, dtype: torch.dtype, box: Box) -> StoredBox:
-        """A tensor of the file as a box of another one."""
+        """Describe a tensor of the file as a box of a larger one."""
         return StoredBox(box, partial(self._read_box, first_byte, dtype, box))
 
     def _read_box(self, first_byte: int, dtype: torch.dtype, stored: Box, wanted: Box) -> Tensor:
@@ -132,6 +132,7 @@ class SafetensorsFile:
         return bytes(content)
 
     def _read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` with the bytes at `offset`. Raises ValueError at the end of the file."""
         done = 0
         while done < len(target):
             count = os.preadv(self.stream.fileno(), [target[done:]], offset + done)

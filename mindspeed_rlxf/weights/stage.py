@@ -66,6 +66,7 @@ class StageWeights:
         return absent
 
     def _fill(self, parameter: StageParameter, folder: BoxedWeights) -> None:
+        """Read this rank's slices into a parameter; rows that pad the vocabulary become 0."""
         target = self.tensors[parameter.name].data
         rows = target.size(0)
         for part in shard_boxes(
@@ -76,7 +77,7 @@ class StageWeights:
         target[rows:].zero_()  # padding of the vocabulary
 
     def hf_tensors(self, parameter: StageParameter, keep: bool = True) -> dict[str, Tensor]:
-        """The Hugging Face tensors of one parameter, on the CPU; a collective over the tp group.
+        """Gather a parameter's Hugging Face tensors on the CPU; a collective over the tp group.
 
         keep: False on ranks that take part and get nothing
         """
@@ -97,7 +98,9 @@ class StageWeights:
     def export(
         self, target: Path, source: Path, writes: bool, described: Path | None = None
     ) -> None:
-        """Write the folder `target`: each pipeline stage its own file, the first one the index.
+        """Write the weights as the folder `target`: each pipeline stage its own file.
+
+        The first one also writes index, config.json and tokenizer.
 
         With experts on several ranks each of these writes a file: the first one of a stage its own
         experts and all else, the others their experts.
@@ -132,7 +135,7 @@ class StageWeights:
 
 
 def _gather(files: Files, group: dist.ProcessGroup) -> Files:
-    """The lists of all ranks of the group, one after the other."""
+    """Return the lists of all ranks of the group, joined, on every rank."""
     gathered: list[Files] = [[]] * group.size()
     dist.all_gather_object(gathered, files, group=group)
     return [file for part in gathered for file in part]

@@ -57,7 +57,7 @@ class StagedFolder:
             self._open_partial(plan)
 
     def _open_published(self, plan: dict[str, Any]) -> bool:
-        """Whether the target was published with this plan, and its writer was killed after that.
+        """Whether the target was published with this plan, but not cleaned up.
 
         An interrupted publish of another plan is finished.
         """
@@ -71,7 +71,7 @@ class StagedFolder:
         return same
 
     def _open_partial(self, plan: dict[str, Any]) -> None:
-        """Open the partial folder and keep its parts where they are of this plan."""
+        """Make, lock and read the partial folder; parts of another plan are removed."""
         self.folder = self.target.with_name(self.target.name + ".partial")
         self._check_target()
         self._make()
@@ -94,7 +94,7 @@ class StagedFolder:
             self._append({PLAN: plan})
 
     def _check_target(self) -> None:
-        """Errors: UserError where the target is there and must not be replaced."""
+        """Raise UserError where the target exists and must not be replaced."""
         if not self.replace and _occupied(self.target):
             raise UserError(
                 Problem(
@@ -103,7 +103,7 @@ class StagedFolder:
             )
 
     def _read_journal(self, plan: dict[str, Any]) -> bool:
-        """Whether the journal is of this plan; its parts are kept then.
+        """Read the journal; return whether it is of this plan, whose finished parts are kept.
 
         A last line that was cut off is removed, as no line after it would be read.
         """
@@ -120,7 +120,7 @@ class StagedFolder:
         return same
 
     def _read_replaced(self, line: dict[str, Any]) -> Path | None:
-        """Where the journal says that the older folder is; None for a name that is not ours."""
+        """Return where the journal says the older folder was moved to; None for other names."""
         name, self._node_before = line[REPLACES], line.get("node", [])
         ours = re.escape(self.target.name) + r"\.replaced(-[0-9a-f]{16})?"
         if not isinstance(name, str) or not re.fullmatch(ours, name):
@@ -128,12 +128,12 @@ class StagedFolder:
         return self.target.with_name(name)
 
     def _is_replaced(self) -> bool:
-        """Whether the folder that was moved away is still there."""
+        """Whether the older folder is still where it was moved to."""
         path = self._before
         return path is not None and os.path.lexists(path) and _node(path) == self._node_before
 
     def _discard(self) -> None:
-        """Remove the files that the journal names, and the folders that this leaves empty."""
+        """Remove the files that the journal names, and folders that become empty by that."""
         for name in self._begun:
             path = self.folder / name
             is_file = path.is_symlink() or not path.is_dir()
@@ -144,11 +144,11 @@ class StagedFolder:
                         (self.folder / parent).rmdir()
 
     def _refuse_others(self, ours: set[str]) -> None:
-        """Errors: UserError where other files are in the folder, as they would be published."""
+        """Raise UserError where the folder holds files of others: they would be published."""
         strange = sorted({path.name for path in self.folder.iterdir()} - ours - {JOURNAL})
         if strange:
             self._journal.close()
-            rule = f"is in the way, and its journal does not name {', '.join(strange[:3])}"
+            rule = f"holds files that no conversion wrote: {', '.join(strange[:3])}"
             raise UserError(Problem(f"{self.folder}", rule, remedy="remove or rename it"))
 
     def _remove_scratch(self) -> None:
@@ -157,11 +157,12 @@ class StagedFolder:
                 shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def _make(self) -> None:
+        """Make the partial folder. Raises UserError where something else has its name."""
         foreign = self.folder.exists() and not (self.folder / JOURNAL).exists()
         if self.folder.is_symlink() or (
             foreign and (not self.folder.is_dir() or any(self.folder.iterdir()))
         ):
-            rule = "is in the way and not ours"
+            rule = "exists, and no conversion made it"
             raise UserError(Problem(f"{self.folder}", rule, remedy="remove or rename it"))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -170,6 +171,7 @@ class StagedFolder:
             raise UserError(Problem(f"{self.folder}", rule, remedy="give another folder")) from None
 
     def _lock(self) -> IO[str]:
+        """Open and lock the journal. Raises UserError when another process writes the target."""
         path = self.folder / JOURNAL
         rule = "is being written by another process"
         busy = UserError(Problem(f"{self.target}", rule, remedy="wait for it"))
@@ -195,18 +197,18 @@ class StagedFolder:
         os.fsync(self._journal.fileno())
 
     def finished(self, part: str) -> bool:
-        """Whether an earlier run wrote the part and it is still what was written."""
+        """Whether an earlier run wrote the part and its file is unchanged."""
         line, path = self.kept.get(part), self.folder / part
         if line is None or path.is_symlink() or not path.is_file():
             return False
         return path.stat().st_size == line["size"] and checksum(path) == line["crc32"]
 
     def note(self, part: str) -> Any:
-        """What the function returned that wrote the part."""
+        """Return what the function that wrote the part returned."""
         return self.kept[part]["note"]
 
     def write(self, part: str, write: Callable[[Path], Any]) -> None:
-        """Call `write` with a folder to put the part into, move the part to its place and note it.
+        """Write one part: call `write` with a scratch folder, move the part to its place, note it.
 
         Only a whole part gets its name.
         """
@@ -220,7 +222,7 @@ class StagedFolder:
         self._append(line)
 
     def write_beside(self, write: Callable[[Path], Any]) -> None:
-        """Call `write` with a folder to put small files into, which are made anew by every run."""
+        """Write small files, anew in every run: call `write` with a folder, move its files."""
         scratch = self._make_scratch()
         write(scratch)
         for file in sorted(path for path in scratch.rglob("*") if path.is_file()):
@@ -228,6 +230,7 @@ class StagedFolder:
         shutil.rmtree(scratch)
 
     def _make_scratch(self) -> Path:
+        """Make a folder of random name to write a part in, and note it in the journal."""
         scratch = self.folder / f".scratch-{secrets.token_hex(8)}"
         self._begin(scratch.name)
         scratch.mkdir()
@@ -245,7 +248,7 @@ class StagedFolder:
             self._append({BEGINS: name})
 
     def publish(self) -> None:
-        """Give the folder its name; an older one of that name is removed after that.
+        """Rename the partial folder to the target; an older target is moved away, then removed.
 
         If the process is killed here, both folders are whole, and the next run with this plan
         finishes.
@@ -278,7 +281,7 @@ class StagedFolder:
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     value = 0
     with open_file(path, "rb") as file:
         while data := file.read(READ_BYTES):
@@ -287,7 +290,7 @@ def checksum(path: Path) -> int:
 
 
 def _lines(journal: Path) -> tuple[list[dict[str, Any]], int]:
-    """The journal's lines, without a last one that was cut off, and their length in bytes."""
+    """Return the journal's whole lines, and their length in bytes; a cut last line is left out."""
     lines: list[dict[str, Any]] = []
     length = 0
     with open_file(journal, "rb") as file:
@@ -305,7 +308,7 @@ def _lines(journal: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _has_plan(journal: Path) -> bool:
-    """Whether it is a journal of ours: a folder may hold another file of that name."""
+    """Whether a file is our journal, and not another file of that name."""
     is_file = journal.is_file() and not journal.is_symlink()
     return is_file and any(PLAN in line for line in _lines(journal)[0][:1])
 

@@ -57,7 +57,7 @@ def entry_of(folder: Path, file: Path) -> Entry:
 
 
 def under(folder: str, entries: Iterable[Entry]) -> list[Entry]:
-    """The same files with paths within the parent of their folder."""
+    """Return the entries with `folder` put before their paths."""
     return [{**entry, "path": f"{folder}/{entry['path']}"} for entry in entries]
 
 
@@ -67,7 +67,7 @@ def without_host(entry: Entry) -> Entry:
 
 
 def size_problem(folder: Path, entry: Entry) -> str | None:
-    """What is wrong with a file, without reading it: it is missing, a link, or of another size."""
+    """Describe a file that is missing, a link, or of another size; reads no content."""
     file = folder / entry["path"]
     if file.is_symlink():
         return f"{entry['path']} is a link"
@@ -80,11 +80,11 @@ def size_problem(folder: Path, entry: Entry) -> str | None:
 
 
 def content_problem(folder: Path, entry: Entry) -> str | None:
-    """What is wrong with a file, its content included."""
+    """Describe a file that is missing, a link, or of other content than its entry."""
     try:
         problem = size_problem(folder, entry)
         if problem is None and entry_of(folder, folder / entry["path"]) != without_host(entry):
-            problem = f"{entry['path']} is not what was written (sha256)"
+            problem = f"{entry['path']} differs from what was written (sha256)"
     except OSError as error:
         return f"{entry['path']} cannot be read ({error.strerror})"
     return problem

@@ -55,7 +55,7 @@ SMALL = 1 << 20  # bytes of a tensor that is written at once
 def read_torch_dist(
     metadata: Metadata, architecture: ArchitectureConfig, prefix: str = ""
 ) -> MegatronWeights:
-    """The weights of the checkpoint.
+    """Read the weights of a checkpoint, or what its optimizer holds for each of them.
 
     prefix: of the names of what the optimizer holds of them, which is read in their place
     Errors: ValueError when it is damaged or holds another model.
@@ -85,7 +85,7 @@ def read_torch_dist(
 def _find(
     parameter: StageParameter, tensors: dict[str, BoxedTensor]
 ) -> tuple[str, BoxedTensor] | None:
-    """The tensor of a parameter: stored for itself, or as a part of that of all layers."""
+    """Find the tensor of a parameter: stored alone, or as a slice of the tensor of all layers."""
     alone = find(parameter, tensors)
     if alone is not None:
         return alone
@@ -99,6 +99,7 @@ def _find(
 
 
 def _layer_problems(tensors: dict[str, BoxedTensor], a: ArchitectureConfig) -> Iterator[str]:
+    """Yield a line for each tensor of all layers that has more or fewer than the model."""
     stacked = [n for n in tensors if n.startswith("decoder.layers.") and not LAYER.match(n)]
     for name in unknown_names(stacked, set()):
         layers = tensors[name].size[:1]
@@ -107,7 +108,7 @@ def _layer_problems(tensors: dict[str, BoxedTensor], a: ArchitectureConfig) -> I
 
 
 def global_name(name: str, expert: int | None) -> tuple[str, Shape]:
-    """The name of the tensor of all layers (and experts), and this one's index in it.
+    """Return the name of the tensor of all layers (and experts), and a parameter's index in it.
 
     name: with the global index of its layer
     """
@@ -129,7 +130,7 @@ def dist_files(
     shard: MakeShard,
     folder: str,
 ) -> Iterator[PlannedFile]:
-    """The `.distcp` files of all ranks that write something; each returns its entries."""
+    """Plan the `.distcp` files of all ranks that write something; writing returns the entries."""
     for number, rank in enumerate(layout.ranks()):
         if rank[2] == 0 or architecture.num_experts is not None:
             boxes = list(_boxes_of_rank(layout, architecture, head, rank, shard))
@@ -145,7 +146,7 @@ def _boxes_of_rank(
     rank: tuple[int, int, int],
     shard: MakeShard,
 ) -> Iterator[PlannedBox]:
-    """What this rank alone has to write."""
+    """Yield the boxes that this rank writes: those that no rank before it holds too."""
     tp_rank, pp_rank, ep_rank = rank
     for chunk in range(layout.chunks):
         layers = layout.stages[pp_rank][chunk]
@@ -165,6 +166,7 @@ def _boxes_of_shard(
     tp_rank: int,
     tp: int,
 ) -> Iterator[PlannedBox]:
+    """Yield the boxes of a rank's shard: global name, size and box, and the planned numbers."""
     name = LAYER.sub(lambda m: f"decoder.layers.{layers[int(m.group(1))]}.", parameter.name)
     key, index = global_name(name, parameter.expert)
     key = spellings(key)[-1] if index else key
@@ -187,7 +189,7 @@ def _boxes_of_shard(
 
 
 def _part(planned: PlannedTensor, place: Box, shape: Shape) -> PlannedTensor:
-    """A box of a planned tensor, in another shape."""
+    """Plan a box of a planned tensor, in another shape."""
 
     def make() -> Tensor:
         return planned.make()[place.slices].reshape(shape).clone()
@@ -196,7 +198,7 @@ def _part(planned: PlannedTensor, place: Box, shape: Shape) -> PlannedTensor:
 
 
 def _write_boxes(path: Path, boxes: list[PlannedBox], wrote: Wrote) -> list[dict[str, Any]]:
-    """Returns what `.metadata` has to say of the file."""
+    """Write a file of boxes; return its entries for `.metadata`."""
     entries = []
     with path.open("wb") as file:
         for name, size, box, planned in boxes:
@@ -233,7 +235,10 @@ def write_metadata(
     head: Head,
     dtype: torch.dtype,
 ) -> None:
-    """What makes the files a checkpoint. files: name -> the entries that writing it returned."""
+    """Write the metadata that makes the files a checkpoint.
+
+    files: name -> the entries that writing it returned
+    """
     described: dict[str, Any] = {}
     places: dict[Any, Any] = {}
     for file, entries in files.items():
@@ -276,7 +281,7 @@ def _add_extra_states(
     described: dict[str, Any],
     places: dict[Any, Any],
 ) -> None:
-    """Megatron's linear layers ask for an `_extra_state`, which is empty without fp8."""
+    """Write the empty `_extra_state` of Megatron's linear layers, and add it to the metadata."""
     empty = io.BytesIO()
     torch.save([None], empty)
     (folder / EXTRA_STATES).write_bytes(empty.getvalue())

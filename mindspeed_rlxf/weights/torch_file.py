@@ -66,7 +66,7 @@ class MappedFile:
         self._checked: set[int] = set()  # records whose sum was right, by their start
 
     def window(self, offset: int, length: int) -> Window:
-        """A part of the file. Errors: ValueError where it reaches beyond the end."""
+        """Return a part of the file. Raises ValueError where it reaches beyond the end."""
         if offset < 0 or length < 0 or offset + length > self.size:
             raise ValueError(
                 f"{self.path} ends at byte {self.size}, a tensor reaches to {offset + length}: "
@@ -78,14 +78,14 @@ class MappedFile:
         return self._map[offset : offset + length]
 
     def tensor(self, offset: int, length: int) -> Tensor:
-        """Bytes of the file, [length] uint8, not copied."""
+        """Return bytes of the file as a tensor [length] uint8, without a copy."""
         self.window(offset, length)
         if length == 0:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=length, offset=offset)
 
     def content(self, record: Record) -> bytes:
-        """The data of a record. Errors: ChangedBytes."""
+        """Return the data of a record. Raises ChangedBytes where its CRC-32 differs."""
         self.check(record)
         return self.read(record.start, record.length)
 
@@ -112,7 +112,7 @@ class Window:
     length: int
 
     def read(self, offset: int, length: int) -> bytes:
-        """Bytes of the window, fewer at its end."""
+        """Read bytes of the window, fewer at its end."""
         return self.file.read(self.start + offset, max(0, min(length, self.length - offset)))
 
 
@@ -131,7 +131,7 @@ class StoredTensor:
     stride: tuple[int, ...]
 
     def read(self, box: Box) -> Tensor:
-        """A copy of a box of the tensor. Errors: ChangedBytes."""
+        """Return a copy of a box of the tensor. Raises ChangedBytes where its CRC-32 differs."""
         self.file.check(self.record)
         item = self.dtype.itemsize
         used = _used_elements(self.shape, self.stride)
@@ -144,7 +144,7 @@ class StoredTensor:
 
 
 def _used_elements(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements from the first to the last of a tensor."""
+    """Count the elements from a strided tensor's first to its last."""
     if not all(shape):
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
@@ -173,7 +173,7 @@ STORAGE_OF = {dtype: getattr(torch, name) for name, dtype in STORAGES.items()}
 
 
 def read_torch_file(path: Path) -> Any:
-    """The saved object, every tensor in it a `StoredTensor`, other objects `Inert`.
+    """Return the saved object, every tensor in it a `StoredTensor`, other objects `Inert`.
 
     Errors: ValueError when the file is missing or damaged, or holds more than data.
     """
@@ -182,7 +182,7 @@ def read_torch_file(path: Path) -> Any:
 
 
 def read_window(window: Window) -> Any:
-    """As `read_torch_file`, of a part of a file."""
+    """Read the torch file inside a window, as `read_torch_file` does."""
     path = window.file.path
     try:
         return _Reader.of(window).load()
@@ -206,6 +206,7 @@ class _Reader(InertUnpickler):
 
     @classmethod
     def of(cls, window: Window) -> _Reader:
+        """Find the records of the zip archive in `window`. Raises ValueError for other files."""
         path = window.file.path
         records = records_of(window.read, window.length)
         if window.start:
@@ -218,6 +219,10 @@ class _Reader(InertUnpickler):
         return cls(window, records)
 
     def storage(self, dtype: str, key: str, elements: int) -> _Storage:
+        """Return the data of a tensor.
+
+        Raises Refused for an unknown type, ValueError where the record is too short.
+        """
         record, kind = self._records.get(f"data/{key}"), STORAGES.get(dtype)
         if kind is None:
             raise Refused(f"a tensor of {dtype}")
@@ -226,7 +231,7 @@ class _Reader(InertUnpickler):
         return _Storage(kind, record, elements)
 
     def tensor(self, function: str, arguments: tuple[Any, ...]) -> StoredTensor:
-        """A tensor, also from a parameter or from a tensor with attributes."""
+        """Return the tensor of a plain tensor, a parameter, or a tensor with attributes."""
         if function == TYPED:
             function, arguments = arguments[0].text, arguments[2]
         if function not in OF_STORAGE:
@@ -263,6 +268,7 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, obj: Any) -> Any:
+        """Pickle a PlannedTensor as torch does a tensor, and list it for writing."""
         if not isinstance(obj, PlannedTensor):
             return NotImplemented
         storage = _PlannedStorage(str(len(self.planned)), obj.dtype, prod(obj.shape))
@@ -274,7 +280,7 @@ class _Pickler(pickle.Pickler):
 
 
 def write_torch_file(path: Path, tree: Any, wrote: Wrote) -> None:
-    """Write `tree`, in which tensors are PlannedTensors, and have it on the disk on return."""
+    """Write `tree` as `torch.save` would, with PlannedTensors for tensors, and fsync it."""
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
     pickler.dump(tree)
@@ -293,6 +299,7 @@ def write_torch_file(path: Path, tree: Any, wrote: Wrote) -> None:
 def _write_record(
     archive: zipfile.ZipFile, name: str, size: int, parts: Iterable[bytes | memoryview]
 ) -> None:
+    """Write a record whose data begins at a multiple of ALIGNMENT in the archive."""
     info = zipfile.ZipInfo(f"archive/{name}")
     info.file_size = size
     assert archive.fp is not None, "the archive is open"

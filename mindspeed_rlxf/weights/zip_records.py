@@ -55,7 +55,7 @@ class _Entry:
 
 
 def records_of(read: Read, size: int) -> dict[str, Record]:
-    """By name, without the folder that all names of an archive begin with.
+    """List the records of an archive by name, without the folder that all names begin with.
 
     size: of the archive, bytes
     Errors: Refused when it could be read in two ways or holds a program; ValueError when damaged.
@@ -72,7 +72,10 @@ def records_of(read: Read, size: int) -> dict[str, Record]:
 
 
 def _place_of_directory(read: Read, size: int) -> tuple[int, int, int]:
-    """Offset, length, records; it has to end where the records begin that end the archive."""
+    """Return offset, length (bytes) and number of entries of the archive's directory.
+
+    Raises Refused where archive readers could find another one, ValueError when damaged.
+    """
     tail = read(max(0, size - TAIL), min(size, TAIL))
     end = tail[-END:]
     if end[:4] != b"PK\x05\x06" or end[-2:] != b"\0\0":
@@ -100,6 +103,7 @@ def _place_of_directory(read: Read, size: int) -> tuple[int, int, int]:
 
 
 def _directory(data: bytes) -> Iterator[_Entry]:
+    """Yield the entries of the directory. Raises Refused for what torch does not write."""
     at = 0
     while at < len(data):
         magic, _, _, flags, method, _, _, crc, packed, size, *lengths, disk, _, _, offset = (
@@ -120,7 +124,7 @@ def _directory(data: bytes) -> Iterator[_Entry]:
 
 
 def _extra_fields(extra: bytes) -> dict[int, bytes]:
-    """By id. Errors: Refused for those that torch does not write, which may rename a record."""
+    """Return a record's extra fields by id. Raises Refused for fields that torch does not write."""
     fields: dict[int, bytes] = {}
     at = 0
     while at < len(extra):
@@ -133,7 +137,7 @@ def _extra_fields(extra: bytes) -> dict[int, bytes]:
 
 
 def _widened(extra: bytes, numbers: list[int]) -> list[int]:
-    """The numbers of 64 bits in place of those that are marked."""
+    """Replace the marked numbers by those of 64 bits in the extra field. Raises Refused."""
     wide = _extra_fields(extra).get(ZIP64_FIELD, b"")
     marked = [at for at, number in enumerate(numbers) if number == WIDE]
     if len(wide) != 8 * len(marked):
@@ -144,6 +148,7 @@ def _widened(extra: bytes, numbers: list[int]) -> list[int]:
 
 
 def _refuse_names(names: list[str]) -> None:
+    """Raise Refused for names that readers may confuse, for programs and for a second pickle."""
     if len({name.lower() for name in names}) != len(names):
         raise Refused("two records of one name")
     if any(not name.isprintable() or "\\" in name for name in names):
@@ -158,7 +163,10 @@ def _refuse_names(names: list[str]) -> None:
 
 
 def _tiled(read: Read, entries: list[_Entry], end: int) -> Iterator[tuple[str, Record]]:
-    """Each begins where the one before it ends, and the directory after the last."""
+    """Yield each record by name. Raises Refused unless they fill the archive without a gap.
+
+    Each record's own header must agree with its entry in the directory.
+    """
     at = 0
     for entry in sorted(entries, key=lambda entry: entry.offset):
         if entry.offset != at:
@@ -186,7 +194,7 @@ def _tiled(read: Read, entries: list[_Entry], end: int) -> Iterator[tuple[str, R
 
 
 def _sums_length(read: Read, entry: _Entry, at: int) -> int:
-    """Bytes of what follows a record's data and says its sum and sizes once more."""
+    """Return the length of the sums after a record's data. Raises Refused where they differ."""
     for form in SUMS:
         data = read(at, form.size)
         expected = (b"PK\x07\x08", entry.crc, entry.size, entry.size)

@@ -93,7 +93,7 @@ def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(
         [str(cut.path), keys],
     )
     assert (
-        f"{newest} is damaged: actor/state_00000.safetensors is not what was written (sha256)"
+        f"{newest} is damaged: actor/state_00000.safetensors differs from what was written (sha256)"
         in said
     )
     resumed = [line.split(";")[0] for line in said.splitlines() if line.startswith("resumed")]

@@ -192,7 +192,7 @@ def test_a_part_of_another_host_is_not_written_through_a_link(tmp_path: Path, mi
     assert host_files.write_chunk(folder, entry, 0, b"ab", token) == ""
     assert (
         host_files.write_chunk(folder, entry, 2, b"cd", token)
-        == "w is not what was written (sha256)"
+        == "w differs from what was written (sha256)"
     )
     (folder / f".w.{token}.partial").symlink_to(mine)
     with pytest.raises(OSError, match="is a link or a pipe"):

@@ -115,4 +115,4 @@ def test_their_configuration_trains(tmp_path: Path, name: str, megatron: bool) -
     parts = ("actor", "critic") if "critic" in tree else (".",)  # one `save` for both
     for part in parts:
         assert any((tmp_path / "ckpt" / part / "hf").glob("*.safetensors"))
-    assert "is over training.train_iters=3: it fires never" in done.stdout
+    assert "is over training.train_iters=3: checkpoints are saved by" in done.stdout

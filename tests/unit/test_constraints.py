@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from mindspeed_rlxf.device.npu_versions import SETS, VersionSet
+from mindspeed_rlxf.device.npu_sets import SETS, VersionSet
 
 OURS = "mindspeed-rlxf"
 FILES = sorted((Path(__file__).parents[2] / "constraints").glob("*.txt"))
@@ -135,7 +135,10 @@ def test_checkouts_are_installed_by_commit(each: VersionSet) -> None:
     text = (FILES[0].parents[1] / "docs" / "npu.md").read_text(encoding="utf-8")
     commits = each.megatron_commit, each.mindspeed_commit
     assert all(re.fullmatch("[0-9a-f]{40}", commit) for commit in commits)
-    assert f"| `{each.name}` | `{commits[0]}` | `{commits[1]}` |" in text
+    tags = each.megatron_tag, each.mindspeed_branch
+    cells = [f"`{tag}` `{commit}`" for tag, commit in zip(tags, commits, strict=True)]
+    (row,) = (line for line in text.splitlines() if line.startswith(f"| `{each.name}`"))
+    assert f"| {' | '.join(cells)} |" in row
     if each is SETS[0]:
         assert f"git -C Megatron-LM checkout {commits[0]}" in text
         assert f"git -C MindSpeed checkout {commits[1]}" in text

@@ -62,6 +62,10 @@ class RayAgent(HostAgent):
             self.answer = self._actor.call.remote(time.time)
 
     def start(self, function: Function, *args: Any, timeout_s: float) -> RayHostCall:
+        """Start a function on the host, without waiting.
+
+        Calls among `args` become their results.
+        """
         self.open()
         given = [arg.ref if isinstance(arg, RayHostCall) else arg for arg in args]
         inputs = [arg for arg in args if isinstance(arg, RayHostCall)]
@@ -91,6 +95,10 @@ class RayHostCall:
         self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
 
     def result(self) -> Any:
+        """Wait for the result.
+
+        Raises HostError when the function failed, its host died, or it is late.
+        """
         host, name = self._agent.host, self._function.__name__
         left = max(self._deadline - time.monotonic(), 0)
         if not ray.wait([self.ref], timeout=left, fetch_local=False)[0]:

@@ -71,7 +71,10 @@ class DeviceClaim:
             self._report(shapes, late, time.monotonic() >= deadline)
 
     def _attempt(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
-        """Return all groups, or none and the pools that were not placed."""
+        """Ask Ray for a placement group per pool and wait; return them and the pools not placed.
+
+        Where a pool was not placed, or is mixed, all groups are removed again.
+        """
         nodes = self._list_nodes()
         groups: dict[str, Any] = {}
         try:
@@ -97,6 +100,7 @@ class DeviceClaim:
         return self._check.check([node for node in live_nodes(self._resource) if node.count])
 
     def _group(self, shape: tuple[int, ...], model: str | None) -> Any:
+        """Ask Ray for a placement group of this shape, not on nodes that are left out."""
         bundle = {f"{MODEL_PREFIX}{model}": A_LITTLE} if model else {}
         strategy = "PACK" if self._logical or len(shape) == 1 else "STRICT_SPREAD"
         bundles = [{self._resource: count, **bundle} for count in shape]
@@ -108,6 +112,7 @@ class DeviceClaim:
         )
 
     def _report(self, shapes: Shapes, late: list[str], is_last: bool) -> None:
+        """Warn of pools that wait for devices; at the end raise TooFewDevices or DevicesMissing."""
         left_out = self._check.left_out
         nodes = [n for n in live_nodes(self._resource) if n.count and n.id not in left_out]
         unplaced = find_unplaced_pools(late, shapes, nodes)
@@ -125,6 +130,7 @@ class DeviceClaim:
 
 
 def _find_late_pools(groups: Mapping[str, Any], wait_s: float) -> list[str]:
+    """Wait for the groups; return the names of those that Ray has not placed by then."""
     deadline = time.monotonic() + wait_s
     return [
         name

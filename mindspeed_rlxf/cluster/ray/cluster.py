@@ -55,6 +55,7 @@ class RayCluster:
     guard: OrphanGuard | None = None
 
     def close(self) -> None:
+        """Leave the cluster; end the processes and remove the folder of an own one."""
         import ray
 
         processes = psutil.Process().children(recursive=True) if self.own else []
@@ -103,6 +104,7 @@ def open_cluster(
 
 
 def _join(address: str, allow_unauthenticated: bool) -> RayCluster:
+    """Join a running cluster. Raises UserError where none answers, or it refuses."""
     try:
         if address == AUTO:
             raise ValueError("no `ray start` of this user runs on this host")
@@ -135,6 +137,10 @@ def _join(address: str, allow_unauthenticated: bool) -> RayCluster:
 
 
 def _set_token_mode(**token: str) -> None:
+    """Make Ray use tokens in this process, also when it is imported already.
+
+    token: RAY_AUTH_TOKEN, if it is not the user's own
+    """
     os.environ.update(RAY_AUTH_MODE="token", **token)
     if "ray" in sys.modules:  # it has read its environment
         from ray._raylet import (  # type: ignore[attr-defined]
@@ -147,6 +153,7 @@ def _set_token_mode(**token: str) -> None:
 
 
 def _start_own(resources: dict[str, float]) -> RayCluster:
+    """Start a cluster of this process on the loopback interface, with a token and a guard."""
     if "ray" not in sys.modules:  # too late otherwise: Ray's own defaults hold
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's word for: loopback only
         os.environ.setdefault("RAY_worker_niceness", "0")  # its 15 slows the workers down

@@ -28,6 +28,10 @@ def start_time(pid: int) -> str:
 
 
 def main(temp_dir: str) -> None:
+    """Wait until stdin closes, then end the cluster's processes and remove `temp_dir`.
+
+    These are the pids on the first line of stdin, and all that mention `temp_dir`.
+    """
     spared = {os.getpid(), os.getppid()}  # the driver lives when it closes the pipe itself
     pids = [int(word) for word in sys.stdin.buffer.readline().split()]
     born = {pid: start_time(pid) for pid in pids}
@@ -60,6 +64,7 @@ def processes_of(temp_dir: str, spared: set[int]) -> list[int]:
 
 
 def mentions(pid: int, word: bytes) -> bool:
+    """Whether a process has the word in its command line, environment, or paths of open files."""
     for name in ("cmdline", "environ"):
         try:
             with open(f"/proc/{pid}/{name}", "rb") as file:
@@ -71,6 +76,7 @@ def mentions(pid: int, word: bytes) -> bool:
 
 
 def open_files(pid: int) -> list[bytes]:
+    """List the paths of a process's open files."""
     folder, found = f"/proc/{pid}/fd", []
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):

@@ -52,6 +52,7 @@ class OrphanGuard:
             self._process.wait()
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start the guard in a session of its own, which no signal to this one reaches."""
         return subprocess.Popen(
             [sys.executable, "-S", str(SCRIPT), str(self._temp_dir)],
             stdin=subprocess.PIPE,
@@ -61,12 +62,14 @@ class OrphanGuard:
         )
 
     def _write(self) -> None:
+        """Tell the guard the processes to end."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # killed just now: the next guard gets them
             self._process.stdin.write(f"{self._pids}\n".encode())
             self._process.stdin.flush()
 
     def _keep(self) -> None:
+        """Start the guard again each time it ends, until this object ends it."""
         while True:
             started = time.monotonic()
             status = self._process.wait()
@@ -75,7 +78,10 @@ class OrphanGuard:
             with self._lock:
                 if self._ending:
                     return
-                logger.warning("the guard of the Ray cluster ended with %d: replaced", status)
+                logger.warning(
+                    "the guard process of the Ray cluster ended with status %d; starting another",
+                    status,
+                )
                 self._process = self._start()
                 if self._pids:
                     self._write()

@@ -37,6 +37,7 @@ class RayWorker(WorkerProcess):
         super().__init__(lambda handles: fetch_rows(handles, self._timeout_s))
 
     def place(self, entry: int) -> Place:
+        """Return where this process runs: host, devices, pid, and entry of its pool."""
         context = ray.get_runtime_context()
         ids = [i for found in context.get_accelerator_ids().values() for i in found]
         devices = tuple(int(i) for i in ids if i.isdigit())
@@ -47,7 +48,10 @@ class RayWorker(WorkerProcess):
     def join(
         self, setup: ProcessSetup, ip: str, port: int, secrets: Mapping[str, str]
     ) -> WorkerError | None:
-        """Join the pool's world, as `start`. secrets: environment variables hidden from Ray"""
+        """Join the pool's world; return the WorkerError if that fails.
+
+        secrets: environment variables hidden from Ray
+        """
         os.environ.update(secrets)
         self._timeout_s = setup.collective_timeout_s
         try:
@@ -58,6 +62,7 @@ class RayWorker(WorkerProcess):
 
     @ray.method(num_returns=2)
     def run_request(self, request: Request) -> tuple[Any, Any]:
+        """Run a request; return (rows, reply), or the WorkerError in place of both."""
         try:
             return self.run(request)
         except WorkerError as error:
@@ -112,6 +117,10 @@ class RayCall:
         self._requests, self._pool = list(requests), pool
 
     def wait(self) -> list[Reply]:
+        """Wait for the replies of all ranks.
+
+        Raises WorkerError, or RuntimeTimeout with their states.
+        """
         deadlines, started = self._pool.deadlines, time.monotonic()
         try:
             replies = gather(self._tasks, deadlines.seconds_for(self._requests))
@@ -151,6 +160,7 @@ class RayPool:
         self._setups, self.owner = setups, owner
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> RayCall:
+        """Start each request on its rank, from `first_rank` on, without waiting."""
         ranks = range(first_rank, first_rank + len(requests))
         pairs = list(zip(ranks, requests, strict=True))
         origins = [self.origin(rank, r.role.value, r.method) for rank, r in pairs]

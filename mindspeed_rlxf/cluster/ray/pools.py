@@ -74,7 +74,9 @@ class RayPools:
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]],
     ) -> dict[str, RayPool]:
-        """Create pools by name, at the same time. parts: sizes of the parts of split pools.
+        """Create pools by name, at the same time, of warm processes where they fit.
+
+        parts: sizes of the parts of split pools
 
         Raises DevicesMissing (joined cluster) or UserError (own) when the devices are not there,
         WorkerError when a process does not come up, RuntimeTimeout when it does not come back.
@@ -147,7 +149,7 @@ class RayPools:
         return explain_timeout(error, pool.name, producers, self.inspect_workers(stacks=True))
 
     def explain_death(self, error: WorkerError) -> WorkerError:
-        """Return the error with what the host of its process knows."""
+        """Return the error, completed by whether its host ran out of memory."""
         watched = {(w.pool, w.rank): w for pool in self._pools for w in pool.list_workers()}
         seen = self.inspect_workers(stacks=False)
         rose = [
@@ -158,7 +160,7 @@ class RayPools:
         return explain_death(error, max(rose, default=0))
 
     def release(self, pool: RayPool) -> None:
-        """End the processes of a pool, or keep them warm."""
+        """Keep the processes of a pool warm for another one, or end them if they cannot be."""
         if pool not in self._pools:
             return
         self._pools.remove(pool)
@@ -179,6 +181,7 @@ class RayPools:
     def _start_processes(
         self, shapes: Mapping[str, tuple[int, ...]], groups: Mapping[str, Any]
     ) -> dict[str, RayWorkers]:
+        """Start the processes of pools on their reserved devices, in the order of ranks."""
         actors = {name: self._actors(shape, groups[name]) for name, shape in shapes.items()}
         tasks = [
             (actor.place.remote(entry), Origin(name, index, "a host not known yet", "start"))
@@ -199,6 +202,7 @@ class RayPools:
         return workers
 
     def _actors(self, shape: tuple[int, ...], group: Any) -> list[tuple[int, Any]]:
+        """Start an actor for each process of a shape; return (entry of the shape, actor)."""
         wants = device_options(self._resource, self._environment)
         found = []
         for bundle, count in enumerate(shape):
@@ -236,6 +240,7 @@ class RayPools:
         return setups
 
     def _setups(self, name: str, workers: RayWorkers, parts: tuple[int, ...]) -> list[ProcessSetup]:
+        """Make the settings with which each rank joins its pool's world."""
         return [
             ProcessSetup(
                 pool=name,

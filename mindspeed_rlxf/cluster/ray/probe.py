@@ -13,6 +13,7 @@ ANSWER_S = 8
 
 
 def main(address: str) -> None:
+    """Ask a cluster without a token; print as JSON whether it wants one, and its nodes."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated.gcs_pb2 import GcsNodeInfo
 

@@ -56,7 +56,10 @@ class RayRuntime:
 
     @classmethod
     def from_config(cls, config: RunConfig, log_dir: Path, run_file: Path) -> RayRuntime:
-        """run_file: see the constructor"""
+        """Join or start the cluster of a configuration; `create_pools` checks its nodes later.
+
+        run_file: see the constructor
+        """
         return cls(
             config.device,
             config.runtime,

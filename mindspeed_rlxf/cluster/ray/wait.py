@@ -57,7 +57,7 @@ def gather(tasks: Sequence[tuple[Any, Origin]], timeout_s: float) -> list[Any]:
 
 
 def fetch_rows(handles: Sequence[RayHandle], timeout_s: float) -> list[Rows]:
-    """Fetch the rows of other workers. Raises the WorkerError of a rank that failed."""
+    """Fetch the rows of other workers. Raises a failed rank's WorkerError, or TimeoutError."""
     refs = [handle.ref for handle in handles]
     ready, missing = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
     origins = {handle.ref: handle.origin for handle in handles}
@@ -91,6 +91,7 @@ def _wait(refs: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
 
 
 def _read(refs: Sequence[Any], origins: dict[Any, Origin]) -> dict[Any, Any]:
+    """Return the value of each finished task; a failed one has its WorkerError."""
     try:
         return dict(zip(refs, ray.get(list(refs)), strict=True))
     except RayError:
@@ -98,6 +99,7 @@ def _read(refs: Sequence[Any], origins: dict[Any, Origin]) -> dict[Any, Any]:
 
 
 def _read_one(ref: Any, origin: Origin) -> Any:
+    """Return the value of a finished task, or its WorkerError."""
     try:
         return ray.get(ref)
     except RayError as error:
@@ -105,12 +107,12 @@ def _read_one(ref: Any, origin: Origin) -> Any:
 
 
 def as_worker_error(error: RayError, origin: Origin) -> WorkerError:
-    """Turn an error of Ray into one line."""
+    """Make a WorkerError with a one-line cause of an error of Ray."""
     cause = describe_end(error)
     if not cause.startswith(DIED):
         return origin.error(cause)
     if origin.log:
-        cause += f"; its last words are in {origin.log}"
+        cause += f"; its last output is in {origin.log}"
     return origin.error(cause, remote_traceback=str(error))
 
 

@@ -26,7 +26,7 @@ def check_batches(config: RunConfig) -> list[Problem]:
 
 
 def check_token_budget(config: RunConfig, role: Role) -> Iterator[Problem]:
-    """Check `max_tokens_per_micro_batch` of one role with a model."""
+    """Check that `max_tokens_per_micro_batch` of a role holds the longest sample."""
     limit, longest = config.role(role).max_tokens_per_micro_batch, config.training.seq_length
     if limit is not None and limit < longest:
         yield Problem(
@@ -38,7 +38,10 @@ def check_token_budget(config: RunConfig, role: Role) -> Iterator[Problem]:
 
 
 def check_loss_normalizer(config: RunConfig) -> Iterator[Problem]:
-    """Check that a mean of micro-batch means is taken over micro-batches of one size."""
+    """Report a limit of tokens per micro-batch where `loss_normalizer` is micro_batch_mean.
+
+    A mean of micro-batch means needs micro-batches with the same number of rows.
+    """
     if config.algorithm.loss_normalizer is not LossNormalizer.MICRO_BATCH_MEAN:
         return
     for role in (r for r in config.roles if r in (Role.ACTOR_ROLLOUT, Role.CRITIC)):
@@ -47,14 +50,14 @@ def check_loss_normalizer(config: RunConfig) -> Iterator[Problem]:
             key = ref(f"{role.value}.max_tokens_per_micro_batch")
             yield Problem(
                 "algorithm.loss_normalizer",
-                f"needs micro-batches of one size, {key}={limit} makes others",
+                f"needs micro-batches of one size, which {key}={limit} does not make",
                 LossNormalizer.MICRO_BATCH_MEAN,
                 f"use null there, or {ref('algorithm.loss_normalizer')}=minibatch_tokens",
             )
 
 
 def _batch(config: RunConfig) -> Iterator[Problem]:
-    """Every rank takes the same number of samples; those of a prompt may have to stay together."""
+    """Check that all ranks take equally many samples, those of a prompt together if compared."""
     prompts, per_prompt = (
         config.training.global_batch_size,
         config.actor_rollout.n_samples_per_prompt,
@@ -90,7 +93,7 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
 
 
 def _prompt_step(config: RunConfig) -> int:
-    """The smallest number of prompts that satisfies every rule of `_batch`, as do its multiples."""
+    """Return the smallest number of prompts that `_batch` accepts; so are its multiples."""
     per_prompt = config.actor_rollout.n_samples_per_prompt
     steps = [share.unit // gcd(share.unit, per_prompt) for share in _shares(config)]
     if config.samples_together > 1:
@@ -113,6 +116,7 @@ class _Share:
 
     @classmethod
     def of(cls, config: RunConfig, role: Role) -> _Share:
+        """Read from the configuration how a role's samples are divided."""
         section = config.role(role)
         learns = isinstance(section, LearningConfig)
         stages = section.micro_batch_multiple if learns else 1
@@ -136,7 +140,10 @@ def _shares(config: RunConfig) -> dict[_Share, Role]:
 
 
 def _legal_samples(config: RunConfig) -> int:
-    """Samples of an iteration; a common divisor of both remedies where the batch is illegal."""
+    """Count the samples of an iteration.
+
+    Where the batch is illegal, return a common divisor of what both remedies make.
+    """
     prompts, step = config.training.global_batch_size, _prompt_step(config)
     if prompts % step:
         prompts = gcd(*multiples_around(prompts, step))
@@ -144,6 +151,7 @@ def _legal_samples(config: RunConfig) -> int:
 
 
 def _mini_batches(config: RunConfig) -> Iterator[Problem]:
+    """Check the mini-batches of actor and critic."""
     sizes = [(Role.ACTOR_ROLLOUT, "ppo_mini_batch_size"), (Role.CRITIC, "critic_mini_batch_size")]
     for role, key in sizes:
         if role in config.roles:
@@ -169,6 +177,7 @@ class _Step:
 
     @classmethod
     def of(cls, config: RunConfig, role: Role) -> _Step:
+        """Read from the configuration how a role divides an iteration into optimizer steps."""
         section, share = config.role(role), _Share.of(config, role)
         micro, factors = 1, str(replace(share, together=1))
         by_tokens = section.max_tokens_per_micro_batch is not None
@@ -181,18 +190,22 @@ class _Step:
 
     @property
     def splits_pairs(self) -> bool:
-        """Micro-batches hold half a pair. Where tokens are counted, `rules.stages` refuses that."""
+        """Whether micro-batches hold half a pair.
+
+        Where tokens are counted, `rules.stages` refuses it.
+        """
         return not self.by_tokens and self.micro % self.together > 0
 
     def sizes(self, micro: int) -> list[int]:
-        """Legal mini-batches with micro-batches of `micro` samples."""
+        """List the legal mini-batches with micro-batches of `micro` samples."""
         return [n for n in divisors(self.samples) if n % (self.share * micro) == 0]
 
     def micros(self) -> list[int]:
-        """Sizes of micro-batches for which there is a legal mini-batch."""
+        """List the sizes of micro-batches for which there is a legal mini-batch."""
         return [n for n in divisors(self.samples // self.share) if n % self.together == 0]
 
     def remedy(self, size: int) -> str:
+        """Say which legal mini-batches are next to `size`, or which micro-batch makes one legal."""
         if good := self.sizes(self.micro):
             return use(neighbours(size, good))
         fits = neighbours(self.micro, self.micros())[0]
@@ -203,7 +216,7 @@ class _Step:
 
 
 def _odd_micro_batch(step: _Step, key: str, size: int) -> Problem:
-    """Propose a micro-batch of whole pairs that fits the mini-batch, or one of both."""
+    """Make the problem of a micro-batch that splits pairs; propose whole ones that fit."""
     near = sorted(step.micros(), key=lambda micro: abs(micro - step.micro))
     fitting = [micro for micro in near if size in step.sizes(micro)]
     good = neighbours(size, step.sizes(near[0])) or [size]
@@ -218,7 +231,7 @@ def _odd_micro_batch(step: _Step, key: str, size: int) -> Problem:
 
 
 def _mini_batch(config: RunConfig, step: _Step, key: str, size: int) -> Iterator[Problem]:
-    """A mini-batch divides the iteration's samples and fills whole micro-batches on each rank."""
+    """Check that a mini-batch divides the samples and fills whole micro-batches on each rank."""
     if step.is_legal and step.samples % size:
         yield Problem(
             key,

@@ -35,7 +35,7 @@ def check_host(config: RunConfig) -> list[Problem]:
 
 
 def joined_address(config: RunConfig) -> str | None:
-    """Address of the Ray cluster to join; None = start one for this run."""
+    """Return the address of the Ray cluster to join; None = start one for this run."""
     return choose_cluster(config.runtime.address).address
 
 
@@ -44,7 +44,7 @@ def _pool_sizes(config: RunConfig) -> dict[str, int]:
 
 
 def _local_world(config: RunConfig) -> Iterator[Problem]:
-    """With the local runtime every pool runs on all processes that torchrun started."""
+    """Check that every pool has all processes of torchrun, as the local runtime uses them."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     for pool, size in _pool_sizes(config).items():
         if size != world:
@@ -57,7 +57,7 @@ def _local_world(config: RunConfig) -> Iterator[Problem]:
 
 
 def _shared_groups(config: RunConfig) -> Iterator[Problem]:
-    """More tensor-parallel ranks than key-value groups need a recent megatron-core."""
+    """Check that megatron-core can share key-value groups, where TP exceeds their number."""
     sizes = [
         (f"{role.value}.tensor_model_parallel_size", section.tensor_model_parallel_size, section)
         for role in config.roles
@@ -83,7 +83,7 @@ def _shared_groups(config: RunConfig) -> Iterator[Problem]:
 
 
 def _resource(config: RunConfig) -> Iterator[Problem]:
-    """Ray assigns single devices only for its own resource names."""
+    """Check that Ray assigns single devices under the configured resource name."""
     from mindspeed_rlxf import device
 
     kind, name = device.resolve_kind(config.device.kind), config.device.resource_name
@@ -99,7 +99,10 @@ def _resource(config: RunConfig) -> Iterator[Problem]:
 
 
 def _devices(config: RunConfig, wanted: int) -> Iterator[Problem]:
-    """wanted: processes that this host has to run at once"""
+    """Check that this host has the devices, or on CPU the memory, for its processes.
+
+    wanted: processes that this host has to run at once
+    """
     from mindspeed_rlxf import device
 
     pools = ", ".join(f"{pool}={size}" for pool, size in _pool_sizes(config).items())

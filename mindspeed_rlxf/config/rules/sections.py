@@ -36,6 +36,7 @@ def check(config: RunConfig) -> list[Problem]:
 
 
 def _pools(config: RunConfig) -> Iterator[Problem]:
+    """Check that every role is on a known pool, and every pool holds a role."""
     known = ", ".join(config.resource_pool)
     for role, pool in config.placement.items():
         if pool not in config.resource_pool:
@@ -54,6 +55,7 @@ def _pools(config: RunConfig) -> Iterator[Problem]:
 
 
 def _replicas(config: RunConfig, role: Role) -> Problem | None:
+    """Return the problem of a role whose processes are no multiple of TP x PP."""
     pool, section = config.pool_of(role), config.role(role)
     tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
     size = sum(config.processes_of(role)) if pool in config.resource_pool else tp * pp
@@ -68,6 +70,7 @@ def _replicas(config: RunConfig, role: Role) -> Problem | None:
 
 
 def _model(config: RunConfig, role: Role) -> Iterator[Problem]:
+    """Check that a role has a folder to load, and positions for the sequence length."""
     section = config.role(role)
     if section.load is None:
         yield Problem(f"{role.value}.load", "is required", remedy="give the folder of its weights")
@@ -83,7 +86,7 @@ def _model(config: RunConfig, role: Role) -> Iterator[Problem]:
 
 
 def _parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
-    """Rules of how the ranks of one role share its model."""
+    """Check how the ranks of one role share its model: TP, PP, experts, nodes, token budget."""
     misplaced, section, pool = _replicas(config, role), config.role(role), config.pool_of(role)
     if misplaced:
         yield misplaced
@@ -110,7 +113,10 @@ def _parallel(config: RunConfig, role: Role) -> Iterator[Problem]:
 
 
 def _experts(config: RunConfig, role: Role, dp: int | None) -> Iterator[Problem]:
-    """dp: data-parallel size of the role, None where it has none"""
+    """Check that the expert-parallel size divides the experts and the data-parallel size.
+
+    dp: data-parallel size of the role, None where its processes do not make one
+    """
     section = config.role(role)
     experts, ep = section.architecture.num_experts, section.expert_model_parallel_size
     if experts is None:
@@ -125,6 +131,7 @@ def _experts(config: RunConfig, role: Role, dp: int | None) -> Iterator[Problem]
 
 
 def _lengths_and_validation(config: RunConfig) -> Iterator[Problem]:
+    """Check that the longest sample fits the sequence length, and that validation has prompts."""
     actor, total = config.actor_rollout, config.training.seq_length
     data, interval = config.data, config.validation.interval
     if actor.max_prompt_length + actor.max_new_tokens > total:

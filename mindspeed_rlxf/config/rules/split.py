@@ -16,7 +16,10 @@ ACTOR_TP = "actor_rollout.tensor_model_parallel_size"
 
 
 def check_split(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each rule broken, for a pool that is split and for one that is not."""
+    """Check that a split pool is of the right size, of the actor alone, on Ray, in whole TP groups.
+
+    Without a split, `rollout.tensor_model_parallel_size` must be the actor's.
+    """
     train, infer = config.actor_rollout.num_gpus_for_train, config.actor_rollout.num_gpus_for_infer
     tp = config.actor_rollout.tensor_model_parallel_size
     if train is None and infer is None and config.rollout_tp != tp:
@@ -58,7 +61,7 @@ def check_split(config: RunConfig) -> Iterator[Problem]:
 
 
 def _replicas(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
-    """Generation needs whole tensor-parallel groups, each on one node."""
+    """Check that generation has whole tensor-parallel groups, each on one node."""
     tp, pool = config.rollout_tp, config.pool_of(Role.ACTOR_ROLLOUT)
     if infer % tp and config.rollout.tensor_model_parallel_size is None:
         yield Problem(

@@ -13,7 +13,7 @@ from mindspeed_rlxf.config.enums import (
     Stage,
 )
 from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.rules.idle_keys import refuse_idle_keys
+from mindspeed_rlxf.config.rules.contradictions import refuse_contradictions
 from mindspeed_rlxf.config.schema import RunConfig
 
 ESTIMATOR, STAGE = "algorithm.adv_estimator", "training.stage"
@@ -22,14 +22,14 @@ FILTER, PENALTY, KL_IN = "algorithm.filter_groups", "algorithm.kl_penalty", "alg
 
 
 def check_stage(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each such rule that the configuration breaks."""
+    """Yield broken rules between the stage, the estimator, the rewards and the samples."""
     if config.training.stage is Stage.RAY_ONLINE_DPO:
         yield from _pairs(config)
     else:
         yield from _estimator(config)
         yield from _full_kl(config)
     yield from _one_vocabulary(config)
-    yield from refuse_idle_keys(config)
+    yield from refuse_contradictions(config)
     yield from _samples_per_prompt(config)
     yield from _rewards(config)
     yield from _verifiers(config)
@@ -37,12 +37,13 @@ def check_stage(config: RunConfig) -> Iterator[Problem]:
 
 
 def _estimator(config: RunConfig) -> Iterator[Problem]:
+    """Check that the stage has the critic that the estimator needs, and how the KL is estimated."""
     algorithm, stage = config.algorithm, config.training.stage
     estimator, needs_critic = algorithm.adv_estimator, algorithm.estimator.needs_critic
     if stage is Stage.RAY_PPO and not needs_critic:
         yield Problem(
             ESTIMATOR,
-            f"works without the critic of {ref(STAGE)}=ray_ppo",
+            f"needs no critic, and {ref(STAGE)}=ray_ppo trains one",
             estimator,
             f"use gae, or {ref(STAGE)}=ray_grpo",
         )
@@ -63,8 +64,8 @@ def _estimator(config: RunConfig) -> Iterator[Problem]:
 
 
 def _full_kl(config: RunConfig) -> Iterator[Problem]:
-    """Actor and reference must run in one process and split the vocabulary in the same way."""
-    if config.algorithm.kl_penalty is not KlPenalty.FULL:
+    """Check that the full KL is in the reward, with actor and reference alike on one pool."""
+    if config.algorithm.kl_penalty is not KlPenalty.FULL or Role.REF not in config.roles:
         return
     if config.algorithm.kl_in is KlIn.LOSS:
         yield Problem(PENALTY, f"needs {ref(KL_IN)}=reward", "full", "use that, or low_var_kl")
@@ -91,7 +92,10 @@ def _full_kl(config: RunConfig) -> Iterator[Problem]:
 
 
 def _one_vocabulary(config: RunConfig) -> Iterator[Problem]:
+    """Check that the reference has the actor's vocabulary."""
     sections = config.actor_rollout, config.ref
+    if Role.REF not in config.roles:
+        return
     mine, theirs = (section.architecture.vocab_size for section in sections)
     if mine != theirs:
         yield Problem(
@@ -104,6 +108,7 @@ def _one_vocabulary(config: RunConfig) -> Iterator[Problem]:
 
 
 def _samples_per_prompt(config: RunConfig) -> Iterator[Problem]:
+    """Check that there are several samples where the responses to a prompt are compared."""
     samples, algorithm = config.actor_rollout.n_samples_per_prompt, config.algorithm
     if samples > 1 or config.training.stage is Stage.RAY_ONLINE_DPO:
         return
@@ -121,7 +126,7 @@ def _samples_per_prompt(config: RunConfig) -> Iterator[Problem]:
 
 
 def _pairs(config: RunConfig) -> Iterator[Problem]:
-    """The loss compares two responses to a prompt, which must be in one micro-batch."""
+    """Check that the two responses that online DPO compares are in one micro-batch."""
     samples = config.actor_rollout.n_samples_per_prompt
     limit = config.actor_rollout.max_tokens_per_micro_batch
     if samples != 2:
@@ -141,6 +146,7 @@ def _pairs(config: RunConfig) -> Iterator[Problem]:
 
 
 def _rewards(config: RunConfig) -> Iterator[Problem]:
+    """Check the overlong penalty, and what group filtering needs."""
     actor, algorithm = config.actor_rollout, config.algorithm
     if algorithm.overlong_buffer_len > actor.max_new_tokens:
         yield Problem(
@@ -155,7 +161,7 @@ def _rewards(config: RunConfig) -> Iterator[Problem]:
         responses = ref("actor_rollout.fixed_responses")
         yield Problem(
             FILTER,
-            f"draws prompts that {responses} has no responses for",
+            f"must be false with {responses}, which answers no more prompts than the batch",
             True,
             "remove one of them",
         )
@@ -163,7 +169,8 @@ def _rewards(config: RunConfig) -> Iterator[Problem]:
     if not (algorithm.estimator.compares_group or pairs):
         yield Problem(
             FILTER,
-            f"drops prompts that {ref(ESTIMATOR)}={algorithm.adv_estimator} learns from",
+            f"must be false with {ref(ESTIMATOR)}={algorithm.adv_estimator}, which learns from "
+            "every prompt",
             True,
             "remove it, or use grpo, dr_grpo, rloo or reinforce_plus_plus_baseline",
         )
@@ -177,6 +184,7 @@ def _rewards(config: RunConfig) -> Iterator[Problem]:
 
 
 def _verifiers(config: RunConfig) -> Iterator[Problem]:
+    """Check that verifier functions are used, and have a weight each."""
     algorithm = config.algorithm
     rules, weights = algorithm.verifier_function, algorithm.verifier_weight
     if not config.reward.verifier:
@@ -198,7 +206,7 @@ def _verifiers(config: RunConfig) -> Iterator[Problem]:
 
 
 def _whitening(config: RunConfig) -> Iterator[Problem]:
-    """A variance needs two tokens; every response has at least one."""
+    """Check that whitening has two tokens at least; every response has one."""
     whiten, actor = config.algorithm.advantage_whiten, config.actor_rollout
     sizes = {
         AdvantageWhiten.BATCH: config.samples_per_iteration,

@@ -18,22 +18,22 @@ SHARED_GROUPS_SINCE = (0, 16)
 
 
 def groups_per_rank(groups: int, tp: int) -> int:
-    """Key-value groups that a rank attends with; a shared one counts on each of its ranks."""
+    """Count the key-value groups that a rank attends with; a shared one counts on each rank."""
     return max(1, groups // tp)
 
 
 def qkv_rows(a: ArchitectureConfig) -> int:
-    """Rows of the query, key and value projections together."""
+    """Count the rows of the query, key and value projections together."""
     return (a.num_attention_heads + 2 * a.kv_heads) * a.head_dim
 
 
 def whole_groups(a: ArchitectureConfig, tp: int) -> bool:
-    """Whether every rank has whole groups, or every group is shared by equally many ranks."""
+    """Whether each rank has whole key-value groups, or equally many ranks share each group."""
     return a.kv_heads % tp == 0 or tp % a.kv_heads == 0
 
 
 def possible_sizes(a: ArchitectureConfig) -> list[int]:
-    """Tensor-parallel sizes that divide heads, groups, projections and the MLP, ascending."""
+    """List tensor-parallel sizes that divide heads, groups, projections and the MLP, ascending."""
     common = gcd(a.num_attention_heads, a.mlp_hidden_size)
     return [tp for tp in divisors(common) if whole_groups(a, tp) and qkv_rows(a) % tp == 0]
 

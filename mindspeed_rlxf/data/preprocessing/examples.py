@@ -52,6 +52,7 @@ def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
 
 
 def _make_alpaca_example(row: Row, keys: MapKeys, output: Output) -> Example:
+    """Make the example of a row with a column for each part. Raises UnusableRow."""
     turns = [*_read_history(row, keys), *_read_prompt(row, keys)]
     turns = _add_system(turns, _read_text(row, keys.system, "system"), keys.system)
     _check_order(turns)
@@ -61,7 +62,10 @@ def _make_alpaca_example(row: Row, keys: MapKeys, output: Output) -> Example:
 
 
 def _make_sharegpt_example(row: Row, keys: ShareGptKeys, output: Output) -> Example:
-    """Refuse an empty prompt as in alpaca rows, but keep an empty response."""
+    """Make the example of a row with a list of messages. Raises UnusableRow.
+
+    An empty prompt is refused, an empty response is kept.
+    """
     messages = _require(row, keys.messages, "messages")
     turns = _read_messages(messages, keys.tags, "messages must be")
     turns = _add_system(turns, _read_text(row, keys.system, "system"), keys.system)
@@ -77,6 +81,7 @@ def _make_sharegpt_example(row: Row, keys: ShareGptKeys, output: Output) -> Exam
 
 
 def _read_history(row: Row, keys: MapKeys) -> Iterator[Turn]:
+    """Yield the turns of the history column. Raises UnusableRow."""
     pairs = look_up(row, keys.history) if keys.history else None
     rule = "a history must be a list of [user, assistant] pairs of text"
     if pairs is not None and not isinstance(pairs, list):
@@ -131,6 +136,10 @@ def _read_judged(row: Row, column: str, tags: Tags) -> str:
 
 
 def _require(row: Row, column: str, part: str) -> Any:
+    """Return a column's value.
+
+    Raises UnusableRow where it is absent or null. part: for the error
+    """
     value = look_up(row, column)
     if value is None:
         found = "here it is null" if column in row else f"this one has {describe_keys(row)}"
@@ -166,6 +175,7 @@ def _read_messages(value: Any, tags: Tags, rule: str) -> list[Turn]:
 
 
 def _read_message(message: Any, tags: Tags, name: str) -> Turn:
+    """Read a message as a turn, by the names in `tags`. Raises UnusableRow. name: for the error"""
     found = message if isinstance(message, dict) else {}
     role, text = found.get(tags.role_tag), found.get(tags.content_tag)
     if not isinstance(role, str) or not isinstance(text, str):

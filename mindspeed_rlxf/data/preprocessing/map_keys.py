@@ -155,6 +155,7 @@ def _unknown(name: str, key: str, known: Iterable[str]) -> Problem:
 
 
 def _json_object(text: str, rule: str) -> dict[str, Any]:
+    """Parse a JSON object. Raises UserError with `rule`."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -166,6 +167,7 @@ def _json_object(text: str, rule: str) -> dict[str, Any]:
 
 
 def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[Problem]:
+    """Yield the problem of one key of --map-keys and its value."""
     known = known_keys(handler)
     if key == "tags" and key in known:
         yield from _tag_problems(value)
@@ -180,6 +182,7 @@ def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[Problem]:
 
 
 def _tag_problems(tags: Any) -> Iterator[Problem]:
+    """Yield a problem for each unknown or empty tag."""
     known = Tags.__dataclass_fields__
     if tags is not None and not isinstance(tags, dict):
         yield _wrong(f"tags={tags!r} must be an object", 'write {"user_tag": "user"}')
@@ -192,6 +195,7 @@ def _tag_problems(tags: Any) -> Iterator[Problem]:
 
 
 def _same_columns(keys: Keys) -> Iterator[Problem]:
+    """Yield a problem when two parts of the prompt are the same column."""
     if isinstance(keys, MapKeys):
         used = [c for c in (keys.prompt, keys.query, keys.history, keys.system) if c]
         if twice := [column for column in used if used.count(column) > 1]:

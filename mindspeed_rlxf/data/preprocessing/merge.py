@@ -118,7 +118,10 @@ def _check_lengths(groups: Mapping[str, Readers]) -> None:
 
 
 def _write(output: Path, readers: Sequence[IndexedReader]) -> None:
-    """Write under another name first, so that an older file stays until the new one is whole."""
+    """Write the sequences of all readers, one after the other, as the indexed file `output`.
+
+    An older file stays until the new one is whole.
+    """
     partial = output.with_name(f".{output.name}.partial")
     writer = IndexedWriter(partial, readers[0].dtype.type)
     try:
@@ -162,6 +165,7 @@ def _merge_own(prefixes: Sequence[Path], groups: Mapping[str, Readers], output: 
 
 
 def _open_own(prefixes: Sequence[Path], groups: Mapping[str, Readers]) -> list[OwnSet]:
+    """Open the sets with a sidecar. Raises UserError unless they are whole and made alike."""
     readers = {stem: reader for group in groups.values() for stem, reader in group.items()}
     sets: list[OwnSet] = []
     problems: list[Problem] = []
@@ -177,7 +181,7 @@ def _open_own(prefixes: Sequence[Path], groups: Mapping[str, Readers]) -> list[O
         sets.append(OwnSet(prefix, sidecar, found))
     if problems:
         raise UserError(problems)
-    rule = f"no {SIDECAR_ENDING} says how it was made, as {prefixes[0].name}{SIDECAR_ENDING} does"
+    rule = f"must have a sidecar, as {prefixes[0].name}{SIDECAR_ENDING}, there is none"
     problems = [_problem(stem, rule, "merge sets of one kind") for stem in sorted(readers)]
     problems += [*_differences(sets), *_key_problems(groups, sets[0].sidecar)]
     problems = problems or [problem for each in sets for problem in _find_damage(each)]
@@ -207,6 +211,7 @@ def _differences(sets: Sequence[OwnSet]) -> Iterator[Problem]:
 
 
 def _describe_origin(sidecar: Sidecar) -> dict[str, Any]:
+    """Return what must be the same in all sets, by name."""
     return {
         "handler": sidecar.handler,
         "template": sidecar.template,

@@ -129,6 +129,7 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
 def _make_encoder(
     options: PreprocessOptions, handler: Handler, tokenizer: PreTrainedTokenizerBase
 ) -> RowEncoder:
+    """Make the encoder of the options. Raises UserError when EOS is wanted and there is none."""
     eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
     if options.append_eod and eos is None:
         raise UserError(
@@ -154,6 +155,10 @@ def _make_encoder(
 
 
 def _check_prefix(options: PreprocessOptions) -> Path:
+    """Return the absolute output prefix. Raises UserError where a data set is there already.
+
+    A data set of an interrupted run is moved into place first.
+    """
     shown = readable(options.output_prefix)
     if not os.path.basename(options.output_prefix):
         raise UserError(
@@ -195,7 +200,7 @@ def _encode(
 
 
 def _start_worker(encoder: RowEncoder, parent: int) -> None:
-    """Keep the encoder for `_work`. An interrupt is the parent's to handle."""
+    """Set up a worker process: keep the encoder, ignore interrupts, end with the parent."""
     global _encoder
     _encoder = encoder
     gc.disable()  # a chunk's many small objects have no cycles, and looking for them costs 5%
@@ -218,7 +223,7 @@ def _work(rows: Sequence[NumberedRow]) -> EncodedChunk:
 def _check_result(
     options: PreprocessOptions, counts: Counts, refusals: Refusals, columns: dict[str, None]
 ) -> None:
-    """Raise UserError when the rows that were read must not become a data set."""
+    """Raise UserError for rows dropped against the options, no row left, or unknown columns."""
     if options.overlong is OverlongPrompts.ERROR and counts.dropped[TOO_LONG]:
         raise UserError(refusals.list_problems(TOO_LONG))
     if not counts.rows_written:
@@ -237,7 +242,7 @@ def _check_result(
     problems = list(missing_columns(options.map_keys, handler, columns, others))
     response = getattr(options.map_keys, "response", "")
     if own & columns.keys() and response not in (None, LABELS):
-        rule = f"writes the answers as {LABELS!r}, the rows have such a column"
+        rule = f"writes the answers as column {LABELS!r}, which the rows have already"
         problems.append(Problem(handler.name, rule, remedy='map "response" to it or rename it'))
     if problems:
         raise UserError(problems)

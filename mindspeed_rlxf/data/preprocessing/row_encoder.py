@@ -101,6 +101,7 @@ class RowEncoder:
     unknown_id: int | None = None
 
     def encode(self, rows: Sequence[NumberedRow]) -> EncodedChunk:
+        """Encode rows; unusable ones are listed as rejected, with the reason."""
         chunk = EncodedChunk()
         usable: list[tuple[NumberedRow, Example]] = []
         for row in rows:
@@ -138,6 +139,7 @@ class RowEncoder:
         return example
 
     def _id_rows(self, examples: Sequence[Example]) -> list[IdRows]:
+        """Tokenize examples: ids of the prompt, and with responses the labels too."""
         if not self.handler.has_responses:
             return [(ids,) for ids in self.prompts.encode([e.turns for e in examples])]
         conversations = [
@@ -168,12 +170,14 @@ class RowEncoder:
         return (kept,)
 
     def _too_long(self, length: str, is_conversation: bool) -> UnusableRow:
+        """Make the error for a row over --seq-length. length: with its unit"""
         name = "conversation" if is_conversation else "prompt"
         remedy = "raise it" if is_conversation else "raise it or use --overlong keep-tail"
         rule = f"a {name} must fit --seq-length={self.max_length}, this one has {length}"
         return UnusableRow(TOO_LONG, rule, remedy)
 
     def _fill(self, chunk: EncodedChunk, kept: Sequence[IdRows]) -> None:
+        """Put the token sequences and their counts into the chunk."""
         chunk.num_rows = len(kept)
         for place, name in enumerate(self.handler.sequences):
             parts = [np.asarray(ids[place], dtype=np.int32) for ids in kept]
@@ -187,6 +191,10 @@ class RowEncoder:
     def _columns(
         self, rows: Sequence[tuple[NumberedRow, Example]]
     ) -> dict[str, list[bytes | None]]:
+        """Return the columns to keep beside the tokens, as JSON bytes.
+
+        None where a row has none.
+        """
         columns: dict[str, list[bytes | None]] = {}
         consumed, kept = self.keys.consumed, self.kept_columns
         for place, (row, example) in enumerate(rows):

@@ -40,6 +40,7 @@ class Counts:
     not_slow: str = ""
 
     def add(self, chunk: EncodedChunk) -> None:
+        """Add the counts of a chunk."""
         self.rows_written += chunk.num_rows
         self.cut += chunk.num_cut
         self.num_tokens += chunk.num_tokens
@@ -60,7 +61,10 @@ class Counts:
 
 
 def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
-    """List the data files of `inputs`, those of a folder by name; its others go to `skipped`."""
+    """List the data files of `inputs`, those of a folder by name. Raises UserError.
+
+    Other entries of a folder go to `skipped`.
+    """
     files, problems = [], []
     endings = ", ".join(READERS)
     for name in inputs:
@@ -109,6 +113,7 @@ class RowSource:
         return islice(self._read_all(), self._max_rows)
 
     def _read_all(self) -> Iterator[NumberedRow]:
+        """Yield the rows of all files, and count rows, columns, repeated ids and empty files."""
         for file in self._files:
             name, before = readable(file), self._counts.rows_read
             for number, row in self._read(file):
@@ -125,6 +130,7 @@ class RowSource:
                 self._counts.empty_files.append(name)
 
     def _read(self, file: str) -> Iterator[tuple[int, Any]]:
+        """Yield (row number, row) of a file. Raises UserError where it cannot be read."""
         try:
             if not os.path.isfile(file) or os.path.getsize(file):  # an empty file fits every type
                 yield from scan_rows(file)
@@ -152,6 +158,7 @@ def make_chunks(rows: Iterator[NumberedRow]) -> Iterator[list[NumberedRow]]:
 
 
 def _num_characters(value: Any) -> int:
+    """Count the characters of all texts inside a value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, BadRow):

@@ -64,7 +64,7 @@ def finish_interrupted(prefix: Path) -> None:
         with _lock_folder(folder, prefix):
             _make_moves(folder, prefix)
             shutil.rmtree(folder, ignore_errors=True)
-        logger.warning("%s: moved the whole data set of an interrupted run in place", prefix)
+        logger.warning("%s: moved the complete data set of an interrupted run into place", prefix)
 
 
 class PromptSetWriter:
@@ -97,6 +97,7 @@ class PromptSetWriter:
         self._lock.close()
 
     def add(self, chunk: EncodedChunk) -> None:
+        """Write a chunk: token sequences, mask, columns and rejected rows."""
         for name in self._handler.sequences:
             self._writers[name].add(chunk.sequences[name].items, chunk.sequences[name].lengths)
         if self._handler.has_mask:
@@ -153,6 +154,7 @@ class PromptSetWriter:
         ]
 
     def _start_column(self, name: str) -> None:
+        """Start a column that appears in a later row; rows before it have no value."""
         if len(self._files) == MAX_COLUMNS:
             rule = f"must have at most {MAX_COLUMNS} different columns, {name!r} is one more"
             remedy = "put columns that differ from row to row into one nested column"
@@ -188,6 +190,7 @@ def _make_moves(folder: Path, prefix: Path) -> None:
 
 
 def _read_moves(folder: Path) -> list[list[str]]:
+    """Read the list of (from, to) names. Raises OSError for a name outside the folder."""
     with open_file(folder / MOVES, "r", encoding="ascii") as stream:
         moves: list[list[str]] = json.load(stream)
     names = [name for move in moves for name in move]
@@ -204,7 +207,7 @@ def exists_problem(output_prefix: str, name: str) -> Problem:
 
 @contextmanager
 def report_write_errors(output_prefix: str) -> Iterator[None]:
-    """Raise UserError for an OSError inside."""
+    """Turn an OSError inside the block into a UserError about the output prefix."""
     try:
         yield
     except OSError as error:
@@ -214,6 +217,7 @@ def report_write_errors(output_prefix: str) -> Iterator[None]:
 
 
 def _lock_folder(folder: Path, prefix: Path) -> IO[str]:
+    """Lock the folder for one writer. Raises UserError when another one has it."""
     if folder.is_symlink():
         raise OSError(errno.ELOOP, f"{folder.name} is a link; remove it", str(folder))
     lock = open_file(folder / "lock", "w", None)

@@ -38,7 +38,7 @@ def warm_up() -> int:
 
 
 def open_store(ip: str) -> int:
-    """Open the store of the group that this process leads; returns its free port."""
+    """Open the store of the group that this process leads; return its port. Drops earlier ones."""
     _stores.clear()
     store, port = worlds.open_store(ip)
     _stores[port] = store
@@ -66,7 +66,7 @@ def all_reduce(task: Task) -> Outcome:
 
 
 def _sum(task: Task, store: dist.Store, timeout: timedelta) -> None:
-    """Sum rank + 1 over the group. Raises ValueError for a wrong sum."""
+    """Join the group and sum rank + 1 several times. Raises ValueError for a wrong sum."""
     place = device.select_bare(task.kind)
     dist.init_process_group(
         device.backend(task.kind),
@@ -90,7 +90,7 @@ def _key(rank: int) -> str:
 
 
 def _absent_ranks(task: Task, store: dist.Store | None) -> tuple[int, ...]:
-    """Ranks of the group that never came to its store."""
+    """Return the ranks of the group that never came to its store."""
     try:
         if store is None:
             return ()

@@ -46,7 +46,7 @@ Look through it before you hand it on.
 
 
 def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
-    """Pack the run in `folder`; returns the file. Raises UserError where there is no run."""
+    """Pack the redacted files of the run in `folder`; return the archive. Raises UserError."""
     run = RunDirectory(folder.absolute())
     if not (run.config.is_file() or run.failure.is_file() or run.logs.is_dir()):
         raise UserError(
@@ -80,7 +80,7 @@ def write_bundle(folder: Path, report: Report, target_dir: Path) -> Path:
 
 
 def _members(run: RunDirectory, report: Report, redactor: Redactor) -> Iterator[tuple[str, str]]:
-    """Names and cleaned texts of the files of a bundle."""
+    """Yield names and redacted texts of the files of a bundle."""
     variables = {k: v for k, v in sorted(os.environ.items()) if is_open_variable(k)}
     yield "README.txt", NOTE
     yield "doctor.json", redactor.clean(json.dumps(report.as_json(), indent=2))
@@ -102,13 +102,13 @@ def _members(run: RunDirectory, report: Report, redactor: Redactor) -> Iterator[
 
 
 def _failure(text: str) -> str:
-    """The failure as lines, so that the rules for lines see the traceback as it was printed."""
+    """Return the failure as lines, so that redaction sees the traceback as it was printed."""
     found = _json_object(text)
     return "".join(f"{key}: {value}\n" for key, value in found.items()) or text
 
 
 def _metrics(text: str) -> str:
-    """The numbers of each iteration, one object per line."""
+    """Return the numbers of the latest iterations, one JSON object per line."""
     lines = []
     for line in text.splitlines()[-METRIC_LINES:]:
         if found := _json_object(line):
@@ -120,12 +120,12 @@ def _metrics(text: str) -> str:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that are numbers, without NaN."""
+    """Return the values that are numbers, without NaN."""
     return {k: v for k, v in values.items() if isinstance(v, (int, float)) and v == v}
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    """The object of a line; empty for a cut line and for other values."""
+    """Parse the object of a line; empty for a cut line and for other values."""
     try:
         found = parse_json(text)
     except ValueError:
@@ -134,7 +134,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _logs(run: RunDirectory) -> list[Path]:
-    """Logs of the driver, of the failed rank, and then the others, the newest first."""
+    """List MOST_LOGS logs: the driver's, the failed rank's, then the others, newest first."""
     found = () if run.logs.is_symlink() else islice(run.logs.rglob("*"), MOST_FILES)
     files = [file for file in found if LOG_FILE.fullmatch(file.name) and _is_regular(file)]
     rank = re.search(r'"rank":\s*(\d+)', _tail(run.failure, STACK_BYTES))
@@ -147,12 +147,12 @@ def _logs(run: RunDirectory) -> list[Path]:
 
 
 def _is_regular(file: Path) -> bool:
-    """False for a link: the run did not choose its target."""
+    """Whether a file is a regular one; a link is none, as the run did not choose its target."""
     return stat.S_ISREG(file.lstat().st_mode)
 
 
 def _tail(file: Path, size: int) -> str:
-    """The last whole lines, `size` bytes at most; empty where there is no regular file."""
+    """Return the last whole lines, `size` bytes at most; empty where there is no regular file."""
     try:
         if not _is_regular(file):
             return ""
@@ -166,7 +166,7 @@ def _tail(file: Path, size: int) -> str:
 
 
 def _stacks(file: Path) -> Iterator[str]:
-    """Lines that faulthandler wrote anywhere in the log."""
+    """Yield the lines that faulthandler wrote anywhere in the log."""
     inside = False
     for line in _tail(file, STACK_SEARCH_BYTES).splitlines(keepends=True):
         inside = bool(STACK_START.match(line)) or (inside and bool(STACK_LINE.match(line)))
@@ -175,7 +175,7 @@ def _stacks(file: Path) -> Iterator[str]:
 
 
 def _listing(folder: Path) -> str:
-    """Sizes, times and names of the files in `folder`, one per line."""
+    """List sizes, times and names of the files in `folder`, one per line."""
     lines: list[str] = []
     for parent, folders, names in os.walk(folder):
         folders.sort()
@@ -190,7 +190,7 @@ def _listing(folder: Path) -> str:
 
 
 def private_texts(run: RunDirectory) -> set[str]:
-    """Prompts, responses and answers: the latest samples, and the first rows of the data."""
+    """Return prompts, responses and answers, from the latest samples and the first data rows."""
     texts = _data_texts(_config(run))
     for file in (run.samples, run.val_samples):
         for line in reversed(_tail(file, SAMPLE_BYTES).splitlines()):
@@ -201,7 +201,11 @@ def private_texts(run: RunDirectory) -> set[str]:
 
 
 def _data_texts(config: dict[str, Any]) -> set[str]:
-    """Texts of the data files of the configuration that can be read from here."""
+    """Return the texts in the first rows of the training and validation files, to be removed.
+
+    Reads at most MOST_TEXTS rows of a file, and stops after SAMPLE_BYTES characters or MOST_TEXTS
+    texts in all. Files that cannot be read here are left out.
+    """
     texts: set[str] = set()
     size = 0
     for key in ("train_files", "val_files"):
@@ -222,7 +226,7 @@ def _data_texts(config: dict[str, Any]) -> set[str]:
 
 
 def _config(run: RunDirectory) -> dict[str, Any]:
-    """The run's configuration; empty where it cannot be read."""
+    """Read the run's configuration; empty where it cannot be read."""
     try:
         found = parse_yaml(_tail(run.config, STACK_BYTES))
     except (yaml.YAMLError, ValueError):
@@ -236,13 +240,13 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _file_mode(config: dict[str, Any]) -> int:
-    """Mode of the bundle: that of the run's own files."""
+    """Return the mode for the bundle: that of the run's own files."""
     found = str(_section(config, "training").get("file_mode"))
     return int(found, 8) if FILE_MODE.fullmatch(found) else PRIVATE
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All strings inside a value of JSON."""
+    """Yield all strings inside a value of JSON."""
     if isinstance(value, str):
         yield value
     items = value.values() if isinstance(value, dict) else value
@@ -256,6 +260,7 @@ def _free_name(folder: Path, run: str) -> Path:
 
 
 def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
+    """Add a text file to the archive."""
     content = text.encode("utf-8", "replace")
     member = tarfile.TarInfo(name)
     member.size, member.mtime, member.mode = len(content), int(time.time()), 0o644

@@ -44,12 +44,12 @@ Facts = tuple[list[Finding], dict[str, str]]
 
 
 def survey_host(subject: Subject) -> Facts:
-    """Findings and versions of the host that this runs on."""
+    """Return the findings and versions of the host that this runs on."""
     return local.check_host(subject), versions()
 
 
 def versions() -> dict[str, str]:
-    """Versions that have to be the same on every host, by name."""
+    """Return the versions that have to be the same on every host, by name."""
     cann = npu_versions.cann_version() or installed.NONE
     found = installed.versions(npu_versions.PACKAGES)
     return {**found, "python": platform.python_version(), "cann": cann}
@@ -58,7 +58,7 @@ def versions() -> dict[str, str]:
 def check_cluster(
     subject: Subject, address: str | None, deadline_s: float, allow_unauthenticated: bool = False
 ) -> list[Finding]:
-    """Join the cluster, check it and leave. Raises UserError when there is none to join."""
+    """Join the cluster, check it and leave. Raises UserError when none is named."""
     end = time.monotonic() + deadline_s
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
         raise UserError(
@@ -80,6 +80,7 @@ def check_cluster(
 
 
 def _check_joined(subject: Subject, end: float) -> list[Finding]:
+    """Survey all hosts of the joined cluster and compare them; then try its collectives."""
     from mindspeed_rlxf.cluster.ray.agent import RayAgents, live_nodes  # after Ray's environment
 
     nodes = live_nodes(_resource(subject))
@@ -119,6 +120,7 @@ def _failed(check: str, problem: Exception) -> Finding:
 def _host_findings(
     silent: Mapping[Node, HostError], answered: Mapping[Node, Facts]
 ) -> Iterator[Finding]:
+    """Yield the findings of all hosts, marked with their names; silent hosts are errors."""
     remedy = "install the same mindspeed_rlxf there, start Ray there again, or leave it out"
     for node, lost in silent.items():
         yield error("cluster.host", lost.cause, remedy).on(node.host)
@@ -127,7 +129,7 @@ def _host_findings(
 
 
 def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """Hosts whose versions differ from those of most hosts.
+    """Report hosts whose versions differ from those of most hosts.
 
     by_host: versions by name, of each host
     """
@@ -146,7 +148,7 @@ def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
 
 
 def clock_offsets(agents: Sequence[HostAgent], timeout_s: float) -> dict[str, float | None]:
-    """By host: seconds that its clock is ahead, within its round trip; None = no reply.
+    """Measure how many seconds each host's clock is ahead, beyond its round trip; None = no reply.
 
     All hosts are asked at the same time, each by a thread, so that a silent host delays no other.
     """
@@ -156,6 +158,7 @@ def clock_offsets(agents: Sequence[HostAgent], timeout_s: float) -> dict[str, fl
 
 
 def _offset(agent: HostAgent, timeout_s: float) -> float | None:
+    """Measure how many seconds a host's clock is ahead, beyond its round trip; None = no reply."""
     before = time.time()
     try:
         there = agent.call(time.time, timeout_s=timeout_s)
@@ -167,7 +170,7 @@ def _offset(agent: HostAgent, timeout_s: float) -> float | None:
 
 
 def clock_findings(offsets: Mapping[str, float | None]) -> list[Finding]:
-    """Clocks that are off, and hosts that no longer reply.
+    """Report clocks that are off, and hosts that no longer reply.
 
     offsets: seconds ahead of the host of the command; None = no reply
     """
@@ -175,7 +178,7 @@ def clock_findings(offsets: Mapping[str, float | None]) -> list[Finding]:
     for host, offset in offsets.items():
         if offset is None:
             found.append(
-                warning(check, "answered once, and then no more", "look at its load").on(host)
+                warning(check, "answered first, but not later", "look at its load").on(host)
             )
         elif abs(offset) > CLOCK_S:
             found.append(
@@ -199,7 +202,7 @@ def _device_findings(subject: Subject, nodes: Sequence[Node]) -> list[Finding]:
 def _collectives(
     subject: Subject, nodes: Sequence[Node], environment: Mapping[str, str], end: float
 ) -> list[Finding]:
-    """Start processes on the free devices of all hosts, and hunt for faults among them."""
+    """Start processes on the free devices of all hosts, and report which hosts and links fail."""
     from mindspeed_rlxf.cluster.ray.agent import RayAgent, device_options
     from mindspeed_rlxf.ops.doctor.all_reduce import warm_up
     from mindspeed_rlxf.ops.doctor.ranks import RayRanks
@@ -245,7 +248,7 @@ def _collectives(
 
 
 def _free_devices(kind: DeviceKind, node: Node) -> int:
-    """Devices of a node to try. On CPU a few at most, and one where none is declared."""
+    """Count the devices of a node to try; on CPU a few at most, and one where none is declared."""
     if kind is not DeviceKind.CPU:
         return node.free
     return min(node.free, MOST_RANKS_ON_CPU) if node.count else 1

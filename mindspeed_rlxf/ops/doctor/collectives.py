@@ -34,7 +34,7 @@ class Conductor:
         self._end = clock() + deadline_s
 
     def run_round(self, groups: Sequence[Group], longest_s: float) -> list[Outcome] | None:
-        """Outcomes of the groups; None = no time is left."""
+        """Try the groups; return their outcomes, or None when no time is left."""
         left = self._end - self._clock()
         if left < LEAST_ROUND_S:
             return None
@@ -42,7 +42,7 @@ class Conductor:
         return self._transport.run(ranks, min(longest_s, left))
 
     def run_hunts(self, hunts: Sequence[Hunt]) -> None:
-        """Run all hunts in step. Their groups share no rank, so they are tried together."""
+        """Run hunts until all have ended, or no time is left; their groups share no rank."""
         running = [hunt.rounds() for hunt in hunts]
         wanted = [next(rounds, []) for rounds in running]
         while any(wanted):
@@ -56,7 +56,7 @@ class Conductor:
 
 
 def _next_groups(rounds: Rounds, outcomes: Sequence[Outcome]) -> list[Group]:
-    """Groups of the next round; none when the hunt has ended."""
+    """Give the outcomes to a hunt; return the groups of its next round, none when it has ended."""
     try:
         return rounds.send(outcomes)
     except StopIteration:
@@ -69,7 +69,7 @@ def check_collectives(
     deadline_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Finding]:
-    """Name the hosts and links that break all-reduces.
+    """Run all-reduces inside and between hosts; report the hosts and links that break them.
 
     hosts: each with its ranks
     Returns within `deadline_s` and the answer to the last round.
@@ -99,6 +99,7 @@ def _ranks_of(host: Party) -> list[Party]:
 
 
 def _inside_finding(host: Party, outcome: Outcome, hunt: Hunt) -> Finding:
+    """Report that all-reduce fails inside one host, with the devices at fault if known."""
     verdict = hunt.verdict()
     named = [party.name for party in verdict.broken]
     named += [" with ".join(party.name for party in link) for link in verdict.links]
@@ -111,7 +112,7 @@ def _inside_finding(host: Party, outcome: Outcome, hunt: Hunt) -> Finding:
 
 
 def _pair_findings(hunt: Hunt) -> Iterator[Finding]:
-    """Bad hosts, then bad links, then what was tried."""
+    """Report bad hosts, then bad links, then how many pairs were tried."""
     check, verdict = "collectives.pairs", hunt.verdict()
     for party in verdict.broken:
         yield error(
@@ -137,7 +138,10 @@ def _pair_findings(hunt: Hunt) -> Iterator[Finding]:
 
 
 def _all_findings(hunt: Hunt, count: int) -> Iterator[Finding]:
-    """Faults of all hosts together, and the number that passed. count: hosts that work inside"""
+    """Report faults of all hosts together, and the number that passed.
+
+    count: hosts that work inside
+    """
     check, verdict = "collectives.all", hunt.verdict()
     for group in verdict.undecided:
         if len(group) != 2:
@@ -157,6 +161,7 @@ def _all_findings(hunt: Hunt, count: int) -> Iterator[Finding]:
 
 
 def _names(group: Group) -> str:
+    """Join the names of a group's parties, SHOWN_NAMES at most."""
     names = [party.name for party in group]
     if len(names) > SHOWN_NAMES:
         names[SHOWN_NAMES:] = [f"{len(names) - SHOWN_NAMES} more"]
@@ -164,7 +169,7 @@ def _names(group: Group) -> str:
 
 
 def _cause(outcome: Outcome) -> str:
-    """The known cause of a failure, in brackets."""
+    """Return the known cause of a failure, in brackets; empty where there is none."""
     absent = ", ".join(map(str, outcome.absent[:SHOWN_NAMES]))
     parts = [f"ranks {absent} never came" if absent else "", outcome.cause]
     known = "; ".join(filter(None, parts))

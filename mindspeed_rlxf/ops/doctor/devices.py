@@ -15,7 +15,10 @@ BUSY_MIB = 4096  # of a device that nobody uses the driver itself holds up to 3 
 
 
 def check_devices(kind: DeviceKind) -> list[Finding]:
-    """Check the accelerators of this host. A failing torch is a finding too."""
+    """Check the accelerators of this host, by torch and by the driver.
+
+    A failing torch is a finding too.
+    """
     try:
         kind = device.resolve_kind(kind)
         counted = device.count_by_torch(kind)
@@ -49,7 +52,7 @@ def check_devices(kind: DeviceKind) -> list[Finding]:
 
 
 def driver_findings(view: DriverView) -> Iterator[Finding]:
-    """Count, health and memory in use, as the driver's tool reports them."""
+    """Report count, health and memory in use, from the driver's tool."""
     if view.problem:
         remedy = "install the driver's tool, or mount it and /dev into the container"
         yield warning("devices.driver", view.problem, remedy)
@@ -76,7 +79,7 @@ def driver_findings(view: DriverView) -> Iterator[Finding]:
 
 
 def count_finding(kind: DeviceKind, counted: int, view: DriverView, hidden: str | None) -> Finding:
-    """torch must see the driver's devices, less those that a variable hides.
+    """Check that torch sees the driver's devices, less those that a variable hides.
 
     hidden: value of that variable; None = not set
     """

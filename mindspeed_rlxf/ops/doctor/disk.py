@@ -21,7 +21,7 @@ CHUNK = b"\xa5" * MIB
 
 
 def output_folder(path: Path, wanted: int = LITTLE_FREE) -> list[Finding]:
-    """Room and speed of the disk that the run directory is on. wanted: bytes"""
+    """Check room and speed of the disk that the run directory is on. wanted: bytes"""
     folder = existing_folder(path.absolute())
     free = shutil.disk_usage(folder).free
     return [
@@ -36,7 +36,7 @@ def output_folder(path: Path, wanted: int = LITTLE_FREE) -> list[Finding]:
 
 
 def write_speed(folder: Path, count: int = SAMPLE_BYTES) -> list[Finding]:
-    """Write `count` bytes, sync and remove them; also compares the clocks."""
+    """Measure writing `count` bytes with fsync, and compare the file server's clock."""
     try:
         handle, name = tempfile.mkstemp(prefix=".rlxf-doctor-", dir=folder)
     except OSError as problem:
@@ -70,7 +70,7 @@ def write_speed(folder: Path, count: int = SAMPLE_BYTES) -> list[Finding]:
 
 
 def _file_clock(folder: Path, before: float, written: float, after: float) -> Finding:
-    """The time stamp of a file server should be between our own before and after."""
+    """Check that a file's time stamp is between our own times before and after writing it."""
     off = max(before - written, written - after, 0.0)
     return judge(
         off <= CLOCK_S,
@@ -81,11 +81,12 @@ def _file_clock(folder: Path, before: float, written: float, after: float) -> Fi
 
 
 def ray_temp_dir() -> Path:
-    """Folder of Ray's logs and spilled objects."""
+    """Return the folder of Ray's logs and spilled objects."""
     return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
 
 
 def ray_folder() -> Finding:
+    """Check that Ray's folder can be written, and has room left to spill objects."""
     check, folder = "disk.ray_folder", existing_folder(ray_temp_dir())
     if not os.access(folder, os.W_OK | os.X_OK):
         return error(check, f"{folder} cannot be written", "set RAY_TMPDIR to another")
@@ -100,7 +101,7 @@ def ray_folder() -> Finding:
 
 
 def model_cache() -> Finding:
-    """Cache of Hugging Face libraries: tokenizers and their lock files go there."""
+    """Check that the Hugging Face cache can be written: tokenizers and lock files go there."""
     path = huggingface_home()
     is_writable = os.access(existing_folder(path.absolute()), os.W_OK | os.X_OK)
     offline = " (offline)" if os.environ.get("HF_HUB_OFFLINE") else ""

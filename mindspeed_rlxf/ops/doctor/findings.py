@@ -53,7 +53,7 @@ def error(check: str, value: str, remedy: str) -> Finding:
 
 
 def judge(fine: bool, check: str, value: str, remedy: str, bad: Status = Status.WARNING) -> Finding:
-    """A finding of status `ok` where `fine`, else of status `bad` and with its remedy."""
+    """Return a finding of status `ok` where `fine`, else of status `bad` with the remedy."""
     return ok(check, value) if fine else Finding(check, bad, value, remedy)
 
 
@@ -71,7 +71,7 @@ class Probe:
 
 
 def run_probes(probes: Sequence[Probe]) -> list[Finding]:
-    """Findings of all probes in their order. All run at once, each with its own deadline."""
+    """Run all probes at once, each with its own deadline; return their findings in order."""
     started = time.monotonic()
     queues: list[Queue[list[Finding]]] = [Queue() for _ in probes]
     for probe, queue in zip(probes, queues, strict=True):
@@ -82,22 +82,23 @@ def run_probes(probes: Sequence[Probe]) -> list[Finding]:
             found += queue.get(timeout=max(started + probe.deadline_s - time.monotonic(), 0))
         except Empty:
             value = f"no answer within {probe.deadline_s:g} s"
-            remedy = "what it asks hangs or is very slow: look at this by hand"
+            remedy = "what the check asks hangs or is very slow: check it by hand"
             found.append(warning(probe.name, value, remedy))
     return found
 
 
 def _run_probe(probe: Probe, queue: Queue[list[Finding]]) -> None:
+    """Run one probe and put its findings into the queue; an exception becomes a warning."""
     try:
         found = probe.look()
         queue.put([found] if isinstance(found, Finding) else list(found))
     except Exception as problem:
         value = f"the check itself failed ({describe(problem)})"
-        queue.put([warning(probe.name, value, "look at this by hand")])
+        queue.put([warning(probe.name, value, "check it by hand")])
 
 
 def describe(problem: Exception) -> str:
-    """Type and message of an exception on one line."""
+    """Return type and message of an exception on one line."""
     return f"{type(problem).__name__}: {' '.join(str(problem).split())[:MAX_MESSAGE]}"
 
 

@@ -39,6 +39,7 @@ def open_files(limits: tuple[int, int] | None = None) -> Finding:
 
 
 def processes() -> Finding:
+    """Check how many processes and threads this user may start."""
     soft = _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0])
     return judge(
         soft >= PROCESSES,
@@ -107,6 +108,7 @@ def memory(total: int | None = None, available: int | None = None) -> Finding:
 
 
 def processors(folder: Path = CGROUP) -> Finding:
+    """Check how many processors this process may use, by affinity and container quota."""
     usable, existing = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     value = f"{usable} usable" + (f" of {existing}" if usable < existing else "")
     quota = _cpu_quota(folder)
@@ -121,7 +123,7 @@ def processors(folder: Path = CGROUP) -> Finding:
 
 
 def text_encoding(encoding: str | None = None) -> Finding:
-    """Check the locale, which libraries and the console follow; our own files are UTF-8."""
+    """Check that the locale is UTF-8; libraries and the console follow it."""
     encoding = encoding or locale.getpreferredencoding(False)
     is_utf8 = encoding.lower().replace("-", "") == "utf8"
     names = f"{encoding}, file names {sys.getfilesystemencoding()}"
@@ -129,6 +131,7 @@ def text_encoding(encoding: str | None = None) -> Finding:
 
 
 def clock(now: float | None = None) -> Finding:
+    """Check that the clock is not before the release of this package."""
     now = time.time() if now is None else now
     return judge(
         now >= RELEASED,
@@ -140,7 +143,7 @@ def clock(now: float | None = None) -> Finding:
 
 
 def threads() -> Finding:
-    """Check OMP_NUM_THREADS: dozens of workers with a thread for each core starve one another."""
+    """Check that OMP_NUM_THREADS is a number or unset."""
     found = os.environ.get("OMP_NUM_THREADS", "unset")
     is_number = found.isdigit() and int(found) >= 1
     return judge(
@@ -157,7 +160,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def _cgroup_number(file: Path) -> float:
-    """Infinite where there is no such file, or it says `max`."""
+    """Read the number in a control group's file; infinite where there is none, or it says `max`."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -165,7 +168,7 @@ def _cgroup_number(file: Path) -> float:
 
 
 def _cpu_quota(folder: Path) -> float:
-    """Processors that the container may use; infinite without a limit."""
+    """Return the processors that the container may use; infinite without a limit."""
     try:
         quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
         return int(quota) / int(period)

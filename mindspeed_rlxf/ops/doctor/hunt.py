@@ -66,7 +66,10 @@ class Verdict:
 
 
 def pair_rounds(parties: Sequence[Party]) -> list[list[Group]]:
-    """Disjoint pairs in log2(n) rounds, rounded up. Parties left over in a round form pairs."""
+    """Pair every party with others, in log2(n) rounds (rounded up) of pairs that share no party.
+
+    In round k, party i meets party i XOR 2^k; those without such a partner meet one another.
+    """
     count = len(parties)
     rounds: list[list[Group]] = []
     for bit in range(max(count - 1, 0).bit_length()):
@@ -93,6 +96,7 @@ class Hunt:
         self._num_together, self._complete = 0, False
 
     def rounds(self) -> Rounds:
+        """Yield the groups of each round and take their outcomes: pairs, then doubts, then all."""
         for pairs in pair_rounds(self._parties):
             broken = self._broken()
             yield from self._try([pair for pair in pairs if broken.isdisjoint(pair)])
@@ -102,6 +106,7 @@ class Hunt:
         self._complete = True
 
     def verdict(self) -> Verdict:
+        """Judge from the outcomes so far which parties are broken, and which links."""
         broken, working = self._broken(), self._working()
         latest = dict(self._tries)
         links: list[Group] = []
@@ -120,7 +125,7 @@ class Hunt:
         )
 
     def last_failure(self, party: Party) -> Outcome:
-        """The latest failure of a broken party."""
+        """Return the latest failed outcome of a broken party."""
         failed = [outcome for pair, outcome in self._tries if party in pair and not outcome.passed]
         return failed[-1]
 
@@ -130,22 +135,22 @@ class Hunt:
             self._tries += zip(pairs, outcomes, strict=True)
 
     def _working(self) -> set[Party]:
-        """Parties that passed with at least one partner."""
+        """Return the parties that passed with at least one partner."""
         return {party for pair, outcome in self._tries if outcome.passed for party in pair}
 
     def _partners(self, party: Party) -> set[Party]:
-        """All parties that `party` was tried with."""
+        """Return all parties that `party` was tried with."""
         return {other for pair, _ in self._tries if party in pair for other in pair} - {party}
 
     def _broken(self) -> set[Party]:
-        """Parties that passed with nobody, and failed with enough partners that work elsewhere."""
+        """Return parties that passed with nobody, and failed with enough that work elsewhere."""
         working = self._working()
         enough = min(FAILURES_WITH_WORKING, max(len(self._parties) - 1, 1))
         idle = [party for party in self._parties if party not in working]
         return {party for party in idle if len(self._partners(party) & working) >= enough}
 
     def _doubtful_pairs(self) -> list[Group]:
-        """Pairs that decide: doubtful parties with new working partners, and failed pairs again."""
+        """List pairs that decide: doubtful parties with working ones, and failed pairs again."""
         broken, working = self._broken(), self._working()
         free = [party for party in self._parties if party in working]
         pairs: list[Group] = []
@@ -166,7 +171,7 @@ class Hunt:
         return pairs
 
     def _try_together(self) -> Rounds:
-        """All without known failures. A fault that is found is left out, and the rest tried."""
+        """Try all parties without known failures at once; leave out a fault, and try the rest."""
         verdict = self.verdict()
         out = set(verdict.broken) | {pair[0] for pair in verdict.links}
         out |= {party for group in verdict.undecided for party in group}
@@ -192,7 +197,7 @@ def _halves(group: Group) -> tuple[Group, Group]:
 
 
 def _isolate(group: Group) -> Generator[list[Group], Sequence[Outcome], Group]:
-    """The smallest part of a failing group that was seen to fail."""
+    """Halve a failing group until no half fails; return the smallest group seen to fail."""
     while len(group) > 2:
         left, right = _halves(group)
         parts = [part for part in (left, right) if len(part) > 1]
@@ -205,7 +210,7 @@ def _isolate(group: Group) -> Generator[list[Group], Sequence[Outcome], Group]:
 
 
 def _isolate_between(left: Group, right: Group) -> Generator[list[Group], Sequence[Outcome], Group]:
-    """As `_isolate`, where each side passes by itself and both together fail."""
+    """Isolate as `_isolate` does, where each side passes alone and both together fail."""
     while len(left) + len(right) > 2:
         (a, b), (c, d) = _halves(left), _halves(right)
         failing: list[tuple[Group, Group]] = []

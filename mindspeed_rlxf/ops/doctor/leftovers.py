@@ -24,8 +24,9 @@ def check_leftovers() -> list[Finding]:
 
 
 def check_processes(commands: Sequence[str], is_joined: bool) -> Finding:
-    """commands: command lines of this user; is_joined: RAY_ADDRESS is set
+    """Check that no Ray of this user runs here, except the cluster to join.
 
+    commands: command lines of this user; is_joined: RAY_ADDRESS is set
     A cluster of our own ends by itself.
     """
     programs = [line.partition(" ")[0] for line in commands if OWN_PREFIX not in line]
@@ -42,7 +43,7 @@ def check_processes(commands: Sequence[str], is_joined: bool) -> Finding:
 
 
 def check_folders(root: Path, commands: Sequence[str]) -> Finding:
-    """Sessions in `root` that no process names: their logs and spilled objects fill the disk."""
+    """Report the size of sessions in `root` that no running process names, when it is large."""
     named = "\n".join(commands)
     sessions = [*root.glob(f"{OWN_PREFIX}*"), *root.glob("ray/session_2*")]
     dead = [folder for folder in sessions if _is_own(folder) and str(folder) not in named]
@@ -53,6 +54,7 @@ def check_folders(root: Path, commands: Sequence[str]) -> Finding:
 
 
 def _own_commands() -> Iterator[str]:
+    """Yield the command line of each process of this user."""
     for process in psutil.process_iter(["uids", "cmdline"]):
         uids, words = process.info["uids"], process.info["cmdline"]
         if uids and uids.real == os.getuid() and words:
@@ -66,6 +68,7 @@ def _is_own(folder: Path) -> bool:
 
 
 def _bytes(folder: Path) -> int:
+    """Sum the sizes of all files below a folder."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -9,18 +9,22 @@ from functools import partial
 from pathlib import Path
 
 from mindspeed_rlxf.cluster.ray.cluster import object_store_bytes
-from mindspeed_rlxf.ops.doctor import devices, disk, host, leftovers, network, software
+from mindspeed_rlxf.ops.doctor import devices, disk, host, leftovers, network, npu, software
 from mindspeed_rlxf.ops.doctor.findings import Finding, Probe, Status, error, judge, run_probes
 from mindspeed_rlxf.ops.doctor.subject import Subject
 
 VERSIONS_S, DEVICES_S, DISK_S, FILES_S = 20.0, 65.0, 30.0, 20.0
+NPU_S = 30.0  # npu-smi takes some seconds; two commands for each link
 
 
 def probes(subject: Subject) -> list[Probe]:
+    """List the checks of this host, each with its deadline."""
     kind, several = subject.kind, subject.several_hosts
     return [
         Probe("versions", partial(software.check_software, kind), VERSIONS_S),
         Probe("devices", partial(devices.check_devices, kind), DEVICES_S),
+        Probe("npu", partial(npu.check_install, kind), NPU_S),
+        Probe("npu.cards", partial(npu.check_cards, kind, several), NPU_S),
         *(Probe(f"host.{check.__name__}", check) for check in host.CHECKS),
         Probe("memory.shared", partial(host.shared_memory, object_store_bytes())),
         Probe("disk.output", partial(disk.output_folder, Path(subject.output_dir)), DISK_S),
@@ -34,12 +38,12 @@ def probes(subject: Subject) -> list[Probe]:
 
 
 def check_host(subject: Subject) -> list[Finding]:
-    """Findings of this host, within the longest of the deadlines."""
+    """Return the findings of this host, within the longest of the deadlines."""
     return run_probes(probes(subject))
 
 
 def file_findings(paths: Sequence[tuple[str, str]]) -> Iterator[Finding]:
-    """Whether every file that the run reads exists and may be read.
+    """Check that every file that the run reads exists and may be read.
 
     paths: (key of the configuration, file or pattern)
     """

@@ -26,7 +26,7 @@ VIRTUAL = re.compile(r"^(lo|docker|veth|br-|virbr|cni|flannel|ifb|dummy|tunl)")
 
 
 def check_network(several_hosts: bool) -> list[Finding]:
-    """All checks but that of the host's name, which may ask a server."""
+    """Run all network checks but that of the host's name, which may ask a server."""
     return [
         *interface_findings(interfaces(), os.environ, several_hosts),
         proxy_finding(os.environ),
@@ -35,7 +35,7 @@ def check_network(several_hosts: bool) -> list[Finding]:
 
 
 def interfaces() -> dict[str, bool]:
-    """Interfaces that have an address: name -> is up."""
+    """Map each interface that has an address to whether it is up."""
     states = psutil.net_if_stats()
     families = (socket.AF_INET, socket.AF_INET6)
     return {
@@ -48,7 +48,7 @@ def interfaces() -> dict[str, bool]:
 def interface_findings(
     existing: Mapping[str, bool], environment: Mapping[str, str], several_hosts: bool
 ) -> Iterator[Finding]:
-    """Interfaces that variables name must exist and be up, and between hosts not be loopback.
+    """Check that interfaces named by variables exist and are up, and reach other hosts if needed.
 
     existing: name -> is up
     """
@@ -85,7 +85,7 @@ def interface_findings(
 
 
 def _chosen(variable: str, value: str, existing: Mapping[str, bool]) -> list[str]:
-    """Existing interfaces that the value of a variable selects."""
+    """List the existing interfaces that the value of a variable selects."""
     if variable in EXACT:
         return [name for name in value.split(",") if name in existing]
     excluded, rest = value.startswith("^"), value.lstrip("^")
@@ -137,7 +137,7 @@ def _without_password(url: str) -> str:
 def port_findings(
     environment: Mapping[str, str], ephemeral: range, listening: Collection[int]
 ) -> Iterator[Finding]:
-    """Port ranges of the device's library must be readable, apart from one another, and free."""
+    """Check that the device library's port ranges can be parsed, do not overlap, and are free."""
     yield judge(
         len(ephemeral) >= EPHEMERAL_PORTS,
         "ports.local",
@@ -185,7 +185,7 @@ def port_findings(
 
 
 def _port_range(variable: str, text: str) -> range:
-    """Ports that the value of a variable names. Raises ValueError."""
+    """Parse the ports that the value of a variable names. Raises ValueError."""
     numbers = [int(word) for word in re.split(r"[-,]", text)]
     first, last = min(numbers), max(numbers)
     if variable == BASE_PORT:
@@ -210,7 +210,10 @@ def ephemeral_ports() -> range:
 
 
 def listening_ports() -> set[int]:
-    """Ports of the kernel's tables: `sl local_address rem_address st ...`, st 0A = listening."""
+    """Read the listening ports from the kernel's tables.
+
+    Columns are `sl local_address rem_address st ...`; st 0A = listening.
+    """
     files = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
     lines = [
         line.split()

@@ -27,7 +27,10 @@ class RayRanks:
         self._dead: set[int] = set()  # did not start again
 
     def run(self, groups: Sequence[tuple[int, ...]], timeout_s: float) -> list[Outcome]:
-        """Outcomes of the groups. A process that does not come back is replaced."""
+        """Run an all-reduce in each group; return the outcomes.
+
+        A process that does not come back is replaced.
+        """
         alive = [group for group in groups if self._dead.isdisjoint(group)]
         found = dict(zip(alive, self._run_alive(alive, timeout_s), strict=True))
         return [
@@ -39,6 +42,7 @@ class RayRanks:
         ]
 
     def _run_alive(self, groups: Sequence[tuple[int, ...]], timeout_s: float) -> list[Outcome]:
+        """Run an all-reduce in each group; all groups at once, none with a dead process."""
         started = time.monotonic()
         opening = [
             self.processes[leader].start(open_store, self._ips[leader], timeout_s=timeout_s / 3)
@@ -80,7 +84,7 @@ class RayRanks:
 
 
 def _merge(group: tuple[int, ...], replies: dict[int, Any]) -> Outcome:
-    """The outcome of a group; processes that did not come back are named first.
+    """Merge the replies of a group's processes; those that did not come back are named first.
 
     replies: Outcome or HostError of each process, by its number
     """

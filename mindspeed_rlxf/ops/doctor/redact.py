@@ -79,6 +79,7 @@ class Redactor:
         self._texts = sorted(_spellings(texts), key=len, reverse=True)
 
     def clean(self, text: str) -> str:
+        """Remove secrets, private texts, long quotes, and values of secret names from a text."""
         for secret in self._secrets:
             text = text.replace(secret, GONE)
         parts = {text[i : i + SHORTEST] for i in range(len(text))}
@@ -105,7 +106,7 @@ def _cut(line: str) -> str:
 
 
 def _without_values(line: str) -> str:
-    """The line without the values of names that are secret."""
+    """Return the line without the values of names that are secret."""
     parts, start, place = [], 0, 0
     while found := ASSIGNMENT.search(line, place):
         place = found.end()
@@ -119,6 +120,7 @@ def _without_values(line: str) -> str:
 
 
 def _quoted(found: re.Match[str]) -> str:
+    """Replace a long quote by its length; short ones, and those without a space, stay."""
     text = found["double"] or found["single"] or ""
     if len(text) <= LONG_QUOTE or " " not in text:
         return found[0]
@@ -126,7 +128,7 @@ def _quoted(found: re.Match[str]) -> str:
 
 
 def _spellings(texts: Iterable[str]) -> set[str]:
-    """Each text and each of its lines, also as Python and JSON would write them."""
+    """Return each text and each of its lines, also as Python and JSON would write them."""
     found = set()
     for text in texts:
         for part in (text, *text.splitlines()):

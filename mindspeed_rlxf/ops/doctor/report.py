@@ -42,7 +42,7 @@ class Report:
         return {status.value: found[status] for status in Status}
 
     def as_json(self) -> dict[str, Any]:
-        """Keys are only ever added under the same `schema`."""
+        """Return the report for JSON; keys are only ever added under the same `schema`."""
         return {
             "schema": SCHEMA,
             "host": self.host,
@@ -63,7 +63,7 @@ class Report:
         }
 
     def as_text(self, width: int = 100, colour: bool = False) -> str:
-        """One line per finding, worst first, the remedy under what needs one."""
+        """Return one line per finding, worst first, with the remedy under what needs one."""
         ranked = sorted(self.findings, key=lambda f: list(Status).index(f.status), reverse=True)
         checks = max((len(finding.check) for finding in ranked), default=0)
         lines = [_lines(finding, checks, width, colour) for finding in ranked]
@@ -83,6 +83,7 @@ def _count(counts: Mapping[str, int], word: str) -> str:
 
 
 def _lines(finding: Finding, checks: int, width: int, colour: bool) -> str:
+    """Return the lines of one finding: status, check, value and hosts; below them the remedy."""
     word = f"{finding.status.value:<7}"
     if colour:
         word = f"\033[{COLOURS[finding.status]}m{word}\033[0m"
@@ -95,7 +96,7 @@ def _lines(finding: Finding, checks: int, width: int, colour: bool) -> str:
 
 
 def _wrap(text: str, width: int, arrow: str = "") -> list[str]:
-    """Lines of a text. Paths and commands stay whole, so that they can be copied."""
+    """Wrap a text to lines; paths and commands stay whole, so that they can be copied."""
     return textwrap.wrap(
         text,
         width,

@@ -48,6 +48,7 @@ def choose_subject(config: RunConfig | None, kind: DeviceKind, several_hosts: bo
 
 
 def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, file or pattern) for everything that the run reads; may be empty text."""
     training, data = config.training, config.data
     yield "training.tokenizer_name_or_path", _tokenizer(training.tokenizer_name_or_path)
     yield from ((f"{role.value}.load", config.role(role).load or "") for role in config.roles)
@@ -59,6 +60,6 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _tokenizer(name: str) -> str:
-    """The folder, or the model of this name in the cache of Hugging Face where there is one."""
+    """Return the folder, or the cached model of this name where there is one."""
     cached = huggingface_home() / "hub" / f"models--{name.replace('/', '--')}"
     return name if Path(name).exists() or not cached.exists() else str(cached)

@@ -23,14 +23,14 @@ def on_cpu(config: RunConfig) -> bool:
 
 
 def device_memory(config: RunConfig) -> int | None:
-    """Bytes of one device: as configured, else of this host's smallest; None = unknown."""
+    """Return the bytes of a device: as configured, else of this host's smallest; None = unknown."""
     if config.device.memory_gib is not None:
         return int(config.device.memory_gib * GIB)
     return None if is_joined(config) else device.memory_unclaimed(config.device.kind)
 
 
 def rollout_memory(config: RunConfig) -> int | None:
-    """Bytes of a process of the rollout; None = unknown.
+    """Return the bytes that a process of the rollout may use; None = unknown.
 
     On CPU, unless configured, ranks that generate share the host's memory equally.
     """
@@ -40,10 +40,10 @@ def rollout_memory(config: RunConfig) -> int | None:
 
 
 def host_memory(config: RunConfig) -> int | None:
-    """Bytes of the host that all workers run on; None = some run on other hosts."""
+    """Return the bytes of the host that all workers run on; None = some run on other hosts."""
     return None if is_joined(config) else device.host_memory()
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes that are free on the disk where `folder` is or will be made."""
+    """Return the bytes that are free on the disk where `folder` is or will be made."""
     return shutil.disk_usage(existing_folder(folder)).free

@@ -41,6 +41,7 @@ class Need:
 
     @property
     def problem(self) -> Problem | None:
+        """The problem when more is wanted than available; None = it fits, or that is not known."""
         if self.available is None or self.wanted <= self.available:
             return None
         rule = f"{self.subject}{self._sizes}"
@@ -48,6 +49,7 @@ class Need:
 
     @property
     def verdict(self) -> str:
+        """A line for the plan: it fits, or does not and what to change, or what is not known."""
         if self.available is None:
             return f"{self._sizes}; {self.unknown}"
         if self.problem is None:
@@ -69,7 +71,7 @@ class Fit:
 
 
 def check_fit(config: RunConfig) -> Fit:
-    """Compare needs with the memory of devices and hosts, and with free disk."""
+    """Compare needs with the memory of devices and hosts, and with free disk; return the tables."""
     pools = [memory for pool in config.resource_pool for memory in pool_memories(config, pool)]
     sections: dict[str, tuple[str, Need]] = {}
     for pool in pools:
@@ -84,7 +86,7 @@ def check_fit(config: RunConfig) -> Fit:
 
 
 def _pool_rows(pool: PoolMemory) -> list[list[object]]:
-    """A row for each phase of each role, and one for all together."""
+    """Make the table of a pool's memory: a row for each phase of each role, and one for all."""
     rows: list[list[object]] = [
         ["role", "phase", "weights", "gradients", "optimizer", "activations", "KV cache", "other",
          "sum"]
@@ -97,7 +99,7 @@ def _pool_rows(pool: PoolMemory) -> list[list[object]]:
 
 
 def _row(name: str, roles: Sequence[RoleMemory], other: int, phase: Phase) -> list[object]:
-    """Memory of `roles` and `other` while `phase` runs."""
+    """Make a row of the memory table: `roles` and `other` while `phase` runs."""
     kept = [sum(values) for values in zip(*(role.state for role in roles), strict=True)]
     kept = kept or [0, 0, 0]
     needs = [*kept, phase.activations, phase.kv_cache, other + phase.other]
@@ -105,6 +107,7 @@ def _row(name: str, roles: Sequence[RoleMemory], other: int, phase: Phase) -> li
 
 
 def _device_need(config: RunConfig, pool: PoolMemory) -> Need:
+    """Compare the memory that a rank of the pool wants with a device's."""
     return Need(
         f"resource_pool.{pool.pool}",
         f"a device {f'of the {pool.part} ' if pool.part else ''}",
@@ -118,7 +121,7 @@ def _device_need(config: RunConfig, pool: PoolMemory) -> Need:
 
 
 def _remedy(config: RunConfig, pool: PoolMemory) -> str:
-    """The change that lowers the largest part."""
+    """Name the change that lowers the largest part of a pool's memory."""
     busiest = pool.busiest
     if busiest is None or sum(sum(role.state) for role in pool.roles) > busiest.largest.total:
         return " or ".join(_ways_to_spread(config, pool))
@@ -130,7 +133,7 @@ def _remedy(config: RunConfig, pool: PoolMemory) -> str:
 
 
 def _ways_to_spread(config: RunConfig, pool: PoolMemory) -> Iterator[str]:
-    """Changes that leave fewer weights, gradients and optimizer slots on a rank."""
+    """Yield changes that leave fewer weights, gradients and optimizer slots on a rank."""
     if pool.part == GENERATES:
         yield "raise rollout.tensor_model_parallel_size"
         return
@@ -152,6 +155,7 @@ def _ways_to_spread(config: RunConfig, pool: PoolMemory) -> Iterator[str]:
 
 
 def _host_section(config: RunConfig, pools: list[PoolMemory]) -> tuple[str, Need]:
+    """Return the table of the host's memory, and whether it fits."""
     host = host_memory_needed(config, pools)
     rows = {
         f"processes ({host.num_processes})": host.processes,
@@ -169,6 +173,7 @@ def _host_section(config: RunConfig, pools: list[PoolMemory]) -> tuple[str, Need
 
 
 def _disk_section(config: RunConfig) -> tuple[str, Need]:
+    """Return the table of the disk that the run needs, and whether it fits."""
     disk, folder = disk_needed(config), RunDirectory.choose(config).path
     rows = {f"final weights of {role.value}": count for role, count in disk.exports.items()}
     checkpoints = f"checkpoints ({disk.num_checkpoints}, one being written)"

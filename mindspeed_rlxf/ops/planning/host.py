@@ -35,7 +35,7 @@ class HostMemory:
 
     @property
     def total(self) -> int:
-        """Rows are freed before the final weights are written, so the larger of them counts."""
+        """Bytes at once; rows are freed before the final weights are written."""
         return self.processes + self.driver + self.devices + max(self.rows, self.export)
 
 
@@ -56,7 +56,7 @@ class Disk:
 
 
 def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory:
-    """Memory of the largest host. pools: their memory is the host's on CPU"""
+    """Compute the memory of the largest host. pools: their memory is the host's on CPU"""
     actor, samples = config.actor_rollout, config.samples_per_iteration
     nodes = {need.pool: config.resource_pool[need.pool] for need in pools}
     sizes = [_processes_on_one_host(config, processes) for processes in nodes.values()]
@@ -75,7 +75,7 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
 
 
 def _num_responses(config: RunConfig) -> int:
-    """Largest number of responses of an iteration, with those that are not trained on."""
+    """Count the responses of an iteration at most, with those that are not trained on."""
     algorithm, samples = config.algorithm, config.samples_per_iteration
     batches = algorithm.max_num_gen_batches if algorithm.filter_groups else 1
     greedy = algorithm.estimator.reads_greedy
@@ -83,6 +83,7 @@ def _num_responses(config: RunConfig) -> int:
 
 
 def disk_needed(config: RunConfig) -> Disk:
+    """Compute the disk of the final weights, and of the checkpoints kept with one being written."""
     itemsizes = {role: memory.itemsize(config.role(role)) for role in _trained_roles(config)}
     checkpoints = [memory.checkpoint_bytes(_numbers(config, r), i) for r, i in itemsizes.items()]
     exports = {role: _export_bytes(config, role) for role in itemsizes}
@@ -90,7 +91,7 @@ def disk_needed(config: RunConfig) -> Disk:
 
 
 def _processes_on_one_host(config: RunConfig, processes: Sequence[int]) -> int:
-    """Processes on one host: all of them, or on a joined cluster those of the largest node."""
+    """Count the processes on one host: all of them, or those of a joined cluster's largest node."""
     return max(processes) if is_joined(config) else sum(processes)
 
 
@@ -99,7 +100,7 @@ def _numbers(config: RunConfig, role: Role) -> int:
 
 
 def _bytes_written_on_one_host(config: RunConfig, role: Role) -> int:
-    """Bytes of the weights that ranks of one host write, on the host with most such ranks.
+    """Return the bytes of weights that ranks of one host write, on the host with most writers.
 
     The first rank of each stage writes, and with experts on several ranks the first of each.
     """
@@ -125,7 +126,7 @@ def _export_bytes(config: RunConfig, role: Role) -> int:
 
 
 def stored_itemsize(folder: str | None, otherwise: int) -> int:
-    """Bytes of one number in a Hugging Face folder.
+    """Return the bytes of one number in a Hugging Face folder.
 
     otherwise: returned where the folder cannot be read, which the preflight reports
     """

@@ -96,18 +96,18 @@ def has_model(config: RunConfig, role: Role) -> bool:
 
 
 def pool_memories(config: RunConfig, pool: str) -> list[PoolMemory]:
-    """Memory of the rank with the largest need; where the pool is split, one for each part."""
+    """Return the memory of the rank with the largest need, for each part of a split pool."""
     if not is_split(config, pool):
         return [pool_memory(config, pool)]
-    return [replace(pool_memory(config, pool), part=TRAINS), _generating(config, pool)]
+    return [replace(pool_memory(config, pool), part=TRAINS), _generating_rank(config, pool)]
 
 
 def is_split(config: RunConfig, pool: str) -> bool:
     return config.parts is not None and pool == config.pool_of(Role.ACTOR_ROLLOUT)
 
 
-def _generating(config: RunConfig, pool: str) -> PoolMemory:
-    """A rank that only generates: the weights of all layers and experts, and the KV cache."""
+def _generating_rank(config: RunConfig, pool: str) -> PoolMemory:
+    """Return the memory of a rank that only generates: all layers and experts, and the KV cache."""
     assert config.parts is not None, "the pool is split"
     actor, tp = config.actor_rollout, config.rollout_tp
     item = memory.itemsize(actor)
@@ -138,7 +138,7 @@ def _buckets(name: str, weights: int) -> Phase:
 
 
 def generate_phase(config: RunConfig, received: int) -> Phase:
-    """Generation on a replica without a pipeline and with all experts.
+    """Return the memory of generation on a replica without a pipeline and with all experts.
 
     received: numbers of weights that are held during generation only
     """
@@ -158,7 +158,7 @@ def generate_phase(config: RunConfig, received: int) -> Phase:
 
 
 def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
-    """Memory of the first rank with the largest need, without ranks that only generate."""
+    """Return the memory of the first rank with the largest need that does more than generate."""
     roles = [role for role in config.roles_of(pool) if has_model(config, role)]
     process = device.process_bytes(config.device.kind)
     ranks: dict[tuple[int, ...], int] = {}
@@ -179,7 +179,7 @@ def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
 
 
 def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
-    """Memory of a role on the ranks of one pipeline stage."""
+    """Return the memory of a role on the ranks of one pipeline stage."""
     stage = _Stage(config, role, pp_rank)
     optimizer = optimizer_of(config, role)
     numbers, item = sum(stage.sizes), stage.itemsize
@@ -203,7 +203,7 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
 
 
 def cache_rows(config: RunConfig) -> int:
-    """Sequences that a rollout replica generates at once."""
+    """Count the sequences that a rollout replica generates at once."""
     actor, layout = config.actor_rollout, config.rollout_layout
     waiting = -(-config.samples_per_iteration // layout.dp)
     length = actor.max_prompt_length + actor.max_new_tokens
@@ -213,12 +213,13 @@ def cache_rows(config: RunConfig) -> int:
 
 
 def optimizer_of(config: RunConfig, role: Role) -> OptimizerConfig | None:
-    """Settings of a role's optimizer; None where it does not learn."""
+    """Return the settings of a role's optimizer; None where it does not learn."""
     section = config.role(role)
     return section.optimizer if isinstance(section, LearningConfig) else None
 
 
 def _phases(stage: _Stage, optimizer: OptimizerConfig | None) -> Iterator[Phase]:
+    """Yield the phases of a stage: forward, update, optimizer step, and sending or generating."""
     config, role = stage.config, stage.role
     yield stage.forward()
     if optimizer:
@@ -264,6 +265,7 @@ class _Stage:
         self.samples = config.samples_per_iteration // self.layout.dp  # on this rank
 
     def communication(self, trains: bool) -> int:
+        """Return the bytes of buffers for communication: of groups, and of sequence parallel."""
         layout = self.layout
         generates = self.role is Role.ACTOR_ROLLOUT and not self.config.parts
         experts = self.architecture.num_experts is not None
@@ -277,13 +279,13 @@ class _Stage:
         return held
 
     def forward(self) -> Phase:
-        """A pass without gradients: one layer at a time."""
+        """Return the memory of a pass without gradients: one layer at a time."""
         tokens = self._tokens(self.samples)
         held = self._layer(tokens) + self._head(self.samples)
         return Phase("forward", held, other=self._sent(tokens))
 
     def update(self, samples: int) -> Phase:
-        """Forward and backward of one micro-batch, with those that are in the pipeline.
+        """Return the memory of an update: activations of the micro-batches in the pipeline.
 
         samples: of an optimizer step on this rank
         """
@@ -311,14 +313,15 @@ class _Stage:
         return memory.layer_activation_bytes(*self._layer_arguments(tokens))
 
     def _sent(self, tokens: int) -> int:
-        """Hidden states that are exchanged between the experts of a layer."""
+        """Return the bytes of hidden states that the experts of a layer exchange."""
         return memory.dispatch_bytes(*self._layer_arguments(tokens))
 
     def _layer_arguments(self, tokens: int) -> tuple[ArchitectureConfig, int, int, bool, int]:
+        """Return the arguments that the memory formulas of one layer share."""
         return self.architecture, tokens, self.layout.tp, self.sequence_parallel, self.itemsize
 
     def _head(self, samples: int) -> int:
-        """Hidden states and outputs of the last stage, for the largest micro-batch."""
+        """Return the bytes of hidden states and outputs on the last stage, for a micro-batch."""
         if self.pp_rank < self.layout.pp - 1:
             return 0
         a, hidden = self.architecture, self.architecture.hidden_size

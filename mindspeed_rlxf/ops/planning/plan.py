@@ -27,7 +27,7 @@ class Plan:
 
 
 def plan(config: RunConfig) -> Plan:
-    """Plan the run without claiming a device or writing a file."""
+    """Write the plan of a run as text, with its problems; claims no device, writes no file."""
     fitting = check_fit(config)
     sections = {
         f"Run {config.training.run_name}": pairs(_run(config)),
@@ -44,6 +44,7 @@ def plan(config: RunConfig) -> Plan:
 
 
 def _run(config: RunConfig) -> list[tuple[str, object]]:
+    """List title and value for the plan's part on the run: output, prompts, runtime, reward."""
     training, runtime, data = config.training, config.runtime, config.data
     chosen = choose_cluster(runtime.address)
     cluster = f"cluster at {chosen.address}" if chosen.address else "own cluster on this host"
@@ -65,6 +66,7 @@ def _run(config: RunConfig) -> list[tuple[str, object]]:
 
 
 def _checkpoints(config: RunConfig) -> str:
+    """Say when checkpoints are saved and how many are kept."""
     training, found = config.training, []
     if 0 < training.save_interval <= training.train_iters:
         found.append(f"every {training.save_interval} iterations")
@@ -75,7 +77,10 @@ def _checkpoints(config: RunConfig) -> str:
 
 
 def _environment(config: RunConfig) -> str:
-    """Variables that every worker gets; on an own cluster it inherits the driver's others too."""
+    """Make the table of variables that every worker gets.
+
+    On an own cluster a worker inherits the driver's others too.
+    """
     found = variables(config.pool_settings.env)
     if not found:
         return pairs([("no variables", "add some with resource_pool.env")])
@@ -83,6 +88,7 @@ def _environment(config: RunConfig) -> str:
 
 
 def _roles(config: RunConfig) -> list[list[object]]:
+    """Make the table of roles: model, pool, parallel sizes, precision and weights."""
     rows: list[list[object]] = [
         ["role", "model", "pool", "ranks", "TP", "PP", "DP", "EP", "precision", "weights"]
     ]
@@ -103,7 +109,7 @@ def _roles(config: RunConfig) -> list[list[object]]:
 
 
 def _rollout(config: RunConfig, precision: str) -> list[object]:
-    """The row of ranks that only generate."""
+    """Make the row of ranks that only generate."""
     layout, pool = config.rollout_layout, config.pool_of(Role.ACTOR_ROLLOUT)
     sizes = [layout.world_size, layout.tp, layout.pp, layout.dp, 1]
     model = config.actor_rollout.model
@@ -111,6 +117,7 @@ def _rollout(config: RunConfig, precision: str) -> list[object]:
 
 
 def _batch(config: RunConfig) -> list[tuple[str, object]]:
+    """List title and value for the plan's part on prompts and samples of an iteration."""
     actor = config.actor_rollout
     per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
     return [
@@ -125,13 +132,14 @@ def _batch(config: RunConfig) -> list[tuple[str, object]]:
 
 
 def _at_once(config: RunConfig) -> str:
-    """Rows and rounds of a replica of the rollout, which has no pipeline."""
+    """Say how many rows a rollout replica generates at once, in how many rounds."""
     per_replica = -(-config.samples_per_iteration // config.rollout_layout.dp)
     rows = cache_rows(config)
     return f"{rows} (rounds: {-(-per_replica // rows)})"
 
 
 def _forwards(config: RunConfig) -> list[list[object]]:
+    """Make the table of forward passes: samples and micro-batches of each role with a model."""
     rows: list[list[object]] = [["role", "samples per rank", "micro-batch", "micro-batches"]]
     for role in config.roles:
         if has_model(config, role):
@@ -141,7 +149,7 @@ def _forwards(config: RunConfig) -> list[list[object]]:
 
 
 def _micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, str]:
-    """Size and number of the micro-batches that a rank makes of `samples`."""
+    """Describe size and number of the micro-batches that a rank makes of `samples`."""
     section, actor = config.role(role), config.actor_rollout
     count = memory.micro_batches(section, samples, actor.max_prompt_length + actor.max_new_tokens)
     limit = section.max_tokens_per_micro_batch
@@ -151,6 +159,7 @@ def _micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, st
 
 
 def _updates(config: RunConfig) -> list[list[object]]:
+    """Make the table of updates: mini-batches, epochs and steps of actor and critic."""
     actor = config.actor_rollout
     rows: list[list[object]] = [
         ["role", "mini-batch", "mini-batches", "epochs", "steps per iteration",

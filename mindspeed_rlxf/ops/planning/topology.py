@@ -28,7 +28,7 @@ class Block:
 
 
 def topology(config: RunConfig) -> str:
-    """A table for each pool: a line for each device, or for each range of like hosts."""
+    """Make a table for each pool: a line for each device, or for each range of like hosts."""
     whole = sum(map(config.pool_size, config.resource_pool)) <= MAX_LINES
     return "\n\n".join(
         _table(pool, blocks, layouts, whole)
@@ -38,7 +38,7 @@ def topology(config: RunConfig) -> str:
 
 
 def _parts(config: RunConfig, pool: str) -> Iterator[tuple[list[Block], dict[str, Placed]]]:
-    """Hosts and roles of a pool; where it is split, of its training part, then of its rollout."""
+    """Yield hosts and roles of a pool; of a split one, its training part, then its rollout."""
     hosts = _hosts(config.resource_pool[pool])
     layouts = {role.value: (config.layout(role), 0) for role in config.roles_of(pool)}
     if not is_split(config, pool) or config.parts is None:
@@ -50,7 +50,7 @@ def _parts(config: RunConfig, pool: str) -> Iterator[tuple[list[Block], dict[str
 
 
 def _hosts(sizes: Sequence[int]) -> list[Block]:
-    """A block for each host. sizes: processes of the hosts"""
+    """Make a block for each host. sizes: processes of the hosts"""
     ends = zip(sizes, accumulate(sizes), strict=True)
     return [
         Block(range(i, i + 1), range(size), range(end - size, end))
@@ -59,7 +59,7 @@ def _hosts(sizes: Sequence[int]) -> list[Block]:
 
 
 def _within(blocks: list[Block], ranks: range) -> list[Block]:
-    """The parts of the blocks that hold `ranks`."""
+    """Return the parts of the blocks that hold `ranks`."""
     found = []
     for block in blocks:
         first = max(block.ranks.start, ranks.start)
@@ -72,7 +72,7 @@ def _within(blocks: list[Block], ranks: range) -> list[Block]:
 
 
 def _table(pool: str, hosts: list[Block], layouts: dict[str, Placed], whole: bool) -> str:
-    """whole: a line for each device"""
+    """Make a pool's table. whole: a line for each device, else for each range of like hosts"""
     places = list(layouts.values())
     rows: list[list[object]] = [
         ["pool", "hosts", "devices", "ranks", *(f"{role} TP,PP,DP" for role in layouts)]
@@ -85,6 +85,7 @@ def _table(pool: str, hosts: list[Block], layouts: dict[str, Placed], whole: boo
 
 
 def _single_devices(blocks: list[Block]) -> list[Block]:
+    """Split blocks into one for each device."""
     return [
         Block(block.hosts, range(device, device + 1), range(rank, rank + 1))
         for block in blocks
@@ -106,7 +107,7 @@ def _join_alike(hosts: list[Block], places: Sequence[Placed]) -> Iterator[Block]
 
 
 def _coordinates(placed: Placed, ranks: range) -> list[list[int]]:
-    """TP, PP and DP ranks of these ranks of the pool, each sorted."""
+    """Return the TP, PP and DP ranks of these ranks of the pool, each list sorted."""
     layout, first = placed
     functions = (layout.tp_rank, layout.pp_rank, layout.dp_rank)
     return [sorted({function(rank - first) for rank in ranks}) for function in functions]

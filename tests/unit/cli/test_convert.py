@@ -34,12 +34,12 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "vpp alone": (["--num-layers-per-virtual-pipeline-stage", "1"], "of at least 2, not 1"),
     "both": (
         ["--pp", "2", "--num-layer-list", "2,2", "--num-layers-per-virtual-pipeline-stage", "1"],
-        "--num-layer-list excludes --num-layers-per-virtual-pipeline-stage",
+        "--num-layer-list must not be given with --num-layers-per-virtual-pipeline-stage",
     ),
     "grouped": (["--moe-grouped-gemm"], "--moe-grouped-gemm is not supported: experts are written"),
     "noop": (["--noop-layers", "1,2"], "--noop-layers is not supported"),
     "bert": (["--model-type", "BERT"], "--model-type=BERT is not supported: GPT is the only one"),
-    "family": (["--model-type-hf", "mixtrall"], "is not converted; did you mean mixtral?"),
+    "family": (["--model-type-hf", "mixtrall"], "cannot be converted; did you mean mixtral?"),
     "other family": (
         ["--model-type-hf", "qwen3"],
         "must agree with config.json, whose model_type is",
@@ -48,10 +48,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "vocabulary": (["--true-vocab-size", "36"], "must be the vocab_size=37 of config.json"),
     "zarr": (
         ["--ckpt-format", "zarr"],
-        "--ckpt-format=zarr is not written; use torch or torch_dist",
+        "--ckpt-format=zarr cannot be written; use torch or torch_dist",
     ),
     "optim": (["--load-model-type", "optim"], "optimizer states are not converted"),
-    "kind": (["--load-model-type", "mg"], "is a Hugging Face folder; correct one of them"),
+    "kind": (["--load-model-type", "mg"], "a Hugging Face folder; correct one of them"),
     "twice": (["--load-dir", "x"], "SOURCE or --load-dir must be given, once"),
 }
 
@@ -81,7 +81,7 @@ def test_folders_that_cannot_be_a_target(model: Path, tmp_path: Path, capsys: An
     assert main([str(model), str(tmp_path / "x"), "--to", "hf"]) == 2
     assert "is a Hugging Face folder already; use --to mg" in capsys.readouterr().err
     assert main([str(tmp_path / "gone"), str(tmp_path / "x"), "--to", "mg"]) == 2
-    assert "gone is no folder; give the folder of the weights" in capsys.readouterr().err
+    assert "gone must be a folder; give the folder of the weights" in capsys.readouterr().err
 
 
 def test_a_megatron_folder_without_config_json_needs_one(
@@ -90,7 +90,7 @@ def test_a_megatron_folder_without_config_json_needs_one(
     assert main([str(model), str(tmp_path / "mg"), "--to", "mg"]) == 0
     (tmp_path / "mg" / "config.json").unlink()
     assert main([str(tmp_path / "mg"), str(tmp_path / "back"), "--to", "hf"]) == 2
-    assert "has no config.json that describes the model; give" in capsys.readouterr().err
+    assert "must have a config.json that describes the model; give" in capsys.readouterr().err
     arguments = [str(tmp_path / "mg"), str(tmp_path / "back"), "--to", "hf"]
     assert main([*arguments, "--hf-config", str(model)]) == 0
 

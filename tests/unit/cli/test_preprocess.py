@@ -112,7 +112,7 @@ def test_dropped_rows_skipped_files_and_empty_files_are_reported(
     assert "cut to --seq-length               4" in output.out
     assert "dropped rows: new/folder/set_rejected.jsonl" in output.out
     assert output.err.splitlines() == [
-        "note: folder/notes.txt is skipped: of no type that is read",
+        "note: folder/notes.txt is skipped: files of its type are not read",
         "note: folder/empty.jsonl holds no rows",
     ]
     assert texts("new/folder/set")[-1] == "bcdef"
@@ -197,7 +197,7 @@ def test_a_tokenizer_that_does_not_know_the_text_is_doubted(
     (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 3))
     assert main([*required, "--tokenizer-name-or-path", "small"]) == 0
     errors = capsys.readouterr().err
-    assert errors.count("note: 3% of the tokens are the unknown one") == unknown
+    assert errors.count("note: 3% of the tokens are the unknown token") == unknown
     assert len(errors.splitlines()) == unknown
 
 

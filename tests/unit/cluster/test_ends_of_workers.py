@@ -24,5 +24,5 @@ def test_a_lost_worker_is_reported_with_its_reason(said: str, reason: str) -> No
     origin = Origin("critic", 3, "b", "values", "/logs/rank_00003.log")
     error = as_worker_error(RayActorError(error_msg=said), origin)
     assert error.cause.startswith("the process died") and reason in error.cause
-    assert error.cause.endswith("its last words are in /logs/rank_00003.log")
+    assert error.cause.endswith("its last output is in /logs/rank_00003.log")
     assert said in error.remote_traceback

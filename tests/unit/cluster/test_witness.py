@@ -203,7 +203,7 @@ def test_hosts_that_answer_are_heard_and_the_others_are_named(
         ("main", rank): (rank, "is alive", "last words\n") for rank in (0, 2)
     }
     (said,) = caplog.messages
-    assert said.startswith("no stacks and no logs of the ranks on node2: ValueError: ")
+    assert said.startswith("cannot fetch stacks and logs of the ranks on node2: ValueError: ")
 
 
 def test_a_death_on_a_host_that_killed_for_memory_says_so() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.resolve import resolve, resolve_with_notes
 
 
@@ -63,3 +64,46 @@ def test_a_pool_that_no_role_computes_on_is_noted(
 ) -> None:
     _, notes = resolve_with_notes(make_tree(changes), "t")
     assert [text for text in notes if text.startswith("resource_pool")] == ([note] if note else [])
+
+
+NO_PENALTY = {"algorithm.kl_ctrl.kl_coef": 0.0}
+PAIRS = {
+    "training.stage": "ray_online_dpo",
+    "actor_rollout.do_sample": True,
+    "actor_rollout.micro_batch_size": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "drop", "runs"),
+    [
+        ({}, (), True),
+        (NO_PENALTY, (), False),
+        ({**NO_PENALTY, "algorithm.kl_penalty": "full"}, (), False),
+        ({**NO_PENALTY, "logging.reference_kl": True}, (), True),
+        ({**NO_PENALTY, **PAIRS, "algorithm": {}}, ("critic", "placement.critic"), True),
+    ],
+)
+def test_a_reference_runs_only_where_something_reads_it(
+    make_tree: Any, changes: dict[str, Any], drop: tuple[str, ...], runs: bool
+) -> None:
+    config = resolve(make_tree(changes, drop), "test")
+    assert (Role.REF in config.roles) == runs
+
+
+def test_a_pool_of_an_absent_reference_is_not_made(make_tree: Any) -> None:
+    own = {"resource_pool.refs": 8, "placement.ref": "refs"}
+    assert set(resolve(make_tree(own), "test").resource_pool) == {"main", "refs"}
+    config, notes = resolve_with_notes(make_tree({**own, **NO_PENALTY}), "test")
+    assert set(config.resource_pool) == {"main"}
+    assert "resource_pool.refs=[8]: not used, as no reference runs" in notes
+    # A rule needs a pool that is not split: the critic's, where the reference is absent.
+    split = {
+        **own,
+        "actor_rollout.num_gpus_for_train": 4,
+        "actor_rollout.num_gpus_for_infer": 4,
+        "placement.critic": "values",
+        "resource_pool.values": 8,
+    }
+    assert resolve(make_tree(split), "test").placement[Role.REWARD] == "refs"
+    assert resolve(make_tree({**split, **NO_PENALTY}), "test").placement[Role.REWARD] == "values"

@@ -292,6 +292,7 @@ LOGGING: dict[str, Any] = {
     "samples": Case(5, see.recorded),
     "samples_file_mb": Case(7, see.recorded),
     "console_metrics": Case(["critic/kl"], see.recorded),
+    "reference_kl": Case(True, base={"algorithm.kl_ctrl.kl_coef": 0.0}),
 }
 DEVICE: dict[str, Any] = {
     "kind": Case("cuda", base=JOINED),

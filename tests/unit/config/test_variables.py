@@ -122,7 +122,7 @@ def test_a_mask_without_a_variable_of_that_name_is_refused(
 ) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     (problem,) = problems({"resource_pool.env": {"HF_TOKEN": "***"}})
-    assert problem.startswith("resource_pool.env.HF_TOKEN=*** is the variable of this process")
+    assert problem.startswith("resource_pool.env.HF_TOKEN=*** stands for the variable of this")
     assert problem.endswith("; export HF_TOKEN, or give its value")
 
 

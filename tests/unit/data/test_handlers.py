@@ -157,7 +157,7 @@ def test_only_the_named_columns_are_kept(bench: Bench) -> None:
 
 def test_a_second_labels_column_is_an_error(bench: Bench) -> None:
     rows = [{"instruction": "A", "output": "B", "labels": "other"}]
-    with pytest.raises(UserError, match="writes the answers as 'labels', the rows have such"):
+    with pytest.raises(UserError, match="writes the answers as column 'labels', which"):
         run(bench, "R1AlpacaStyleInstructionHandler", rows)
     run(bench, "R1AlpacaStyleInstructionHandler", rows, '{"response": "labels"}')
     assert bench.column("labels") == ["other"]

@@ -30,7 +30,7 @@ def repatch(arguments):
     recorder.repatched(arguments)
 """
 HIDDEN = ("megatron", "mindspeed", "torch_npu")
-VERSIONS = {"torch": "2.7.1+cpu", "torch_npu": "2.7.1.post2", "mindspeed": "0.12.1"}
+VERSIONS = {"torch": "2.7.1+cpu", "torch_npu": "2.7.1.post8", "mindspeed": "0.12.1"}
 
 
 class OutOfOrder(AssertionError):
@@ -171,7 +171,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int = 8) -> 
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     monkeypatch.setattr(packages, "_installed", VERSIONS.get)
-    monkeypatch.setattr(npu_versions, "cann_version", lambda: "8.5.0")
+    monkeypatch.setattr(npu_versions, "cann_version", lambda: "9.1.0")
     monkeypatch.setattr(dist, "all_reduce", dist.all_reduce)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     return recorder

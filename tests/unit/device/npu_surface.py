@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 DEVICE = Path(__file__).resolve().parents[3] / "mindspeed_rlxf" / "device"
+# The second from 26.1.0 on.
+REGISTRATION = ("torch_npu/__init__.py", "torch_npu/_init/registry/distributed.py")
 Read = Callable[[str], str | None]  # path inside a wheel or a folder -> its text
 
 
@@ -102,9 +104,19 @@ def wheel_problems(read: Read) -> list[str]:
         problems.append("torch_npu.npu.set_compile_mode(jit_compile=...)")
     if not (read("torch_npu/contrib/transfer_to_npu.py") or ""):
         problems.append("torch_npu.contrib.transfer_to_npu")
-    if '"hccl"' not in (read("torch_npu/__init__.py") or ""):
+    if not any(_registers_hccl(read(module) or "") for module in REGISTRATION):
         problems.append("the backend hccl")
     return problems
+
+
+def _registers_hccl(text: str) -> bool:
+    """Whether a module calls `register_backend("hccl", ...)`."""
+    return any(
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith("register_backend")
+        and [each.value for each in node.args[:1] if isinstance(each, ast.Constant)] == ["hccl"]
+        for node in ast.walk(ast.parse(text))
+    )
 
 
 def _takes(node: ast.FunctionDef, name: str) -> bool:

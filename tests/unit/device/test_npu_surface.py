@@ -26,6 +26,7 @@ def get_rng_state(): ...
 def set_rng_state(state): ...
 """
 MEMORY = "def mem_get_info(): ...\n"
+OLDER, NEWER = "torch_npu/__init__.py", "torch_npu/_init/registry/distributed.py"
 NONE = [pytest.param(None, marks=pytest.mark.skip(reason="RLXF_NPU_PACKAGES names no package"))]
 CONFIG = "def set_compile_mode(jit_compile=False): ...\n"
 
@@ -35,13 +36,16 @@ def test_real_packages_have_every_name_that_is_used(package: Path) -> None:
     assert npu_surface.problems(package) == []
 
 
-def wheel(file: Path, init: str = INIT, config: str = CONFIG) -> npu_surface.Read:
+def wheel(
+    file: Path, init: str = INIT, config: str = CONFIG, hccl: str = OLDER, backend: str = "hccl"
+) -> npu_surface.Read:
+    """hccl: module that registers the backend"""
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("torch_npu/npu/__init__.py", init)
         archive.writestr("torch_npu/npu/memory.py", MEMORY)
         archive.writestr("torch_npu/npu/npu_config.py", config)
         archive.writestr("torch_npu/contrib/transfer_to_npu.py", "_init()")
-        archive.writestr("torch_npu/__init__.py", 'register_backend("hccl")')
+        archive.writestr(hccl, f'Backend.register_backend("{backend}", lambda options: None)\n')
     return npu_surface.wheel(file)
 
 
@@ -56,8 +60,14 @@ def test_the_names_in_use_are_known_here() -> None:
     )  # fmt: skip
 
 
-def test_a_wheel_with_all_names_passes(tmp_path: Path) -> None:
-    assert npu_surface.wheel_problems(wheel(tmp_path / "a.whl")) == []
+@pytest.mark.parametrize("module", [OLDER, NEWER])
+def test_a_wheel_with_all_names_passes(tmp_path: Path, module: str) -> None:
+    assert npu_surface.wheel_problems(wheel(tmp_path / "a.whl", hccl=module)) == []
+
+
+def test_a_wheel_that_registers_no_hccl_is_found(tmp_path: Path) -> None:
+    read = wheel(tmp_path / "a.whl", backend="lccl")
+    assert npu_surface.wheel_problems(read) == ["the backend hccl"]
 
 
 def test_a_name_that_a_wheel_lacks_is_found(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.device import npu_versions
-from mindspeed_rlxf.device.npu_versions import SETS, Installed
+from mindspeed_rlxf.device import npu_sets, npu_versions
+from mindspeed_rlxf.device.npu_sets import DEFAULT, SETS, VersionSet
+from mindspeed_rlxf.device.npu_versions import Installed
 from tests.unit.device import npu_recorder
 
-GOOD = Installed("2.7.1+cpu", "2.7.1.post2", "0.12.1", "0.12.1", "8.5.0")
+GOOD = Installed("2.7.1+cpu", "2.7.1.post8", "0.12.1", "0.12.1", "9.1.0")
+OLDER = Installed("2.7.1", "2.7.1", "0.12.1", "0.12.1", "8.3.RC1")  # verl's choice of 2025
 NEWER = Installed("2.9.0", "2.9.0.post2", "0.16.0", "0.16.0", "9.0.0")
 CONSTRAINTS = Path(__file__).parents[3] / "constraints"
 
@@ -20,7 +22,7 @@ def problems(there: Installed, fatal: bool) -> list[str]:
     return [str(each) for each in npu_versions.pair_problems(there) if each.fatal is fatal]
 
 
-@pytest.mark.parametrize("there", [GOOD, NEWER])
+@pytest.mark.parametrize("there", [GOOD, OLDER, NEWER])
 def test_a_set_as_published_gives_no_warning(there: Installed) -> None:
     assert list(npu_versions.pair_problems(there)) == []
 
@@ -54,11 +56,11 @@ def test_versions_that_cannot_work_are_refused_with_a_remedy(
     [
         (
             Installed("2.7.1", "2.7.1.post2", "0.12.1", "0.12.1", "9.0.0"),
-            r"no pair of torch_npu's own table; install torch_npu 2\.7\.1\.post4 or",
+            r"not in torch_npu's own table of pairs; install torch_npu 2\.7\.1\.post4 or",
         ),
         (
             Installed("2.7.1", "2.7.1", "0.12.1", "0.12.1", "7.0.1"),
-            r"table; use CANN 8\.5, 9\.0, 9\.1",
+            r"table of pairs; use CANN 8\.3, 8\.5, 9\.0, 9\.1",
         ),
         (
             Installed("2.6.0", "2.6.0.post5", "0.12.1", "0.12.1", "8.5.0"),
@@ -75,7 +77,46 @@ def test_versions_that_were_never_tried_are_warned_about(there: Installed, warni
 
 
 @pytest.mark.parametrize("each", SETS, ids=lambda each: each.name)
-def test_every_set_has_its_constraints_with_its_megatron(each: npu_versions.VersionSet) -> None:
+def test_the_pair_that_a_set_is_published_with_gives_no_warning(each: VersionSet) -> None:
+    torch = each.torch[0]
+    there = Installed(torch, each.torch_npu, each.megatron_core, each.mindspeed, each.cann)
+    assert list(npu_versions.pair_problems(there)) == []
+
+
+def test_the_default_set_is_that_of_make() -> None:
+    text = (CONSTRAINTS.parent / "Makefile").read_text(encoding="utf-8")
+    assert f"$(if $(filter npu,$(DEVICE)),{DEFAULT.name},cpu)" in text
+
+
+def test_a_package_of_torch_npu_stands_in_one_release_or_is_named_unpaired() -> None:
+    named = [name for each in npu_sets.RELEASES for name in each.packages]
+    assert len(set(named)) == len(named) and not set(named) & set(npu_sets.UNPAIRED)
+
+
+def test_every_fact_has_its_source_and_date() -> None:
+    sources = [each.source for each in (*SETS, *npu_sets.RELEASES, *npu_sets.NOT_TRIED)]
+    assert all(text and re.fullmatch(r"20\d\d-\d\d-\d\d", date) for text, date in sources)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("__init__.py", "import megatron_adaptor\n", r"needs MegatronAdaptor.*26\.1\.0_core"),
+        ("megatron_adaptor.py", "def patch_features(): ...\n", r"must have .*repatch.*2\.1\.0"),
+    ],
+)
+def test_a_mindspeed_that_cannot_work_is_refused_whatever_its_version_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, text: str, message: str
+) -> None:
+    npu_recorder.install(monkeypatch, tmp_path)
+    npu_versions.check()
+    (tmp_path / "MindSpeed" / "mindspeed" / file).write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        npu_versions.check()
+
+
+@pytest.mark.parametrize("each", SETS, ids=lambda each: each.name)
+def test_every_set_has_its_constraints_with_its_megatron(each: VersionSet) -> None:
     text = (CONSTRAINTS / f"{each.name}.txt").read_text(encoding="utf-8")
     (line,) = [line for line in text.splitlines() if line.startswith("megatron-core==")]
     assert npu_versions.set_for(line.removeprefix("megatron-core==")) is each

@@ -95,7 +95,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(case: Case, 
     damaged.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert case.resume() == 1
     assert case.lines == [1] and case.actor.loaded == "actor 1"
-    assert f"iter_0000002 is damaged: {file} is not what was written (sha256)" in case.notes[0]
+    assert f"is damaged: {file} differs from what was written (sha256)" in case.notes[0]
     assert (case.store.folder / "iter_0000002.unused").is_dir()
     assert (case.store.folder / POINTER).read_text() == "1\n"
     case.iterate(2)

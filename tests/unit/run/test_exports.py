@@ -88,7 +88,7 @@ def test_a_save_interval_beyond_the_run_is_a_note(make_tree: MakeTree) -> None:
         0: [],
         3: [],
         4: [
-            "training.save_interval=4 is over training.train_iters=3: it fires never; what is "
-            "saved is what training.save_interval_s asks for, and the end"
+            "training.save_interval=4 is over training.train_iters=3: checkpoints are saved by "
+            "training.save_interval_s only, and at the end"
         ],
     }

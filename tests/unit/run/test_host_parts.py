@@ -250,7 +250,7 @@ def test_a_changed_file_damages_the_checkpoint(
     file = checkpoints / f"iter_0000004/critic/rank_{rank}"
     file.write_text(file.read_text().upper())
     assert cluster.start() == 2
-    assert cluster.has_noted(f"critic/rank_{rank} is not what was written")
+    assert cluster.has_noted(f"critic/rank_{rank} differs from what was written")
 
 
 def test_a_host_that_is_not_in_the_run_is_named(cluster: Cluster) -> None:

@@ -64,8 +64,8 @@ def link(file: Path) -> None:
         (WEIGHTS, lambda file: os.truncate(file, 3), "actor/w.distcp has 3 bytes, not 7"),
         (WEIGHTS, link, "actor/w.distcp is a link"),
         (MANIFEST, Path.unlink, "manifest.json is missing"),
-        (MANIFEST, lambda file: os.truncate(file, 40), "manifest.json is not what was written"),
-        (MANIFEST, replace('"size": 7', '"size": 8'), r"json is not what was written \(sha256\)"),
+        (MANIFEST, lambda file: os.truncate(file, 40), "json differs from what was written"),
+        (MANIFEST, replace('"size": 7', '"size": 8'), r"differs from what was written \(sha256\)"),
         (MANIFEST, replace('_version": 1', '_version": 2'), "has format_version 2, this version"),
     ],
 )
@@ -87,7 +87,7 @@ def save_manifest(folder: Path, files: Any) -> Checkpoint:
 
 @pytest.mark.parametrize("files", [None, {}, ["x"], [{"size": 1}], [{"path": "a", "size": "1"}]])
 def test_a_list_of_files_of_another_shape_is_damage(files: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is not what was written \(its list of files\)"):
+    with pytest.raises(ValueError, match=r"differs from what was written \(its list of files\)"):
         save_manifest(tmp_path, files).read()
 
 
@@ -109,7 +109,7 @@ def test_a_flipped_bit_is_found_by_the_hash(tmp_path: Path) -> None:
     (entry,) = Checkpoint(folder, 1).read().files
     assert content_problem(folder, entry) is None
     (folder / WEIGHTS).write_text("weightr")
-    assert content_problem(folder, entry) == "actor/w.distcp is not what was written (sha256)"
+    assert content_problem(folder, entry) == "actor/w.distcp differs from what was written (sha256)"
 
 
 def test_a_checkpoint_renamed_to_another_iteration_is_refused(tmp_path: Path) -> None:

@@ -327,7 +327,7 @@ def test_the_engine_has_to_be_known(problems: Problems, monkeypatch: pytest.Monk
     split = ["num_gpus_for_train=1", "num_gpus_for_infer=1"]
     words = [*(f"actor_rollout.{word}" for word in split), "resource_pool.actor_rollout=2"]
     (line,) = problems("rollout.engine=other", *words)
-    assert line.startswith("error: rollout.engine=other generates beside the training")
+    assert line.startswith("error: rollout.engine=other cannot generate on ranks of its own")
 
 
 def test_all_problems_are_reported_at_once(problems: Problems) -> None:

@@ -225,7 +225,7 @@ def test_the_command_in_the_error_leaves_a_refused_file_with_its_model(
         content = torch.load(file, weights_only=True)
     torch.save({**content, "args": OfItsMaker(), "optimizer": [OfItsMaker()]}, file)
     said = refused(legacy, capsys)
-    assert f"wants {__name__}.OfItsMaker; do not open a file of others. Where you made it," in said
+    assert f"it has {__name__}.OfItsMaker; do not open a file of others. Where you made it," in said
     python, option, code, given = shlex.split(
         said.partition("in the environment that wrote it: ")[2]
     )
@@ -242,5 +242,5 @@ def test_a_field_of_config_json_that_makes_no_sense_is_named(tmp_path: Path, cap
     file.write_text(file.read_text().replace('"vocab_size": ', '"vocab_size": "x", "was": '))
     assert main([str(tmp_path / "hf"), str(tmp_path / "mg"), "--to", "mg"]) == 2
     said = capsys.readouterr().err
-    assert f"{file} describes no model: vocab_size='x' must be an integer" in said
+    assert f"{file} must describe a model: vocab_size='x' must be an integer" in said
     assert "pydantic" not in said

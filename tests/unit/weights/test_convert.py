@@ -82,7 +82,7 @@ def test_a_megatron_folder_is_split_again(
     tensors = make_folder(tmp_path / "hf", "qwen3_moe", shards=3)
     run(tmp_path / "hf", tmp_path / "a", "--to", "mg", "--format", first, "--tp", 8, "--ep", 2)
     # Four groups; a sharded checkpoint is not bound to ranks.
-    assert ("from megatron-core 0.16 on" in capsys.readouterr().out) == (first == "torch")
+    assert ("megatron-core 0.16 or newer" in capsys.readouterr().out) == (first == "torch")
     run(tmp_path / "a", tmp_path / "b", "--to", "mg", "--format", second, "--tp", 2, "--pp", 2)
     assert "megatron-core" not in capsys.readouterr().out
     run(tmp_path / "b", tmp_path / "back", "--to", "hf", "--shard-size-gb", 1e-5)
@@ -144,7 +144,7 @@ def test_options_of_the_older_tool_write_to_its_folders(tmp_path: Path, capsys: 
     there = ["--load-model-type", "hf", "--save-model-type", "mg", "--tokenizer-model", "x.json"]
     run(*shared, *there, *sizes, *folders)
     said = capsys.readouterr().err
-    assert "note: without effect: --model-type (GPT is the only one), " in said
+    assert "note: flags without effect: --model-type (GPT is the only one), " in said
     assert ", --use-mcore-models (always)" in said
     back = ["--load-model-type", "mg", "--save-model-type", "hf"]
     run(*shared, *back, "--load-dir", tmp_path / "mg", "--save-dir", tmp_path / "hf")

@@ -234,7 +234,7 @@ def test_the_command_killed_between_two_names_ends_when_it_is_given_again(
     assert left[:2] == ["hf", "mg.partial"] and left[2].startswith("mg.replaced-"), left
     capsys.readouterr()
     assert main(arguments) == 0
-    assert "from an earlier run and are verified" in capsys.readouterr().out
+    assert "GB that an earlier run wrote, after verifying them" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mg"]
     assert main([str(tmp_path / "mg"), str(tmp_path / "back"), "--to", "hf"]) == 0
     assert_same(read_folder(tmp_path / "back"), tensors)
@@ -258,7 +258,7 @@ def test_the_command_killed_between_two_files_keeps_the_first(
     cut.write_bytes(cut.read_bytes()[:-1])
     assert main(arguments) == 0
     said = capsys.readouterr()
-    assert "from an earlier run and are verified" in said.out
+    assert "GB that an earlier run wrote, after verifying them" in said.out
     done, _, total = said.err.split()[:3]  # two ranks of one size, the first is there
     assert float(total) == 2 * float(done) > 0
     (kept,) = (tmp_path / "mg").rglob("mp_rank_00/*.pt")
@@ -274,7 +274,7 @@ def test_files_that_the_journal_does_not_name_are_kept_and_reported(tmp_path: Pa
     partial_folder = tmp_path / "mg.partial"
     fill(partial_folder, {"notes/mine.txt": "x"})
     for plan in (PLAN, {"of": "another"}):
-        with pytest.raises(UserError, match="its journal does not name notes; remove or rename it"):
+        with pytest.raises(UserError, match="no conversion wrote: notes; remove or rename it"):
             StagedFolder(tmp_path / "mg", plan, replace=False)
     assert (partial_folder / "notes" / "mine.txt").read_text() == "x"
     (partial_folder / "notes" / "mine.txt").rename(tmp_path / "mine.txt")

@@ -141,8 +141,8 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "mean of micro-batch means needs micro-batches of one size": (
         {"critic.max_tokens_per_micro_batch": 24, "algorithm.loss_normalizer": "micro_batch_mean"},
-        ["algorithm.loss_normalizer=micro_batch_mean needs micro-batches of one size, "
-         "critic.max_tokens_per_micro_batch=24 makes others; use null there, or "
+        ["algorithm.loss_normalizer=micro_batch_mean needs micro-batches of one size, which "
+         "critic.max_tokens_per_micro_batch=24 does not make; use null there, or "
          "algorithm.loss_normalizer=minibatch_tokens"],
     ),
 }  # fmt: skip

@@ -84,6 +84,10 @@ CASES: list[tuple[Changes, str, Changes]] = [
      "training.nan_policy=raise", {"training.nan_policy": "skip"}),
     ({"training.resume": "never", "training.new_run": True}, "training.resume='never': no effect "
      "with training.new_run=true", {"training.new_run": False}),
+    ({"critic.recompute_num_layers": 2}, "critic.recompute_num_layers=2: no effect with "
+     "recompute=none", {"critic.recompute": "full"}),
+    ({"logging.reference_kl": True}, "logging.reference_kl=true: no effect where a reward or a "
+     "loss reads the reference anyway", {"algorithm.kl_ctrl.kl_coef": 0.0}),
     ({"logging.samples_file_mb": 9, "logging.samples": 0}, "logging.samples_file_mb=9: no effect "
      "with logging.samples=0", {"logging.samples": "all"}),
     ({"training.async_save": True, "training.save_interval_s": 0.0}, "training.async_save=true: no "

@@ -224,7 +224,7 @@ def test_a_valid_tree_has_no_problem(problems: Problems, changes: dict[str, Any]
         ),
         (
             {**SPARSE, "model.small.add_qkv_bias": True},
-            "model.small.add_qkv_bias=true has no model with num_experts here (Qwen3-MoE and "
+            "model.small.add_qkv_bias=true must be false with num_experts (Qwen3-MoE and "
             "Mixtral have no biases); use false",
         ),
         (

@@ -110,8 +110,8 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         {"algorithm.adv_estimator": "reinforce_plus_plus"},
-        ["algorithm.adv_estimator=reinforce_plus_plus works without the critic of "
-         "training.stage=ray_ppo; use gae, or training.stage=ray_grpo"],
+        ["algorithm.adv_estimator=reinforce_plus_plus needs no critic, and "
+         "training.stage=ray_ppo trains one; use gae, or training.stage=ray_grpo"],
     ),
     (
         {**GRPO, "actor_rollout.n_samples_per_prompt": 1},
@@ -146,7 +146,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         {**DYNAMIC, "algorithm.adv_estimator": "reinforce_plus_plus"},
-        ["algorithm.filter_groups=true drops prompts that "],
+        ["algorithm.filter_groups=true must be false with "],
     ),
     (
         {**GRPO, "actor_rollout.clip_ratio_c": 1.0},

@@ -117,7 +117,7 @@ def test_sets_of_both_kinds_are_not_mixed(sets: Path) -> None:
         write_pair(sets / f"old_packed_{column}_document", [[1]], 4 if "_" in column else 1)
     problems = problems_of(sets)
     assert len(problems) == len(COLUMNS)
-    assert "old_packed_answer_document: no _packed_meta.json says how it was made" in problems[0]
+    assert "old_packed_answer_document: must have a sidecar, as " in problems[0]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_a_check_that_raises_is_a_finding_and_the_others_are_there() -> None:
     found = run_probes(probes)
     assert found == [
         ok("a", "1"),
-        warning("b", "the check itself failed (RuntimeError: two lines)", "look at this by hand"),
+        warning("b", "the check itself failed (RuntimeError: two lines)", "check it by hand"),
     ]
 
 

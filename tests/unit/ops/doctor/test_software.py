@@ -74,7 +74,7 @@ def test_a_missing_checkout_is_an_error(host: Path, monkeypatch: pytest.MonkeyPa
 def test_of_a_package_that_is_missing_only_that_is_findings_of(
     host: Path, monkeypatch: pytest.MonkeyPatch, there: str, what: str
 ) -> None:
-    installed = {"torch": "2.7.1+cpu", "torch_npu": "2.7.1.post2"}
+    installed = {"torch": "2.7.1+cpu", "torch_npu": "2.7.1.post8"}
     monkeypatch.setattr(packages, "_installed", installed.get)
     npu_recorder.look_in(monkeypatch, [host / there])
     ((status, value, _),) = findings_of("versions.pairs")

@@ -1,0 +1,234 @@
+"""Check what an NPU host needs below Python: driver, firmware, device files, CANN, ATB, links.
+
+Paths, packages and commands stand in docs/npu.md with their sources. Nothing of CANN is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import platform
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mindspeed_rlxf.device import driver, npu
+
+DRIVER = "/usr/local/Ascend/driver"
+DRIVER_VERSION = f"{DRIVER}/version.info"
+DRIVER_LIBRARIES = f"{DRIVER}/lib64"
+DEVICE_FILES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
+# The first from CANN 8.5 on.
+SET_ENV = ("/usr/local/Ascend/cann/set_env.sh", "/usr/local/Ascend/ascend-toolkit/set_env.sh")
+SET_ENV_ATB = "/usr/local/Ascend/nnal/atb/set_env.sh"
+KERNELS = "built-in/op_impl/ai_core/tbe/kernel"
+HCCN_TOOL = f"{DRIVER}/tools/hccn_tool"
+BOARD = ("npu-smi", "info", "-t", "board", "-i")
+MOUNTS = " ".join(f"--device {name}" for name in DEVICE_FILES) + f" -v {DRIVER}:{DRIVER}"
+IN_CONTAINER = f"in a container: --device /dev/davinci0 (one for each) {MOUNTS}"
+
+
+class Checked(NamedTuple):
+    """Result of one line of the installation. fatal: an error where it is not fine"""
+
+    name: str
+    fine: bool
+    value: str
+    remedy: str
+    fatal: bool = False
+
+
+class Host(NamedTuple):
+    """What is inspected. root: where absolute paths start; run: output of a command"""
+
+    root: Path = Path("/")
+    environment: Mapping[str, str] = os.environ
+    run: Callable[[Sequence[str]], str] = driver.run_tool
+
+    def path(self, name: str) -> Path:
+        return self.root / name.lstrip("/")
+
+
+def check_driver(host: Host) -> Iterator[Checked]:
+    """Driver, its libraries, the firmware that it goes with, and the device files."""
+    version = host.path(DRIVER_VERSION)
+    found = re.search(r"^Version=(\S+)", _read(version), re.M)
+    yield Checked(
+        "npu.driver",
+        found is not None,
+        f"{DRIVER_VERSION}: {found[1] if found else 'missing'}",
+        f"install the driver on the host, then the firmware; {IN_CONTAINER}",
+        fatal=True,
+    )
+    folders = _folders(host, "LD_LIBRARY_PATH")
+    there = any(DRIVER_LIBRARIES in folder for folder in folders)
+    yield Checked(
+        "npu.driver_libraries",
+        there or ctypes.util.find_library("ascend_hal") is not None,
+        f"{DRIVER_LIBRARIES} {'is' if there else 'is not'} on LD_LIBRARY_PATH",
+        f"export LD_LIBRARY_PATH={DRIVER_LIBRARIES}:{DRIVER_LIBRARIES}/common:"
+        f"{DRIVER_LIBRARIES}/driver:$LD_LIBRARY_PATH, before `ray start`",
+    )
+    yield _device_files(host)
+    yield _firmware(host)
+
+
+def _device_files(host: Host) -> Checked:
+    folder = host.path("/dev")
+    devices = driver.device_files(folder) if folder.is_dir() else []
+    missing = [name for name in DEVICE_FILES if not host.path(name).exists()]
+    numbered = [name for name in devices if name.startswith("davinci")]
+    lacking = ", ".join([*missing, *(() if numbered else ["/dev/davinci<N>"])])
+    return Checked(
+        "npu.device_files",
+        not lacking,
+        f"missing: {lacking}" if lacking else f"{len(numbered)} of /dev/davinci<N>, and managers",
+        f"look at the driver's log on the host; {IN_CONTAINER}",
+        fatal=True,
+    )
+
+
+def _firmware(host: Host) -> Checked:
+    """Whether the driver says that it works with the firmware, of the first card."""
+    name, remedy = "npu.firmware", "install the firmware that the driver's release names"
+    try:
+        text = host.run((*BOARD, "0"))
+    except ValueError as problem:
+        return Checked(name, False, str(problem), f"`{' '.join(BOARD)} 0` by hand")
+    facts = dict(re.findall(r"^\s*([A-Z][\w ]*?)\s*:\s*(\S.*?)\s*$", text, re.M))
+    version, fits = facts.get("Firmware Version", "unknown"), facts.get("Compatibility", "unknown")
+    value = f"{version}, compatibility with the driver {fits} (card 0)"
+    return Checked(name, fits != "NOK", value, remedy, fatal=True)
+
+
+def check_cann(host: Host) -> Iterator[Checked]:
+    """CANN's environment, its operators for this chip, and the library ATB."""
+    homes = {name: host.environment[name] for name in npu.HOME if host.environment.get(name)}
+    script = _find_script(host)
+    real = {Path(home).resolve() for home in homes.values()}
+    shown = ", ".join(f"{name}={home}" for name, home in homes.items())
+    yield Checked(
+        "npu.set_env",
+        len(real) == 1,
+        shown or f"neither {' nor '.join(npu.HOME)} is set",
+        f"`source {script}` alone, in a new shell, before `ray start` and the run",
+        fatal=True,
+    )
+    if not homes:
+        return
+    home = Path(next(iter(homes.values())))
+    python = home / "python" / "site-packages"
+    kept = any(_same(folder, python) for folder in _folders(host, "PYTHONPATH"))
+    yield Checked(
+        "npu.cann_python",
+        kept or not python.is_dir(),
+        f"{python} {'is' if kept else 'is not'} on PYTHONPATH",
+        f"`source {script}` again, and keep $PYTHONPATH at the end of your own",
+        fatal=True,
+    )
+    yield _operators(host, home)
+    yield _atb(host)
+
+
+def _find_script(host: Host) -> str:
+    """The set_env.sh that is there, of root or of this user; else where CANN would put it."""
+    home = f"{host.environment.get('HOME', '~')}/Ascend"
+    own = [name.replace("/usr/local/Ascend", home) for name in SET_ENV]
+    return next((name for name in (*SET_ENV, *own) if host.path(name).is_file()), SET_ENV[0])
+
+
+def _operators(host: Host, home: Path) -> Checked:
+    kernels = Path(host.environment.get("ASCEND_OPP_PATH") or home / "opp", KERNELS)
+    chips = sorted(each.name for each in kernels.iterdir()) if kernels.is_dir() else []
+    chips = [name for name in chips if name != "config"]
+    return Checked(
+        "npu.operators",
+        bool(chips),
+        f"{kernels}: {', '.join(chips) or 'none'}",
+        "install CANN's package of operators for this chip beside the toolkit, of the same "
+        "version: Ascend-cann-910b-ops (910B) or Ascend-cann-A3-ops (A3); before 8.5 "
+        "Ascend-cann-kernels-<chip>",
+    )
+
+
+def _atb(host: Host) -> Checked:
+    home = host.environment.get("ATB_HOME_PATH", "")
+    installed = host.path(SET_ENV_ATB).is_file()
+    return Checked(
+        "npu.atb",
+        bool(home) and Path(home).is_dir(),
+        f"ATB_HOME_PATH={home}" if home else "ATB_HOME_PATH is not set",
+        f"`source {SET_ENV_ATB}` after CANN's set_env.sh"
+        + ("" if installed else "; install CANN's NNAL first, of the same version"),
+    )
+
+
+def check_links(host: Host, devices: Sequence[int], several_hosts: bool) -> Iterator[Checked]:
+    """The network port of each device. One host does not need it; several do.
+
+    devices: numbers that the driver's tool lists
+    """
+    tool = shutil.which("hccn_tool") or HCCN_TOOL
+    if host.root == Path("/") and not Path(tool).is_file():
+        remedy = f"mount {HCCN_TOOL} and /etc/hccn.conf into the container"
+        yield Checked("npu.links", not several_hosts, "no hccn_tool: not looked at", remedy)
+        return
+    states, switches = {}, set()
+    for device in devices:
+        states[device] = _first(r"link status:\s*(\w+)", _ask(host, tool, device, "-link"))
+        switches.add(_first(r"tls switch\[(\d)\]", _ask(host, tool, device, "-tls")))
+    down = [f"{device}: {state}" for device, state in states.items() if state != "UP"]
+    yield Checked(
+        "npu.links",
+        not (down and several_hosts),
+        f"not up: {', '.join(down)}" if down else f"{len(states)} up",
+        f"look at cable, switch and address: `{HCCN_TOOL} -i N -link -g`, `-ip -g`",
+        fatal=True,
+    )
+    yield Checked(
+        "npu.tls",
+        len(switches) <= 1,
+        f"switch {', '.join(sorted(switches)) or 'unknown'}",
+        f"the same on every device of every host: `{HCCN_TOOL} -i N -tls -s enable 0`",
+        fatal=True,
+    )
+
+
+def _ask(host: Host, tool: str, device: int, option: str) -> str:
+    try:
+        return host.run((tool, "-i", str(device), option, "-g"))
+    except ValueError:
+        return ""
+
+
+def _first(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    return found[1] if found else "unknown"
+
+
+def describe_cards(devices: Sequence[driver.DriverDevice]) -> Checked:
+    """Cards and dies. On A3 a card is two devices, and each is a rank."""
+    cards = {each.card for each in devices}
+    dies = len(devices) // max(len(cards), 1)
+    value = f"{len(cards)} cards, {dies} device{'s' if dies > 1 else ''} on each"
+    even = len(cards) * dies == len(devices)
+    return Checked(
+        "npu.cards",
+        even,
+        f"{value}: `--resources='{{\"NPU\": {len(devices)}}}'` ({platform.machine()})",
+        "a card with fewer dies than others: give the container both /dev/davinci<N> of a card",
+    )
+
+
+def _folders(host: Host, variable: str) -> list[str]:
+    return [name for name in host.environment.get(variable, "").split(os.pathsep) if name]
+
+
+def _same(one: str, other: Path) -> bool:
+    return Path(one).resolve() == other.resolve()
+
+
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""

@@ -1,0 +1,238 @@
+"""Check what `convert` is asked for against the folders on disk, and plan the conversion."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.schema import SAVED_AS, ArchitectureConfig
+from mindspeed_rlxf.config.suggest import closest
+from mindspeed_rlxf.files.plain_yaml import read_yaml
+from mindspeed_rlxf.weights.formats import Format, find_weights
+
+if TYPE_CHECKING:
+    from mindspeed_rlxf.weights.convert import Conversion
+    from mindspeed_rlxf.weights.layout import MegatronLayout
+
+FAMILIES = {
+    "llama2": ("llama", "qwen2"),
+    "qwen3": ("qwen3",),
+    "qwen3-moe": ("qwen3_moe",),
+    "mixtral": ("mixtral",),
+}
+"""--model-type-hf -> model_type of config.json; the old tool calls Qwen2.5 llama2 too."""
+
+MG2HF = "mg2hf"
+GB = 1e9
+
+
+def plan_conversion(arguments: argparse.Namespace) -> Conversion:
+    """Check the arguments of `convert`, open the source and return the conversion.
+
+    Errors: UserError with the problems found.
+    """
+    from mindspeed_rlxf.weights.convert import (
+        DTYPE_NAMES,
+        Conversion,
+        choose_head,
+        open_source,
+        read_architecture,
+    )
+
+    source, target, config = _folders(arguments)
+    to = Format.HF if arguments.to == "hf" else Format(arguments.format or "torch")
+    architecture, hf_config = read_architecture(config)
+    _check_model(arguments, architecture, str(hf_config.get("model_type")))
+    head = choose_head(hf_config, arguments.orm)
+    layout = None if to is Format.HF else _layout(arguments, architecture)
+    return Conversion(
+        source=source,
+        config=config,
+        target=target,
+        to=to,
+        architecture=architecture,
+        head=head,
+        weights=open_source(source, architecture, head),
+        layout=layout,
+        dtype=DTYPE_NAMES.get(arguments.params_dtype),
+        shard_size=int(arguments.shard_size_gb * GB),
+        replace=arguments.force,
+    )
+
+
+def _folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
+    """Return the source, the target, and the folder of config.json. Errors: UserError."""
+    problems = _choice_problems(arguments)
+    for role, flag in (("source", "load_dir"), ("target", "save_dir")):
+        if (getattr(arguments, role) is None) == (getattr(arguments, flag) is None):
+            rule = f"or --{flag.replace('_', '-')} must be given, once"
+            problems.append(Problem(role.upper(), rule, remedy="add or remove one"))
+    _raise_any(problems)
+    source = Path(arguments.source or arguments.load_dir)
+    is_hf = _check_source(arguments, source)
+    config, target = _description(arguments, source, is_hf)
+    here, there = source.resolve(), target.resolve()
+    if here == there or there in here.parents:
+        rule = f"must not be the source {source} or hold it"
+        raise UserError(Problem(f"{target}", rule, remedy="give another folder"))
+    return source, target, config
+
+
+def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
+    """Return whether the source is a Hugging Face folder.
+
+    Errors: UserError unless it holds the weights of one model, of the kind that the flags name.
+    """
+    from mindspeed_rlxf.run.store import MANIFEST
+
+    if not source.is_dir():
+        remedy = "give the folder of the weights"
+        raise UserError(Problem(f"{source}", "must be a folder", remedy=remedy))
+    try:
+        kind, place = find_weights(source)
+    except ValueError as error:
+        raise UserError(Problem("", str(error))) from None
+    is_hf = kind is Format.HF
+    roles = [name for name in SAVED_AS.values() if (place / name).is_dir()]
+    if roles and (place / MANIFEST).is_file():
+        rule = f"is a checkpoint of a run, which holds {' and '.join(roles)}"
+        remedy = f"give {' or '.join(str(place / role) for role in roles)}"
+        raise UserError(Problem(f"{place}", rule, remedy=remedy))
+    wanted = arguments.load_model_type
+    if wanted is not None and (wanted == "hf") != is_hf:
+        rule = f"must be that of {source}, a {'Hugging Face' if is_hf else 'Megatron'} folder"
+        raise UserError(Problem("--load-model-type", rule, wanted, "correct one of them"))
+    if is_hf and arguments.to == "hf":
+        rule = "is a Hugging Face folder already"
+        raise UserError(Problem(f"{source}", rule, remedy="use --to mg"))
+    return is_hf
+
+
+def _description(arguments: argparse.Namespace, source: Path, is_hf: bool) -> tuple[Path, Path]:
+    """Return the folder of config.json, and the target. Errors: UserError where no model is told.
+
+    As in the old tool, --save-dir is the original folder, and the result lies in a folder of it.
+    """
+    target = Path(arguments.target or arguments.save_dir)
+    config = Path(arguments.hf_config) if arguments.hf_config else source
+    described = (source / "config.json").exists()
+    if arguments.to == "hf" and arguments.save_dir and not arguments.hf_config:
+        if (target / "config.json").exists():
+            return target, target / MG2HF
+        if not described:
+            rule = "must be the original Hugging Face folder, with config.json"
+            raise UserError(Problem("--save-dir", rule, target, "give that, or --hf-config"))
+    if config == source and not is_hf and not described:
+        rule = "must have a config.json that describes the model"
+        remedy = f"give {_original_of(source)}"
+        raise UserError(Problem(f"{source}", rule, remedy=remedy))
+    return config, target
+
+
+def _original_of(source: Path) -> str:
+    """Name the flags that describe a folder of Megatron weights without config.json.
+
+    A checkpoint of a run names the folders that the run has loaded.
+    """
+    from mindspeed_rlxf.run.driver_state import CONFIG, TRAINER
+    from mindspeed_rlxf.weights.folders import find_description
+
+    folder = source.resolve()
+    section = next((role.value for role, name in SAVED_AS.items() if name == folder.name), "")
+    try:
+        tree = read_yaml(folder.parent / TRAINER / CONFIG)
+        load = find_description(tree[section]["load"], tree["training"]["tokenizer_name_or_path"])
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return "the original Hugging Face folder as --hf-config"
+    orm = " --orm" if section == Role.CRITIC.value else ""
+    return f"what describes it in its run: --hf-config {load}{orm}"
+
+
+def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:
+    """List flags whose values exclude each other or are not supported."""
+    size, ranks = arguments.shard_size_gb, vars(arguments)
+    given = [f"--{name}={ranks[name]}" for name in ("tp", "pp", "ep") if ranks[name] != 1]
+    given += ["--num-layer-list"] if arguments.num_layer_list else []
+    optim = "optimizer states are not converted"
+    no_ranks = "a Hugging Face folder has no ranks"
+    checks = [
+        (
+            arguments.load_model_type == "optim",
+            Problem("--load-model-type", optim, "optim", "use hf or mg", colon=True),
+        ),
+        (
+            arguments.format == "zarr",
+            Problem("--ckpt-format", "cannot be written", "zarr", "use torch or torch_dist"),
+        ),
+        (size <= 0, Problem("--shard-size-gb", "must be more than 0", f"{size:g}", "use 4")),
+        (
+            arguments.to == "hf" and bool(given),
+            Problem(", ".join(given), no_ranks, remedy="remove it", colon=True),
+        ),
+    ]
+    return [problem for broken, problem in checks if broken]
+
+
+def _check_model(
+    arguments: argparse.Namespace, architecture: ArchitectureConfig, model_type: str
+) -> None:
+    """Raise UserError where flags about the model differ from its config.json."""
+    family, true_size = arguments.model_type_hf, arguments.true_vocab_size
+    guess = closest(family or "", FAMILIES)
+    families = f"did you mean {guess}?" if guess else f"use {', '.join(FAMILIES)}"
+    agree = f"must agree with config.json, whose model_type is {model_type}"
+    rows = f"must be the vocab_size={architecture.vocab_size} of config.json"
+    no_bias, leave_out = f"model_type {model_type} has none", "leave it out"
+    checks = [
+        (
+            family not in (None, *FAMILIES),
+            Problem("--model-type-hf", "cannot be converted", family, families),
+        ),
+        (
+            family in FAMILIES and model_type not in FAMILIES[family],
+            Problem("--model-type-hf", agree, family, leave_out),
+        ),
+        (
+            arguments.add_qkv_bias and not architecture.add_qkv_bias,
+            Problem("--add-qkv-bias", no_bias, remedy=leave_out, colon=True),
+        ),
+        (
+            true_size not in (None, architecture.vocab_size),
+            Problem("--true-vocab-size", rows, true_size, leave_out),
+        ),
+    ]
+    _raise_any([problem for broken, problem in checks if broken])
+
+
+def _layout(arguments: argparse.Namespace, architecture: ArchitectureConfig) -> MegatronLayout:
+    """Make the Megatron layout of the flags. Raises UserError."""
+    from mindspeed_rlxf.weights.layout import make_layout
+
+    given, layer_list = arguments.num_layer_list, None
+    if given is not None:
+        try:
+            layer_list = [int(number) for number in given.split(",")]
+        except ValueError:
+            rule = "must be numbers with commas between"
+            remedy = "write it like 8,8,7,9"
+            raise UserError(Problem("--num-layer-list", rule, given, remedy)) from None
+    return make_layout(
+        architecture,
+        arguments.tp,
+        arguments.pp,
+        arguments.ep,
+        arguments.num_layers_per_virtual_pipeline_stage,
+        layer_list,
+        arguments.make_vocab_size_divisible_by,
+    )
+
+
+def _raise_any(problems: list[Problem]) -> None:
+    """Raise UserError with the problems, if there are any."""
+    if problems:
+        raise UserError(problems)
