@@ -26,7 +26,12 @@ from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.sizes import HEADS
 from mindspeed_rlxf.rewards.classifier import check_classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
-from mindspeed_rlxf.rewards.plans import check_functions, needs_processes, rule_decides
+from mindspeed_rlxf.rewards.plans import (
+    check_functions,
+    needs_processes,
+    rule_decides,
+    try_sandbox,
+)
 from mindspeed_rlxf.rollout.engines import ENGINES, NATIVE
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.driver_state import (
@@ -57,6 +62,7 @@ class Prepared:
     fixed_responses: FixedResponses | None = None
     validate_by_rule: bool = True
     scores_in_processes: bool = False  # by functions or slow rules, see `rewards.workers`
+    sandbox: list[str] = field(default_factory=list)  # its level and what that does not prevent
     notices: list[str] = field(default_factory=list)  # printed before the run
 
 
@@ -100,7 +106,7 @@ def prepare(config: RunConfig) -> Prepared:
     if problems:
         raise UserError(problems)
     stops = describe_stop_tokens(prepared.tokenizer, described, data_stops, actor.stop_token_ids)
-    prepared.notices = [stops, *_notices(config)]
+    prepared.notices = [stops, *prepared.sandbox, *_notices(config)]
     return prepared
 
 
@@ -286,6 +292,8 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
     """
     try:
         manager = RewardManager(dict(config.reward.rules), config.verifiers)
+        if line := try_sandbox(config.reward):
+            prepared.sandbox = [line]
     except UserError as error:
         return error.problems
     reward, prompts = config.reward, prepared.train_prompts + prepared.val_prompts
