@@ -41,7 +41,7 @@ from mindspeed_rlxf.data.templates import TEMPLATES
 
 TOKENIZER_TYPE = "PretrainedFromHF"
 OVERLONG = {policy.value.replace("_", "-"): policy for policy in OverlongPrompts}
-CUTS = ("keep-head", "keep-tail")
+CUTS = ("keep-head", "keep-tail", "keep-ends")
 LINE_S = 5.0  # at least, between lines of progress
 MAX_UNKNOWN = 0.02  # share of unknown tokens above which the tokenizer is doubted
 EPILOG = (

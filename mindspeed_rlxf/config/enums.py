@@ -191,6 +191,14 @@ class OverlongPrompts(str, Enum):
     DROP = "drop"
     KEEP_HEAD = "keep_head"
     KEEP_TAIL = "keep_tail"
+    KEEP_ENDS = "keep_ends"
+
+
+class InvalidRows(str, Enum):
+    """Treatment of rows of prompt files that cannot be read."""
+
+    ERROR = "error"
+    DROP = "drop"
 
 
 class NanPolicy(str, Enum):

@@ -55,7 +55,7 @@ WITHOUT_ARCHITECTURE = {
 }
 """Kind of reward whose model is not one of ours -> keys that it reads."""
 
-VERBATIM = ("model", "resource_pool", "rules", "arguments")
+VERBATIM = ("model", "resource_pool", "rules", "arguments", "chat_template_kwargs")
 """Sections whose keys are names that the user chose."""
 
 

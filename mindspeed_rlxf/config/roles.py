@@ -14,7 +14,7 @@ from mindspeed_rlxf.config.enums import (
     RecomputeMethod,
 )
 from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.fields import Integers, Section, Word, key
+from mindspeed_rlxf.config.fields import Integers, Section, Strings, Word, key
 from mindspeed_rlxf.config.rules.tensor_parallel import find_uneven
 from mindspeed_rlxf.config.suggest import divisors, neighbours, use
 
@@ -234,6 +234,7 @@ class ActorConfig(LearningConfig):
         None, "the pool's other devices, which generate; null = all do both", "reshard", ge=1
     )
     stop_token_ids: Integers = key((), "token ids that end a response besides EOS")
+    stop_strings: Strings = key((), "texts that end a response, which keeps them")
     num_samples_per_step: int | None = key(
         None, "rows generated at once on one rank; null = as many as the cache holds", "free", ge=1
     )
@@ -277,6 +278,8 @@ class ActorConfig(LearningConfig):
                 self.min_new_tokens,
                 f"use {self.max_new_tokens} or less",
             )
+        if "" in self.stop_strings:
+            yield Problem("stop_strings", "must not be empty", remedy="remove the empty one")
         if self.n_samples_per_prompt > 1 and not self.do_sample:
             yield Problem(
                 "n_samples_per_prompt",

@@ -107,7 +107,7 @@ class Rollouts(Rows):
     response_ids: Tensor  # [batch, response] int64, right-padded with 0, EOS included
     response_mask: Tensor  # [batch, response] bool, True = a token is there; no gap from slot 0
     trained_mask: Tensor  # [batch, response] bool, True = learnt from; within response_mask
-    has_eos: Tensor  # [batch] bool: the last response token is an EOS
+    has_eos: Tensor  # [batch] bool: ended by an EOS, or by a stop string
     rollout_log_probs: Tensor  # [batch, response] fp32, unfiltered, 0 where not trained
     ground_truths: list[str]
     data_sources: list[str]

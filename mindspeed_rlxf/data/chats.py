@@ -7,7 +7,7 @@ loops. So it runs in a process with limits of time and memory, for a thousand co
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,28 +24,37 @@ Message = dict[str, Any]
 
 
 def fill_in(
-    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]]
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Sequence[Message]],
+    variables: Mapping[str, Any],
 ) -> Iterator[tuple[str, str]]:
     """Yield (text, "") of each conversation, with the generation prompt, or ("", reason).
 
+    variables: of the template besides those that every template has
     Raises OutOfBoundsError at the first that exceeds its time or memory.
     """
     if not conversations:
         return
     with _quiet_fork():
         found = stream_bounded(
-            lambda: (_fill_one(tokenizer, each) for each in conversations), CPU_S, MEMORY_BYTES
+            lambda: (_fill_one(tokenizer, each, variables) for each in conversations),
+            CPU_S,
+            MEMORY_BYTES,
         )
         first = next(found)
     yield first
     yield from found
 
 
-def _fill_one(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, str]:
+def _fill_one(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], variables: Mapping[str, Any]
+) -> tuple[str, str]:
     """Fill the chat template with one conversation; return (text, "") or ("", reason)."""
     try:
         given = [{k: v for k, v in message.items() if v is not None} for message in messages]
-        text = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            given, tokenize=False, add_generation_prompt=True, **variables
+        )
     except RecursionError:  # its own message depends on the depth of the stack
         return "", "it calls itself without end"
     except Exception as error:  # any type, because the template is a program

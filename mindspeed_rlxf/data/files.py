@@ -20,6 +20,7 @@ from mindspeed_rlxf.files.plain import (
 MAX_PROBLEMS_PER_FILE = 10  # different ones; equal problems of many rows count as one
 MAX_KEYS_SHOWN = 12
 MAX_LINE = 256 * 2**20  # bytes of a row of jsonl
+BUFFER = 2**20  # bytes of a column of parquet that are read at once
 MAX_ARRAY = 512 * 2**20  # bytes of an array of JSON, which is read as a whole
 
 Row = dict[str, Any]
@@ -34,15 +35,22 @@ class FileProblems:
     """Collects the problems of one file; a problem of many rows becomes one line with a count."""
 
     def __init__(self, file: str) -> None:
-        self._file = file
+        self.file = file
         self._rows: dict[Problem, list[int]] = {}
+        self.is_whole = True  # all problems are of single rows
 
-    def add(self, row: int, problem: Problem) -> None:
+    def add(self, row: int, problem: Problem, ends: bool = False) -> None:
         """Add the problem of one row.
 
-        row: from 1, line of a jsonl file, row of a parquet file; 0 = the whole file
+        row:  from 1, line of a jsonl file, row of a parquet file; 0 = the whole file
+        ends: no row behind it can be read
         """
         self._rows.setdefault(problem, []).append(row)
+        self.is_whole = self.is_whole and not ends and row > 0
+
+    def count_rows(self) -> int:
+        """Count the rows with a problem."""
+        return len({row for rows in self._rows.values() for row in rows})
 
     def list_problems(self) -> list[Problem]:
         """Return at most MAX_PROBLEMS_PER_FILE by `file:row`, and one that counts the others."""
@@ -50,11 +58,11 @@ class FileProblems:
         found = [self._locate(*item) for item in items[:MAX_PROBLEMS_PER_FILE]]
         if num_rest := sum(len(rows) for _, rows in items[MAX_PROBLEMS_PER_FILE:]):
             rule = f"{num_rest} more rows with problems like these"
-            found.append(Problem(self._file, rule, colon=True))
+            found.append(Problem(self.file, rule, colon=True))
         return found
 
     def _locate(self, problem: Problem, rows: list[int]) -> Problem:
-        where = f"{self._file}:{rows[0]}" if rows[0] else self._file
+        where = f"{self.file}:{rows[0]}" if rows[0] else self.file
         more = f" ({len(rows) - 1} more rows have the same problem)" if len(rows) > 1 else ""
         return replace(problem, key=where, colon=True, remedy=problem.remedy + more)
 
@@ -105,7 +113,7 @@ def read_rows(file: str, problems: FileProblems) -> Iterator[tuple[int, Row]]:
                 count += 1
                 yield number, row
     except BrokenFile as error:
-        problems.add(error.row, error.problem)
+        problems.add(error.row, error.problem, ends=True)
     except FileNotFoundError:
         problems.add(0, fault("no such file", "correct data.train_files or data.val_files"))
         return
@@ -221,7 +229,9 @@ def _parquet_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
     number = 0
     with open_plain(file) as stream:
         try:
-            for batch in pq.ParquetFile(stream).iter_batches(batch_size=1024):
+            # With a buffer, because a column of a row group is read as a whole otherwise.
+            file_of = pq.ParquetFile(stream, buffer_size=BUFFER, pre_buffer=False)
+            for batch in file_of.iter_batches(batch_size=1024):
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,9 @@ from mindspeed_rlxf.data.handlers import LABELS, SEQUENCES, Output
 from mindspeed_rlxf.data.indexed import BrokenIndex, IndexedReader
 from mindspeed_rlxf.data.lengths import LengthLimit
 from mindspeed_rlxf.data.prompt_encoder import IGNORED
-from mindspeed_rlxf.data.prompts import (
-    ENCODE_CHUNK,
-    Int64Array,
-    Prompt,
-    other_columns,
-    read_labels,
-)
+from mindspeed_rlxf.data.prompt_rows import read_labels
+from mindspeed_rlxf.data.prompt_store import Int64Array, Labels, Prompt, PromptStore
+from mindspeed_rlxf.data.prompts import ENCODE_CHUNK
 from mindspeed_rlxf.data.sidecar import (
     MASK,
     MOVES,
@@ -55,7 +52,7 @@ PAIR_IDS, PAIR_LABELS = SEQUENCES[Output.PAIR][:2]
 class IndexedPrompts:
     """stop_token_ids: tokens that end a response in the templates of the data sets"""
 
-    prompts: list[Prompt] = field(default_factory=list)
+    prompts: Sequence[Prompt] = ()
     stop_token_ids: tuple[int, ...] = ()
 
 
@@ -72,13 +69,16 @@ def load_indexed_prompts(
     Raises UserError with every problem: a data set that is absent or incomplete, another tokenizer
     than the data set's, rows that cannot be used.
     """
+    if not prefixes:
+        return IndexedPrompts()
     problems: list[Problem] = []
-    prompts: list[Prompt] = []
+    prompts = PromptStore()
     stop_ids: set[int] = set()
     for prefix in prefixes:
         try:
             data_set = _DataSet(prefix, tokenizer, data)
-            prompts += data_set.read_prompts(len(prompts), max_prompt_length)
+            data_set.read_prompts(prompts, max_prompt_length)
+            prompts.end_part()
             stop_ids.update(data_set.sidecar.stop_token_ids if data_set.sidecar else ())
         except UserError as error:
             problems += error.problems
@@ -108,9 +108,9 @@ class _DataSet:
             self._check_tokenizer(self.sidecar)
             self._check_special_tokens(self.sidecar)
             names = {c.name: c.file for c in self.sidecar.columns if c.encoding == "json"}
-        keys = (data.ground_truth_key, data.data_source_key)
+        keys = (data.ground_truth_key, data.data_source_key, *(data.extra_columns or ()))
         needed = {name for key in keys for name in (key, key.split(".")[0])} & names.keys()
-        if self.sidecar is not None:
+        if self.sidecar is not None and data.extra_columns is None:
             needed = set(names)
         self._columns = {name: self._open(names[name]) for name in sorted(needed)}
         self._largest_id = max(tokenizer.get_vocab().values())
@@ -143,11 +143,24 @@ class _DataSet:
                 raise self._error(f"must be whole, there is no {file}")
         return dict(zip(names, names, strict=True))
 
-    def read_prompts(self, first_index: int, max_prompt_length: int) -> list[Prompt]:
-        """Read all rows. Raises UserError with every problem, each keyed by `prefix:row`."""
+    def read_prompts(self, prompts: PromptStore, max_prompt_length: int) -> None:
+        """Add all rows to `prompts`. Raises UserError with every problem, keyed by `prefix:row`."""
         found = FileProblems(self._prefix)
         limit = LengthLimit(self._prefix, max_prompt_length, self._data.overlong_prompts)
-        kept: list[tuple[Int64Array, str, str, dict[str, Any]]] = []
+        rows = self._read_rows(limit, found)
+        while chunk := list(islice(rows, ENCODE_CHUNK)):
+            ids = [ids.tolist() for ids, _ in chunk]
+            texts = self._tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False)
+            for text, (token_ids, labels) in zip(texts, chunk, strict=True):
+                prompts.add(text, token_ids, labels)
+        limit.report(len(self._token_ids), found)
+        if problems := found.list_problems():
+            raise UserError(problems)
+
+    def _read_rows(
+        self, limit: LengthLimit, found: FileProblems
+    ) -> Iterator[tuple[Int64Array, Labels]]:
+        """Yield token ids and labels of the rows that are kept."""
         for place in range(len(self._token_ids)):
             ids, number = self._read_prompt_ids(place), place + 1
             if len(ids) and not 0 <= ids.min() <= ids.max() <= self._largest_id:
@@ -160,15 +173,7 @@ class _DataSet:
             labels = read_labels(number, row, self._data, found)
             fitting = limit.fit(number, ids, found)
             if fitting is not None and labels:
-                kept.append((fitting, *labels, other_columns(row, self._data)))
-        limit.report(len(self._token_ids), found)
-        if problems := found.list_problems():
-            raise UserError(problems)
-        texts = self._decode([ids for ids, *_ in kept])
-        return [
-            Prompt(first_index + place, text, *fields)
-            for place, (text, fields) in enumerate(zip(texts, kept, strict=True))
-        ]
+                yield fitting, labels
 
     def _read_prompt_ids(self, place: int) -> Int64Array:
         """Return a row's prompt ids: of a conversation, those up to the last ignored label."""
@@ -191,11 +196,6 @@ class _DataSet:
         ids = stored.astype(np.int64)
         ids = ids[(ids >= 0) & (ids <= self._largest_id)]  # without -100
         return self._tokenizer.decode(ids, skip_special_tokens=True)
-
-    def _decode(self, prompts: Sequence[Int64Array]) -> Iterator[str]:
-        for start in range(0, len(prompts), ENCODE_CHUNK):
-            chunk = [ids.tolist() for ids in prompts[start : start + ENCODE_CHUNK]]
-            yield from self._tokenizer.batch_decode(chunk, clean_up_tokenization_spaces=False)
 
     def _open(self, column: str) -> IndexedReader:
         """Open a column, which must have a sequence for every prompt. Raises UserError."""

@@ -13,7 +13,13 @@ from mindspeed_rlxf.data.files import FileProblems, fault
 
 logger = logging.getLogger(__name__)
 
-CUTTING = (OverlongPrompts.KEEP_HEAD, OverlongPrompts.KEEP_TAIL)
+KEPT = {
+    OverlongPrompts.KEEP_HEAD: "first",
+    OverlongPrompts.KEEP_TAIL: "last",
+    OverlongPrompts.KEEP_ENDS: "first and last",
+}
+"""Policy that cuts prompts -> which tokens it keeps."""
+CUTTING = tuple(KEPT)
 MOST_CHARACTERS = 2**20  # of a text that is tokenized to learn its length
 CHARACTERS_PER_TOKEN = 256  # no vocabulary has longer tokens
 NO_TOKEN = fault(
@@ -29,16 +35,25 @@ def most_characters(max_length: int) -> int:
 
 
 def cut(token_ids: Ids, max_length: int, policy: OverlongPrompts) -> Ids | None:
-    """Keep the first or the last `max_length` ids; None where the policy keeps none of them.
+    """Keep `max_length` ids at the start, the end or both; None where the policy keeps none.
 
     The first ids lack the end of the prompt (with a chat template, the header of the response),
-    the last ones lack its start (with some, the beginning-of-text token).
+    the last ones lack its start (with some, the beginning-of-text token). Of both ends the start
+    has the smaller half of an odd number.
     """
     if policy is OverlongPrompts.KEEP_HEAD:
         return token_ids[:max_length]
     if policy is OverlongPrompts.KEEP_TAIL:
         return token_ids[-max_length:]
+    if policy is OverlongPrompts.KEEP_ENDS:
+        return _join(token_ids[: max_length // 2], token_ids[-(max_length - max_length // 2) :])
     return None
+
+
+def _join(head: Ids, tail: Ids) -> Ids:
+    if isinstance(head, np.ndarray):
+        return np.concatenate([head, tail])
+    return head + tail
 
 
 class LengthLimit:
@@ -64,9 +79,12 @@ class LengthLimit:
 
     def cut_text(self, text: str) -> str:
         """Cut a text to the characters that can be in the prompt's kept tokens."""
+        most = self._most_characters
         if self._policy is OverlongPrompts.KEEP_HEAD:
-            return text[: self._most_characters]
-        return text[-self._most_characters :]
+            return text[:most]
+        if self._policy is OverlongPrompts.KEEP_ENDS and len(text) > 2 * most:
+            return text[:most] + text[-most:]
+        return text if self._policy is OverlongPrompts.KEEP_ENDS else text[-most:]
 
     def _too_long(self, length: str) -> Problem:
         """Make the problem of a prompt over the limit. length: with its unit"""
@@ -101,7 +119,6 @@ class LengthLimit:
                 0, fault(f"{count} and none is left", "raise actor_rollout.max_prompt_length")
             )
             return
-        end = "first" if self._policy is OverlongPrompts.KEEP_HEAD else "last"
-        done = "dropped" if dropped else f"cut to their {end} {self._max_length}"
+        done = "dropped" if dropped else f"cut to their {KEPT[self._policy]} {self._max_length}"
         key = f"data.overlong_prompts={self._policy.value}"
         logger.warning("%s: %s and %s (%s)", self._name, count, done, key)

@@ -3,89 +3,28 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from mindspeed_rlxf.config.enums import InvalidRows
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import DataConfig
-from mindspeed_rlxf.config.suggest import shown
 from mindspeed_rlxf.data.chats import fill_in
-from mindspeed_rlxf.data.files import (
-    FileProblems,
-    Row,
-    describe_keys,
-    fault,
-    look_up,
-    read_rows,
-    unicode_problem,
-)
+from mindspeed_rlxf.data.files import FileProblems, fault
 from mindspeed_rlxf.data.lengths import LengthLimit
+from mindspeed_rlxf.data.prompt_rows import TextRow, read_text_rows, text_problem
+from mindspeed_rlxf.data.prompt_store import Labels, Prompt, PromptStore
 from mindspeed_rlxf.data.special_tokens import SpecialTokens
 from mindspeed_rlxf.files.bounded import OutOfBoundsError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+__all__ = ["Prompt", "load_prompts", "num_appended_eos"]
 logger = logging.getLogger(__name__)
 
-ROLE = re.compile(r"[\w .:-]{1,64}")  # templates such as `<{role}>` could make tokens of others
 ENCODE_CHUNK = 1024  # texts per tokenizer call; fast tokenizers share a call between threads
-
-RULE = "a prompt must be text or a list of chat messages {role, content}"
-
-Int64Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-
-
-@dataclass(frozen=True, eq=False)
-class Prompt:
-    """One prompt of a data set.
-
-    index:        position in the data set, from 0, over all files, without dropped rows
-    text:         what was tokenized (a chat after its template); of a prompt that was cut, or read
-                  from an indexed data set, the decoded ids
-    token_ids:    [prompt] int64, at least 1 and at most max_prompt_length, no EOS appended
-    ground_truth: what a rule compares with, "" when the row has none
-    data_source:  picks the rule and names the validation metrics
-    extra_info:   the other columns of the row
-    """
-
-    index: int
-    text: str
-    token_ids: Int64Array
-    ground_truth: str
-    data_source: str
-    extra_info: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class _TextRow:
-    """A row before tokenization.
-
-    text: what to tokenize. A chat after its template, with the template's special tokens; those
-          that the messages spell are replaced by words (see `SpecialTokens`)
-    """
-
-    row: int
-    prompt: str | list[dict[str, Any]]
-    ground_truth: str
-    data_source: str
-    extra_info: dict[str, Any]
-    text: str = ""
-
-    @property
-    def is_chat(self) -> bool:
-        return not isinstance(self.prompt, str)
-
-    @property
-    def num_characters(self) -> int:
-        if isinstance(self.prompt, str):
-            return len(self.prompt)
-        return sum(len(message["content"]) for message in self.prompt)
 
 
 def load_prompts(
@@ -93,7 +32,7 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
     max_prompt_length: int,
-) -> list[Prompt]:
+) -> PromptStore:
     """Load all prompts of `files`, in order; no files give no prompts.
 
     A prompt is a string, tokenized as `tokenizer(text, add_special_tokens=True)` without the EOS
@@ -101,23 +40,35 @@ def load_prompts(
     with the generation prompt. Special tokens that the texts of rows spell are text unless
     `data.allow_special_tokens`; those that the template writes are tokens. Prompts over
     `max_prompt_length` tokens are reported as problems, or dropped or cut and then counted in the
-    log (`data.overlong_prompts`).
+    log (`data.overlong_prompts`), as rows that cannot be read are with `data.invalid_rows=drop`.
     Raises UserError with every problem, each keyed by `file:row`.
     """
     names = [files] if isinstance(files, str) else list(files)
     reader = _Reader(tokenizer, data, max_prompt_length)
     problems: list[Problem] = []
-    prompts: list[Prompt] = []
+    prompts = PromptStore()
     for name in names:
         found = FileProblems(name)
-        for row, text, token_ids in reader.read(name, found):
-            ids = np.asarray(token_ids, dtype=np.int64)
-            labels = row.ground_truth, row.data_source, row.extra_info
-            prompts.append(Prompt(len(prompts), text, ids, *labels))
-        problems += found.list_problems()
+        for labels, text, token_ids in reader.read(name, found):
+            prompts.add(text, token_ids, labels)
+        size_before = sum(prompts.sizes)
+        prompts.end_part()
+        if not _may_drop(data, found, len(prompts) - size_before):
+            problems += found.list_problems()
     if problems:
         raise UserError(problems)
     return prompts
+
+
+def _may_drop(data: DataConfig, found: FileProblems, num_kept: int) -> bool:
+    """Whether the rows with problems are left out, which is logged; some must be left."""
+    rows = found.count_rows()
+    if data.invalid_rows is not InvalidRows.DROP or not (rows and found.is_whole and num_kept):
+        return False
+    for problem in found.list_problems():
+        logger.warning("dropped: %s", problem)
+    logger.warning("%s: %d rows dropped (data.invalid_rows=drop)", found.file, rows)
+    return True
 
 
 class _Reader:
@@ -130,10 +81,10 @@ class _Reader:
         self._num_eos = num_appended_eos(tokenizer)
         self._special = SpecialTokens(tokenizer)
 
-    def read(self, file: str, found: FileProblems) -> Iterator[tuple[_TextRow, str, list[int]]]:
-        """Yield (row, text, token ids) of the prompts that are kept."""
+    def read(self, file: str, found: FileProblems) -> Iterator[tuple[Labels, str, list[int]]]:
+        """Yield (labels, text, token ids) of the prompts that are kept."""
         limit = LengthLimit(file, self._max_length, self._data.overlong_prompts)
-        rows, num_rows, num_spelled = _read_rows(file, self._data, found), 0, 0
+        rows, num_rows, num_spelled = read_text_rows(file, self._data, found), 0, 0
         while chunk := list(islice(rows, ENCODE_CHUNK)):
             num_rows += len(chunk)
             short = [row for row in chunk if limit.may_fit(row.row, row.num_characters, found)]
@@ -148,9 +99,9 @@ class _Reader:
             for row, token_ids in self._tokenize(texts):
                 kept = limit.fit(row.row, token_ids, found)
                 if kept is token_ids:
-                    yield row, self._special.restore(row.text), kept
+                    yield row.labels, self._special.restore(row.text), kept
                 elif kept is not None:
-                    yield row, str(self._tokenizer.decode(kept)), kept
+                    yield row.labels, str(self._tokenizer.decode(kept)), kept
         limit.report(num_rows, found)
         if num_spelled:
             logger.warning(
@@ -161,12 +112,13 @@ class _Reader:
                 num_rows,
             )
 
-    def _fill_templates(self, rows: list[_TextRow], problems: FileProblems) -> list[_TextRow]:
+    def _fill_templates(self, rows: list[TextRow], problems: FileProblems) -> list[TextRow]:
         """Set `text` of the rows, and return those that can be tokenized.
 
         Raises OutOfBoundsError, which is added to `problems`.
         """
-        filled = fill_in(self._tokenizer, [self._messages(row) for row in rows if row.is_chat])
+        chats = [self._messages(row) for row in rows if row.is_chat]
+        filled = fill_in(self._tokenizer, chats, self._data.chat_template_kwargs)
         good = []
         for row in rows:
             row.text, reason = str(row.prompt), ""
@@ -176,19 +128,19 @@ class _Reader:
                 except OutOfBoundsError as error:
                     problems.add(row.row, _template_problem(str(error)))
                     raise
-            problem = _template_problem(reason) if reason else _text_problem(row.text)
+            problem = _template_problem(reason) if reason else text_problem(row.text)
             if problem:
                 problems.add(row.row, problem)
             else:
                 good.append(row)
         return good
 
-    def _messages(self, row: _TextRow) -> Any:
+    def _messages(self, row: TextRow) -> Any:
         if self._data.allow_special_tokens or not self._special.are_in(row.prompt):
             return row.prompt
         return self._special.hide(row.prompt)
 
-    def _tokenize(self, rows: list[_TextRow]) -> Iterator[tuple[_TextRow, list[int]]]:
+    def _tokenize(self, rows: list[TextRow]) -> Iterator[tuple[TextRow, list[int]]]:
         """Yield each row with its token ids, in order, without EOS that the tokenizer appends."""
         encoded: dict[int, list[int]] = {}
         split = not self._data.allow_special_tokens
@@ -204,86 +156,12 @@ class _Reader:
         yield from ((row, encoded[row.row]) for row in rows)
 
 
-def _read_rows(file: str, data: DataConfig, problems: FileProblems) -> Iterator[_TextRow]:
-    """Yield the rows of a file whose fields are all valid; the others go to `problems`."""
-    for number, row in read_rows(file, problems):
-        prompt = look_up(row, data.prompt_key)
-        problem = _prompt_problem(prompt)
-        if prompt is None:
-            rule = f"a row must have a {data.prompt_key!r}, this one has {describe_keys(row)}"
-            remedy = "set data.prompt_key to the key of the prompt, or complete the row"
-            problem = fault(rule, remedy)
-        if problem:
-            problems.add(number, problem)
-        labels = read_labels(number, row, data, problems)
-        if labels and not problem:
-            yield _TextRow(number, prompt, *labels, other_columns(row, data))
-
-
-def _prompt_problem(prompt: Any) -> Problem | None:
-    """Return the problem of a prompt that is no list of messages and no usable text, or None."""
-    if isinstance(prompt, str):
-        return _text_problem(prompt)
-    if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
-        return None
-    return fault(f"{RULE}, this one is {shown(prompt)}", "write it as text")
-
-
-def _text_problem(text: str) -> Problem | None:
-    if not text.strip():
-        return fault(f"{RULE} and not empty", "complete or remove the row")
-    return unicode_problem(text)
-
-
 def _template_problem(reason: str) -> Problem:
     """Make the problem of messages that the chat template refuses."""
     return fault(
         f"the tokenizer's chat template must accept the messages: {reason}",
         "give the tokenizer's folder a fitting chat template, or write the prompt as text",
     )
-
-
-def _is_message(message: Any) -> bool:
-    """Whether a value has a role, by its form, and a text as content."""
-    return (
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and bool(ROLE.fullmatch(message["role"]))
-        and isinstance(message.get("content"), str)
-    )
-
-
-def read_labels(
-    number: int, row: Row, data: DataConfig, problems: FileProblems
-) -> tuple[str, str] | None:
-    """Return (ground truth, data source) of a row, an absent ground truth as "".
-
-    Returns None where one of them is invalid, which is added to `problems`.
-    """
-    truth = look_up(row, data.ground_truth_key)
-    truth = "" if truth is None else truth
-    source = look_up(row, data.data_source_key)
-    source = data.default_data_source if source is None else source
-    is_truth = isinstance(truth, (str, int, float)) and not isinstance(truth, bool)
-    if not is_truth:
-        rule = f"a ground truth must be text or a number, this one is {truth!r:.60}"
-        problems.add(number, fault(rule, "write it as text"))
-    if isinstance(source, str) and source:
-        return (str(truth), source) if is_truth else None
-    rule = f"a row must name its data source in {data.data_source_key!r}"
-    found = "it has none" if source is None else f"this one is {source!r:.60}"
-    remedy = "add it to the rows or set data.default_data_source"
-    problems.add(number, fault(f"{rule}, {found}", remedy))
-    return None
-
-
-def other_columns(row: Row, data: DataConfig) -> dict[str, Any]:
-    """Return the columns of a row that are neither prompt, ground truth nor data source.
-
-    A column that the keys of `data` reach into counts as other, because it holds more.
-    """
-    named = {data.prompt_key, data.ground_truth_key, data.data_source_key}
-    return {name: value for name, value in row.items() if name not in named}
 
 
 def _token_ids(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -27,20 +31,27 @@ class PromptSampler:
 
     num_prompts, batch_size: at least 1
     seed: at least 0
+    source: its number where several samplers have one seed
     """
 
-    def __init__(self, num_prompts: int, batch_size: int, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, num_prompts: int, batch_size: int, seed: int, shuffle: bool, source: int = 0
+    ) -> None:
         assert num_prompts > 0 and batch_size > 0, "there must be prompts to sample"
         self._num_prompts, self._batch_size = num_prompts, batch_size
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self._source = seed, shuffle, source
         self._epoch = self._offset = 0  # offset: indices of this epoch already given out
         self._order = self._epoch_order(0)
 
     def next_batch(self) -> list[int]:
         """Return the next `batch_size` indices in [0, num_prompts)."""
+        return self.take(self._batch_size)
+
+    def take(self, count: int) -> list[int]:
+        """Return the next `count` indices."""
         batch: list[int] = []
-        while len(batch) < self._batch_size:
-            part = self._order[self._offset : self._offset + self._batch_size - len(batch)]
+        while len(batch) < count:
+            part = self._order[self._offset : self._offset + count - len(batch)]
             batch += part.tolist()
             self._offset += len(part)
             if self._offset == self._num_prompts:
@@ -48,7 +59,12 @@ class PromptSampler:
                 self._order = self._epoch_order(self._epoch)
         return batch
 
-    def state_dict(self) -> dict[str, int]:
+    @property
+    def num_taken(self) -> int:
+        """Indices given out since the start of the stream."""
+        return self._epoch * self._num_prompts + self._offset
+
+    def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream and what its order derives from, without batch size."""
         return {
             "epoch": self._epoch,
@@ -58,22 +74,89 @@ class PromptSampler:
             "shuffle": int(self._shuffle),
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the stream of `state`. Raises UserError for a state of another stream."""
         for key, value in self.state_dict().items():
-            if key not in ("epoch", "offset") and state[key] != value:
-                raise UserError(
-                    Problem(
-                        "",
-                        f"sampler state has {key}={state[key]}, this run has {value}: the prompts "
-                        "would come in another order",
-                        remedy=f"use the {key} of the saved run, or set training.new_run=true",
-                    )
-                )
+            if key not in ("epoch", "offset") and state.get(key) != value:
+                raise _other_stream(key, state.get(key), value)
         self._epoch, self._offset = state["epoch"], state["offset"]
         self._order = self._epoch_order(self._epoch)
 
     def _epoch_order(self, epoch: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
         if not self._shuffle:
             return np.arange(self._num_prompts, dtype=np.int64)
-        return np.random.default_rng([self._seed, epoch]).permutation(self._num_prompts)
+        key = [self._seed, epoch, self._source] if self._source else [self._seed, epoch]
+        return np.random.default_rng(key).permutation(self._num_prompts)
+
+
+class MixtureSampler:
+    """Endless stream of prompt indices of several sources, each with its share of every batch.
+
+    Each source has a PromptSampler of its own, and so its own epochs. The next prompt is of the
+    source that lags behind its share most, so the number of prompts of each source, since the start
+    of the run, is never a whole prompt above its share.
+
+    sizes:   prompts of each source, at least 1; they follow each other in the data set
+    weights: shares of the sources, above 0, of any sum
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        assert len(sizes) == len(weights), "each source needs a weight"
+        self._batch_size, self._weights = batch_size, [float(weight) for weight in weights]
+        total = math.fsum(self._weights)
+        self._shares = [weight / total for weight in self._weights]
+        self._starts = [0, *itertools.accumulate(sizes)][:-1]
+        self._sources = [
+            PromptSampler(size, batch_size, seed, shuffle, source)
+            for source, size in enumerate(sizes)
+        ]
+
+    def next_batch(self) -> list[int]:
+        """Return the next `batch_size` indices in the data set."""
+        return [self._next() for _ in range(self._batch_size)]
+
+    def _next(self) -> int:
+        taken = [source.num_taken for source in self._sources]
+        wanted = sum(taken) + 1
+        lags = [share * wanted - count for share, count in zip(self._shares, taken, strict=True)]
+        chosen = lags.index(max(lags))
+        return self._starts[chosen] + self._sources[chosen].take(1)[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the stream and what its order derives from, without batch size."""
+        sources = [source.state_dict() for source in self._sources]
+        return {"weights": self._weights, "sources": sources}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the stream of `state`. Raises UserError for a state of another stream."""
+        if state.get("weights") != self._weights:
+            raise _other_stream("train_weights", state.get("weights"), self._weights)
+        for source, saved in zip(self._sources, state["sources"], strict=True):
+            source.load_state_dict(saved)
+
+
+def make_sampler(
+    sizes: Sequence[int], weights: Sequence[float], batch_size: int, seed: int, shuffle: bool
+) -> PromptSampler | MixtureSampler:
+    """Make the sampler of a run. weights: of the sources; empty = one stream over all prompts"""
+    if weights:
+        return MixtureSampler(sizes, weights, batch_size, seed, shuffle)
+    return PromptSampler(sum(sizes), batch_size, seed, shuffle)
+
+
+def _other_stream(key: str, saved: Any, own: Any) -> UserError:
+    return UserError(
+        Problem(
+            "",
+            f"sampler state has {key}={saved}, this run has {own}: the prompts would come in "
+            "another order",
+            remedy=f"use the {key} of the saved run, or set training.new_run=true",
+        )
+    )

@@ -65,7 +65,8 @@ def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
     deadline_s: longest time that ranks may wait for each other
     Raises ValueError with a remedy where something of the installation is missing.
     """
-    early = sorted(name for name in sys.modules if name.split(".")[0] == "megatron")
+    # Looking up a version imports the namespace `megatron`, which holds nothing.
+    early = sorted(name for name in sys.modules if name.startswith("megatron."))
     assert not early, f"{early[0]} was imported before MindSpeed's adaptor"
     check_cann(os.environ)
     for warning in npu_versions.check():

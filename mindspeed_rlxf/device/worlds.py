@@ -14,6 +14,7 @@ from datetime import timedelta
 from itertools import accumulate
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -106,11 +107,17 @@ def timeout_minutes() -> int:
 def set_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
     """Set the timeout of this process's world, in whole minutes, for groups made without one.
 
-    Megatron passes none for the gradients of experts, and torch's default is half an hour.
+    Megatron passes none for the gradients of experts, and torch's default is half an hour. HCCL's
+    groups follow its variables (`npu.set_timeouts`). A gloo group is set by its backend of the
+    host: torch would also ask for that of CUDA, which torch_npu makes NPU, where gloo has none.
     """
     timeout = timedelta(minutes=timeout_minutes())
     for group in groups:
-        distributed_c10d._set_pg_timeout(timeout, group)
+        kinds = {device.type for device in group._device_types}
+        if "cpu" in kinds:
+            group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+        elif "cuda" in kinds:
+            distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def whole_pool() -> dist.ProcessGroup:

@@ -60,8 +60,9 @@ class RewardManager:
         if self._verifiers:
             pairs = zip(response_texts, ground_truths, strict=True)
             return [verify(self._verifiers, response, truth) for response, truth in pairs]
-        if unknown := self._unknown_sources(data_sources):
-            raise UserError(unknown)
+        unknown = Counter(source for source in data_sources if source not in self._rules)
+        if unknown:
+            raise UserError(self._unknown_sources(unknown))
         rows = zip(response_texts, ground_truths, data_sources, strict=True)
         return [self._rules[source](response, truth) for response, truth, source in rows]
 
@@ -71,13 +72,20 @@ class RewardManager:
         These are data sources without a rule, and ground truths that are absent or that their own
         rule does not accept as an answer (such rows would score 0 whatever the policy does).
         """
-        prompts = list(prompts)
         if self._verifiers:
             return self._without_truth(prompts)
-        problems = self._unknown_sources(prompt.data_source for prompt in prompts)
-        unscorable = [p for p in prompts if p.data_source in self._rules and not self._scorable(p)]
-        for source, count in Counter(prompt.data_source for prompt in unscorable).items():
-            first = next(p for p in unscorable if p.data_source == source)
+        unknown: Counter[str] = Counter()
+        unscorable: Counter[str] = Counter()
+        firsts: dict[str, Prompt] = {}  # of the unscorable ones
+        for prompt in prompts:  # once, since they may be read from a disk
+            if prompt.data_source not in self._rules:
+                unknown[prompt.data_source] += 1
+            elif not self._scorable(prompt):
+                unscorable[prompt.data_source] += 1
+                firsts.setdefault(prompt.data_source, prompt)
+        problems = self._unknown_sources(unknown)
+        for source, count in unscorable.items():
+            first = firsts[source]
             problems.append(
                 Problem(
                     f"every row of data source {source!r}",
@@ -89,18 +97,19 @@ class RewardManager:
             )
         return problems
 
-    def _without_truth(self, prompts: list[Prompt]) -> list[Problem]:
+    def _without_truth(self, prompts: Iterable[Prompt]) -> list[Problem]:
         """Report rows without a ground truth if a verifier compares answers with it."""
         names = [rule.value for rule, _ in self._verifiers if rule in NEED_TRUTH]
-        empty = [prompt for prompt in prompts if not prompt.ground_truth.strip()]
-        if not names or not empty:
+        empty = (prompt for prompt in prompts if names and not prompt.ground_truth.strip())
+        first = next(empty, None)
+        if first is None:
             return []
+        count = 1 + sum(1 for _ in empty)
         return [
             Problem(
                 "every row",
                 f"must have a ground truth with algorithm.verifier_function={names[0]}; "
-                f"{len(empty)} have none, the first is prompt {empty[0].index} "
-                f"({empty[0].text!r:.40})",
+                f"{count} have none, the first is prompt {first.index} ({first.text!r:.40})",
                 remedy="correct the rows or data.ground_truth_key",
             )
         ]
@@ -113,9 +122,8 @@ class RewardManager:
             return True
         return bool(truth.strip()) and (rule in _SLOW or rule(truth, truth).score > 0)
 
-    def _unknown_sources(self, data_sources: Iterable[str]) -> list[Problem]:
-        """List a problem for each data source that has no rule."""
-        counts = Counter(source for source in data_sources if source not in self._rules)
+    def _unknown_sources(self, counts: Mapping[str, int]) -> list[Problem]:
+        """List a problem for each data source that has no rule. counts: rows of each source"""
         return [
             Problem(
                 f"data source {source!r} ({count} rows)",

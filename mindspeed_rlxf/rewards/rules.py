@@ -99,6 +99,7 @@ BUILTIN_SOURCES = {
     "DigitalLearningGmbH/MATH-lighteval": "math",
     "HuggingFaceH4/MATH-500": "math",
     "hendrycks/competition_math": "math",
+    "Rowan/hellaswag": "multiple_choice",
 }
 """Data source -> name of the rule that needs no configuration."""
 BUILTIN_RULES: dict[str, Rule] = {source: RULES[name] for source, name in BUILTIN_SOURCES.items()}

@@ -18,10 +18,14 @@ from mindspeed_rlxf.rollout.protocol import (
     GenerationStats,
 )
 from mindspeed_rlxf.rollout.sampling import SamplingSettings
+from mindspeed_rlxf.rollout.stop_strings import StopStrings
 
 
 def sampling_settings(
-    actor: ActorConfig, eos_token_ids: Sequence[int], do_sample: bool
+    actor: ActorConfig,
+    eos_token_ids: Sequence[int],
+    do_sample: bool,
+    stop: StopStrings | None = None,
 ) -> SamplingSettings:
     """Make the settings of generation; do_sample False = greedy."""
     return SamplingSettings(
@@ -32,6 +36,7 @@ def sampling_settings(
         min_new_tokens=actor.min_new_tokens,
         max_new_tokens=actor.max_new_tokens,
         eos_token_ids=tuple(eos_token_ids),
+        stop=stop,
     )
 
 

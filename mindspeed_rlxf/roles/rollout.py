@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
+from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.generation import (
     gather_rollouts,
@@ -18,6 +19,7 @@ from mindspeed_rlxf.roles.scorer import ScorerRole
 from mindspeed_rlxf.rollout.fixed import answer_from_table
 from mindspeed_rlxf.rollout.protocol import GenerationResult
 from mindspeed_rlxf.rollout.replica import build_replica
+from mindspeed_rlxf.rollout.stop_strings import StopStrings
 
 
 class RolloutRole:
@@ -38,8 +40,9 @@ class RolloutRole:
         """
         policy = config.actor_rollout
         self.replica = build_replica(config, actor.engine if actor else None)
-        self.sampling = sampling_settings(policy, eos_token_ids, policy.do_sample)
-        self.greedy = sampling_settings(policy, eos_token_ids, False)
+        stop = _stop_strings(config)
+        self.sampling = sampling_settings(policy, eos_token_ids, policy.do_sample, stop)
+        self.greedy = sampling_settings(policy, eos_token_ids, False, stop)
         self.scorer = scorer
         if scorer is not None:
             scorer.is_leader = self.replica.is_leader
@@ -83,3 +86,10 @@ class RolloutRole:
         if not self.replica.is_leader:
             return RoleOutput()
         return make_output(rows, engine.stats(), sync_s)
+
+
+def _stop_strings(config: RunConfig) -> StopStrings | None:
+    strings = config.actor_rollout.stop_strings
+    if not strings:
+        return None
+    return StopStrings(strings, load_tokenizer(config.training.tokenizer_name_or_path))

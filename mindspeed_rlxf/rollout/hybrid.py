@@ -78,5 +78,8 @@ class SharedWeights:
             dist.broadcast(target.data, dist.get_global_rank(experts, ep_rank), group=experts)
 
     def sleep(self) -> None:
+        # On the device from the beginning: Megatron makes them on the host, and the engine that
+        # generates asks a sleeping module for its device.
+        where = device.current_device()
         for parameter in self._by_source.values():
-            parameter.data = parameter.data.new_empty(0)
+            parameter.data = parameter.data.new_empty(0, device=where)

@@ -20,16 +20,16 @@ from mindspeed_rlxf.rollout.sampling import SamplingSettings
 class FinishReason(str, Enum):
     """The reason for the end of a response."""
 
-    STOP = "stop"  # its last token is an EOS
+    STOP = "stop"  # its last token is an EOS, or completes a stop string
     LENGTH = "length"  # it has `max_new_tokens` tokens
 
     @classmethod
     def of(cls, tokens: Sequence[int], settings: SamplingSettings) -> FinishReason:
-        """Return STOP where the last token is an EOS, else LENGTH.
+        """Return STOP where an EOS or a stop string ends the tokens, else LENGTH.
 
         tokens: of the whole response, at least one
         """
-        return cls.STOP if tokens[-1] in settings.eos_token_ids else cls.LENGTH
+        return cls.STOP if settings.end(tokens) else cls.LENGTH
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,12 +9,15 @@ fp32, and the host finds the block, then the token in it, in fp64: two small cop
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mindspeed_rlxf.rollout.stop_strings import StopStrings
 
 BLOCK = 512  # ids of the vocabulary that one fp32 sum covers
 
@@ -30,6 +33,18 @@ class SamplingSettings:
     min_new_tokens: int
     max_new_tokens: int
     eos_token_ids: tuple[int, ...]
+    stop: StopStrings | None = None
+
+    def end(self, tokens: Sequence[int]) -> bool:
+        """Whether a response ends with its last token, by EOS or by a string.
+
+        tokens: of the whole response, at least one
+        """
+        if tokens[-1] in self.eos_token_ids:
+            return True
+        return (
+            self.stop is not None and len(tokens) >= self.min_new_tokens and self.stop.end(tokens)
+        )
 
     @property
     def logit_temperature(self) -> float:

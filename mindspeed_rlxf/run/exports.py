@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mindspeed_rlxf.cluster.role_groups import ActorGroup, CriticGroup
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.run.directory import RunDirectory, find_write_obstacle
+
+if TYPE_CHECKING:  # it imports Megatron, and the checks before a run import this module
+    from mindspeed_rlxf.cluster.role_groups import ActorGroup, CriticGroup
 
 HF, MEGATRON = "hf", "megatron"
 

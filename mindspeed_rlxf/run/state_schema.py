@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Discriminator, Field, Tag, ValidationError
 
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.fields import Section
@@ -38,10 +38,29 @@ class SamplerState(Section):
             yield Problem("offset", f"must be below num_prompts={self.num_prompts}", self.offset)
 
 
+class MixtureState(Section):
+    """As `MixtureSampler` gives it."""
+
+    weights: list[Annotated[float, Field(gt=0)]]
+    sources: Annotated[list[SamplerState], Field(min_length=1)]
+
+    def broken_rules(self) -> Iterator[Problem]:
+        if len(self.weights) != len(self.sources):
+            rule = f"must have one for each of the {len(self.sources)} sources"
+            yield Problem("weights", rule, self.weights)
+
+
+def _kind_of_sampler(state: Any) -> str:
+    return "mixture" if isinstance(state, dict) and "sources" in state else "single"
+
+
 class PromptsState(Section):
     """As `PromptSource` gives it."""
 
-    sampler: SamplerState
+    sampler: Annotated[
+        Annotated[SamplerState, Tag("single")] | Annotated[MixtureState, Tag("mixture")],
+        Discriminator(_kind_of_sampler),
+    ]
     next_sample_id: Count
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,8 +58,8 @@ class Prepared:
 
     tokenizer: Any = None
     eos_token_ids: tuple[int, ...] = ()
-    train_prompts: list[Prompt] = field(default_factory=list)
-    val_prompts: list[Prompt] = field(default_factory=list)
+    train_prompts: Sequence[Prompt] = ()
+    val_prompts: Sequence[Prompt] = ()
     fixed_responses: FixedResponses | None = None
     validate_by_rule: bool = True
     scores_in_processes: bool = False  # by functions or slow rules, see `rewards.workers`
@@ -129,6 +130,9 @@ def _notices(config: RunConfig) -> list[str]:
             "actor_rollout.top_k/top_p filter the sampled tokens; log-probs are of the unfiltered "
             "distribution"
         )
+    if actor.stop_strings:
+        shown = ", ".join(map(repr, actor.stop_strings))
+        notices.append(f"responses also end with the text: {shown}")
     if config.critic and "score.weight" not in _open_weights(config.critic):
         notices.append(f"critic.load={config.critic.load} has no score head: it starts untrained")
     return notices
@@ -193,7 +197,7 @@ def _prompts(
     if prefixes:
         indexed = _collect(problems, lambda: load_indexed_prompts(prefixes, *arguments))
         return indexed or IndexedPrompts()
-    return IndexedPrompts(_collect(problems, lambda: load_prompts(files, *arguments)) or [])
+    return IndexedPrompts(_collect(problems, lambda: load_prompts(files, *arguments)) or ())
 
 
 def check_weights(config: RunConfig, role: Role) -> list[Problem]:
@@ -296,17 +300,17 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
             prepared.sandbox = [line]
     except UserError as error:
         return error.problems
-    reward, prompts = config.reward, prepared.train_prompts + prepared.val_prompts
+    reward, parts = config.reward, (prepared.train_prompts, prepared.val_prompts)
     if problems := list(check_functions(reward)):
         return problems
     by_rule = reward.kind is RewardKind.RULE
-    scored = prompts if by_rule else prepared.val_prompts
+    scored = chain(*parts) if by_rule else prepared.val_prompts
     sources = {prompt.data_source for prompt in scored}
     prepared.scores_in_processes = needs_processes(reward, sources)
     if reward.parts:
         prepared.validate_by_rule = by_rule
-        return manager.check(p for p in prompts if rule_decides(reward, p.data_source))
+        return manager.check(p for p in chain(*parts) if rule_decides(reward, p.data_source))
     if by_rule:
-        return manager.check(prompts)
+        return manager.check(chain(*parts))
     prepared.validate_by_rule = not manager.check(prepared.val_prompts)
     return []

@@ -8,8 +8,13 @@ from typing import Any
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.fixed_responses import FixedResponses
-from mindspeed_rlxf.data.prompts import Prompt
-from mindspeed_rlxf.data.sampler import ConsumedPrompts, PromptSampler
+from mindspeed_rlxf.data.prompt_store import Prompt, PromptStore
+from mindspeed_rlxf.data.sampler import (
+    ConsumedPrompts,
+    MixtureSampler,
+    PromptSampler,
+    make_sampler,
+)
 
 
 class PromptSource:
@@ -18,7 +23,7 @@ class PromptSource:
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        sampler: PromptSampler,
+        sampler: PromptSampler | MixtureSampler,
         n_samples_per_prompt: int,
         fixed: FixedResponses | None = None,
     ) -> None:
@@ -35,7 +40,9 @@ class PromptSource:
         """Make the source of a run at its start."""
         training = config.training
         size, shuffle = training.global_batch_size, config.data.shuffle
-        sampler = PromptSampler(len(prompts), size, training.seed, shuffle)
+        sizes = prompts.sizes if isinstance(prompts, PromptStore) else (len(prompts),)
+        weights = config.data.train_weights
+        sampler = make_sampler(sizes, weights, size, training.seed, shuffle)
         return cls(prompts, sampler, config.actor_rollout.n_samples_per_prompt, fixed)
 
     def next_prompts(self) -> Prompts:

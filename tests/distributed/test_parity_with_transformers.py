@@ -179,7 +179,8 @@ def test_greedy_generation_equals_transformers_token_by_token(
 def make_prompts(count: int) -> Prompts:
     rollouts = make_rollouts(seed=7).select(range(count))
     ids = [rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]].numpy() for row in range(count)]
-    return Prompts(list(range(count)), ids, [""] * count, ["test"] * count, [[]] * count)
+    empty = [[]] * count, [{}] * count
+    return Prompts(list(range(count)), ids, [""] * count, ["test"] * count, *empty)
 
 
 def test_sampled_tokens_do_not_depend_on_batch_or_layout(warm_runtime: Any, tmp_path: Path) -> None:

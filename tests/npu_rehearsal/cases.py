@@ -27,6 +27,13 @@ PATHS = {
     "rotary": ("mindspeed.core.fusions.fused_rope", "_rotate_half"),
     "optimizer": ("torch", "_fused_adamw_"),
 }
+
+
+def operators_of(real: bool, names: tuple[str, ...] = OPERATORS) -> tuple[str, ...]:
+    """Those that have to be called. real: by MindSpeed itself, else by the small adaptor"""
+    return names if real else tuple(name for name in names if name not in PATHS)
+
+
 CASES = {
     "tp1": Case(),
     "tp1 generates": Case(generates=True),
@@ -38,5 +45,7 @@ CASES = {
         2, sections={"optimizer": {"use_distributed_optimizer": True}}
     ),
     "qwen3": Case(architecture="QWEN3"),
+    "experts": Case(architecture="QWEN3_MOE"),
+    "experts ep2": Case(2, {"expert_model_parallel_size": 2}, architecture="QWEN3_MOE"),
 }
 REQUIRED = ("tp1", "tp1 generates", "tp1 padded", "tp2", "pp2", "dp2 distributed optimizer")

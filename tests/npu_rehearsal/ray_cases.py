@@ -15,6 +15,7 @@ class Case:
     variables: dict[str, str] = field(default_factory=dict)
     pools: tuple[int, ...] = (2,)  # devices of each pool, all of one host
     devices: tuple[str, ...] = ("device 0 of 0", "device 0 of 1")  # as the workers see them
+    uncalled: tuple[str, ...] = ()  # operators that not every worker calls
     stopped: bool = False  # on NPU by SIGTERM in the second iteration; the same command goes on
 
 
@@ -40,6 +41,14 @@ CASES = {
         ),
         pools=(2, 1),
         devices=("device 0 of 0", "device 0 of 1", "device 0 of 2"),
+    ),
+    "split": Case(  # one device trains, another generates
+        ("actor_rollout.num_gpus_for_train=1", "actor_rollout.num_gpus_for_infer=1",
+         "+resource_pool.others=1", "placement.ref=others", "placement.critic=others",
+         "placement.reward=others"),
+        pools=(2, 1),
+        devices=("device 0 of 0", "device 0 of 1", "device 0 of 2"),
+        uncalled=("optimizer",),
     ),
     "stopped": Case(devices=("device 0 of 0",) * 2 + ("device 0 of 1",) * 2, stopped=True),
 }  # fmt: skip

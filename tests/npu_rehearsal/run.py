@@ -19,11 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.npu_rehearsal.cases import CASES, OPERATORS, REQUIRED
+from tests.npu_rehearsal.cases import CASES, REQUIRED, operators_of
+from tests.npu_sim import processes
 from tests.npu_standin import FOLDER as STANDIN
 from tests.processes import ROOT, read_lines, start_logged
 
-VARIABLES = ("RLXF_MINDSPEED", "RLXF_MEGATRON_LM")
+SOURCES = {"mindspeed": "RLXF_MINDSPEED", "megatron": "RLXF_MEGATRON_LM"}
+VARIABLES = tuple(SOURCES.values())
+MAX_DEVICES = 4  # simulated ones that a process sees
 TIMEOUT_S = 900
 TOLERANCE = 1e-5
 SKIPPED = ("timing/", "throughput/")
@@ -35,7 +38,13 @@ def missing() -> list[str]:
 
 
 def environment(kind: str, scratch: Path) -> dict[str, str]:
-    """Of a process: the sources it imports, and on NPU a CANN that holds nothing."""
+    """Of a process: the sources it imports, and on NPU a CANN that holds nothing.
+
+    kind: cpu; npu = the stand-in's; sim = on simulated devices, with the small adaptor where no
+          checkout of MindSpeed is named
+    """
+    if kind == "sim":
+        return simulated(scratch)
     path = [ROOT]
     if checkout := os.environ.get("RLXF_MEGATRON_LM"):  # else the installed one, for the CPU path
         path.append(only("megatron", checkout, scratch))
@@ -51,6 +60,14 @@ def environment(kind: str, scratch: Path) -> dict[str, str]:
     given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     paths = os.pathsep.join([*map(str, path), *given])
     return {**found, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+
+
+def simulated(scratch: Path) -> dict[str, str]:
+    sources: list[Path] = []
+    if not missing():
+        sources = [only(name, os.environ[v], scratch) for name, v in SOURCES.items()]
+        sources += [STANDIN / "kernels"] if wants_kernels() else []
+    return processes.environment(scratch, MAX_DEVICES, sources, RLXF_SIM_DELAYED="1")
 
 
 def wants_kernels() -> bool:
@@ -84,14 +101,15 @@ def run_case(kind: str, folder: Path, out: Path, name: str, scratch: Path) -> No
     command = [sys.executable, "-m", "tests.npu_rehearsal.worker", kind]
     command += [str(folder), str(out), name]
     logs = [scratch / f"{kind} {name} {rank}.log" for rank in range(ranks)]
-    processes = []
+    started = []
     try:
         for rank, log in enumerate(logs):
-            own = {**world, "RANK": str(rank), "LOCAL_RANK": "0"}
-            processes.append(start_logged(command, log, own))
-        codes = [process.wait(TIMEOUT_S) for process in processes]
+            local = rank if kind == "sim" else 0  # the stand-in has one device
+            own = {**world, "RANK": str(rank), "LOCAL_RANK": str(local)}
+            started.append(start_logged(command, log, own))
+        codes = [process.wait(TIMEOUT_S) for process in started]
     finally:
-        for process in processes:
+        for process in started:
             process.kill()
             process.wait()
     for code, log in zip(codes, logs, strict=True):
@@ -127,13 +145,16 @@ def result_differences(ours: Path, theirs: Path) -> list[tuple[str, float]]:
     return found
 
 
-def operators(out: Path, ranks: int) -> tuple[list[dict[str, int]], list[str]]:
-    """How often each rank called each operator, and which rank never called which of OPERATORS."""
+def operators(out: Path, ranks: int, real: bool = True) -> tuple[list[dict[str, int]], list[str]]:
+    """How often each rank called each operator, and which of those it has to it never called.
+
+    real: by MindSpeed itself, else by the small adaptor
+    """
     counts = [json.loads((out / f"operators.{rank}.json").read_text()) for rank in range(ranks)]
     uncalled = [
         f"rank {rank} never called {name}: this path of MindSpeed was not rehearsed"
         for rank, called in enumerate(counts)
-        for name in OPERATORS
+        for name in operators_of(real)
         if not called.get(name)
     ]
     return counts, uncalled
@@ -168,20 +189,21 @@ def make_models(folder: Path, architecture: str, scratch: Path) -> None:
     subprocess.run(command, cwd=ROOT, env=environment("cpu", scratch), check=True)
 
 
-def rehearse(name: str, scratch: Path) -> bool:
+def rehearse(name: str, scratch: Path, kind: str = "npu") -> bool:
     """Both paths of one case; True where they agree, and every rank took those of MindSpeed."""
     architecture = CASES[name].architecture
     folder = scratch / architecture
     make_models(folder, architecture, scratch)
-    outs = [scratch / f"{kind} {name}" for kind in ("cpu", "npu")]
+    outs = [scratch / f"{each} {name}" for each in ("cpu", kind)]
     with ThreadPoolExecutor() as both:
         runs = [
-            both.submit(run_case, kind, folder, out, name, scratch)
-            for kind, out in zip(("cpu", "npu"), outs, strict=True)
+            both.submit(run_case, each, folder, out, name, scratch)
+            for each, out in zip(("cpu", kind), outs, strict=True)
         ]
         for each in runs:
             each.result()
-    counts, uncalled = operators(outs[1], CASES[name].ranks)
+    real = kind == "npu" or not missing()
+    counts, uncalled = operators(outs[1], CASES[name].ranks, real)
     found = differences(outs[0], outs[1], CASES[name].ranks)
     over = [(what, by) for what, by in found if by > TOLERANCE]
     worst = max(by for _, by in found)
@@ -200,6 +222,13 @@ def rehearse_all(
     if missing():
         print(f"error: {', '.join(missing())} must name a folder; see docs/npu.md")
         return 2
+    return 0 if rehearse_each(names, rehearse_one, parent) else 1
+
+
+def rehearse_each(
+    names: Sequence[str], rehearse_one: Callable[[str, Path], bool], parent: str | None = None
+) -> bool:
+    """Rehearse cases, each in a scratch folder of its own; whether all agree."""
     failed = []
     for name in names:
         with tempfile.TemporaryDirectory(prefix="rlxf", dir=parent) as scratch:
@@ -210,7 +239,7 @@ def rehearse_all(
                 agrees = False
         failed += [] if agrees else [name]
         sys.stdout.flush()
-    return 1 if failed else 0
+    return not failed
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ def npu_fusion_attention(
     sparse_mode: int = 0,
     gen_mask_parallel: bool = True,
     sync: bool = False,
+    softmax_layout: str = "",
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     """softmax(scale * query key^T, masked) value, in the layout of its inputs.
 
@@ -49,6 +51,7 @@ def npu_fusion_attention(
     """
     _refuse(pse is None and padding_mask is None and prefix is None, "pse, padding_mask, prefix")
     _refuse(keep_prob == 1.0, f"dropout (keep_prob={keep_prob})")
+    _refuse(not softmax_layout and sink is None, "softmax_layout, sink")
     _refuse(query.dtype == key.dtype == value.dtype, "inputs of several types")
     mask_of = _Mask(atten_mask, sparse_mode, pre_tockens, next_tockens, input_layout)
     if input_layout == "TND":
@@ -60,7 +63,7 @@ def npu_fusion_attention(
         out, high, total = _attend(*parts, scale, mask_of(parts[0].size(2), parts[1].size(2)))
         out = _from_bnsd(out, input_layout)
         high, total = (x[..., None].expand(*x.shape, 8) for x in (high, total))
-    return out, high, total, torch.empty(0), 0, 0, 0
+    return out, high, total, query.new_empty(0), 0, 0, 0
 
 
 def npu_fusion_attention_grad(
@@ -71,24 +74,43 @@ def npu_fusion_attention_grad(
     head_num: int,
     input_layout: str,
     *,
+    pse: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    atten_mask: Tensor | None = None,
     softmax_max: Tensor | None = None,
     softmax_sum: Tensor | None = None,
     softmax_in: Tensor | None = None,
     attention_in: Tensor | None = None,
     scale_value: float = 1.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor, Tensor, None]:
-    """Gradients of query, key, value, and of pse, which is not there."""
-    known = {
-        "atten_mask", "actual_seq_qlen", "actual_seq_kvlen", "sparse_mode", "pre_tockens",
-        "next_tockens", "keep_prob", "inner_precise",
-    }  # fmt: skip
-    options = {name: value for name, value in kwargs.items() if name in known}
+    keep_prob: float = 1.0,
+    pre_tockens: int = 2147483647,
+    next_tockens: int = 2147483647,
+    inner_precise: int = 0,
+    seed: int = 0,
+    offset: int = 0,
+    numels: int = 0,
+    prefix: Sequence[int] | None = None,
+    actual_seq_qlen: Sequence[int] | None = None,
+    actual_seq_kvlen: Sequence[int] | None = None,
+    sparse_mode: int = 0,
+    gen_mask_parallel: bool = True,
+    sync: bool = False,
+    softmax_layout: str = "",
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    """Gradients of query, key, value, and of pse and sink, which are not there.
+
+    The statistics of the forward pass are computed again.
+    """
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in (query, key, value)]
-        out = npu_fusion_attention(*inputs, head_num, input_layout, scale=scale_value, **options)[0]
+        out = npu_fusion_attention(
+            *inputs, head_num, input_layout, pse, padding_mask, atten_mask, scale_value, keep_prob,
+            pre_tockens, next_tockens, inner_precise, prefix, actual_seq_qlen, actual_seq_kvlen,
+            sparse_mode, gen_mask_parallel, sync, softmax_layout, sink,
+        )[0]  # fmt: skip
     dq, dk, dv = torch.autograd.grad(out, inputs, dy)
-    return dq, dk, dv, None
+    return dq, dk, dv, None, None
 
 
 _TORCHS_OWN = F.scaled_dot_product_attention
@@ -129,7 +151,7 @@ class _Mask:
             mask = mask.bool()
         if sparse_mode in (LEFT_UP, RIGHT_DOWN) and mask is not None:
             assert mask.shape == COMPRESSED, f"a causal mode wants a mask of {COMPRESSED}"
-            wanted = torch.ones(COMPRESSED, dtype=torch.bool).triu(1)
+            wanted = torch.ones(COMPRESSED, dtype=torch.bool, device=mask.device).triu(1)
             assert torch.equal(mask, wanted), "the compressed mask is True above the diagonal"
         self._mask, self._mode, self._before, self._after = mask, sparse_mode, before, after
 
@@ -138,11 +160,13 @@ class _Mask:
             return None
         if self._mode in (LEFT_UP, RIGHT_DOWN):
             shift = keys - queries if self._mode == RIGHT_DOWN else 0
-            return torch.ones(queries, keys, dtype=torch.bool).triu(1 + shift)
+            everything = torch.ones(queries, keys, dtype=torch.bool, device=self._mask.device)
+            return everything.triu(1 + shift)
         mask = self._mask[..., :queries, :keys]
         assert mask.shape[-2:] == (queries, keys), "the mask is smaller than the scores"
         if self._mode == DEFAULT:
-            distance = torch.arange(keys)[None, :] - torch.arange(queries)[:, None]
+            places = torch.arange(max(queries, keys), device=mask.device)
+            distance = places[None, :keys] - places[:queries, None]
             outside = (distance > self._after) | (distance < -self._before)
             assert (mask | ~outside).all(), "the mask leaves open what the window shuts out"
         return mask

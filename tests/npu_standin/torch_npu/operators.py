@@ -43,17 +43,17 @@ def npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
-def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
+def npu_rotary_mul(self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
     """x * r1 + rotated(x) * r2; four axes, where r1 and r2 are 1 they are repeated."""
-    assert input.dim() == r1.dim() == r2.dim() == 4, "the operator takes four axes"
-    assert input.size(-1) % 2 == 0 and input.size(-1) < 896, f"head_dim {input.size(-1)}"
+    assert self.dim() == r1.dim() == r2.dim() == 4, "the operator takes four axes"
+    assert self.size(-1) % 2 == 0 and self.size(-1) < 896, f"head_dim {self.size(-1)}"
     if rotary_mode == "half":
-        first, second = input.chunk(2, -1)
+        first, second = self.chunk(2, -1)
         rotated = torch.cat((-second, first), -1)
     else:
         assert rotary_mode == "interleave", f"rotary_mode={rotary_mode}"
-        rotated = torch.stack((-input[..., 1::2], input[..., ::2]), -1).flatten(-2)
-    return r1 * input + r2 * rotated
+        rotated = torch.stack((-self[..., 1::2], self[..., ::2]), -1).flatten(-2)
+    return r1 * self + r2 * rotated
 
 
 def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0) -> Tensor:
@@ -67,7 +67,7 @@ def npu_scaled_masked_softmax(
     """softmax over the last axis of scale * x; True in the mask shuts a score out with -10000."""
     assert x.dim() == 4, "the operator takes four axes"
     if fixed_triu_mask:
-        mask = torch.ones(x.shape[-2:], dtype=torch.bool).triu(1)
+        mask = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
     assert mask.dtype is torch.bool, f"a mask of {mask.dtype}"
     scores = (x.float() if x.dtype != torch.float64 else x) * scale
     return scores.masked_fill(mask, -10000.0).softmax(-1).to(x.dtype)
@@ -87,17 +87,18 @@ def npu_apply_adam_w(
     maximize: bool,
     *,
     out: Sequence[Tensor],
-) -> None:
-    """One AdamW step in place on out = (parameter, mean, mean of squares)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One AdamW step in place on out = (var, m, v): parameter, mean, mean of squares."""
     assert not amsgrad and max_grad_norm is None, "the stand-in does no amsgrad"
-    parameter, mean, squares = out
-    grad = (-grad if maximize else grad).to(mean.dtype)
+    var, m, v = out
+    grad = (-grad if maximize else grad).to(m.dtype)
     with torch.no_grad():
-        parameter.mul_(1 - lr * weight_decay)
-        mean.mul_(beta1).add_(grad, alpha=1 - beta1)
-        squares.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        spread = (squares / (1 - beta2_power)).sqrt_().add_(epsilon)
-        parameter.addcdiv_(mean, spread, value=-lr / (1 - beta1_power))
+        var.mul_(1 - lr * weight_decay)
+        m.mul_(beta1).add_(grad, alpha=1 - beta1)
+        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        spread = (v / (1 - beta2_power)).sqrt_().add_(epsilon)
+        var.addcdiv_(m, spread, value=-lr / (1 - beta1_power))
+    return var, m, v
 
 
 def npu_grouped_matmul(

@@ -152,7 +152,10 @@ def test_dropped_rows_skipped_files_and_empty_files_are_reported(
         ),
         (["--tokenizer-type", "GPT2BPETokenizer"], "--tokenizer-type=GPT2BPETokenizer must be"),
         (["--prompt-type", "lama3"], "--prompt-type=lama3 must be one of empty, "),
-        (["--overlong", "cut"], "--overlong=cut must be one of error, drop, keep-head, keep-tail;"),
+        (
+            ["--overlong", "cut"],
+            "--overlong=cut must be one of error, drop, keep-head,",
+        ),
         (["--overlong", "drop"], "--overlong=drop needs --seq-length; "),
         (["--seq-length", "0"], "--seq-length=0 must be at least 1; use 1 or more"),
         (["--workers", "0"], "--workers=0 must be at least 1; use 1 or more"),

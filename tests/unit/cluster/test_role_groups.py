@@ -46,8 +46,9 @@ def test_the_rollout_is_built_with_the_actor_only_where_they_share_processes() -
         _, rollout, pool = groups(parts)
         rollout.build([3])
         assert pool.first_rank == first_rank
-        peer = pool.requests[0].args[-1]
-        assert isinstance(peer, Peer) if parts is None else peer is None
+        actor, scorer = pool.requests[0].args[-2:]
+        assert isinstance(actor, Peer) if parts is None else actor is None
+        assert scorer is None
 
 
 def methods_named(tree: ast.AST) -> set[str]:
@@ -65,11 +66,12 @@ def test_a_group_names_methods_of_its_own_role_only() -> None:
     found: dict[str, set[str]] = {}
     for name, file in FILES.items():
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        if name == f"{PACKAGE}.cluster.role_groups":
+        if name in (f"{PACKAGE}.cluster.role_groups", f"{PACKAGE}.cluster.reward_group"):
             classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
             found |= {group.name: methods_named(group) for group in classes}
         else:
             assert not methods_named(tree), name
-    names = "Actor", "Rollout", "Reference", "Critic", "Reward"
+    names = "Actor", "Rollout", "Reference", "Critic"
     others: dict[str, set[str]] = {"RoleGroups": set(), "TrainedGroup": set()}
-    assert found == others | {f"{name}Group": {name} for name in names}
+    rewards = {"RewardGroup": {"Reward", "Scorer"}, "RewardsFailed": set[str]()}
+    assert found == others | rewards | {f"{name}Group": {name} for name in names}

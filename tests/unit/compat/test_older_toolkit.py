@@ -305,7 +305,8 @@ def test_their_default_of_a_key_that_a_stage_never_reads_stops_no_run(
          "algorithm.verifier_weight=[1.0, 2.0] must have a weight for each of the 1"),
         ({"reward": {"verifier": True}, "algorithm.verifier_function": ["acc", "acc"]},
          "algorithm.verifier_function must name each function once"),
-        ({"reward": {"verifier": True, "rules": {"a": "gsm8k"}}}, "reward.rules choose a rule by"),
+        ({"reward": {"verifier": True, "rules": {"a": "gsm8k"}}},
+         "reward.rules must be empty with reward.verifier=true"),
         ({"reward": {"verifier": True}, "actor_rollout.dataset_category": "1,0"},
          "actor_rollout.dataset_category='1,0': one reward scores every prompt here; use 1 "),
         ({"actor_rollout.dataset_category": 1},
@@ -371,7 +372,7 @@ def test_older_ppo_configurations_keep_their_meaning(
     )
     saved = os.path.abspath("ckpt")
     assert config.save_folder(Role.CRITIC) == Path(saved, "critic")
-    starts = ["training.save_interval=10000 is over training.train_iters=1000: it fires",
+    starts = ["training.save_interval=10000 is over training.train_iters=1000: checkpoints",
               f"actor_rollout.save and critic.save are one folder, {saved}: ",
               "entropy_coeff=0.001: the loss has an entropy bonus of this weight"]  # fmt: skip
     assert [any(note.startswith(start) for note in notes) for start in starts] == [True] * 3

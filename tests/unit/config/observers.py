@@ -300,7 +300,7 @@ def read_prompts(config: RunConfig) -> Any:
     """The prompts of a file with two columns for each thing; the second row is long."""
     rows = [
         {"prompt": "<s>", "question": "two", "ground_truth": "1", "answer": "2",
-         "data_source": "a", "source": "b"},
+         "data_source": "a", "source": "b", "extra_info": {"n": 1}, "more": 2},
         {"prompt": "much longer", "question": "2", "ground_truth": "1", "answer": "2",
          "source": "b"},
     ]  # fmt: skip
@@ -313,7 +313,9 @@ def read_prompts(config: RunConfig) -> Any:
             )
         except UserError as error:
             return str(error).replace(folder, "")
-    return [(p.text, p.token_ids.tolist(), p.ground_truth, p.data_source) for p in found]
+    return [
+        (p.text, p.token_ids.tolist(), p.ground_truth, p.data_source, p.extra_info) for p in found
+    ]
 
 
 def prepared(config: RunConfig) -> Any:

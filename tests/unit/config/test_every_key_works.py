@@ -38,6 +38,7 @@ Changes = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[3]
 CHECKPOINTS, STORE = "run/test_checkpoints.py", "run/test_store.py"
 RUN_DIR, COLLECTOR = "run/test_directory.py", "trainer/test_collector.py"
+PROMPT_KEYS = "data/test_prompt_keys.py"
 FUNCTIONS, MODEL_REWARD = "config/test_reward_functions.py", "roles/test_model_reward.py"
 ROLES = ("actor_rollout", "ref", "critic", "reward")
 
@@ -233,6 +234,9 @@ ACTOR_KEYS: dict[str, Any] = {
     "num_gpus_for_infer": Case(2, base=SPLIT, also={f"{ACTOR}num_gpus_for_train": 6}),
     "stop_token_ids": Case([5], see.prepared),
     "num_samples_per_step": Case(3),
+    "stop_strings": Shown(
+        "rollout/test_native.py", "test_stop_strings_end_a_response_where_their_last_token_is"
+    ),
     "fixed_responses": Case("given.jsonl", see.prepared),
     "n_samples_per_prompt": Case(2, base=SAMPLE),
     "ppo_mini_batch_size": Case(24),
@@ -307,6 +311,13 @@ DATA: dict[str, Any] = {
     "ground_truth_key": Case("answer", see.read_prompts, ANY_ROWS),
     "data_source_key": Case("source", see.read_prompts, ANY_ROWS),
     "default_data_source": Case("y", see.read_prompts, {"data.overlong_prompts": "keep_tail"}),
+    "extra_columns": Case(["more"], see.read_prompts, ANY_ROWS),
+    "system_prompt": Shown(PROMPT_KEYS, "test_a_system_prompt_comes_first_unless_the_chat_has_one"),
+    "chat_template_kwargs": Shown(PROMPT_KEYS, "test_chat_template_kwargs_reach_the_template"),
+    "train_weights": Shown(
+        "trainer/test_prompt_source.py", "test_train_weights_are_shares_of_the_files"
+    ),
+    "invalid_rows": Shown(PROMPT_KEYS, "test_invalid_rows_are_dropped_and_counted_on_request"),
     "overlong_prompts": Case("keep_head", see.read_prompts, ANY_ROWS),
     "allow_special_tokens": Case(True, see.read_prompts, ANY_ROWS),
     "shuffle": Case(False, see.driven),

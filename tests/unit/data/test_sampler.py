@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rlxf.data.sampler import PromptSampler
+from mindspeed_rlxf.data.sampler import MixtureSampler, PromptSampler, make_sampler
+from mindspeed_rlxf.run.state_schema import PromptsState
 
 sizes = st.integers(1, 40)
 seeds = st.integers(0, 2**40)
@@ -70,3 +71,62 @@ def test_a_state_of_another_stream_is_refused(other):
     state = PromptSampler(10, 2, 7, True).state_dict()
     with pytest.raises(ValueError, match="of the saved run"):
         PromptSampler(num_prompts, 2, seed, shuffle).load_state_dict(state)
+
+
+weights = st.lists(st.floats(0.01, 100), min_size=2, max_size=4)
+
+
+@settings(deadline=None)  # a busy machine is no failure
+@given(weights, sizes, seeds, st.booleans(), st.integers(1, 20))
+def test_every_source_gets_its_share_within_one_prompt(shares, batch_size, seed, shuffle, batches):
+    counts = [3 + 2 * i for i in range(len(shares))]
+    stream = take(MixtureSampler(counts, shares, batch_size, seed, shuffle), batches)
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    for start, size, weight in zip(starts, counts, shares, strict=True):
+        own = [index - start for index in stream if start <= index < start + size]
+        assert abs(len(own) - weight / sum(shares) * len(stream)) < len(shares)
+        assert len(own) <= weight / sum(shares) * len(stream) + 1
+        for epoch in range(0, len(own) - size + 1, size):  # its own epochs
+            assert set(own[epoch : epoch + size]) == set(range(size))
+
+
+@settings(deadline=None)  # a busy machine is no failure
+@given(weights, sizes, seeds, st.booleans(), st.integers(0, 20), sizes)
+def test_a_saved_position_of_a_mixture_continues_the_same_stream(
+    shares, batch_size, seed, shuffle, num_before, new_batch_size
+):
+    """Inside the epochs of its sources, through the checkpoint's JSON and schema."""
+    counts = [3 + 4 * i for i in range(len(shares))]
+    unbroken = MixtureSampler(counts, shares, batch_size, seed, shuffle)
+    take(unbroken, num_before)
+    state = json.loads(json.dumps(unbroken.state_dict()))
+    PromptsState.model_validate({"sampler": state, "next_sample_id": 0})
+    resumed = MixtureSampler(counts, shares, new_batch_size, seed, shuffle)
+    take(resumed, 3)
+    resumed.load_state_dict(state)
+    length = 60
+    expected = take(unbroken, -(-length // batch_size))[:length]
+    assert take(resumed, -(-length // new_batch_size))[:length] == expected
+
+
+def test_sources_of_one_seed_have_their_own_order():
+    sampler = MixtureSampler([50, 50], [1, 1], 100, 1, True)
+    stream = take(sampler, 1)
+    assert [i for i in stream if i < 50] != [i - 50 for i in stream if i >= 50]
+
+
+def test_a_mixture_of_other_weights_or_sources_is_refused():
+    state = MixtureSampler([4, 5], [1, 2], 2, 7, True).state_dict()
+    for counts, shares in (([4, 5], [1, 3]), ([4, 6], [1, 2])):
+        with pytest.raises(ValueError, match="of the saved run"):
+            MixtureSampler(counts, shares, 2, 7, True).load_state_dict(state)
+    single = PromptSampler(9, 2, 7, True)
+    with pytest.raises(ValueError, match="use the num_prompts of the saved run"):
+        single.load_state_dict(state)
+    with pytest.raises(ValueError, match="use the train_weights of the saved run"):
+        MixtureSampler([4, 5], [1, 2], 2, 7, True).load_state_dict(single.state_dict())
+
+
+def test_without_weights_all_prompts_are_one_stream():
+    sampler = make_sampler([3, 4], (), 2, 1, True)
+    assert take(sampler, 4)[:7] == take(PromptSampler(7, 2, 1, True), 4)[:7]

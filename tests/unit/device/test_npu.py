@@ -76,6 +76,14 @@ def test_megatron_imported_too_early_is_refused(
     assert machine.calls == []
 
 
+def test_the_empty_namespace_that_a_look_at_versions_imports_is_no_megatron(
+    machine: Recorder,
+) -> None:
+    assert importlib.util.find_spec("megatron.core") and "megatron" in sys.modules
+    device.setup(NPU)
+    assert "adaptor" in machine.calls
+
+
 def test_handlers_and_level_of_the_root_logger_stay(machine: Recorder) -> None:
     root = logging.getLogger()
     before = root.handlers[:], root.level

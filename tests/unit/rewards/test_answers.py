@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -156,3 +157,9 @@ MATH = [
 @pytest.mark.parametrize(("response", "truth", "right"), MATH)
 def test_math_compares_expressions(response: str, truth: str, right: bool) -> None:
     assert math_score(response, truth) == float(right)
+
+
+def test_math_needs_no_main_thread() -> None:
+    """Signals, which math-verify's own time-outs are, reach main threads only."""
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(math_score, "\\boxed{0.5}", "\\frac12").result(60) == 1.0

@@ -16,6 +16,7 @@ from mindspeed_rlxf.config.enums import (
     KlIn,
     KlPenalty,
     NanPolicy,
+    Role,
     Stage,
 )
 from mindspeed_rlxf.config.schema import ActorConfig, AlgorithmConfig
@@ -56,6 +57,7 @@ def made(
         algorithm=AlgorithmConfig(adv_estimator=estimator, **keys),
         actor_rollout=ActorConfig.model_construct(max_new_tokens=LIMIT, n_samples_per_prompt=2),
         training=SimpleNamespace(stage=stage, nan_policy=policy),
+        roles=[Role.REF],
     )
     rollouts = rollouts_of(LENGTHS, HAS_EOS)
     log_probs = -torch.rand(rollouts.response_ids.shape, generator=torch.Generator().manual_seed(1))

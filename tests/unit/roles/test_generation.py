@@ -12,7 +12,7 @@ from mindspeed_rlxf.rollout.protocol import FinishReason, GenerationResult, Gene
 
 PROMPTS = Prompts(
     [40, 41, 42], [np.array([1, 2]), np.array([3]), np.array([4, 5, 6])],
-    ["a", "b", "c"], ["x", "y", "z"], [[]] * 3,
+    ["a", "b", "c"], ["x", "y", "z"], [[]] * 3, [{"n": i} for i in range(3)],
 )  # fmt: skip
 RESULTS = [  # as they finish
     GenerationResult(1, [7], [-1.0], FinishReason.STOP, 5),
@@ -24,6 +24,7 @@ RESULTS = [  # as they finish
 def test_rows_stand_in_the_order_of_the_prompts() -> None:
     rows = gather_rollouts(PROMPTS, iter(RESULTS))
     assert rows.sample_ids == [40, 41, 42] and rows.ground_truths == ["a", "b", "c"]
+    assert rows.extra_infos == [{"n": 0}, {"n": 1}, {"n": 2}]
     assert rows.prompt_ids.tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
     assert rows.response_ids.tolist() == [[7, 8, 9], [7, 0, 0], [8, 9, 0]]
     assert rows.response_lengths.tolist() == [3, 1, 2]

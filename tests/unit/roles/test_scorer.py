@@ -132,7 +132,8 @@ def test_rows_that_were_not_followed_are_scored_when_they_are_asked_for(role: Sc
     for _ in range(2):  # the same samples, with other responses
         other = gather_rollouts(prompts, role.follow(prompts, results_of(["3", "2"])))
         assert role.score(other).report.scores == [0.0, 1.0]
-    assert role.score(rollouts.select([1])).report.scores == [0.0]
+    list(role.follow(prompts, results_of(["3", "2"])))
+    assert role.score(rollouts).report.scores == [1.0, 0.0], "scores of other responses"
 
 
 def test_ranks_that_lead_no_replica_score_nothing(role: ScorerRole) -> None:

@@ -9,7 +9,16 @@ from tests.unit.test_layers import FILES, PACKAGE, imports_of, layer
 ROLLOUT = f"{PACKAGE}.rollout"
 # What others may know: the protocol, forms of it, their names and how one is built, and the
 # side of a transfer that trains.
-BORDER = {"protocol", "engines", "sampling", "fixed", "replica", "transfer", "transfer_plan"}
+BORDER = {
+    "protocol",
+    "engines",
+    "stop_strings",
+    "sampling",
+    "fixed",
+    "replica",
+    "transfer",
+    "transfer_plan",
+}
 GENERATING = (f"{PACKAGE}.roles.rollout", f"{PACKAGE}.roles.generation")
 INSIDE = {"NativeRollout", "KvCache", "SharedWeights", "OwnWeights", "rollout_module"}
 

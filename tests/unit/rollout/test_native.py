@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rlxf.config.memory import CACHE_SHARE
 from mindspeed_rlxf.models.attention import Attend, PackedSequences
@@ -19,6 +21,7 @@ from mindspeed_rlxf.rollout.kv_cache import CacheShape, KvCache
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.protocol import GenerationRequest
 from mindspeed_rlxf.rollout.sampling import SamplingSettings
+from mindspeed_rlxf.rollout.stop_strings import StopStrings
 
 VOCAB, HEADS, GROUPS, DIM, EOS = 11, 4, 2, 4, 0
 SEED = 5
@@ -377,3 +380,20 @@ def test_an_engine_without_weights_or_asleep_does_not_generate(prompts: list[np.
     rollout.sleep()
     with pytest.raises(AssertionError, match="the rollout sleeps"):
         next(rollout.generate(asked))
+
+
+def test_stop_strings_end_a_response_where_their_last_token_is(prompts: list[np.ndarray]) -> None:
+    """Tokens are letters, so a string of two is cut by them; the rest of the batch goes on."""
+    core = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate("abcdefghijk")}, "a"))
+    core.decoder = decoders.Fuse()
+    stop = StopStrings(("cd", "gg", "ib", "e"), PreTrainedTokenizerFast(tokenizer_object=core))
+    sampled: dict[str, Any] = {"do_sample": True, "eos_token_ids": (), "max_new_tokens": 12}
+    free, _, *_ = generate(prompts, **sampled)
+    cut, log_probs, *_ = generate(prompts, **sampled, stop=stop)
+    expected = []
+    for tokens in free:
+        text = "".join("abcdefghijk"[i] for i in tokens)
+        ends = [text.find(string) + len(string) for string in stop.strings if string in text]
+        expected.append(tokens[: min(ends, default=12)])
+    assert cut == expected and len({len(tokens) for tokens in cut}) > 3
+    assert [len(row) for row in log_probs] == [len(row) for row in cut]

@@ -48,7 +48,7 @@ class Script:
         ids = list(range(self.next_id, self.next_id + count))
         self.next_id += count
         tokens = [np.array([i // SIZE]) for i in ids]
-        return Prompts(ids, tokens, [""] * count, [""] * count, [[9]] * count)
+        return Prompts(ids, tokens, [""] * count, [""] * count, [[9]] * count, [{}] * count)
 
     def generate(self, prompts: Prompts, _seed: int, greedy: bool = False) -> Answer:
         self.generated.append((prompts, greedy))

@@ -115,3 +115,14 @@ def test_planning_checking_starting_and_the_doctor_import_neither(
     assert "as far as the pools" in said
     assert driver == []
     assert others == ["torch_npu"]  # the doctor asks torch, in a process of its own
+
+
+def test_the_checks_before_a_run_import_no_megatron() -> None:
+    """With `runtime: local` they run in the process that MindSpeed patches before Megatron."""
+    code = (
+        "import sys, mindspeed_rlxf.cli.train, mindspeed_rlxf.trainer.preflight\n"
+        "print([name for name in sys.modules if name.startswith('megatron.')])"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+from pydantic import ValidationError
 
+from mindspeed_rlxf.config.schema import DataConfig
+from mindspeed_rlxf.data.prompt_store import Labels, PromptStore
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.data.sampler import ConsumedPrompts, PromptSampler
 from mindspeed_rlxf.trainer.prompt_source import PromptSource, as_rows
+from tests.unit.conftest import MakeConfig
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -17,6 +22,7 @@ def prompts(count: int) -> list[Prompt]:
             token_ids=np.array([i, i + 1]),
             ground_truth=f"truth {i}",
             data_source=f"source {i % 2}",
+            extra_info={"row": i},
         )
         for i in range(count)
     ]
@@ -32,6 +38,7 @@ def test_each_prompt_is_repeated_n_times_with_its_truth_and_source() -> None:
     assert [ids.tolist() for ids in batch.token_ids] == [[0, 1]] * 3 + [[1, 2]] * 3
     assert batch.ground_truths == ["truth 0"] * 3 + ["truth 1"] * 3
     assert batch.data_sources == ["source 0"] * 3 + ["source 1"] * 3
+    assert batch.extra_infos == [{"row": 0}] * 3 + [{"row": 1}] * 3
 
 
 def test_sample_ids_are_unique_over_the_run() -> None:
@@ -64,3 +71,25 @@ def test_rows_are_numbered_from_the_first_id() -> None:
     rows = as_rows(prompts(3), first_sample_id=7)
     assert rows.sample_ids == [7, 8, 9] and rows.num_rows == 3
     assert as_rows([]).num_rows == 0
+
+
+def test_train_weights_are_shares_of_the_files(make_config: MakeConfig) -> None:
+    store = PromptStore()
+    for name in ("a", "b"):
+        for _ in range(6):
+            store.add(name, [1], Labels("", name))
+        store.end_part()
+    files = {"train_files": ["a.jsonl", "b.jsonl"], "shuffle": False}
+    config = make_config(global_batch_size=4)
+    for weights, sources in (((3.0, 1.0), "aaba" * 2), ((), "aaaaaabb")):
+        data = DataConfig(**files, train_weights=weights)
+        source = PromptSource.from_config(config.model_copy(update={"data": data}), store)
+        found = [name for _ in range(2) for name in source.next_prompts().data_sources]
+        assert "".join(found) == sources
+
+
+def test_every_file_has_a_weight() -> None:
+    with pytest.raises(ValidationError, match="must have one for each of the 2 files or data sets"):
+        DataConfig(train_files=["a", "b"], train_weights=[1.0])
+    with pytest.raises(ValidationError, match="greater than 0"):
+        DataConfig(train_files=["a", "b"], train_weights=[1.0, 0.0])

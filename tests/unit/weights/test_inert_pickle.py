@@ -125,7 +125,9 @@ def test_what_torch_distributed_checkpoint_writes_passes(tmp_path: Path) -> None
 def test_a_function_in_a_torch_file_is_named_and_not_called(tmp_path: Path) -> None:
     bad = {"args": Namespace(), "x": Runs(os.mkdir, str(tmp_path / MARK))}
     torch.save(bad, tmp_path / "common.pt")
-    with pytest.raises(ValueError, match=r"common\.pt must hold nothing but .* wants posix\.mkdir"):
+    with pytest.raises(
+        ValueError, match=r"common\.pt must hold nothing but .* it has posix\.mkdir"
+    ):
         read_torch_file(tmp_path / "common.pt")
     assert not (tmp_path / MARK).exists()
     torch.load(tmp_path / "common.pt", weights_only=False)
@@ -134,7 +136,7 @@ def test_a_function_in_a_torch_file_is_named_and_not_called(tmp_path: Path) -> N
 
 def test_a_function_in_an_object_inside_a_distcp_file_is_named(tmp_path: Path) -> None:
     distributed(tmp_path, torch.ones(4), Runs(os.mkdir, str(tmp_path / MARK)))
-    with pytest.raises(ValueError, match=r"__0_0\.distcp must .* wants posix\.mkdir"):
+    with pytest.raises(ValueError, match=r"__0_0\.distcp must .* it has posix\.mkdir"):
         open_torch_dist(tmp_path)
     assert not (tmp_path / MARK).exists()
 
@@ -160,7 +162,7 @@ def test_a_refusal_says_how_to_save_the_file_again(tmp_path: Path, name: str, re
         write_metadata(tmp_path, Runs(os.system, "true"))
     else:
         torch.save(Runs(os.system, "true"), file)
-    rule = r"wants posix\.system; do not open a file of others\. Where you made it, "
+    rule = r"it has posix\.system; do not open a file of others\. Where you made it, "
     with pytest.raises(ValueError, match=rule) as e:
         open_torch_dist(tmp_path) if name == ".metadata" else read_torch_file(file)
     assert re.search(remedy, str(e.value)) and "in the environment that wrote it" in str(e.value)

@@ -1,0 +1,72 @@
+"""Read pairs of responses, a better and a worse one to the same prompt, as token ids.
+
+A row is {prompt, chosen, rejected}: the prompt is text or chat messages, the responses are text.
+Files are parquet or jsonl, such as `rm/train.parquet` of examples/data_preprocess/full_hh_rlhf.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_rlxf.config.enums import OverlongPrompts
+from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.schema import DataConfig
+from mindspeed_rlxf.data.prompts import load_prompts
+
+SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Token ids of the prompt with each response."""
+
+    chosen: list[int]
+    rejected: list[int]
+
+
+class Pairs:
+    """The pairs of a file; prompts are tokenized once, responses when they are read.
+
+    The prompt is tokenized as PPO does it; its start is cut where it is too long. A response ends
+    with EOS, and is cut at its end, without EOS then, where it is too long.
+    """
+
+    def __init__(
+        self, file: str, tokenizer: Any, max_prompt_length: int, max_response_length: int
+    ) -> None:
+        """Raises UserError for a file that cannot be used."""
+        data = DataConfig(
+            train_files=(file,),
+            default_data_source="pairs",
+            extra_columns=SIDES,
+            overlong_prompts=OverlongPrompts.KEEP_TAIL,
+        )
+        self._prompts = load_prompts(file, tokenizer, data, max_prompt_length)
+        self._tokenizer, self._max_response_length = tokenizer, max_response_length
+        for prompt in self._prompts:
+            if rule := _broken_rule([prompt.extra_info.get(side) for side in SIDES]):
+                where = f"pair {prompt.index + 1} of {file}"
+                raise UserError(Problem(where, rule, remedy="repair or remove the row"))
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, place: int) -> Pair:
+        prompt = self._prompts[place]
+        start = prompt.token_ids.tolist()
+        return Pair(*(start + self._response_ids(prompt.extra_info[side]) for side in SIDES))
+
+    def _response_ids(self, text: str) -> list[int]:
+        """Tokenize a response; special tokens that it spells are text."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)[
+            "input_ids"
+        ]
+        return [*ids, self._tokenizer.eos_token_id][: self._max_response_length]
+
+
+def _broken_rule(texts: Sequence[Any]) -> str:
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        return "must have texts chosen and rejected"
+    return "must have two different responses" if texts[0] == texts[1] else ""

@@ -1,0 +1,171 @@
+"""Check the fields of a row of a prompt data set."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.schema import DataConfig
+from mindspeed_rlxf.config.suggest import shown
+from mindspeed_rlxf.data.files import (
+    FileProblems,
+    Row,
+    describe_keys,
+    fault,
+    look_up,
+    read_rows,
+    unicode_problem,
+)
+from mindspeed_rlxf.data.prompt_store import Labels
+
+ROLE = re.compile(r"[\w .:-]{1,64}")  # templates such as `<{role}>` could make tokens of others
+RULE = "a prompt must be text or a list of chat messages {role, content}"
+SYSTEM = "system"
+EXTRA = "extra_info"
+
+
+@dataclass
+class TextRow:
+    """A row before tokenization.
+
+    text: what to tokenize. A chat after its template, with the template's special tokens; those
+          that the messages spell are replaced by words (see `SpecialTokens`)
+    """
+
+    row: int
+    prompt: str | list[dict[str, Any]]
+    labels: Labels
+    text: str = ""
+
+    @property
+    def is_chat(self) -> bool:
+        return not isinstance(self.prompt, str)
+
+    @property
+    def num_characters(self) -> int:
+        if isinstance(self.prompt, str):
+            return len(self.prompt)
+        return sum(len(message["content"]) for message in self.prompt)
+
+
+def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Iterator[TextRow]:
+    """Yield the rows of a file whose fields are all valid; the others go to `problems`."""
+    for number, row in read_rows(file, problems):
+        prompt = look_up(row, data.prompt_key)
+        problem = _prompt_problem(prompt, data)
+        if prompt is None:
+            rule = f"a row must have a {data.prompt_key!r}, this one has {describe_keys(row)}"
+            remedy = "set data.prompt_key to the key of the prompt, or complete the row"
+            problem = fault(rule, remedy)
+        if problem:
+            problems.add(number, problem)
+        labels = read_labels(number, row, data, problems)
+        if labels and not problem:
+            yield TextRow(number, _with_system(prompt, data.system_prompt), labels)
+
+
+def _with_system(prompt: Any, system: str | None) -> Any:
+    """Put the system message first, unless the chat has its own."""
+    if system is None or prompt[0]["role"] == SYSTEM:
+        return prompt
+    return [{"role": SYSTEM, "content": system}, *prompt]
+
+
+def _prompt_problem(prompt: Any, data: DataConfig) -> Problem | None:
+    if isinstance(prompt, str):
+        if data.system_prompt is not None:
+            rule = "a prompt must be chat messages with data.system_prompt, this one is text"
+            return fault(rule, "write it as [{role: user, content: ...}], or remove the key")
+        return text_problem(prompt)
+    if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
+        return None
+    return fault(f"{RULE}, this one is {shown(prompt)}", "write it as text")
+
+
+def text_problem(text: str) -> Problem | None:
+    """Return the problem of a text that cannot be a prompt."""
+    if not text.strip():
+        return fault(f"{RULE} and not empty", "complete or remove the row")
+    return unicode_problem(text)
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and bool(ROLE.fullmatch(message["role"]))
+        and isinstance(message.get("content"), str)
+    )
+
+
+def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems) -> Labels | None:
+    """Return ground truth ("" if absent), data source and extra columns of a row.
+
+    Returns None where one of them is invalid, which is added to `problems`.
+    """
+    truth = look_up(row, data.ground_truth_key)
+    truth = "" if truth is None else truth
+    source = look_up(row, data.data_source_key)
+    source = data.default_data_source if source is None else source
+    found = [_truth_problem(truth), _source_problem(source, data)]
+    extra, extra_problem = read_extra(row, data)
+    broken = [problem for problem in (*found, extra_problem) if problem]
+    for problem in broken:
+        problems.add(number, problem)
+    return None if broken else Labels(str(truth), str(source), extra)
+
+
+def _truth_problem(truth: Any) -> Problem | None:
+    if isinstance(truth, (str, int, float)) and not isinstance(truth, bool):
+        return None
+    rule = f"a ground truth must be text or a number, this one is {truth!r:.60}"
+    return fault(rule, "write it as text")
+
+
+def _source_problem(source: Any, data: DataConfig) -> Problem | None:
+    if isinstance(source, str) and source:
+        return None
+    rule = f"a row must name its data source in {data.data_source_key!r}"
+    found = "it has none" if source is None else f"this one is {source!r:.60}"
+    remedy = "add it to the rows or set data.default_data_source"
+    return fault(f"{rule}, {found}", remedy)
+
+
+def read_extra(row: Row, data: DataConfig) -> tuple[dict[str, Any], Problem | None]:
+    """Collect the columns beside prompt, ground truth and data source that hold something.
+
+    A column that a key of `data` reaches into counts too, because it may hold more. The fields of
+    an object named `extra_info` are laid over the columns, by their own names.
+    """
+    extra: dict[str, Any] = {}
+    for key in _extra_names(row, data):
+        value = look_up(row, key)
+        if (kind := _foreign_type(value)) is not None and data.extra_columns is not None:
+            rule = f"column {key!r} must hold text, numbers, lists and objects, not {kind}"
+            return {}, fault(rule, "convert it, or take it out of data.extra_columns")
+        if kind is None and value is not None:
+            extra[key] = value
+    own = extra.get(EXTRA)
+    if isinstance(own, dict):
+        del extra[EXTRA]
+        extra |= own
+    return extra, None
+
+
+def _extra_names(row: Row, data: DataConfig) -> Iterable[str]:
+    if data.extra_columns is not None:
+        return data.extra_columns
+    named = {data.prompt_key, data.ground_truth_key, data.data_source_key}
+    return (name for name in row if name not in named)
+
+
+def _foreign_type(value: Any) -> str | None:
+    """Name the type of the first value in a value of a row that JSON does not have."""
+    if isinstance(value, (dict, list)):
+        inner = value.values() if isinstance(value, dict) else value
+        return next((kind for v in inner if (kind := _foreign_type(v)) is not None), None)
+    plain = value is None or isinstance(value, (str, bool, int, float))
+    return None if plain else type(value).__name__

@@ -1,0 +1,153 @@
+"""Keep the prompts of a run in a temporary file, so that memory does not grow with the data set."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any, overload
+
+import numpy as np
+
+from mindspeed_rlxf.config.errors import Problem, UserError
+
+Int64Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+HEAD = struct.Struct("<I")  # number of token ids; they follow, then JSON
+ENDS_AT_ONCE = 4096  # places that are written together
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What a row holds beside its prompt; see `Prompt`."""
+
+    ground_truth: str
+    data_source: str
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One prompt of a data set.
+
+    index:        position in the data set, from 0, over all files, without dropped rows
+    text:         what was tokenized (a chat after its template); of a prompt that was cut, or read
+                  from an indexed data set, the decoded ids
+    token_ids:    [prompt] int64, at least 1 and at most max_prompt_length, no EOS appended
+    ground_truth: what a rule compares with, "" when the row has none
+    data_source:  picks the rule and names the validation metrics
+    extra_info:   other values of the row for reward functions: text, numbers, lists, objects
+    """
+
+    index: int
+    text: str
+    token_ids: Int64Array
+    ground_truth: str
+    data_source: str
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+class PromptStore(Sequence[Prompt]):
+    """Prompts in the order in which they were added.
+
+    Two files without a name hold them and end with the process. They are in the folder for
+    temporary files (`TMPDIR`), about as large as the data set.
+    """
+
+    def __init__(self) -> None:
+        self._size = self._end = 0
+        self._ends = array("q")  # where prompts end, those that are not in the file yet
+        self._part_ends: list[int] = []
+        self._content, self._places = _open_file(), _open_file()
+
+    def add(
+        self,
+        text: str,
+        token_ids: Sequence[int] | Int64Array,
+        labels: Labels,
+    ) -> None:
+        """Append a prompt. Raises UserError where the disk has no room."""
+        ids = np.asarray(token_ids, dtype="<i4").tobytes()
+        rest = json.dumps(
+            [text, labels.ground_truth, labels.data_source, labels.extra_info]
+        ).encode("ascii")
+        record = HEAD.pack(len(token_ids)) + ids + rest
+        self._write(self._content, record)
+        self._end += len(record)
+        self._size += 1
+        self._ends.append(self._end)
+        if len(self._ends) == ENDS_AT_ONCE:
+            self._write_ends()
+
+    def end_part(self) -> None:
+        """Mark the end of a file or data set; see `sizes`."""
+        self._write_ends()
+        try:
+            self._content.flush()
+        except OSError as error:
+            raise _no_room(error) from error
+        self._part_ends.append(self._size)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of prompts of each file or data set, in order."""
+        starts = [0, *self._part_ends]
+        return tuple(end - start for start, end in zip(starts, self._part_ends, strict=False))
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Prompt]: ...
+    def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(place, slice):
+            return [self._read(each) for each in range(*place.indices(self._size))]
+        if not -self._size <= place < self._size:
+            raise IndexError(place)
+        return self._read(place % self._size)
+
+    def _read(self, place: int) -> Prompt:
+        """Read one prompt; all have been written (`end_part`)."""
+        start, count = (8 * (place - 1), 2) if place else (0, 1)
+        ends = np.frombuffer(os.pread(self._places.fileno(), 8 * count, start), "<i8")
+        begin, end = (int(ends[0]), int(ends[1])) if place else (0, int(ends[0]))
+        record = os.pread(self._content.fileno(), end - begin, begin)
+        split = HEAD.size + 4 * HEAD.unpack_from(record)[0]
+        ids = np.frombuffer(record[HEAD.size : split], "<i4").astype(np.int64)
+        text, truth, source, extra_info = json.loads(record[split:])
+        return Prompt(place, text, ids, truth, source, extra_info)
+
+    def _write_ends(self) -> None:
+        self._write(self._places, np.asarray(self._ends, dtype="<i8").tobytes())
+        self._ends = array("q")
+        try:
+            self._places.flush()
+        except OSError as error:
+            raise _no_room(error) from error
+
+    def _write(self, file: IO[bytes], data: bytes) -> None:
+        try:
+            file.write(data)
+        except OSError as error:
+            raise _no_room(error) from error
+
+
+def _open_file() -> IO[bytes]:
+    try:
+        return tempfile.TemporaryFile(prefix="rlxf-prompts-")  # closed with its owner
+    except OSError as error:
+        raise _no_room(error) from error
+
+
+def _no_room(error: OSError) -> UserError:
+    rule = "must take the tokenized prompts, it cannot be written"
+    reason = error.strerror or type(error).__name__
+    remedy = "free space there, or set TMPDIR to another folder"
+    folder = tempfile.gettempdir() if tempfile.tempdir else "the folder for temporary files"
+    return UserError(Problem(folder, f"{rule}: {reason}", remedy=remedy))

@@ -1,0 +1,45 @@
+"""End a response where its text comes to hold one of some strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MARGIN = 8  # tokens before those that can hold the string, because some change their neighbours
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """Strings that end a response; the one that ends it stays in the response.
+
+    They are looked for in the decoded text, as a string may be cut into tokens in several ways.
+    Special tokens are not part of that text.
+    """
+
+    strings: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerBase = field(compare=False, repr=False)
+
+    def end(self, tokens: Sequence[int]) -> bool:
+        """Whether the last token completes a string. tokens: of the whole response so far"""
+        window = self._window
+        text = self._decode(tokens[-window:])
+        if not any(string in text for string in self.strings):
+            return False
+        before = self._decode(tokens[-window:-1])
+        return any(text.count(string) > before.count(string) for string in self.strings)
+
+    @property
+    def _window(self) -> int:
+        """Tokens that hold the longest string, of one byte each, and MARGIN more."""
+        return MARGIN + max(len(string.encode()) for string in self.strings)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(
+            self.tokenizer.decode(
+                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )

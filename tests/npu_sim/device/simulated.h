@@ -1,0 +1,65 @@
+// What the parts of the simulated NPU share. Its memory is the host's, under another device type.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/core/Generator.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+
+namespace sim {
+
+constexpr auto NPU = c10::DeviceType::PrivateUse1;
+constexpr int MAX_DEVICES = 16;
+
+// --- memory: bytes of each device ---
+struct Memory {
+  int64_t used = 0, peak = 0, limit = 0;
+};
+void set_devices(int count, int64_t limit);
+int count_devices();
+int current_device();
+void set_device(int index);
+Memory memory_of(int index);
+void reset_peak(int index);
+c10::Allocator* allocator();
+// A tensor of the device over memory that an operator of the host has made; counts its bytes.
+at::Tensor adopt(const at::Tensor& host, int index);
+// The same memory as a tensor of the host. Operators must not resize it.
+at::Tensor host_view(const at::Tensor& tensor);
+const at::Generator& generator(int index);
+void start_hooks();
+
+// --- delayed copies: a copy that does not block ends when its stream is waited for ---
+void set_delayed(bool on);
+bool is_delayed();
+int64_t pending_copies();
+// Whether the host would read a tensor of its own that a copy has yet to fill.
+bool is_pending(const at::Tensor& host);
+c10::Stream current_stream(int index);
+// Take a copy into the queue of the current stream of the device; the target is poisoned.
+void enqueue(const at::Tensor& source, const at::Tensor& target, int index);
+// What an operator on the current stream may rely on: copies to the device that come before it.
+void settle(int index);
+void synchronize_stream(const c10::Stream& stream);
+void synchronize_device(int index);
+
+// --- rules of operators ---
+// operator, without its namespace -> the dtypes that its first tensor may have, whether it takes an
+// argument `dtype`, and where that is written
+struct Rule {
+  std::set<std::string> dtypes;
+  bool takes_dtype;
+  std::string source;
+};
+using Rules = std::map<std::string, Rule>;
+void set_rules(Rules rules);
+void record_pairs(bool on);
+std::set<std::pair<std::string, std::string>> recorded_pairs();
+
+}  // namespace sim

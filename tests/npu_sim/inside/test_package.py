@@ -1,0 +1,164 @@
+"""The package on the device: its paths work, and break where a mend is taken back."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mindspeed_rlxf.rollout import sampling, transfer
+
+SETTINGS = sampling.SamplingSettings(
+    do_sample=True, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, max_new_tokens=4,
+    eos_token_ids=(),
+)  # fmt: skip
+
+
+def choose(vocab: int, uniform: float) -> int:
+    logits = torch.zeros(1, vocab, device="npu")
+    tokens, _ = sampling.choose_tokens(
+        logits, torch.tensor([uniform], dtype=torch.float64),
+        torch.zeros(1, dtype=torch.int64, device="npu"), SETTINGS,
+    )  # fmt: skip
+    return int(tokens)
+
+
+def in_one_sum(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """Tokens as they were drawn before blocks: in what the device makes of fp64."""
+    cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
+    targets = uniforms.to(cumulative)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
+
+
+def test_sampling_needs_no_fp64_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    below_one = 1.0 - 2.0**-30
+    assert choose(8, below_one) == 7
+    monkeypatch.setattr(sampling, "_inverse_cdf", in_one_sum)
+    with pytest.raises((RuntimeError, IndexError), match=r"out of (bounds|range)"):
+        choose(8, below_one)  # token 8 of 8
+
+
+def cache_and_step() -> tuple[Any, Any, list[Tensor]]:
+    from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache
+
+    shape = CacheShape(num_layers=1, groups=2, max_length=6, head_dim=4, dtype=torch.float32)
+    cache = KvCache(shape, 3, torch.device("npu", 0))
+    step = DecodeStep(cache=cache, position=torch.tensor([2, 3], device="npu"))
+    heads = [torch.ones(2, heads, 4, device="npu") for heads in (4, 2, 2)]
+    return cache, step, heads
+
+
+def test_a_decode_step_gives_a_mask_row_to_each_query(take_back: Any) -> None:
+    from mindspeed_rlxf.rollout.kv_cache import DecodeStep
+
+    _, step, heads = cache_and_step()
+    assert step.attend(1, *heads).shape == (2, 4, 4)
+    take_back(
+        DecodeStep, "attend", "self._visible.expand(-1, -1, heads // groups, -1)", "self._visible"
+    )
+    with pytest.raises(RuntimeError, match="a mask has a row for each query"):
+        step.attend(1, *heads)
+
+
+def test_a_slot_of_the_cache_is_no_index_of_the_host() -> None:
+    cache, _, (_, key, value) = cache_and_step()
+    place = torch.tensor([0, 1])
+    with pytest.raises(RuntimeError, match="tensors of the host and of npu:0 in one call"):
+        cache.write(1, place, place, key, value)
+    cache.write(1, place.npu(), place.npu(), key, value)
+
+
+def test_bit_sums_take_no_integers_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = torch.randn(5, 3)
+    assert transfer.bit_sum(weights.npu()) == transfer.bit_sum(weights)
+    monkeypatch.setattr(
+        transfer, "bit_sum", lambda tensor: tensor.view(torch.int32).sum(dtype=torch.int64)
+    )
+    with pytest.raises(RuntimeError, match="sum does not support the argument dtype"):
+        transfer.bit_sum(weights.npu())
+
+
+def test_weights_are_written_from_the_host(tmp_path: Path) -> None:
+    from mindspeed_rlxf.weights.planned import PlannedTensor
+
+    tensor = torch.ones(3, device="npu")
+    planned = PlannedTensor.of(tensor)
+    from mindspeed_rlxf.weights.safetensors_file import write_safetensors
+
+    with pytest.raises(TypeError, match=r"can't convert npu:0 device type tensor to numpy"):
+        write_safetensors(tmp_path / "a.safetensors", {"a": planned}, lambda _: None)
+
+
+def test_a_pack_is_attended_sequence_by_sequence(take_back: Any) -> None:
+    from mindspeed_rlxf.models.attention import FusedAttention, PackedSequences
+
+    attention = fused_attention()
+    pack = PackedSequences(lengths=(2, 3))
+    heads = [torch.randn(5, n, 4, device="npu") for n in (4, 2, 2)]
+    together = attention(*heads, None, packed_seq_params=pack)
+    alone = [attention(*(x[part] for x in heads), None, packed_seq_params=PackedSequences(
+        lengths=(part.stop - part.start,))) for part in (slice(0, 2), slice(2, 5))]  # fmt: skip
+    torch.testing.assert_close(together.cpu(), torch.cat(alone).cpu())
+    take_back(FusedAttention, "_attend_pack", "list(accumulate(lengths))", "[sum(lengths)]")
+    plain = FusedAttention._attend_pack
+    base = super(FusedAttention, attention).forward
+
+    def attend_pack(self: Any, *args: Any) -> Tensor:
+        plain.__globals__["super"] = lambda: type("Base", (), {"forward": staticmethod(base)})
+        try:
+            return plain(self, *args)
+        finally:
+            del plain.__globals__["super"]
+
+    FusedAttention._attend_pack = attend_pack  # undone with `take_back`
+    with pytest.raises(RuntimeError, match="must be attended sequence by sequence"):
+        attention(*heads, None, packed_seq_params=pack)
+
+
+def fused_attention() -> Any:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from mindspeed_rlxf.models.attention import FusedAttention
+
+    made = FusedAttention.__new__(FusedAttention)
+    torch.nn.Module.__init__(made)
+    made.softmax_scale, made.layer_number = 0.5, 1
+    made.attn_mask_type = AttnMaskType.causal
+    return made
+
+
+@pytest.mark.parametrize("name", ["synchronize", "current_device", "empty_cache"])
+def test_the_package_names_cuda_in_its_device_layer_alone(name: str) -> None:
+    module = ModuleType("mindspeed_rlxf.engine.careless")
+    exec(f"import torch\ndef call():\n    return torch.cuda.{name}()", vars(module))
+    with pytest.raises(RuntimeError, match=rf"torch\.cuda\.{name} must not be used by mindspeed_r"):
+        module.call()
+    getattr(torch.cuda, name)()  # Megatron may
+
+
+def test_the_adaptor_comes_before_megatron() -> None:
+    import megatron.core.parallel_state  # noqa: F401
+
+    adaptor = sys.modules["mindspeed.megatron_adaptor"]
+    with pytest.raises(RuntimeError, match="must be imported before Megatron, megatron"):
+        importlib.reload(adaptor)
+
+
+def test_a_sleeping_rollout_module_lies_on_the_device(take_back: Any) -> None:
+    """Megatron makes it on the host, and generation asks it for its device."""
+    from mindspeed_rlxf.rollout.hybrid import SharedWeights
+
+    source = SharedWeights.__new__(SharedWeights)
+    source._by_source = {("w",): torch.nn.Parameter(torch.ones(2))}
+    source.sleep()
+    assert source._by_source[("w",)].device.type == "npu"
+    take_back(SharedWeights, "sleep", "new_empty(0, device=where)", "new_empty(0)")
+    source._by_source = {("w",): torch.nn.Parameter(torch.ones(2))}
+    source.sleep()
+    assert source._by_source[("w",)].device.type == "cpu"

@@ -1,0 +1,170 @@
+"""Keys of `data` that say how rows become prompts: templates, other columns, cuts, bad rows."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import ValidationError
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import DataConfig
+from mindspeed_rlxf.data import lengths
+from mindspeed_rlxf.data.prompts import load_prompts
+from tests.unit.data.conftest import MakeTokenizer, WriteJsonl
+
+THINKING = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    "{% if enable_thinking is defined and not enable_thinking %}no thoughts{% endif %}"
+)
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def data(**keys: Any) -> DataConfig:
+    return DataConfig(**{"train_files": ["unused"], "default_data_source": "a", **keys})
+
+
+def first_problem(file: str, tokenizer: Any, config: DataConfig) -> str:
+    with pytest.raises(UserError) as caught:
+        load_prompts(file, tokenizer, config, 100)
+    return str(caught.value.problems[0]).removeprefix(f"{file}:")
+
+
+def test_rows_of_the_usual_columns_are_read_from_parquet(
+    make_tokenizer: MakeTokenizer, tmp_path: Path
+) -> None:
+    row = {
+        "data_source": "sums",
+        "prompt": CHAT,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"split": "train", "index": 7, "choices": ["a", "b"]},
+    }
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([row, {**row, "extra_info": None}]), file)
+    config = data(ground_truth_key="reward_model.ground_truth")
+    prompt, other = load_prompts(str(file), make_tokenizer(), config, 100)
+    assert (prompt.text, prompt.ground_truth) == ("<bos><user>hi<assistant>", "4")
+    columns = {"ability": "math", "reward_model": row["reward_model"]}
+    assert prompt.extra_info == {**columns, "split": "train", "index": 7, "choices": ["a", "b"]}
+    assert other.extra_info == columns
+    config = data(extra_columns=["extra_info", "reward_model.style"])
+    prompt, other = load_prompts(str(file), make_tokenizer(), config, 100)
+    assert other.extra_info == {"reward_model.style": "rule"}
+    assert prompt.extra_info == {**row["extra_info"], **other.extra_info}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(datetime.date(2024, 2, 3), "date"), ([{"a": b"\x00"}], "bytes")]
+)
+def test_columns_that_are_named_hold_plain_values_and_others_are_left_out(
+    value: Any, kind: str, make_tokenizer: MakeTokenizer, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a", "x": {"y": value}, "z": math.inf}]), file)
+    assert first_problem(str(file), make_tokenizer(), data(extra_columns=["x"])) == (
+        f"1: column 'x' must hold text, numbers, lists and objects, not {kind}; "
+        "convert it, or take it out of data.extra_columns"
+    )
+    for columns, found in ((None, {"z": math.inf}), ([], {})):
+        (prompt,) = load_prompts(str(file), make_tokenizer(), data(extra_columns=columns), 100)
+        assert prompt.extra_info == found
+
+
+def test_chat_template_kwargs_reach_the_template(
+    make_tokenizer: MakeTokenizer, write_jsonl: WriteJsonl
+) -> None:
+    file, tokenizer = write_jsonl({"prompt": CHAT}), make_tokenizer(chat_template=THINKING)
+    for keys, text in (
+        ({}, "<user>hi<assistant>"),
+        ({"enable_thinking": True}, "<user>hi<assistant>"),
+        ({"enable_thinking": False}, "<user>hi<assistant>no thoughts"),
+    ):
+        (prompt,) = load_prompts(file, tokenizer, data(chat_template_kwargs=keys), 100)
+        assert prompt.text == text
+
+
+@pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt", "messages"])
+def test_chat_template_kwargs_leave_the_run_its_own(name: str) -> None:
+    with pytest.raises(ValidationError, match=f"no {name}"):
+        data(chat_template_kwargs={name: True, "enable_thinking": False})
+
+
+def test_a_system_prompt_comes_first_unless_the_chat_has_one(
+    make_tokenizer: MakeTokenizer, write_jsonl: WriteJsonl
+) -> None:
+    own = [{"role": "system", "content": "own"}, *CHAT]
+    file = write_jsonl({"prompt": CHAT}, {"prompt": own})
+    prompts = load_prompts(file, make_tokenizer(), data(system_prompt="be brief"), 100)
+    assert [p.text for p in prompts] == [
+        "<bos><system>be brief<user>hi<assistant>",
+        "<bos><system>own<user>hi<assistant>",
+    ]
+    file = write_jsonl({"prompt": "text"})
+    assert first_problem(file, make_tokenizer(), data(system_prompt="be brief")) == (
+        "1: a prompt must be chat messages with data.system_prompt, this one is text; "
+        "write it as [{role: user, content: ...}], or remove the key"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "limit", "kept", "said"),
+    [
+        ("keep_head", 4, "abcd", "first 4"),
+        ("right", 4, "abcd", "first 4"),
+        ("keep_tail", 4, "wxyz", "last 4"),
+        ("left", 4, "wxyz", "last 4"),
+        ("keep_ends", 4, "abyz", "first and last 4"),
+        ("middle", 5, "abxyz", "first and last 5"),
+        ("middle", 1, "z", "first and last 1"),
+    ],
+)
+def test_long_prompts_are_cut_on_the_named_side(
+    word: str,
+    limit: int,
+    kept: str,
+    said: str,
+    make_tokenizer: MakeTokenizer,
+    write_jsonl: WriteJsonl,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also a text so long that it is cut before it is tokenized."""
+    monkeypatch.setattr(lengths, "MOST_CHARACTERS", 100)
+    text = "abcdefghijklmnopqrstuvwxyz"
+    file = write_jsonl({"prompt": text}, {"prompt": "1" * 9999}, {"prompt": "1"})
+    with caplog.at_level(logging.WARNING):
+        prompts = load_prompts(file, make_tokenizer(), data(overlong_prompts=word), limit)
+    texts = [p.text.replace(" ", "") for p in prompts]  # decoded character by character
+    assert texts == [kept, "1" * limit, "1"]
+    assert f"2 of 3 prompts are over {limit} tokens and cut to their {said}" in caplog.text
+
+
+def test_invalid_rows_are_dropped_and_counted_on_request(
+    make_tokenizer: MakeTokenizer, write_jsonl: WriteJsonl, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write_jsonl({"prompt": 5, "ground_truth": []}, {"prompt": "a"}, "{", {"prompt": 5})
+    config = data(invalid_rows="drop")
+    with caplog.at_level(logging.WARNING):
+        prompts = load_prompts(file, make_tokenizer(), config, 100)
+    assert [(p.index, p.text) for p in prompts] == [(0, "a")]
+    assert f"{file}: 3 rows dropped (data.invalid_rows=drop)" in caplog.text
+    assert "dropped: " + file + ":1: a prompt must be text or a list" in caplog.text
+
+
+@pytest.mark.parametrize("rows", [[{"prompt": 5}], [{"prompt": "a"}, b"x" * (2**20)]])
+def test_a_file_without_a_good_row_or_end_is_not_dropped(
+    rows: list[Any],
+    make_tokenizer: MakeTokenizer,
+    write_jsonl: WriteJsonl,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mindspeed_rlxf.data.files.MAX_LINE", 2**19)
+    with pytest.raises(UserError):
+        load_prompts(write_jsonl(*rows), make_tokenizer(), data(invalid_rows="drop"), 100)

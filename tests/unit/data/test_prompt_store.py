@@ -1,0 +1,82 @@
+"""Prompts in a temporary file: what was added comes back, and memory stays as it is."""
+
+from __future__ import annotations
+
+import tempfile
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.data import prompt_store
+from mindspeed_rlxf.data.prompt_store import Labels, PromptStore
+
+
+def filled(count: int, parts: int = 1) -> PromptStore:
+    store = PromptStore()
+    for place in range(count):
+        labels = Labels(f"truth {place}", f"source {place % 2}", {"place": [place, {"ö": None}]})
+        store.add(f"text {place} \ud800", range(place % 5 + 1), labels)
+        if (place + 1) % (count // parts) == 0:
+            store.end_part()
+    return store
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 4096])
+def test_prompts_come_back_in_order(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_store, "ENDS_AT_ONCE", at_once)
+    store = filled(10)
+    assert len(store) == 10 and [p.index for p in store] == list(range(10))
+    prompt = store[7]
+    assert prompt.text == "text 7 \ud800" and prompt.token_ids.tolist() == [0, 1, 2]
+    assert prompt.token_ids.dtype == np.int64
+    assert (prompt.ground_truth, prompt.data_source) == ("truth 7", "source 1")
+    assert prompt.extra_info == {"place": [7, {"ö": None}]}
+    assert [p.index for p in store[3:8:2]] == [3, 5, 7] and store[-1].index == 9
+    assert store[:0] == [] and len(store[:None]) == 10
+    with pytest.raises(IndexError):
+        store[10]
+
+
+def test_sizes_are_those_of_the_parts() -> None:
+    assert filled(9, parts=3).sizes == (3, 3, 3)
+    store = PromptStore()
+    assert store.sizes == () and len(store) == 0
+    store.end_part()
+    assert store.sizes == (0,)
+
+
+def test_memory_does_not_grow_with_the_number_of_prompts() -> None:
+    filled(100)  # takes what the first one alone needs
+    used = []
+    for count in (5_000, 20_000):
+        tracemalloc.start()
+        store = filled(count)
+        for place in range(0, count, 97):
+            store[place]
+        used.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        del store
+    assert used[1] < used[0] + 50_000  # fewer than 4 bytes for each further prompt
+
+
+def test_nothing_is_left_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    store = filled(5)
+    assert store[4].index == 4 and list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_a_users_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    with pytest.raises(UserError, match="absent must take the tokenized prompts, it cannot be"):
+        PromptStore()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    store = PromptStore()
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        store._content = full
+        with pytest.raises(UserError, match="No space left on device; free space there, or set T"):
+            store.add("a", [1], Labels("", ""))
