@@ -111,13 +111,15 @@ class Run:
         wakeup: readable when a child has ended
         """
         try:
-            cause = self._watch(wakeup)
+            try:
+                cause = self._watch(wakeup)
+            finally:
+                self._end()
+            for descriptor, output in self.sources.items():
+                while not output.over and output.take(descriptor):
+                    pass
         finally:
-            self._end()
-        for descriptor, output in self.sources.items():
-            while not output.over and output.take(descriptor):
-                pass
-        self._close()
+            self._close()
         code = exit_code(self.reaped.get(self.started.main, signal.SIGKILL))
         if not cause and self.stdout.over:
             cause = "output"

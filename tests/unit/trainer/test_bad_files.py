@@ -29,7 +29,6 @@ from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
-from mindspeed_rlxf.rewards.programs import SHARED
 from mindspeed_rlxf.rewards.sandbox.runner import Sandbox
 from mindspeed_rlxf.rollout.engines import ENGINES
 from mindspeed_rlxf.trainer.preflight import prepare
@@ -392,7 +391,6 @@ def test_a_run_with_programs_says_what_its_sandbox_does_not_prevent(
     assert "at level limits, which does not prevent: many files" in line
     with pytest.raises(UserError, match=r"reward\.sandbox\.level=auto must be a level"):
         prepare(load_config(good, *CODE, cases, "+reward.sandbox.cpu_s=5"))
-    SHARED.close()
 
 
 def test_rows_without_test_cases_are_refused(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,4 +398,3 @@ def test_rows_without_test_cases_are_refused(good: Path, monkeypatch: pytest.Mon
     cases = write_cases(good, '{"inputs": [""], "outputs": ["3"]}', "3")
     with pytest.raises(UserError, match=r"its rule code accepts .* the first is prompt 1"):
         prepare(load_config(good, *CODE, cases))
-    SHARED.close()
