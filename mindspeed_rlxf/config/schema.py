@@ -21,6 +21,7 @@ from mindspeed_rlxf.config.roles import (
     RefConfig,
     RoleConfig,
 )
+from mindspeed_rlxf.config.sandbox import SandboxConfig
 from mindspeed_rlxf.config.sections import (
     AlgorithmConfig,
     DataConfig,
@@ -53,6 +54,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "RuntimeConfig",
+    "SandboxConfig",
     "TrainingConfig",
     "ValidationConfig",
 ]

@@ -27,7 +27,12 @@ from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.sizes import HEADS
 from mindspeed_rlxf.rewards.classifier import check_classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
-from mindspeed_rlxf.rewards.plans import check_functions, needs_processes, rule_decides
+from mindspeed_rlxf.rewards.plans import (
+    check_functions,
+    needs_processes,
+    rule_decides,
+    try_sandbox,
+)
 from mindspeed_rlxf.rollout.engines import ENGINES, NATIVE
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.driver_state import (
@@ -57,6 +62,7 @@ class Prepared:
     val_prompts: Sequence[Prompt] = ()
     fixed_responses: FixedResponses | None = None
     scores_in_processes: bool = False  # by functions or slow rules, see `rewards.workers`
+    sandbox: list[str] = field(default_factory=list)  # its level and what that does not prevent
     notices: list[str] = field(default_factory=list)  # printed before the run
 
 
@@ -103,7 +109,7 @@ def prepare(config: RunConfig) -> Prepared:
     if problems:
         raise UserError(problems)
     stops = describe_stop_tokens(prepared.tokenizer, described, data_stops, actor.stop_token_ids)
-    prepared.notices = [stops, *_notices(config)]
+    prepared.notices = [stops, *prepared.sandbox, *_notices(config)]
     return prepared
 
 
@@ -287,6 +293,8 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
     """Check that rules and functions can score the prompts that are theirs to score."""
     try:
         manager = RewardManager(dict(config.reward.rules), config.verifiers)
+        if line := try_sandbox(config.reward):
+            prepared.sandbox = [line]
     except UserError as error:
         return error.problems
     reward, parts = config.reward, (prepared.train_prompts, prepared.val_prompts)

@@ -27,6 +27,7 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.roles import LearningConfig
 from mindspeed_rlxf.config.rules.host import joined_address
+from mindspeed_rlxf.config.sandbox import SandboxConfig
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.suggest import format_value
 
@@ -151,6 +152,9 @@ def _of_algorithm(config: RunConfig) -> Iterator[Idle]:
 
 def _of_reward(config: RunConfig) -> Iterator[Idle]:
     reward, by_model = config.reward, config.reward.kind is not RewardKind.RULE
+    if not reward.runs_programs:
+        without = "without a rule of programs (code, code_all) in reward.rules or reward.functions"
+        yield Idle("reward.sandbox", tuple(SandboxConfig.model_fields), without)
     if reward.parts:
         return
     yield Idle("reward", ("allow_changed_function",), "without functions")

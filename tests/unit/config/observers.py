@@ -40,6 +40,7 @@ from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.plan import plan
 from mindspeed_rlxf.rewards import streaming
 from mindspeed_rlxf.rewards.manager import RewardManager
+from mindspeed_rlxf.rewards.sandbox.runner import Sandbox
 from mindspeed_rlxf.roles import actor, critic, engines
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
@@ -389,6 +390,19 @@ def accepted_failures(config: RunConfig) -> str:
     with pytest.raises(reward_group.RewardsFailed) as error:
         reward_group.check_failures(failed, config.reward.max_failed)
     return str(error.value)
+
+
+def sandboxed(config: RunConfig) -> list[Any]:
+    """The levels, interpreters and limits that are tried where no level works."""
+    tried = []
+
+    def refuse(sandbox: Sandbox) -> str:
+        tried.append((sandbox.level, sandbox.python, sandbox.packages, sandbox.limits))
+        return "not here"
+
+    with patch.object(Sandbox, "probe", refuse), contextlib.suppress(UserError):
+        Sandbox.choose(config.reward.sandbox)
+    return tried
 
 
 def started(config: RunConfig) -> Any:

@@ -27,6 +27,7 @@ from mindspeed_rlxf.config.schema import (
     OptimizerConfig,
     PoolSettings,
     RoleConfig,
+    SandboxConfig,
     TrainingConfig,
 )
 from tests.unit.config import observers as see
@@ -292,6 +293,19 @@ FUNCTION_KEYS: dict[str, Any] = {
         "rewards/test_remote.py", "test_samples_go_in_batches_and_scores_come_back_in_order"
     ),
 }
+SANDBOX: dict[str, Any] = {
+    "level": Case("uid", see.sandboxed),
+    "weak": Case(True, see.sandboxed),
+    "python": Case("/usr/bin/python4", see.sandboxed),
+    "cpu_s": Case(1.5, see.sandboxed),
+    "wall_s": Case(1.5, see.sandboxed),
+    "response_s": Shown("rewards/test_programs.py", "test_cases_end_with_the_time_of_a_response"),
+    "memory_mb": Case(77, see.sandboxed),
+    "file_mb": Case(77, see.sandboxed),
+    "files": Case(77, see.sandboxed),
+    "processes": Case(77, see.sandboxed),
+    "output_kb": Case(77, see.sandboxed),
+}
 DATA: dict[str, Any] = {
     "train_files": Case("other.jsonl"),
     "val_files": Case("val.jsonl"),
@@ -374,6 +388,7 @@ TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "algorithm.kl_ctrl": (KlControlConfig, KL_CTRL),
     "rollout": (PLAIN_SECTIONS["rollout"], ROLLOUT),
     "reward.function": (FunctionConfig, FUNCTION_KEYS),
+    "reward.sandbox": (SandboxConfig, SANDBOX),
     "data": (PLAIN_SECTIONS["data"], DATA),
     "validation": (PLAIN_SECTIONS["validation"], VALIDATION),
     "logging": (PLAIN_SECTIONS["logging"], LOGGING),
@@ -387,7 +402,7 @@ TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
         for role, schema in ROLE_SECTIONS.items()
     },
 }  # fmt: skip
-NOT_LEAVES = {"kl_ctrl", "optimizer", "architecture"}
+NOT_LEAVES = {"kl_ctrl", "optimizer", "architecture", "sandbox"}
 
 
 def cases() -> Iterator[Any]:

@@ -23,12 +23,13 @@ from transformers import (
 from mindspeed_rlxf.cli.convert import main as convert_main
 from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config.compose import compose
-from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.enums import DeviceKind, SandboxLevel
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
+from mindspeed_rlxf.rewards.sandbox.runner import Sandbox
 from mindspeed_rlxf.rollout.engines import ENGINES
 from mindspeed_rlxf.trainer.preflight import prepare
 
@@ -393,3 +394,32 @@ def test_a_link_out_of_the_model_is_refused_before_anything_starts(
     (folder / name).symlink_to(tmp_path / "mine")
     lines = problems(f"actor_rollout.load={folder}")
     assert f"{folder / name} must not lead out of its folder" in lines[0]
+
+
+CODE = ("reward={kind: rule, rules: {arithmetic: code}}", "~resource_pool.reward")
+
+
+def write_cases(good: Path, *truths: str) -> str:
+    rows = [{"prompt": "1 2", "ground_truth": t, "data_source": "arithmetic"} for t in truths]
+    (good / "cases.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return f"data.train_files={good}/cases.jsonl"
+
+
+def test_a_run_with_programs_says_what_its_sandbox_does_not_prevent(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = [SandboxLevel.LIMITS]
+    monkeypatch.setattr(Sandbox, "probe", lambda box: "" if box.level in works else "not here")
+    cases = write_cases(good, *['{"inputs": [""], "outputs": ["3"]}'] * 2)
+    config = load_config(good, *CODE, cases, "+reward.sandbox.weak=true")
+    (line,) = [notice for notice in prepare(config).notices if notice.startswith("sandbox: ")]
+    assert "at level limits, which does not prevent: many files" in line
+    with pytest.raises(UserError, match=r"reward\.sandbox\.level=auto must be a level"):
+        prepare(load_config(good, *CODE, cases, "+reward.sandbox.cpu_s=5"))
+
+
+def test_rows_without_test_cases_are_refused(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sandbox, "probe", lambda box: "")
+    cases = write_cases(good, '{"inputs": [""], "outputs": ["3"]}', "3")
+    with pytest.raises(UserError, match=r"its rule code accepts .* the first is prompt 1"):
+        prepare(load_config(good, *CODE, cases))
