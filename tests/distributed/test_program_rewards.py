@@ -1,4 +1,4 @@
-"""Programs of responses are run by a whole training, and their samples are scored by what they do."""
+"""Programs of responses are run by a whole training, and scored by what they do."""
 
 from __future__ import annotations
 

@@ -96,7 +96,8 @@ CASES: list[tuple[Changes, str, Changes]] = [
      "which is smaller", {"training.keep_every": 2}),
     (
         {"data.train_files": None, "data.data_path": "a", "data.system_prompt": "x"},
-        "data.system_prompt=x: no effect with indexed data sets, whose prompts are tokenized",
+        "data.system_prompt='x': no effect with indexed data sets, whose prompts are tokenized "
+        "already",
         {"data.val_files": "val.jsonl"},
     ),
     ({"validation.max_samples": 4}, "validation.max_samples=4: no effect without data.val_files or "
