@@ -49,9 +49,8 @@ def test_parts_by_hand() -> None:
 
 
 def test_an_exchange_mends_what_the_longest_first_leave() -> None:
-    """Greedy: 8 | 7, 6 to the second, 5 to the first: 13 each; 4 and 1: 17 | 14. Exchanging 6 for
-    5 does not suit, 7 for 5 neither: 8 4 | 7 6 1 would, but counts are equal. 4 6 5 | 8 7 1 is 15
-    | 16 with 8 for 6."""
+    """Longest first: 8 5 | 7 6 are 13 each, 4 to the first, 1 to the second: 17 | 14. An exchange
+    of 8 and 7 makes 16 | 15, the best that a sum of 31 allows."""
     costs = [8, 7, 6, 5, 4, 1]
     assert largest_greedy(costs, 2) == 17
     parts = equal_parts(costs, 2)
