@@ -146,14 +146,19 @@ def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
     return newest is not None and newest.checkpoint.iteration == wanted == store.exported()
 
 
-def hash_prompts(prompts: Sequence[Prompt], eos_token_ids: Sequence[int]) -> str:
-    """Hash the data of a run: token ids, stop tokens, and what rewards read of each row."""
+def hash_prompts(
+    prompts: Sequence[Prompt], eos_token_ids: Sequence[int], reads_extra_info: bool = False
+) -> str:
+    """Hash the data of a run: token ids, stop tokens, ground truths and data sources.
+
+    reads_extra_info: a reward function gets the other columns of a row, which then count too
+    """
     found = hashlib.sha256(json.dumps(sorted(eos_token_ids)).encode())
     for prompt in prompts:
         found.update(len(prompt.token_ids).to_bytes(8, "little"))
         found.update(prompt.token_ids.astype("<i8").tobytes())
         labels: list[Any] = [prompt.ground_truth, prompt.data_source]
-        if prompt.extra_info:
+        if reads_extra_info and prompt.extra_info:
             labels.append(prompt.extra_info)
         found.update(json.dumps(labels, sort_keys=True).encode())
     return found.hexdigest()

@@ -252,7 +252,8 @@ def training(
     parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}
     pools = runtime.create_pools(config.resource_pool, parts)
     roles = RoleGroups.build(config, pools, prepared.eos_token_ids, prepared.scores_in_processes)
-    prompts = hash_prompts(prepared.train_prompts, prepared.eos_token_ids)
+    has_functions = bool(config.reward.parts)
+    prompts = hash_prompts(prepared.train_prompts, prepared.eos_token_ids, has_functions)
     checkpoints = RunCheckpoints(config, roles, directory, prompts, writes)
     state = checkpoints.restore(_announce if writes else lambda _: None)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)

@@ -356,3 +356,10 @@ def test_the_hash_of_prompts_depends_on_all_that_is_trained_on() -> None:
         hash_prompts([prompt([1, 2]), prompt([3])], [2]),
     ]
     assert len({base, *others}) == 5
+
+
+def test_other_columns_count_where_a_reward_function_reads_them() -> None:
+    """Else a run of an older version, which hashed none, could not go on."""
+    rows = [Prompt(0, "", np.array([1]), "1", "test", extra) for extra in ({}, {"a": 1}, {"a": 2})]
+    assert len({hash_prompts([row], [2]) for row in rows}) == 1
+    assert len({hash_prompts([row], [2], reads_extra_info=True) for row in rows}) == 3
