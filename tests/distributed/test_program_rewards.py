@@ -1,4 +1,4 @@
-"""Programs of responses are run by a whole training, and scored by what they do."""
+"""A whole training runs the programs of responses and scores samples by what they print."""
 
 from __future__ import annotations
 

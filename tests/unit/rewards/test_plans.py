@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from mindspeed_rlxf.config import plugins, sources
-from mindspeed_rlxf.config.schema import RewardConfig
+from mindspeed_rlxf.config.schema import RewardConfig, SandboxConfig
 from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample
 from mindspeed_rlxf.rewards.plans import (
     check_functions,
@@ -101,3 +102,33 @@ def test_an_expression_without_end_is_a_failure_and_no_score() -> None:
     assert outcome.cause is Cause.TIMEOUT
     found = scored(30.0, ("\\boxed{\\frac{2}{4}}", "0.5", MATH), ("#### 4", "4", "gsm8k"))
     assert [outcome.result and outcome.result.score for outcome in found] == [1.0, 1.0]
+
+
+def test_the_sandbox_is_in_the_plan_where_a_rule_or_a_function_runs_programs() -> None:
+    own = {"sandbox": {"memory_mb": 77}}
+    assert make_plan(reward(**own)).sandbox is None
+    for found in (
+        reward(rules={"mine": "code_all"}, **own),
+        reward({"function": "gsm8k"}, {"function": "code"}, **own),
+    ):
+        sandbox = make_plan(found).sandbox
+        assert sandbox is not None and SandboxConfig(**sandbox).memory_mb == 77
+        assert needs_processes(found, ["mine"])
+
+
+def test_a_process_is_not_killed_before_the_programs_of_a_response_have_ended() -> None:
+    """20 s for each part that runs programs for one sample, and 30 s for all of them."""
+    code = {"function": "code"}
+    by_rule = {"rules": {"a": "code"}, "timeout_s": 20}
+    rule = r"timeout_s=20\.0 must be above .*sandbox\.response_s.*=20, after which"
+    with pytest.raises(ValidationError, match=rule):
+        reward(**by_rule)
+    with pytest.raises(ValidationError, match=r"for each part with programs.*raise it above 40"):
+        reward(code, {"function": "code_all"})
+    reward(timeout_s=20)
+    reward(**by_rule, sandbox={"response_s": 19})
+    reward({**code, "data_sources": ["a"]}, {"function": "code_all", "data_sources": ["b"]})
+    both = {"rules": {"a": "code"}}
+    reward({"function": "rule", "data_sources": ["b"]}, code, **both)
+    with pytest.raises(ValidationError, match="raise it above 40"):
+        reward({"function": "rule"}, code, **both)
