@@ -23,7 +23,7 @@ def token_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> T
 
 
 def estimate_gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Estimate GAE advantages and returns (arXiv:1506.02438, section 3).
 
@@ -31,6 +31,7 @@ def estimate_gae(
     values:  [batch, slots] fp32
     mask:    [batch, slots] bool, True = slot that is learnt from. Value and running advantage are
              carried unchanged across other slots, which are no steps of the policy.
+    lam:     of all responses, or [batch] fp32
     Returns two [batch, slots] tensors, 0 where masked; advantages are not whitened, returns are
     advantages + values.
     """
@@ -46,6 +47,17 @@ def estimate_gae(
         advantages[:, slot] = following
     advantages = advantages * mask
     return advantages, (advantages + values) * mask
+
+
+def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
+    """Return lambda = 1 - 1 / (alpha * l) of responses of l tokens (VAPO, arXiv:2504.05118, 4.2).
+
+    With gamma = 1 the weights of all TD errors, 1 / (1 - lambda), then sum up to alpha * l: a
+    reward at the end reaches the same share of a short and of a long response. Departure: 0 where
+    alpha * l < 1, for which the formula gives a negative number.
+    lengths: [batch] int64, at least 1 -> [batch] fp32
+    """
+    return (1.0 - 1.0 / (alpha * lengths.float())).clamp(min=0.0)
 
 
 def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:

@@ -12,7 +12,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mindspeed_rlxf.algorithms.advantages import estimate_gae, rewards_to_go
+from mindspeed_rlxf.algorithms.advantages import (
+    estimate_gae,
+    length_adaptive_lambda,
+    rewards_to_go,
+)
 from mindspeed_rlxf.algorithms.groups import (
     dr_grpo_advantages,
     grpo_advantages,
@@ -34,6 +38,8 @@ class Rewarded:
     values:        [batch, slots] fp32, 0 where masked; None without a critic
     greedy_scores: [batch], of the greedy response to the same prompt; None unless asked for
     group_size:    samples of one prompt
+    critic_lam:    lambda of the returns that the critic learns; None = `lam`
+    lam_alpha:     lambda of the advantages is 1 - 1 / (lam_alpha * trained tokens); None = `lam`
     """
 
     scores: Tensor
@@ -45,6 +51,8 @@ class Rewarded:
     group_size: int
     gamma: float
     lam: float
+    critic_lam: float | None = None
+    lam_alpha: float | None = None
 
 
 class Estimate(NamedTuple):
@@ -58,11 +66,20 @@ Estimator = Callable[[Rewarded], Estimate]
 
 
 def gae(given: Rewarded) -> Estimate:
-    """Estimate generalised advantages and returns with the critic's values."""
+    """Estimate generalised advantages and returns with the critic's values.
+
+    The returns may have a lambda of their own, and that of the advantages may follow the length of
+    the response (VAPO, arXiv:2504.05118, sections 4.1 and 4.2).
+    """
     assert given.values is not None, "GAE needs the values of a critic"
-    advantages, returns = estimate_gae(
-        given.rewards, given.values, given.value_mask, given.gamma, given.lam
-    )
+    of_slots = given.rewards, given.values, given.value_mask, given.gamma
+    lam: float | Tensor = given.lam
+    if given.lam_alpha is not None:
+        lam = length_adaptive_lambda(given.trained_mask.sum(1), given.lam_alpha)
+    advantages, returns = estimate_gae(*of_slots, lam)
+    if given.lam_alpha is not None or given.critic_lam is not None:
+        critic_lam = given.lam if given.critic_lam is None else given.critic_lam
+        _, returns = estimate_gae(*of_slots, critic_lam)
     return Estimate(advantages[:, : given.trained_mask.size(1)], returns)
 
 

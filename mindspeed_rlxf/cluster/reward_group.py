@@ -60,17 +60,17 @@ class RewardGroup:
         return both.require(self._check)
 
     def score_by_rule(self, rollouts: RowsRef) -> Pending:
-        """As `score`, by the rules whatever the configured reward."""
+        """As `score`, by the rules whatever the configured reward, with answers of responses."""
         if self.scorers is not None:
-            return self._score_by_functions(rollouts)
-        return self.group.call(RewardRole.score_by_rule, rollouts)
+            return self._score_by_functions(rollouts, True)
+        return self.group.call(RewardRole.score_by_rule, rollouts, True)
 
-    def _score_by_functions(self, rollouts: RowsRef) -> Pending:
+    def _score_by_functions(self, rollouts: RowsRef, find_answers: bool = False) -> Pending:
         """Score where the rows were generated, if these are all rows of a generation."""
         assert self.scorers is not None
         is_whole = rollouts.selection is None and len(rollouts.pieces) == self.scorers.layout.dp
         pieces = Sharded([RowsRef((piece,)) for piece in rollouts.pieces]) if is_whole else rollouts
-        scored = self.scorers.call(ScorerRole.score, pieces)
+        scored = self.scorers.call(ScorerRole.score, pieces, find_answers)
         return scored.require(self._check)
 
     def _check(self, reports: list[ScoreReport]) -> None:

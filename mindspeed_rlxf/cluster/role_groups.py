@@ -151,6 +151,11 @@ class RolloutGroup:
         parts = Sharded(prompts.split(self.group.layout.dp))
         return self.group.call(RolloutRole.generate, parts, seed, greedy)
 
+    def answer_validation(self, prompts: Prompts, seed: int) -> Pending:
+        """As `generate`, with the settings of the validation section."""
+        parts = Sharded(prompts.split(self.group.layout.dp))
+        return self.group.call(RolloutRole.answer_validation, parts, seed)
+
 
 class ReferenceGroup:
     def __init__(self, config: RunConfig, pool: Pool) -> None:

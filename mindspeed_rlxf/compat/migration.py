@@ -21,6 +21,7 @@ from mindspeed_rlxf.config.fields import key
 from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS, fields
 from mindspeed_rlxf.config.reward import FunctionConfig
 from mindspeed_rlxf.config.roles import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.config.sandbox import SandboxConfig
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.sections import KlControlConfig, PoolSettings, TrainingConfig
 from mindspeed_rlxf.config.suggest import format_value
@@ -64,7 +65,7 @@ def put_into(text: str) -> str:
 def _sections() -> dict[str, dict[str, FieldInfo]]:
     """Map the title of each table to its keys; shared keys of roles and optimizers appear once."""
     common, optimizer = fields(RoleConfig), fields(OptimizerConfig)
-    shared = common | optimizer | {"optimizer"}
+    shared = common | optimizer | {"optimizer", "sandbox"}
     own = {role.value: _without(schema, shared) for role, schema in ROLE_SECTIONS.items()}
     plain = {name: _without(schema, {"kl_ctrl"}) for name, schema in PLAIN_SECTIONS.items()}
     pools = {role: REWARD_POOL if role is Role.REWARD else "its pool" for role in CONFIGURED}
@@ -74,6 +75,7 @@ def _sections() -> dict[str, dict[str, FieldInfo]]:
         "actor_rollout, critic: optimizer": dict(OptimizerConfig.model_fields),
         **{name: keys for name, keys in own.items() if keys},
         "reward.function": dict(FunctionConfig.model_fields),
+        "reward.sandbox": dict(SandboxConfig.model_fields),
         "model.<name>": dict(ArchitectureConfig.model_fields),
         "algorithm": plain.pop("algorithm"),
         "algorithm.kl_ctrl": dict(KlControlConfig.model_fields),

@@ -22,6 +22,7 @@ from mindspeed_rlxf.config.schema import (
     RoleConfig,
     RolloutConfig,
     RuntimeConfig,
+    SandboxConfig,
     TrainingConfig,
     ValidationConfig,
 )
@@ -65,8 +66,8 @@ def role_keys(role: Role) -> set[str]:
 
 
 RULE_KEYS = (
-    "kind", "rules", "verifier", "function", "functions", "allow_changed_function", "processes",
-    "timeout_s", "worker_memory_gib", "failed_score", "max_failed",
+    "kind", "rules", "verifier", "sandbox", "function", "functions", "allow_changed_function",
+    "processes", "timeout_s", "worker_memory_gib", "failed_score", "max_failed",
 )  # fmt: skip
 """Of the section reward: all that is read where no model scores."""
 CLASSIFIER_KEYS = (*RULE_KEYS, "load", "model_weight", "micro_batch_size", "bf16")
@@ -80,6 +81,7 @@ def known_keys() -> dict[str, set[str]]:
     """Map each section of the YAML but `model` and `resource_pool` to its keys."""
     known = {name: fields(section) for name, section in PLAIN_SECTIONS.items()}
     known["algorithm.kl_ctrl"] = fields(KlControlConfig)
+    known["reward.sandbox"] = fields(SandboxConfig)
     known["placement"] = {role.value for role in CONFIGURED}
     known |= {role.value: role_keys(role) for role in CONFIGURED}
     known["reward.function"] = fields(FunctionConfig)

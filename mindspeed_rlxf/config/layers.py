@@ -43,7 +43,7 @@ from mindspeed_rlxf.config.keys import (
 )
 from mindspeed_rlxf.config.plugins import read_and_load
 from mindspeed_rlxf.config.reward_functions import read_functions
-from mindspeed_rlxf.config.schema import KlControlConfig, TrainingConfig
+from mindspeed_rlxf.config.schema import KlControlConfig, SandboxConfig, TrainingConfig
 from mindspeed_rlxf.config.suggest import closest, format_value
 
 AUTO = "auto"
@@ -166,6 +166,8 @@ def _roles(draft: Draft, sections: Tree, dialect: Dialect | None) -> None:
         own = draft.known(role.value, sections[role.value], role_keys(role))
         if role is Role.REWARD:
             read_functions(draft, own)
+            if isinstance(keys := own.get("sandbox"), dict):
+                own["sandbox"] = draft.known("reward.sandbox", keys, fields(SandboxConfig))
         if str(own.get("kind")) in WITHOUT_ARCHITECTURE:
             _reward_without_architecture(draft, own, sections["training"])
             continue

@@ -12,7 +12,9 @@ from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.fields import Section, Strings, Word, key
+from mindspeed_rlxf.config.reward_calls import BY_SOURCE, RULES_OF_PROGRAMS
 from mindspeed_rlxf.config.roles import RoleConfig
+from mindspeed_rlxf.config.sandbox import SandboxConfig
 
 PART_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 OWN_METRICS = ("failed", "model")
@@ -64,6 +66,7 @@ class RewardConfig(RoleConfig):
     verifier: bool = key(
         False, "score every prompt by algorithm.verifier_function; kind is rule then"
     )
+    sandbox: SandboxConfig = key(SandboxConfig(), "isolation of programs that rules run")
     function: FunctionConfig | None = key(
         None, "a function of yours that scores, path/to/file.py:name; see docs/rewards.md"
     )
@@ -87,6 +90,12 @@ class RewardConfig(RoleConfig):
         """All functions, that of `function` included."""
         return (self.function,) if self.function is not None else self.functions
 
+    @property
+    def runs_programs(self) -> bool:
+        """Whether a rule runs programs of responses."""
+        named = {*self.rules.values(), *(part.function for part in self.parts)}
+        return not RULES_OF_PROGRAMS.isdisjoint(named)
+
     def broken_rules(self) -> Iterator[Problem]:
         """Yield broken rules of a role, and two ways of scoring at once."""
         yield from super().broken_rules()
@@ -104,6 +113,7 @@ class RewardConfig(RoleConfig):
                 remedy="remove one of them",
             )
         yield from self._functions()
+        yield from self._time_of_programs()
 
     def _functions(self) -> Iterator[Problem]:
         if self.function is not None and self.functions:
@@ -118,3 +128,24 @@ class RewardConfig(RoleConfig):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             rule = f"must each have a name of its own, {', '.join(twice)} is there twice"
             yield Problem("functions", rule, remedy="add name: to one of them")
+
+    def _time_of_programs(self) -> Iterator[Problem]:
+        """Yield a problem if a process is killed before the programs of a response have ended."""
+        needed = self.sandbox.response_s * max(1, self._parts_with_programs())
+        if self.runs_programs and self.timeout_s <= needed:
+            times = "" if needed == self.sandbox.response_s else ", for each part with programs"
+            shown = f"{ref('sandbox.response_s')}={self.sandbox.response_s:g}{times}"
+            rule = f"must be above {shown}, after which test cases count as failed"
+            remedy = f"raise it above {needed:g}, or lower {ref('sandbox.response_s')}"
+            yield Problem("timeout_s", rule, self.timeout_s, remedy)
+
+    def _parts_with_programs(self) -> int:
+        """Return how many functions run programs for one sample, at most."""
+        sources = {"", *self.rules}.union(*(part.data_sources for part in self.parts))
+        return max(
+            sum(self._runs_programs(part, source) for part in self.parts) for source in sources
+        )
+
+    def _runs_programs(self, part: FunctionConfig, source: str) -> bool:
+        rule = self.rules.get(source) if part.function == BY_SOURCE else part.function
+        return part.applies_to(source) and rule in RULES_OF_PROGRAMS

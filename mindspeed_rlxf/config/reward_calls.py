@@ -11,6 +11,10 @@ GIVEN = ("prompt", "response", "ground_truth", "extra_info")
 """Keyword arguments of every call."""
 DATA_SOURCE = "data_source"
 """Given to the functions that have a parameter of this name."""
+BY_SOURCE = "rule"
+"""Name of the function that is the rule of the data source."""
+RULES_OF_PROGRAMS = frozenset({"code", "code_all"})
+"""Names of the rules that run programs of responses in a sandbox."""
 
 
 def split_name(function: str) -> tuple[str, str] | None:

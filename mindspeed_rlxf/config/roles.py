@@ -322,5 +322,6 @@ class CriticConfig(LearningConfig):
 
     critic_mini_batch_size: int = key(1, "samples per optimizer step over all DP ranks", ge=1)
     critic_update_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
+    warmup_iters: int = key(0, "first iterations, in which the critic alone learns", ge=0)
     cliprange_value: float | None = key(3.0, "value clip; null = none", gt=0)
     vf_coef: float = key(1.0, "weight of the value loss", ge=0)

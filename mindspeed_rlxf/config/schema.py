@@ -21,6 +21,7 @@ from mindspeed_rlxf.config.roles import (
     RefConfig,
     RoleConfig,
 )
+from mindspeed_rlxf.config.sandbox import SandboxConfig
 from mindspeed_rlxf.config.sections import (
     AlgorithmConfig,
     DataConfig,
@@ -31,8 +32,8 @@ from mindspeed_rlxf.config.sections import (
     RolloutConfig,
     RuntimeConfig,
     TrainingConfig,
-    ValidationConfig,
 )
+from mindspeed_rlxf.config.validation import ValidationConfig
 
 __all__ = [
     "ActorConfig",
@@ -53,6 +54,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "RuntimeConfig",
+    "SandboxConfig",
     "TrainingConfig",
     "ValidationConfig",
 ]
@@ -98,6 +100,23 @@ class RunConfig(Section):
         """The critic. The run must have one."""
         assert self.critic is not None, f"stage {self.training.stage.value} has no critic"
         return self.critic
+
+    @property
+    def has_validation_prompts(self) -> bool:
+        return bool(self.data.val_files or self.data.val_data_path)
+
+    @property
+    def warmup_iters(self) -> int:
+        """First iterations, in which the critic alone learns."""
+        return self.critic.warmup_iters if self.critic else 0
+
+    def learning_iters(self, role: Role) -> int:
+        """Iterations in which a role that is trained learns."""
+        return self.training.train_iters - (self.warmup_iters if role is Role.ACTOR_ROLLOUT else 0)
+
+    def count_updates(self, iteration: int) -> int:
+        """Return how many iterations up to this one update the actor."""
+        return max(0, iteration - self.warmup_iters)
 
     @property
     def samples_together(self) -> int:

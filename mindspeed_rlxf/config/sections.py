@@ -187,6 +187,12 @@ class AlgorithmConfig(Section):
     )
     gamma: float = key(1.0, "discount", ge=0, le=1)
     lam: float = key(0.95, "lambda of GAE", ge=0, le=1)
+    critic_lam: float | None = key(
+        None, "lambda of the returns that the critic learns; null = lam", ge=0, le=1
+    )
+    lam_alpha: float | None = key(
+        None, "lambda of the advantages is 1 - 1 / (lam_alpha x tokens); null = lam", gt=0
+    )
     kl_penalty: Annotated[KlPenalty, Word] = key(
         KlPenalty.KL, "per-token KL estimate; absent = kl, or low_var_kl in the loss"
     )
@@ -369,17 +375,6 @@ class DataConfig(Section):
                     f"and {ref(prefixes)} must not both be given, each names all prompts",
                     remedy="remove one of them",
                 )
-
-
-class ValidationConfig(Section):
-    """Times at which the validation prompts are answered and scored."""
-
-    interval: int = key(
-        0, "iterations between validations; 0 = never during training", "free", ge=0
-    )
-    before: bool = key(True, "validate before the first iteration", "free")
-    after: bool = key(True, "validate after the last iteration", "free")
-    max_samples: int | None = key(None, "prompts used; null = all", "free", ge=1)
 
 
 class LoggingConfig(Section):

@@ -300,6 +300,8 @@ class MegatronEngine:
 
         A collective over the role's ranks; both are complete when all have finished.
         """
+        # With `runtime: local` the first rank removes what an earlier export left, right before.
+        dist.barrier()
         first_experts = self.groups.dp.rank() < self.groups.ep.size()  # all experts, each once
         with self.groups.active():
             if hf_folder is not None:

@@ -25,7 +25,11 @@ class Sample:
     reward_parts:    summands of the score, e.g. {"accuracy": 1.0}
     weights_version: smallest and largest number of actor updates of the weights that generated a
                      token of the response
-    ground_truth:    expected answer of a validation sample; None is left out of the file
+
+    Of a validation sample alone; None is left out of the file:
+    ground_truth:    expected answer
+    prompt_id:       place of the prompt among the validation prompts, from 0, the same each time
+    answer:          by which the response votes (maj@K)
     """
 
     sample_id: int
@@ -37,6 +41,8 @@ class Sample:
     reward_parts: dict[str, float]
     weights_version: tuple[int, int]
     ground_truth: str | None = None
+    prompt_id: int | None = None
+    answer: str | None = None
 
 
 class _JsonLines:

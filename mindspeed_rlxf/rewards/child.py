@@ -33,18 +33,31 @@ def main(descriptor: int, parent: int, memory: int) -> None:
     channel = socket.socket(fileno=descriptor)
     lines = channel.makefile("rb")
     try:
-        scorer = SampleScorer(Plan.from_plain(json.loads(lines.readline())))
+        plan = Plan.from_plain(json.loads(lines.readline()))
+        sandbox = _open_sandbox(plan.sandbox) if plan.sandbox is not None else ""
+        scorer = SampleScorer(plan)
     except BaseException as error:
         _send(channel, {"error": f"{type(error).__name__}: {error}"[:1000]})
         raise
-    _send(channel, {"ready": True})
+    _send(channel, {"ready": True, "sandbox": sandbox})
     for line in lines:
         reply = score_safely(scorer, Sample(**json.loads(line)))
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         _send(channel, reply)
-        if reply.get("cause") == Cause.MEMORY.value:
+        if "error" in reply or reply.get("cause") == Cause.MEMORY.value:
             return  # what filled the memory may still be there
+
+
+def _open_sandbox(keys: dict[str, Any]) -> str:
+    """Register the rules of programs and choose their sandbox; return what it does not prevent.
+
+    The import is here because it takes half as long as the start of a process without it.
+    """
+    from mindspeed_rlxf.config.sandbox import SandboxConfig
+    from mindspeed_rlxf.rewards import programs
+
+    return programs.SHARED.use(SandboxConfig.model_validate(keys))
 
 
 def _die_with(parent: int) -> None:

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from mindspeed_rlxf.config.enums import Verifier
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.data.prompts import Prompt
+from mindspeed_rlxf.rewards import programs  # noqa: F401  registers its rules
 from mindspeed_rlxf.rewards.rules import (
+    ACCEPTS,
     BUILTIN_RULES,
     RULES,
     RULES_WITHOUT_TRUTH,
@@ -114,6 +116,8 @@ class RewardManager:
 
     def _scorable(self, prompt: Prompt) -> bool:
         truth, rule = prompt.ground_truth, self._rules[prompt.data_source]
+        if rule in ACCEPTS:
+            return ACCEPTS[rule](truth)
         if rule in _WITHOUT_TRUTH:
             return True
         return bool(truth.strip()) and (rule in _SLOW or rule(truth, truth).score > 0)

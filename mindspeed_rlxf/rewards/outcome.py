@@ -31,6 +31,10 @@ class ScoreFailure(Exception):
         self.cause, self.message = cause, message
 
 
+class ScoringBroken(RuntimeError):
+    """No sample can be scored, whatever it is."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """What a sample is scored by. extra_info: the other columns of its row"""

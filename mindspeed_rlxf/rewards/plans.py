@@ -8,12 +8,13 @@ from collections.abc import Collection, Iterator
 from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.plugins import loaded
-from mindspeed_rlxf.config.reward_calls import split_name
+from mindspeed_rlxf.config.reward_calls import BY_SOURCE, split_name
 from mindspeed_rlxf.config.schema import FunctionConfig, RewardConfig
 from mindspeed_rlxf.config.sources import find_carried
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, OWN_RULES, RULES, SLOW_RULES
-from mindspeed_rlxf.rewards.scorer import BY_SOURCE, Part, Plan
+from mindspeed_rlxf.rewards.sandbox.runner import Sandbox
+from mindspeed_rlxf.rewards.scorer import Part, Plan
 
 
 def make_plan(reward: RewardConfig) -> Plan:
@@ -22,7 +23,8 @@ def make_plan(reward: RewardConfig) -> Plan:
     parts = tuple(_part(function) for function in reward.parts if function.url is None)
     used = {*rules.values(), *(part.function for part in parts if part.source is None)}
     plugins = loaded() if used - OWN_RULES - {BY_SOURCE} else ()
-    return Plan(parts, rules, plugins, defaults=reward.kind is RewardKind.RULE)
+    sandbox = reward.sandbox.model_dump(mode="json") if reward.runs_programs else None
+    return Plan(parts, rules, plugins, reward.kind is RewardKind.RULE, sandbox)
 
 
 def _part(function: FunctionConfig) -> Part:
@@ -49,6 +51,17 @@ def needs_processes(reward: RewardConfig, data_sources: Collection[str]) -> bool
         return False
     rules = BUILTIN_SOURCES | dict(reward.rules)
     return any(rules.get(source) in SLOW_RULES for source in data_sources)
+
+
+def try_sandbox(reward: RewardConfig) -> str | None:
+    """Try the sandbox on this host where a rule runs programs.
+
+    Returns the line that says what it does not prevent. Errors: UserError where none works here.
+    """
+    if not reward.runs_programs:
+        return None
+    with Sandbox.choose(reward.sandbox) as sandbox:
+        return sandbox.describe()
 
 
 def rule_decides(reward: RewardConfig, data_source: str) -> bool:

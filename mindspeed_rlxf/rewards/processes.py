@@ -13,10 +13,14 @@ from typing import Any
 
 import psutil
 
+from mindspeed_rlxf.files.plain import parse_json
+from mindspeed_rlxf.rewards.sandbox.runner import START
+
 MAX_OUTPUT = 2**20  # bytes that the scoring of a sample may print, or return
 MAX_SHOWN = 1000  # of them, bytes that go to the log
 SEND_S = 10.0  # a process that takes no sample for so long is broken
 EXIT_S = 0.3
+WARDEN_S = 10.0  # a warden that still runs then is killed too
 READ = 2**16
 
 
@@ -85,7 +89,7 @@ class ScoringProcess:
         line, _, rest = bytes(self._received).partition(b"\n")
         self._received = bytearray(rest)
         try:
-            return json.loads(line)
+            return parse_json(line)
         except ValueError as error:
             raise EOFError(f"it wrote {line[:60]!r} to the channel of the run") from error
 
@@ -117,6 +121,8 @@ class ScoringProcess:
         descendants = self._stop_descendants() if code is None else []
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        wardens = [process for process in descendants if _is_warden(process)]
+        psutil.wait_procs(wardens, WARDEN_S)  # they end their programs and remove their files
         for descendant in descendants:
             with contextlib.suppress(psutil.Error):
                 descendant.kill()
@@ -134,6 +140,13 @@ class ScoringProcess:
             root.suspend()  # it starts no others meanwhile
             return root.children(recursive=True)
         return []
+
+
+def _is_warden(process: psutil.Process) -> bool:
+    """Whether a process is that of a sandbox, which ends when its parent has ended."""
+    with contextlib.suppress(psutil.Error):
+        return START in process.cmdline()
+    return False
 
 
 def _describe_signal(number: int) -> str:

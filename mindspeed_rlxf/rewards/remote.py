@@ -15,6 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
+from mindspeed_rlxf.files.plain import parse_json
 from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample, ScoreFailure, to_result
 
 CONNECTIONS = 4  # requests at the same time
@@ -147,9 +148,9 @@ def _set_deadline(connection: http.client.HTTPConnection, deadline: float) -> No
 def _read(answer: bytes, count: int) -> list[Outcome]:
     """Read the scores of an answer. Raises ScoreFailure where it has another form."""
     try:
-        scores = json.loads(answer)["scores"]
+        scores = parse_json(answer)["scores"]
         found = len(scores)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         rule = f"the answer must be {{'scores': [...]}}, it is {answer[:60]!r}"
         raise ScoreFailure(Cause.WRONG_RESULT, rule) from None
     if found != count or not isinstance(scores, list):

@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any, TypeAlias
 
 from mindspeed_rlxf.config.registry import add
+from mindspeed_rlxf.config.reward_calls import RULES_OF_PROGRAMS
 from mindspeed_rlxf.rewards.answers import format_score, length_score, math_score, multiple_choice
 from mindspeed_rlxf.rewards.numbers import final_number, last_number, marked_number
 
@@ -27,7 +28,7 @@ class RewardResult:
 Rule: TypeAlias = Callable[..., RewardResult]
 """(response, ground_truth, arguments of reward.functions) -> result.
 
-A ground truth given as the response must score above 0.
+A ground truth given as the response must score above 0, but for rules of ACCEPTS.
 """
 
 
@@ -83,9 +84,9 @@ RULES: dict[str, Rule] = {
 }
 """Name in `reward.rules` and `reward.functions` -> rule."""
 
-OWN_RULES = frozenset(RULES)
+OWN_RULES = frozenset(RULES) | RULES_OF_PROGRAMS
 """Those of the package; the others are of plugins."""
-SLOW_RULES = frozenset({"math"})
+SLOW_RULES = frozenset({"math"}) | RULES_OF_PROGRAMS
 """Rules that run in scoring processes alone, because they may take any time."""
 RULES_WITHOUT_TRUTH = frozenset({"format", "length"})
 """Rules that do not read the ground truth."""
@@ -104,14 +105,23 @@ BUILTIN_SOURCES = {
 BUILTIN_RULES: dict[str, Rule] = {source: RULES[name] for source, name in BUILTIN_SOURCES.items()}
 
 
-def register_rule(name: str) -> Callable[[Rule], Rule]:
+ACCEPTS: dict[Rule, Callable[[str], bool]] = {}
+"""Rule -> whether it can score responses by a ground truth, where that is not an answer itself."""
+
+
+def register_rule(
+    name: str, accepts: Callable[[str], bool] | None = None
+) -> Callable[[Rule], Rule]:
     """Decorate a function to make it a choice of `reward.rules`.
 
+    accepts: its entry in ACCEPTS
     Raises ValueError for a name that is taken.
     """
 
     def register(rule: Rule) -> Rule:
         add(RULES, name, rule, "reward rule")
+        if accepts is not None:
+            ACCEPTS[rule] = accepts
         return rule
 
     return register

@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
-from mindspeed_rlxf.config.plugins import load
-from mindspeed_rlxf.config.reward_calls import DATA_SOURCE, find_function, keywords_of
+from mindspeed_rlxf.config import plugins
+from mindspeed_rlxf.config.reward_calls import BY_SOURCE, DATA_SOURCE, find_function, keywords_of
 from mindspeed_rlxf.config.sources import Source, run_as_module
-from mindspeed_rlxf.rewards.outcome import Cause, Sample, ScoreFailure, to_result
+from mindspeed_rlxf.rewards.outcome import Cause, Sample, ScoreFailure, ScoringBroken, to_result
 from mindspeed_rlxf.rewards.rules import RULES, RewardResult
 
 Score: TypeAlias = Callable[[Sample], RewardResult]
-BY_SOURCE = "rule"
-"""Name of the function that is the rule of the data source."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,14 @@ class Plan:
     rules:    data source -> name of its rule
     plugins:  files that register rules of `rules`, or of parts
     defaults: a sample that no part applies to is scored by the rule of its data source
+    sandbox:  keys of reward.sandbox; None where no rule runs programs
     """
 
     parts: tuple[Part, ...]
     rules: dict[str, str]
     plugins: tuple[Source, ...] = ()
     defaults: bool = True
+    sandbox: dict[str, Any] | None = None
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Plan:
@@ -57,7 +57,7 @@ class Plan:
             for part in plain["parts"]
         ]
         plugins = tuple(Source(**source) for source in plain["plugins"])
-        return cls(tuple(parts), plain["rules"], plugins, plain["defaults"])
+        return cls(tuple(parts), plain["rules"], plugins, plain["defaults"], plain["sandbox"])
 
 
 class SampleScorer:
@@ -65,7 +65,7 @@ class SampleScorer:
 
     def __init__(self, plan: Plan) -> None:
         for source in plan.plugins:
-            load(source)
+            plugins.load(source)
         self._plan = plan
         self._parts = [(part, self._make(part)) for part in plan.parts]
 
@@ -127,12 +127,17 @@ def _call(
 
 
 def score_safely(scorer: SampleScorer, sample: Sample) -> dict[str, Any]:
-    """Score a sample; return the result, or cause and message of the failure, in plain values."""
+    """Score a sample; return the result, or cause and message of the failure, in plain values.
+
+    An `error` in its place says that no sample can be scored any more.
+    """
     try:
         result = scorer.score(sample)
         return {"score": result.score, "parts": result.parts}
     except ScoreFailure as failure:
         return {"cause": failure.cause.value, "message": failure.message}
+    except ScoringBroken as error:
+        return {"error": str(error)[:1000]}
     except MemoryError:
         return {"cause": Cause.MEMORY.value, "message": "MemoryError"}
     except SystemExit as error:

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample
+from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample, ScoringBroken
 from mindspeed_rlxf.rewards.processes import ScoringProcess, TooMuchOutput
 from mindspeed_rlxf.rewards.rules import RewardResult
 from mindspeed_rlxf.rewards.scorer import Plan
@@ -29,10 +29,6 @@ END_S = 30.0
 IDLE_S = 60.0  # between looks at an idle pool
 
 Task: TypeAlias = tuple[Sample, "Future[Outcome]"]
-
-
-class ScoringBroken(RuntimeError):
-    """No process can score, whatever the sample."""
 
 
 @dataclass
@@ -78,7 +74,7 @@ class _Loop:
         self._waiting: deque[Task] = deque()
         self._workers: list[_Worker] = []
         self._lock, self._closing = threading.Lock(), False
-        self._broken = ""
+        self._broken = self._shown = ""
         self._selector = selectors.DefaultSelector()
         self._wakes, self._wake = os.pipe()
         os.set_blocking(self._wakes, False)
@@ -185,15 +181,32 @@ class _Loop:
 
     def _take(self, worker: _Worker, message: Any) -> None:
         """Take a reply: that the process is ready, or the outcome of its sample."""
+        if isinstance(message, dict) and "error" in message:
+            self._break(worker, str(message["error"]))
+            return
         if not worker.process.is_ready:
-            if isinstance(message, dict) and "error" in message:
-                raise EOFError(message["error"])
             worker.process.is_ready = True
+            self._show_once(message.get("sandbox", ""))
             return
         outcome = _to_outcome(message)
         if outcome.cause is Cause.MEMORY:  # it ends: what filled its memory may still be there
             self._drop(worker)
         self._finish(worker, outcome)
+
+    def _break(self, worker: _Worker, reason: str) -> None:
+        """Handle a process that reports that no sample can be scored."""
+        self._drop(worker)
+        did = "cannot go on" if worker.process.is_ready else "did not start"
+        self._broken = f"a scoring process {did}: {reason}"
+        if worker.task is not None:
+            worker.task[1].set_exception(ScoringBroken(self._broken))
+            worker.task = None
+
+    def _show_once(self, line: str) -> None:
+        """Print what the sandbox of this host does not prevent."""
+        if line and line != self._shown:
+            print(line, flush=True)
+            self._shown = line
 
     def _lost(self, worker: _Worker, message: str) -> None:
         """Handle a process that ended by itself."""

@@ -28,7 +28,7 @@ def megatron_engine(config: RunConfig, role: Role) -> MegatronEngine:
         HEADS[role],
         training.seed,
         section.optimizer,
-        training.train_iters,
+        config.learning_iters(role),
         SkippedSteps(training.nan_policy, training.max_skipped, SHORT_NAMES[role]),
         training.deterministic,
         training.tokenizer_name_or_path,

@@ -99,6 +99,8 @@ class ExperienceMaker:
             group_size=self.group_size,
             gamma=algorithm.gamma,
             lam=algorithm.lam,
+            critic_lam=algorithm.critic_lam,
+            lam_alpha=algorithm.lam_alpha,
         )
 
     def _score(self, rollouts: Rollouts, scores: Scores) -> Tensor:

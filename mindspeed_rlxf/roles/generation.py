@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mindspeed_rlxf.config.schema import ActorConfig
+from mindspeed_rlxf.config.schema import ActorConfig, ValidationConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
 from mindspeed_rlxf.roles.reports import GenerateReport
 from mindspeed_rlxf.rollout.protocol import (
@@ -37,6 +38,19 @@ def sampling_settings(
         max_new_tokens=actor.max_new_tokens,
         eos_token_ids=tuple(eos_token_ids),
         stop=stop,
+    )
+
+
+def validation_settings(
+    validation: ValidationConfig, settings: SamplingSettings
+) -> SamplingSettings:
+    """Return `settings` with those of validation in their place."""
+    return replace(
+        settings,
+        do_sample=validation.do_sample,
+        temperature=validation.temperature,
+        top_k=validation.top_k,
+        top_p=validation.top_p,
     )
 
 

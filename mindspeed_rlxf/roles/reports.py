@@ -102,6 +102,7 @@ class ScoreReport:
     parts: list[dict[str, float]] = field(default_factory=list)  # named parts of a rule's reward
     # None = scored; no entries where scoring cannot fail for one sample alone
     failures: list[FailedSample | None] = field(default_factory=list)
+    answers: list[str | None] = field(default_factory=list)  # bounded in length; of a validation
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, RuleScores, Scores
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.rewards.classifier import Classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
+from mindspeed_rlxf.rewards.votes import AnswerFinder
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.reports import ScoreReport
 
@@ -22,6 +23,7 @@ class RewardRole:
         self.config = reward
         self.tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
         self.rules = RewardManager(dict(reward.rules), config.verifiers)
+        self.answers = AnswerFinder(dict(reward.rules), config.verifiers)
         by_model = reward.kind is RewardKind.MODEL
         self.engine = build_engine(config, Role.REWARD) if by_model else None
         self.classifier = None
@@ -73,12 +75,16 @@ class RewardRole:
         report = ScoreReport(scores, parts, rules.failures)
         return RoleOutput(Scores(torch.tensor(scores, dtype=torch.float32)), report)
 
-    def score_by_rule(self, rollouts: Rollouts) -> RoleOutput:
-        """Score decoded responses by the verifiers, or by the rule of each sample's data source."""
+    def score_by_rule(self, rollouts: Rollouts, find_answers: bool = False) -> RoleOutput:
+        """Score decoded responses by the verifiers, or by the rule of each sample's data source.
+
+        find_answers: report the answer of each response too
+        """
         texts = self._decode(_responses(rollouts))
         results = self.rules.score(texts, rollouts.ground_truths, rollouts.data_sources)
         scores = [result.score for result in results]
-        report = ScoreReport(scores, [dict(result.parts) for result in results])
+        found = self.answers.find(texts, rollouts.data_sources) if find_answers else []
+        report = ScoreReport(scores, [dict(result.parts) for result in results], answers=found)
         return RoleOutput(Scores(torch.tensor(scores, dtype=torch.float32)), report)
 
 

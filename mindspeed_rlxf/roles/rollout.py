@@ -14,11 +14,13 @@ from mindspeed_rlxf.roles.generation import (
     make_output,
     make_requests,
     sampling_settings,
+    validation_settings,
 )
 from mindspeed_rlxf.roles.scorer import ScorerRole
 from mindspeed_rlxf.rollout.fixed import answer_from_table
 from mindspeed_rlxf.rollout.protocol import GenerationResult
 from mindspeed_rlxf.rollout.replica import build_replica
+from mindspeed_rlxf.rollout.sampling import SamplingSettings
 from mindspeed_rlxf.rollout.stop_strings import StopStrings
 
 
@@ -43,6 +45,7 @@ class RolloutRole:
         stop = _stop_strings(config)
         self.sampling = sampling_settings(policy, eos_token_ids, policy.do_sample, stop)
         self.greedy = sampling_settings(policy, eos_token_ids, False, stop)
+        self.validation = validation_settings(config.validation, self.greedy)
         self.scorer = scorer
         if scorer is not None:
             scorer.is_leader = self.replica.is_leader
@@ -62,11 +65,18 @@ class RolloutRole:
         """Return responses to the prompts, on the leader: generated ones, or the prompts' own.
 
         seed: of this call; with the sample ids it determines every sampled token.
-        greedy: most likely tokens whatever `do_sample` says (validation).
+        greedy: most likely tokens whatever `do_sample` says (ReMax).
         The engine holds weights and cache during this call only.
         """
+        return self._generate(prompts, self.greedy if greedy else self.sampling, seed)
+
+    def answer_validation(self, prompts: Prompts, seed: int) -> RoleOutput:
+        """As `generate`, with the settings of the validation section."""
+        return self._generate(prompts, self.validation, seed)
+
+    def _generate(self, prompts: Prompts, settings: SamplingSettings, seed: int) -> RoleOutput:
         engine = self.replica.engine
-        requests = make_requests(prompts, self.greedy if greedy else self.sampling, seed)
+        requests = make_requests(prompts, settings, seed)
         started = time.monotonic()
         engine.wake()
         self.sync_s += time.monotonic() - started

@@ -12,6 +12,7 @@ from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts, RuleScores
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.rewards.outcome import Outcome, Sample
 from mindspeed_rlxf.rewards.streaming import Scoring, StreamingRewards
+from mindspeed_rlxf.rewards.votes import AnswerFinder
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
 from mindspeed_rlxf.rollout.protocol import GenerationResult
 
@@ -29,6 +30,7 @@ class ScorerRole:
         self.reward = config.reward
         self.tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
         self.rewards = StreamingRewards(config.reward)
+        self.answers = AnswerFinder(dict(config.reward.rules), config.verifiers)
         self.is_leader = True  # set by the rollout: this rank of its replica scores
         by_rule = config.reward.kind is RewardKind.RULE
         self._streams = by_rule or bool(config.reward.parts)  # else it scores validation alone
@@ -55,8 +57,11 @@ class ScorerRole:
             begun[_key(prompts.sample_ids[place], result.tokens)] = self.rewards.submit(sample)
             yield result
 
-    def score(self, rollouts: Rollouts) -> RoleOutput:
-        """Return the score of each row, `reward.failed_score` where scoring failed."""
+    def score(self, rollouts: Rollouts, find_answers: bool = False) -> RoleOutput:
+        """Return the score of each row, `reward.failed_score` where scoring failed.
+
+        find_answers: report the answer of each response too
+        """
         if not self.is_leader:
             return RoleOutput()
         scorings = [self._scoring(rollouts, row) for row in range(rollouts.num_rows)]
@@ -66,7 +71,16 @@ class ScorerRole:
         parts = [dict(o.result.parts) if o.result else {} for o in outcomes]
         failures = _failures(rollouts.sample_ids, outcomes)
         rows = RuleScores(torch.tensor(scores, dtype=torch.float32), parts, failures)
-        return RoleOutput(rows, ScoreReport(scores, parts, failures))
+        answers = self._find_answers(rollouts) if find_answers else []
+        return RoleOutput(rows, ScoreReport(scores, parts, failures, answers))
+
+    def _find_answers(self, rollouts: Rollouts) -> list[str | None]:
+        responses = [
+            rollouts.response_ids[row, : rollouts.response_lengths[row]].tolist()
+            for row in range(rollouts.num_rows)
+        ]
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        return self.answers.find(texts, rollouts.data_sources)
 
     def _scoring(self, rollouts: Rollouts, row: int) -> Scoring:
         response = rollouts.response_ids[row, : rollouts.response_lengths[row]].tolist()

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import mindspeed_rlxf
@@ -104,7 +105,7 @@ class RunCheckpoints:
     ) -> None:
         """Add the driver's state and name the checkpoint: now, or when all ranks have written.
 
-        score: of the validation of this iteration; the best checkpoint on the disk is kept
+        score: `validation.best_metric` of this iteration; the best checkpoint on the disk is kept
         """
         self._last_save = self._clock()
         content = {
@@ -113,6 +114,7 @@ class RunCheckpoints:
             "positions": driver_state.line_positions(self.directory),
             "prompts_digest": self.prompts_digest,
             "score": score,
+            "score_metric": self.config.validation.best_metric,
         }
         if self.config.training.async_save:
             self._waiting = content
@@ -166,8 +168,9 @@ class RunCheckpoints:
             self._parts.commit(manifest, texts, mode)
         final = self.store.commit(manifest)
         training = self.config.training
-        best = driver_state.find_best_iterations(self.store)
+        best = driver_state.find_best_iterations(self.store, self.config.validation.best_metric)
         self.store.prune(training.keep_last, training.keep_every, best)
+        self.store.point_to_best(best)
         if self._parts:
             self._parts.prune()
         note(f"checkpoint of iteration {iteration}: {final}")
@@ -218,6 +221,30 @@ class RunCheckpoints:
                     remedy="put files and tokenizer back, or set training.new_run=true",
                 )
             )
+        return self._load_roles(path)
+
+    def load_newest(self, note: Note) -> int:
+        """Give the roles the newest whole checkpoint; return its iteration, 0 = there is none.
+
+        For a command that does not go on with the run: changes nothing in the run directory, which
+        every host must see. Raises UserError where there are checkpoints and none of them is whole.
+        """
+        whole, problems = driver_state.find_whole_checkpoints(self.config, self.store)
+        for found in whole:
+            path = found.checkpoint.path
+            damage = self._find_damage(found.checkpoint, found.manifest)
+            loaded = Loaded(f"{path} is damaged: {damage}") if damage else self._load_roles(path)
+            if not loaded.problem:
+                for problem in problems:
+                    note(f"warning: {problem}; an older checkpoint is taken")
+                note(f"weights of {path}")
+                return found.checkpoint.iteration
+            problems.append(loaded.problem)
+        if problems:
+            raise UserError(driver_state.no_whole_checkpoint(self.directory, problems))
+        return 0
+
+    def _load_roles(self, path: Path) -> Loaded:
         calls = [group.load_state(path / SAVED_AS[role]) for role, group in self.trained.items()]
         loaded: list[Loaded] = [each for call in calls for each in call.result()]
         wrong = "; ".join(dict.fromkeys(each.problem for each in loaded if each.problem))
@@ -309,6 +336,8 @@ class RunCheckpoints:
                     aside = self.store.move_aside(other)
                     note(f"note: {other.path.name} is not resumed from; renamed to {aside.name}")
             self.store.point_to(checkpoint.iteration)
+            metric = self.config.validation.best_metric
+            self.store.point_to_best(driver_state.find_best_iterations(self.store, metric))
             driver_state.cut_files(self.directory, positions)
         self.newest = checkpoint.iteration
         note(f"resumed from {checkpoint.path}; its weights replace those of `load`")

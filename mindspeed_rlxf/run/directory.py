@@ -70,6 +70,8 @@ class RunDirectory:
         directory = cls.choose(config)
         mode = directory.file_mode
         try:
+            if config.validation.only:  # in the folder of the run, which may not exist yet
+                _make_folder(directory.path.parent, mode)
             _make_folder(directory.path, mode)
             make_private_folder(directory.logs, mode)
             lock.take(directory.path, mode)
@@ -170,10 +172,22 @@ class RunDirectory:
 
     @classmethod
     def choose(cls, config: RunConfig) -> RunDirectory:
-        """Choose the folder of this run; with training.new_run, the next free `<name>-2`, ..."""
-        path = Path(config.training.output_dir).absolute()
-        free = _find_free(path) if config.training.new_run else path
+        """Choose the folder that the command writes to.
+
+        That of the run; with training.new_run the next free `<name>-2`, ...; with validation.only
+        the first free one of validation, validation-2, ... in the folder of the run.
+        """
+        path, new = cls.of_run(config).path, config.training.new_run
+        if config.validation.only:
+            path, new = path / "validation", True
+        free = _find_free(path) if new else path
         return cls(free, file_mode=config.training.file_mode_bits)
+
+    @classmethod
+    def of_run(cls, config: RunConfig) -> RunDirectory:
+        """Return the folder that `training.output_dir` names, whatever is in it."""
+        path = Path(config.training.output_dir).absolute()
+        return cls(path, file_mode=config.training.file_mode_bits)
 
 
 def _find_free(path: Path) -> Path:

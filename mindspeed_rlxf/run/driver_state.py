@@ -20,6 +20,7 @@ from mindspeed_rlxf.run.state_schema import read_driver_state
 from mindspeed_rlxf.run.store import Checkpoint, Manifest, RunStore
 
 TRAINER = "trainer"
+DEFAULT_METRIC = "score"  # of checkpoints that do not say
 STATE, CONFIG = "state.json", "config.yaml"
 MAX_PROBLEMS, MAX_PROBLEM = 4, 1500  # checkpoints, and characters of each, in an error
 
@@ -62,17 +63,21 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
     return read_driver_state(checkpoint.path / TRAINER / STATE, checkpoint.iteration)
 
 
-def find_best_iterations(store: RunStore) -> list[int]:
+def find_best_iterations(store: RunStore, metric: str) -> list[int]:
     """Return the iteration of the highest validation score in a list, the earliest of equals.
 
+    metric: `validation.best_metric`; scores by another one are not compared
     The list is empty where no checkpoint has a score.
     """
     scores: dict[int, float] = {}
     for checkpoint in store.newest_first():
         try:
-            score = read_state(checkpoint).get("score")
+            state = read_state(checkpoint)
         except (OSError, ValueError):
             continue  # damaged
+        if state.get("score_metric", DEFAULT_METRIC) != metric:
+            continue
+        score = state.get("score")
         if isinstance(score, (int, float)) and abs(score) < math.inf:
             scores[checkpoint.iteration] = float(score)
     return [max(scores, key=lambda n: (scores[n], -n))] if scores else []

@@ -79,9 +79,14 @@ class Recorder:
             named = ", ".join(f"{score} for sample {i}" for i, score in list(scores.items())[:8])
             self.note(f"warning: the reward returned {named} in iteration {iteration}")
 
-    def write_validation(self, iteration: int, metrics: dict[str, float]) -> None:
-        """Print one line of validation metrics; before the first iteration also write them."""
-        if iteration == 0:
+    def write_validation(
+        self, iteration: int, metrics: dict[str, float], own_line: bool = False
+    ) -> None:
+        """Print one line of validation metrics.
+
+        own_line: also write them to metrics.jsonl, as they belong to no iteration
+        """
+        if own_line:
             self._metrics.write(iteration, metrics, metrics["timing/val"])
         shown = " | ".join(f"{k} : {v:.4f}" for k, v in metrics.items() if k.startswith("val/"))
         self.note(f"validation after iteration {iteration} | {shown}")
@@ -120,21 +125,22 @@ class Recorder:
         actor: ActorGroup,
         rollouts: RowsRef,
         scores: Sequence[ScoreReport],
-        ground_truths: Sequence[str] | None = None,
+        about: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """Fetch and write the first samples; no others leave the workers.
 
-        ground_truths: of a validation, whose samples have a file of their own; None = of training
+        about: further fields of the samples of a validation, which have a file of their own; None =
+               samples of training
         """
-        writer = self._samples if ground_truths is None else self._val_samples
-        count = writer.num_kept(len(ground_truths or ()) or rollouts.num_rows)
+        writer = self._samples if about is None else self._val_samples
+        count = writer.num_kept(rollouts.num_rows if about is None else len(about))
         if not count:
             return
         texts = actor.sample_texts(rollouts, count)
         values = [score for report in scores for score in report.scores]
         parts = [part for report in scores for part in report.parts] or [{}] * len(values)
-        truths: Sequence[str | None] = ground_truths or [None] * count
-        rows = zip(texts, values[:count], parts[:count], truths[:count], strict=True)
+        more = [{}] * count if about is None else about
+        rows = zip(texts, values[:count], parts[:count], more[:count], strict=True)
         decode = self.tokenizer.decode
         writer.write(
             iteration,
@@ -148,8 +154,8 @@ class Recorder:
                     score=score,
                     reward_parts=part,
                     weights_version=text.weights_version,
-                    ground_truth=truth,
+                    **fields,
                 )
-                for text, score, part, truth in rows
+                for text, score, part, fields in rows
             ],
         )

@@ -76,6 +76,7 @@ class DriverState(Section):
     """positions: file name -> bytes of each file of lines
 
     score: of the validation of this iteration, which may be no number
+    score_metric: the metric that it is
     """
 
     iteration: AtLeastOne
@@ -83,6 +84,7 @@ class DriverState(Section):
     positions: dict[str, Count]
     prompts_digest: Annotated[str, Field(max_length=200)]
     score: Annotated[float | None, Field(allow_inf_nan=True)] = None
+    score_metric: Annotated[str, Field(max_length=1000)] = "score"
 
 
 def read_driver_state(file: Path, iteration: int) -> dict[str, Any]:

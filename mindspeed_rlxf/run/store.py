@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from mindspeed_rlxf.weights.state_files import (
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 POINTER = "latest_checkpointed_iteration.txt"
+BEST = "best_checkpointed_iteration.txt"
 EXPORTED = "exported_iteration.txt"
 NAME = re.compile(r"iter_(\d{7,})")
 UNUSED = ".unused"  # behind the name of a checkpoint that was set aside
@@ -177,6 +178,13 @@ class RunStore:
 
     def point_to(self, iteration: int) -> None:
         write_text(self.folder / POINTER, f"{iteration}\n")
+
+    def point_to_best(self, best: Sequence[int]) -> None:
+        """Name the best checkpoint in a file beside the pointer. best: its iteration, or none"""
+        if best:
+            write_text(self.folder / BEST, f"{best[0]}\n")
+        else:
+            (self.folder / BEST).unlink(missing_ok=True)
 
     def move_aside(self, checkpoint: Checkpoint) -> Path:
         """Rename a checkpoint that the run does not resume from; return its new path."""

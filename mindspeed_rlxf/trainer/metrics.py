@@ -104,10 +104,15 @@ def throughput_metrics(
     }
 
 
-def validation_score(measured: Mapping[str, float]) -> float | None:
-    """Average the scores of the data sources; None where the iteration was not validated."""
-    scores = [v for k, v in measured.items() if k.startswith("val/") and k.endswith("/score")]
-    return sum(scores) / len(scores) if scores else None
+def validation_score(measured: Mapping[str, float], metric: str) -> float | None:
+    """Return `validation.best_metric` of an iteration; None where it was not validated.
+
+    metric: `val/<data source>/<name>`, or a name, which is averaged over the data sources
+    """
+    if metric.startswith("val/"):
+        return measured.get(metric)
+    found = [v for k, v in measured.items() if k.startswith("val/") and k.endswith(f"/{metric}")]
+    return sum(found) / len(found) if found else None
 
 
 def _summary(values: Sequence[int]) -> Summary:

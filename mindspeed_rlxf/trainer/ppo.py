@@ -56,13 +56,13 @@ class PpoTrainer:
         Raises Stopped, after saving, when the run has to end before `train_iters`.
         """
         if self.config.validation.before and self.iteration == 0:
-            self.validator.validate(self.iteration)
+            self.validator.validate(self.iteration, version=0, own_line=True)
         while self.iteration < self.config.training.train_iters:
             self.iteration += 1
             started = time.monotonic()
             self.stop.begin_iteration()
 
-            self.rollout.update_weights(self.actor, version=self.iteration - 1)
+            self.rollout.update_weights(self.actor, self.config.count_updates(self.iteration - 1))
             collected = self.collector.collect()
             rollouts, lengths = collected.rollouts, collected.responses
             old = self.actor.log_probs(rollouts, lengths) if self._recompute else None
@@ -76,9 +76,10 @@ class PpoTrainer:
                 updates["critic"] = self.critic.update_critic(
                     rollouts, learned, lengths, self.iteration
                 )
-            updates["actor"] = self.actor.update_policy(
-                rollouts, learned, lengths, self.iteration, self.kl.value
-            )
+            if trains_actor := self.iteration > self.config.warmup_iters:
+                updates["actor"] = self.actor.update_policy(
+                    rollouts, learned, lengths, self.iteration, self.kl.value
+                )
 
             measured = {
                 **self.collector.metrics(collected),
@@ -89,7 +90,9 @@ class PpoTrainer:
             }
             for role, update in updates.items():
                 measured |= names.update_metrics(role, update.result()[0])
-            if self.ref:
+            if (
+                self.ref and trains_actor
+            ):  # a policy that stands still says nothing of the coefficient
                 self.kl.update(measured["critic/kl"], self.config.samples_per_iteration)
             phases = {
                 "old_log_prob": old,
@@ -147,7 +150,8 @@ class PpoTrainer:
         due = validation.interval and self.iteration % validation.interval == 0
         if due or (last and validation.after):
             began = time.time()
-            measured.update(self.validator.validate(self.iteration))
+            version = self.config.count_updates(self.iteration)
+            measured.update(self.validator.validate(self.iteration, version))
             driver["validation"] = began, time.time() - began
         self.stop.end_iteration(self.iteration)
         stops, note = not last and self.stop.is_due(), self.recorder.note
@@ -161,7 +165,7 @@ class PpoTrainer:
         self.recorder.write_iteration(self.iteration, measured, all_s)
         self.recorder.write_timeline(self.iteration, calls, driver)
         if saves:
-            score = names.validation_score(measured)
+            score = names.validation_score(measured, validation.best_metric)
             self.checkpoints.commit(self.iteration, self.state_dict(), score, note)
             if stops:
                 self.checkpoints.settle(note)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,12 @@ from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.sizes import HEADS
 from mindspeed_rlxf.rewards.classifier import check_classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
-from mindspeed_rlxf.rewards.plans import check_functions, needs_processes, rule_decides
+from mindspeed_rlxf.rewards.plans import (
+    check_functions,
+    needs_processes,
+    rule_decides,
+    try_sandbox,
+)
 from mindspeed_rlxf.rollout.engines import ENGINES, NATIVE
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.driver_state import (
@@ -56,8 +61,8 @@ class Prepared:
     train_prompts: Sequence[Prompt] = ()
     val_prompts: Sequence[Prompt] = ()
     fixed_responses: FixedResponses | None = None
-    validate_by_rule: bool = True
     scores_in_processes: bool = False  # by functions or slow rules, see `rewards.workers`
+    sandbox: list[str] = field(default_factory=list)  # its level and what that does not prevent
     notices: list[str] = field(default_factory=list)  # printed before the run
 
 
@@ -73,7 +78,9 @@ def prepare(config: RunConfig) -> Prepared:
         *check_train_iters(config, find_newest_checkpoint(config, directory)),
         *check_checkpoints(config, directory),
     ]
-    if not directory.is_used:  # the exports in a used folder are those of this run
+    if (
+        not directory.is_used and not config.validation.only
+    ):  # the exports in a used folder are those of this run
         problems += check_save_folders(config)
     for role in config.roles:
         problems += check_weights(config, role)
@@ -96,12 +103,13 @@ def prepare(config: RunConfig) -> Prepared:
     prepared.eos_token_ids = found or ()
     problems += _check_eos_ids(prepared.eos_token_ids, actor.architecture.vocab_size)
     problems += _check_rewards(config, prepared)
+    problems += _check_best_metric(config, prepared)
     prepared.fixed_responses = _collect(problems, lambda: _load_fixed_responses(config, prepared))
     problems += _check_order(config, prepared, directory)
     if problems:
         raise UserError(problems)
     stops = describe_stop_tokens(prepared.tokenizer, described, data_stops, actor.stop_token_ids)
-    prepared.notices = [stops, *_notices(config)]
+    prepared.notices = [stops, *prepared.sandbox, *_notices(config)]
     return prepared
 
 
@@ -282,27 +290,37 @@ def _check_order(config: RunConfig, prepared: Prepared, directory: RunDirectory)
 
 
 def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
-    """Check that the rules can score the prompts, and choose how to score validation.
-
-    Where the rules cannot score it, a reward model does.
-
-    Where they do not know those of validation, a reward model scores validation too.
-    """
+    """Check that rules and functions can score the prompts that are theirs to score."""
     try:
         manager = RewardManager(dict(config.reward.rules), config.verifiers)
+        if line := try_sandbox(config.reward):
+            prepared.sandbox = [line]
     except UserError as error:
         return error.problems
     reward, parts = config.reward, (prepared.train_prompts, prepared.val_prompts)
     if problems := list(check_functions(reward)):
         return problems
     by_rule = reward.kind is RewardKind.RULE
-    scored = chain(*parts) if by_rule else prepared.val_prompts
-    sources = {prompt.data_source for prompt in scored}
-    prepared.scores_in_processes = needs_processes(reward, sources)
+    validates_by_rule = by_rule or config.validation.reward is RewardKind.RULE
+    validated = prepared.val_prompts if validates_by_rule else ()
+    scored = chain(*parts) if by_rule else validated
+    prepared.scores_in_processes = needs_processes(reward, {p.data_source for p in scored})
     if reward.parts:
-        prepared.validate_by_rule = by_rule
         return manager.check(p for p in chain(*parts) if rule_decides(reward, p.data_source))
     if by_rule:
         return manager.check(chain(*parts))
-    prepared.validate_by_rule = not manager.check(prepared.val_prompts)
-    return []
+    remedy = "use validation.reward=model"
+    return [replace(p, remedy=f"{p.remedy}, or {remedy}") for p in manager.check(validated)]
+
+
+def _check_best_metric(config: RunConfig, prepared: Prepared) -> list[Problem]:
+    """Report a metric of a data source that no validation prompt has."""
+    metric = config.validation.best_metric
+    source = metric.removeprefix("val/").rpartition("/")[0]
+    known = list(dict.fromkeys(prompt.data_source for prompt in prepared.val_prompts))
+    if not known or not source or source in known:
+        return []
+    rule = f"must be a metric of a data source of the validation prompts ({', '.join(known)})"
+    near = closest(source, known) or known[0]
+    remedy = f"use val/{near}/{metric.rpartition('/')[2]}"
+    return [Problem("validation.best_metric", rule, metric, remedy)]

@@ -34,8 +34,9 @@ from mindspeed_rlxf.run.store import RunStore
 from mindspeed_rlxf.run.supervised import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.preflight import Prepared
-from mindspeed_rlxf.trainer.prompt_source import PromptSource, as_rows
+from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.validation import Validator
+from mindspeed_rlxf.trainer.validation_only import validate_only
 
 if TYPE_CHECKING:
     from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
@@ -74,8 +75,9 @@ class Run:
         return self
 
     def start(self) -> PpoTrainer | None:
-        """Claim devices, build roles, load the newest checkpoint; None = the run is finished.
+        """Claim devices, build roles, load the newest checkpoint.
 
+        Returns None where there is nothing to train: the run is finished, or was validated only.
         Raises UserError, DevicesMissing, WorkerError, RuntimeTimeout.
         """
         directory = RunDirectory.choose(self.config)
@@ -91,19 +93,20 @@ class Run:
             return self._start_locally()
         return self._start_on_ray()
 
-    def _start_on_ray(self) -> PpoTrainer:
+    def _start_on_ray(self) -> PpoTrainer | None:
         """Join or start a Ray cluster, and build the trainer on it."""
         from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
 
         directory = self._own(RunDirectory.create(self.config))
-        _report_for_restart(self.config, directory)
+        if not self.config.validation.only:
+            _report_for_restart(self.config, directory)
         runtime = RayRuntime.from_config(self.config, directory.logs, directory.config)
         self._open.callback(runtime.shutdown)
         self._open.enter_context(_diagnosed(runtime))
         supervised.report_facts(joined=not runtime.cluster.own)
         return self._train(directory, runtime)
 
-    def _start_locally(self) -> PpoTrainer:
+    def _start_locally(self) -> PpoTrainer | None:
         """Build the trainer in this process, or in each process of torchrun.
 
         The first one writes.
@@ -119,11 +122,19 @@ class Run:
             self._own(directory)
         return self._train(directory, runtime, writes=runtime.is_first)
 
-    def _train(self, directory: RunDirectory, runtime: Runtime, writes: bool = True) -> PpoTrainer:
+    def _train(
+        self, directory: RunDirectory, runtime: Runtime, writes: bool = True
+    ) -> PpoTrainer | None:
         """Build the trainer on a runtime, resumed if there is a checkpoint.
 
         writes: files of the run
+        Returns None where the run only validates, which is done then.
         """
+        if self.config.validation.only:
+            iteration = validate_only(self.config, self.prepared, directory, runtime, writes)
+            if writes:
+                self._done = f"done: validation of iteration {iteration}, {directory.path}"
+            return None
         trainer = self._open.enter_context(
             training(self.config, self.prepared, directory, runtime, writes, self._stop)
         )
@@ -273,13 +284,7 @@ def make_trainer(
 ) -> PpoTrainer:
     """Build the trainer of its parts."""
     source = PromptSource.from_config(config, prepared.train_prompts, prepared.fixed_responses)
-    validator = Validator(
-        roles,
-        as_rows(prepared.val_prompts),
-        prepared.validate_by_rule,
-        config.training.seed,
-        recorder,
-    )
+    validator = Validator(config, roles, prepared.val_prompts, recorder)
     return PpoTrainer(config, roles, source, validator, recorder, checkpoints, stop)
 
 

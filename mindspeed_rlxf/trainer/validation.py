@@ -1,72 +1,88 @@
-"""Greedy responses to the validation prompts, scored by rule where there is one."""
+"""Answer the validation prompts, score the responses by rule or model, and log them."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
+
 from mindspeed_rlxf.cluster.role_groups import RoleGroups
+from mindspeed_rlxf.config.enums import RewardKind
+from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
+from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.roles.reports import ScoreReport
 from mindspeed_rlxf.run.recorder import Recorder
+from mindspeed_rlxf.trainer.prompt_source import as_rows
+from mindspeed_rlxf.trainer.validation_metrics import Scored, measure
 
 
 class Validator:
-    """Answer and score all validation prompts; do nothing in a run without them."""
+    """Answer and score all validation prompts; do nothing in a run without them.
+
+    Sample ids are the same in each validation: response i to prompt p, both counted from 0, is
+    sample p * n_samples + i. With the seed they determine sampled tokens, so that two validations
+    differ by their weights alone.
+    """
 
     def __init__(
-        self, roles: RoleGroups, prompts: Prompts, by_rule: bool, seed: int, recorder: Recorder
+        self, config: RunConfig, roles: RoleGroups, prompts: Sequence[Prompt], recorder: Recorder
     ) -> None:
-        """by_rule: score by the rules of the data sources; else by the configured reward."""
-        self.roles, self.prompts, self.by_rule = roles, prompts, by_rule
-        self.seed, self.recorder = seed, recorder
+        self.config, self.roles, self.recorder = config.validation, roles, recorder
+        self.seed = validation_seed(config.training.seed)
+        size = self.config.n_samples
+        self.prompts = as_rows([prompt for prompt in prompts for _ in range(size)])
         self._filled = self._fill()
 
     def _fill(self) -> Prompts:
-        """Repeat the first prompts at the end, so that all replicas get equal parts."""
+        """Repeat the first rows at the end, so that all replicas get equal parts."""
         count = self.prompts.num_rows
         if not count:
             return self.prompts
         parts = math.lcm(self.roles.rollout.group.layout.dp, self.roles.reward.group.layout.dp)
         return self.prompts.select([i % count for i in range(count + -count % parts)])
 
-    def validate(self, iteration: int) -> dict[str, float]:
-        """Generate and score the validation prompts; return means by data source, and `timing/val`.
+    def validate(self, iteration: int, version: int, own_line: bool = False) -> dict[str, float]:
+        """Generate and score the validation prompts; return the metrics, and `timing/val`.
 
-        Names are `val/<data source>/{score,response_length,<part>}`. Writes samples and metrics.
+        Names are `val/<data source>/<metric>` (`validation_metrics`). Writes samples and metrics.
 
-        iteration: the last one whose updates are in the actor's weights
+        iteration: the last one that has ended
+        version:   updates that are in the actor's weights
+        own_line:  write the metrics to metrics.jsonl, as they belong to no iteration
         """
         if not self.prompts.num_rows:
             return {}
-        self.roles.rollout.update_weights(self.roles.actor, iteration)
-        generated = self.roles.rollout.generate(self._filled, self.seed, greedy=True)
+        self.roles.rollout.update_weights(self.roles.actor, version)
+        generated = self.roles.rollout.answer_validation(self._filled, self.seed)
         rollouts = generated.rows()
-        score = self.roles.reward.score_by_rule if self.by_rule else self.roles.reward.score
-        scored = score(rollouts)
+        by_rule = self.config.reward is RewardKind.RULE
+        reward = self.roles.reward
+        scored = reward.score_by_rule(rollouts) if by_rule else reward.score(rollouts)
         lengths = [n for report in generated.result() for n in report.response_lengths]
-        metrics = _means(self.prompts.data_sources, lengths, scored.result())
+        found = self._collect(lengths, scored.result())
+        size = self.config.n_samples
+        groups = [found[i : i + size] for i in range(0, len(found), size)]
+        metrics = measure(groups, self.prompts.data_sources[::size], self.config)
         metrics["timing/val"] = generated.seconds + scored.seconds
-        self.recorder.write_validation(iteration, metrics)
-        self.recorder.write_samples(
-            iteration, self.roles.actor, rollouts, scored.result(), self.prompts.ground_truths
-        )
+        self.recorder.write_validation(iteration, metrics, own_line)
+        about = [
+            {"prompt_id": row // size, "answer": each.answer, "ground_truth": truth}
+            for row, (each, truth) in enumerate(zip(found, self.prompts.ground_truths, strict=True))
+        ]
+        self.recorder.write_samples(iteration, self.roles.actor, rollouts, scored.result(), about)
         return metrics
 
+    def _collect(self, lengths: Sequence[int], reports: Sequence[ScoreReport]) -> list[Scored]:
+        """Return the responses in the order of `prompts`, without the repeated ones."""
+        scores = [score for report in reports for score in report.scores]
+        parts = [part for report in reports for part in report.parts] or [{}] * len(scores)
+        answers = [a for report in reports for a in report.answers] or [None] * len(scores)
+        rows = zip(scores, lengths, parts, answers, strict=True)
+        return [Scored(*row) for row, _ in zip(rows, self.prompts.sample_ids, strict=False)]
 
-def _means(
-    data_sources: Sequence[str], lengths: Sequence[int], reports: Sequence[ScoreReport]
-) -> dict[str, float]:
-    """Average scores, their parts and lengths by data source.
 
-    Repeated prompts at the end drop out.
-    """
-    values: dict[str, list[float]] = defaultdict(list)
-    scores = [score for report in reports for score in report.scores]
-    parts = [part for report in reports for part in report.parts] or [{}] * len(scores)
-    rows = zip(data_sources, lengths, scores, parts, strict=False)  # drops the repeated prompts
-    for source, length, score, part in rows:
-        for name, value in {**part, "score": score, "response_length": length}.items():
-            values[f"val/{source}/{name}"].append(value)
-    return {name: sum(v) / len(v) for name, v in values.items()}
+def validation_seed(seed: int) -> int:
+    """Derive the seed of validation, whose sample ids are also those of training samples."""
+    return int(np.random.SeedSequence([seed, 1]).generate_state(1)[0])

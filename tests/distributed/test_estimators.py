@@ -1,4 +1,4 @@
-"""Five iterations of each estimator without a critic, on fixed responses, in two layouts."""
+"""Five iterations of each estimator on fixed responses, in two layouts."""
 
 from __future__ import annotations
 
@@ -75,6 +75,30 @@ def test_layouts_prefer_the_same(warm_runtime: Any, tmp_path: Path, models: Path
         "actor_rollout": {"n_samples_per_prompt": 2},
     }
     check_layouts(warm_runtime, tmp_path, models, sections, 2, {})
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [(2, {}), pytest.param(4, TP2, marks=pytest.mark.long)],
+    ids=["dp2", "tp2 dp2"],
+)
+def test_layouts_learn_the_same_with_a_warm_up_and_lambdas_of_their_own(
+    warm_runtime: Any, tmp_path: Path, models: Path, size: int, layout: dict[str, Any]
+) -> None:
+    sections = {
+        "critic": {"warmup_iters": 2},
+        "algorithm": {"critic_lam": 1.0, "lam_alpha": 0.2},  # lambda from 0 to 0.69
+    }
+    outcomes = []
+    for name, ranks, keys in (("one", 1, {}), ("other", size, layout)):
+        config, prepared = fixed_run(models, tmp_path / name, TIED, ranks, keys, sections)
+        directory = RunDirectory.create(config)
+        train(config, prepared, directory, warm_runtime)
+        outcomes.append(Outcome(directory))
+    compare(*outcomes, models)
+    for ours, theirs in zip(*(outcome.metrics[2:] for outcome in outcomes), strict=True):
+        expected = pytest.approx(theirs["actor/pg_loss"], rel=1e-4, abs=1e-6)
+        assert ours["actor/pg_loss"] == expected
 
 
 def check_layouts(

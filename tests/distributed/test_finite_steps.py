@@ -149,5 +149,5 @@ def test_what_megatron_saves_is_read(warm_runtime: Any, tmp_path: Path) -> None:
     group.call(Learner.save, folder).result()
     open_torch_dist(folder)
     (folder / ".metadata").write_bytes(pickle.dumps(print))
-    with pytest.raises(ValueError, match=r"\.metadata must .* wants builtins\.print"):
+    with pytest.raises(ValueError, match=r"\.metadata must .* has builtins\.print"):
         open_torch_dist(folder)

@@ -194,7 +194,6 @@ def fixed_run(
         eos_token_ids=(EOS,),
         train_prompts=prompts,
         fixed_responses=fixed,
-        validate_by_rule=False,
     )
 
 

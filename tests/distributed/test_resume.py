@@ -116,6 +116,29 @@ def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(
         assert_a_checkpoint_is_the_final_model(cut, iterations, role, tmp_path / role)
 
 
+def test_a_run_resumes_in_the_warm_up_of_the_critic(run: Run, models: Path, tmp_path: Path) -> None:
+    """Bit by bit; before the actor has taken a step, its optimizer has no moments."""
+    how = {"train_iters": 4, "sections": {"critic": {"warmup_iters": 2}}}
+    whole = run(tmp_path / "whole", keep_last=9, **how)
+    run(tmp_path / "cut", killed_in=2, **how)
+    cut = run(tmp_path / "cut", **how)
+    assert state_of(cut, 4) == state_of(whole, 4)
+    lines = lines_of(cut.metrics)
+    assert lines == lines_of(whole.metrics) and lines_of(cut.samples) == lines_of(whole.samples)
+    metrics = [line["metrics"] for line in lines]
+    assert ["actor/pg_loss" in each for each in metrics] == [False, False, True, True]
+    assert all("critic/vf_loss" in each for each in metrics)
+    rates = [each.get("actor/lr") for each in metrics]  # linear decay over two iterations
+    assert rates == [None, None, metrics[0]["critic/lr"], metrics[2]["critic/lr"]]
+    coefficients = [each["critic/kl_coeff"] for each in metrics]  # adaptive
+    assert coefficients[0] == coefficients[1] == coefficients[2] != coefficients[3]
+    versions = [sample["weights_version"] for sample in lines_of(cut.samples)[::16]]
+    assert versions == [[0, 0], [0, 0], [0, 0], [1, 1]], "no weights move in the warm-up"
+    start = load_file(models / "lm" / "model.safetensors")
+    after = tensors_of(whole, 2, "actor")
+    assert all(after[f"weight/{name}"].equal(tensor) for name, tensor in start.items())
+
+
 def assert_versions_count_updates(samples: list[dict[str, Any]]) -> None:
     """Each token comes from the weights that the iterations before its own have made."""
     before = [sample["iteration"] - 1 for sample in samples]

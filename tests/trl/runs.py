@@ -138,7 +138,6 @@ def prepared(trace: Trace) -> Prepared:
         eos_token_ids=(EOS,),
         train_prompts=prompts,
         fixed_responses=fixed,
-        validate_by_rule=False,
     )
 
 

@@ -11,8 +11,10 @@ from typing import Any
 
 from mindspeed_rlxf.algorithms.losses import clipped_policy_loss
 from mindspeed_rlxf.cli import train
-from mindspeed_rlxf.cluster.role_groups import ActorGroup
+from mindspeed_rlxf.cluster.role_groups import ActorGroup, CriticGroup
 from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import ClippedObjective
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 
@@ -28,6 +30,18 @@ CHAIN: list[tuple[Callable[..., Any], str]] = [
     (ClippedObjective.loss, clipped_policy_loss.__name__),
 ]
 
+# As CHAIN, to the estimator of the advantages.
+TO_THE_ESTIMATOR: list[tuple[Callable[..., Any], str]] = [
+    (PpoTrainer.fit, "self._make_experience"),
+    (PpoTrainer._make_experience, "(self.critic or self.actor).make_experience"),
+    (CriticGroup.make_experience, "CriticRole.make_experience"),
+    (ActorGroup.make_experience, "ActorRole.make_experience"),
+    (CriticRole.make_experience, "self.experience.make"),
+    (ActorRole.make_experience, "self.experience.make"),
+    (ExperienceMaker.make, "self.objective.estimate"),
+    (ClippedObjective.estimate, "ESTIMATORS"),
+]
+
 
 def said(source: str) -> set[str]:
     """Every name, with its dots, in a piece of code."""
@@ -40,3 +54,8 @@ def test_the_loop_is_the_second_call_and_the_loss_the_seventh() -> None:
     for function, name in CHAIN:
         assert name in said(inspect.getsource(function)), f"{function.__qualname__}: {name}"
     assert 1 + len(CHAIN) == 7 and CHAIN[1][0] is PpoTrainer.fit, "five from the loop"
+
+
+def test_experience_calls_the_estimator() -> None:
+    for function, name in TO_THE_ESTIMATOR:
+        assert name in said(inspect.getsource(function)), f"{function.__qualname__}: {name}"

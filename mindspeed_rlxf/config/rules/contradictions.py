@@ -15,8 +15,9 @@ from mindspeed_rlxf.config.schema import RunConfig
 
 OF_TOKEN_REWARDS = ("gamma", "whiten_rewards")
 OF_PLACES = ("score_position", "score_slot_limit")  # no place in the total of a response
+LAMBDAS = ("lam", "critic_lam", "lam_alpha")
 OF_ADVANTAGES = (
-    "adv_estimator", "lam", "advantage_whiten", "loss_normalizer", "kl_in", "kl_penalty",
+    "adv_estimator", *LAMBDAS, "advantage_whiten", "loss_normalizer", "kl_in", "kl_penalty",
     "kl_ctrl", "rollout_is_threshold", *OF_TOKEN_REWARDS, *OF_PLACES,
 )  # fmt: skip
 OF_POLICY_LOSS = (
@@ -62,7 +63,10 @@ def _of_estimator(config: RunConfig) -> Iterator[Idle]:
     traits = algorithm.estimator
     estimator = f"with {ref('algorithm.adv_estimator')}={algorithm.adv_estimator}"
     if not traits.needs_critic:
-        yield Idle("algorithm", ("lam",), estimator)
+        yield Idle("algorithm", LAMBDAS, estimator)
+    if None not in (algorithm.critic_lam, algorithm.lam_alpha):
+        both = f"with both {ref('algorithm.critic_lam')} and lam_alpha"
+        yield Idle("algorithm", ("lam",), both)
     if not traits.discounts:
         yield Idle("algorithm", OF_PLACES, estimator)
     if algorithm.kl_ctrl.type is KlControl.FIXED:

@@ -27,6 +27,7 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.roles import LearningConfig
 from mindspeed_rlxf.config.rules.host import joined_address
+from mindspeed_rlxf.config.sandbox import SandboxConfig
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.suggest import format_value
 
@@ -84,6 +85,9 @@ def _idle(config: RunConfig) -> Iterator[Idle]:
     yield from _of_algorithm(config)
     yield from _of_runtime(config)
     yield from _of_generation(config)
+    if not (config.data.train_files or config.data.val_files):
+        made = "with indexed data sets, whose prompts are tokenized already"
+        yield Idle("data", ("chat_template_kwargs", "system_prompt", "invalid_rows"), made)
     for role in config.roles:
         if config.role(role).architecture is not None:  # None: the reward is a rule
             yield from _of_model(config, role)
@@ -113,19 +117,25 @@ def _over_train_iters(config: RunConfig) -> str:
     return f"with training.train_iters={config.training.train_iters}, which is smaller"
 
 
-def _has_validation_prompts(config: RunConfig) -> bool:
-    return bool(config.data.val_files or config.data.val_data_path)
-
-
 def _of_validation(config: RunConfig) -> Iterator[Idle]:
     keys = config.validation
-    if not _has_validation_prompts(config):
+    how = (
+        "max_samples", "n_samples", "do_sample", "temperature", "top_k", "top_p", "reward",
+        "pass_score", "best_metric",
+    )  # fmt: skip
+    if not config.has_validation_prompts:
         without = "without data.val_files or data.val_data_path"
-        yield Idle("validation", ("max_samples",), without)
-    elif not (keys.interval or keys.before or keys.after):
+        yield Idle("validation", how, without)
+    elif not (keys.interval or keys.before or keys.after or keys.only):
         never = "with validation.interval=0, before=false and after=false"
         yield Idle("data", ("val_files", "val_data_path"), never)
-        yield Idle("validation", ("max_samples",), never)
+        yield Idle("validation", how, never)
+    if keys.only:
+        times = ("interval", "before", "after", "best_metric")
+        yield Idle("validation", times, "with validation.only=true")
+    if not keys.do_sample:
+        sampling = ("temperature", "top_k", "top_p")
+        yield Idle("validation", sampling, "with validation.do_sample=false")
     if keys.interval > config.training.train_iters:
         yield Idle("validation", ("interval",), _over_train_iters(config))
 
@@ -142,15 +152,21 @@ def _of_algorithm(config: RunConfig) -> Iterator[Idle]:
 
 def _of_reward(config: RunConfig) -> Iterator[Idle]:
     reward, by_model = config.reward, config.reward.kind is not RewardKind.RULE
+    if not reward.runs_programs:
+        without = "without a rule of programs (code, code_all) in reward.rules or reward.functions"
+        yield Idle("reward.sandbox", tuple(SandboxConfig.model_fields), without)
     if reward.parts:
         return
     yield Idle("reward", ("allow_changed_function",), "without functions")
     if by_model:
         beside = ("model_weight", "failed_score", "max_failed")
         yield Idle("reward", beside, "without functions beside the reward model")
-    if by_model and not _has_validation_prompts(config):
+    if by_model and not config.has_validation_prompts:
         never = f"with reward.kind={reward.kind.value} and no validation prompts"
         yield Idle("reward", ("rules",), never)
+    elif by_model and config.validation.reward is RewardKind.MODEL:
+        asked = f"with reward.kind={reward.kind.value} and validation.reward=model"
+        yield Idle("reward", ("rules",), asked)
 
 
 def _of_runtime(config: RunConfig) -> Iterator[Idle]:
@@ -183,7 +199,7 @@ def _of_generation(config: RunConfig) -> Iterator[Idle]:
     if actor.fixed_responses is None:
         return
     yield Idle("actor_rollout", ("top_k", "top_p"), fixed)
-    if not (config.algorithm.estimator.reads_greedy or _has_validation_prompts(config)):
+    if not (config.algorithm.estimator.reads_greedy or config.has_validation_prompts):
         yield Idle("actor_rollout", ("min_new_tokens", "num_samples_per_step"), fixed)
 
 
@@ -220,7 +236,7 @@ def _of_optimizer(config: RunConfig, role: Role) -> Iterator[Idle]:
         yield Idle(role.value, layers, f"with recompute={section.recompute.value}")
     if section.optimizer.lr_decay_style is LrDecayStyle.CONSTANT:
         yield Idle(role.value, ("min_lr",), "with lr_decay_style=constant")
-    if section.optimizer.lr_warmup_fraction * iterations < 1:
+    if section.optimizer.lr_warmup_fraction * config.learning_iters(role) < 1:
         short = f"with training.train_iters={iterations}: less than one iteration"
         yield Idle(role.value, ("lr_warmup_fraction",), short)
     if config.layout(role).dp == 1:

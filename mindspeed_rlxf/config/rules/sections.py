@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.rules.batch import (
     TITLES,
@@ -22,7 +22,7 @@ from mindspeed_rlxf.config.suggest import closest, divisors, multiples_around, n
 
 def check(config: RunConfig) -> list[Problem]:
     """Find every broken rule across sections. Nothing here looks at the host."""
-    problems = [*_pools(config), *_lengths_and_validation(config)]
+    problems = [*_pools(config), *_lengths(config), *_validation(config)]
     problems += [*check_stage(config), *check_split(config)]
     for role in config.roles:
         if config.role(role).architecture is not None:  # the reward may be a rule
@@ -130,10 +130,9 @@ def _experts(config: RunConfig, role: Role, dp: int | None) -> Iterator[Problem]
         yield Problem(key, f"must divide the data-parallel size {dp}", ep, remedy)
 
 
-def _lengths_and_validation(config: RunConfig) -> Iterator[Problem]:
-    """Check that the longest sample fits the sequence length, and that validation has prompts."""
+def _lengths(config: RunConfig) -> Iterator[Problem]:
+    """Check that the longest sample fits the sequence length."""
     actor, total = config.actor_rollout, config.training.seq_length
-    data, interval = config.data, config.validation.interval
     if actor.max_prompt_length + actor.max_new_tokens > total:
         prompt, new = ref("actor_rollout.max_prompt_length"), ref("actor_rollout.max_new_tokens")
         yield Problem(
@@ -142,10 +141,23 @@ def _lengths_and_validation(config: RunConfig) -> Iterator[Problem]:
             total,
             f"use {actor.max_prompt_length + actor.max_new_tokens} or more",
         )
-    if interval and not data.val_files and not data.val_data_path:
+
+
+def _validation(config: RunConfig) -> Iterator[Problem]:
+    validation = config.validation
+    needs = {"interval": (validation.interval, "0"), "only": (validation.only, "false")}
+    for name, (value, without) in needs.items():
+        if value and not config.has_validation_prompts:
+            yield Problem(
+                f"validation.{name}",
+                f"needs {ref('data.val_files')} or {ref('data.val_data_path')}",
+                value,
+                f"name a file, or use {ref(f'validation.{name}')}={without}",
+            )
+    if validation.reward is RewardKind.MODEL and config.reward.kind is RewardKind.RULE:
         yield Problem(
-            "validation.interval",
-            f"needs {ref('data.val_files')} or {ref('data.val_data_path')}",
-            interval,
-            f"name a file, or use {ref('validation.interval')}=0",
+            "validation.reward",
+            f"needs {ref('reward.kind')}=model, a rule has no model",
+            validation.reward,
+            "use rule",
         )

@@ -34,6 +34,7 @@ def check_stage(config: RunConfig) -> Iterator[Problem]:
     yield from _rewards(config)
     yield from _verifiers(config)
     yield from _whitening(config)
+    yield from _warm_up(config)
 
 
 def _estimator(config: RunConfig) -> Iterator[Problem]:
@@ -219,4 +220,16 @@ def _whitening(config: RunConfig) -> Iterator[Problem]:
             f"needs two tokens, and one sample with {ref(NEW_TOKENS)}=1 has one",
             whiten,
             "use none, or more samples",
+        )
+
+
+def _warm_up(config: RunConfig) -> Iterator[Problem]:
+    iterations = config.training.train_iters
+    if config.warmup_iters >= iterations:
+        yield Problem(
+            "critic.warmup_iters",
+            f"must be below {ref('training.train_iters')}={iterations}, as the actor learns after "
+            "it",
+            config.warmup_iters,
+            f"use {iterations - 1} or less",
         )

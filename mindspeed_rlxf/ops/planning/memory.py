@@ -147,7 +147,8 @@ def generate_phase(config: RunConfig, received: int) -> Phase:
     prefill = memory.prefill_tokens(rows, actor.max_prompt_length)
     working = memory.layer_activation_bytes(a, prefill, tp, False, item)
     working += memory.dispatch_bytes(a, prefill, tp, False, item)
-    sampling = memory.sampling_bytes(rows, a.vocab_size, actor.do_sample)
+    samples = actor.do_sample or (config.has_validation_prompts and config.validation.do_sample)
+    sampling = memory.sampling_bytes(rows, a.vocab_size, samples)
     length = actor.max_prompt_length + actor.max_new_tokens
     return Phase(
         "generate",

@@ -59,6 +59,7 @@ def _run(config: RunConfig) -> list[tuple[str, object]]:
         ("tokenizer", training.tokenizer_name_or_path),
         ("training prompts", ", ".join(data.train_files or data.data_path)),
         ("validation prompts", ", ".join(data.val_files or data.val_data_path) or "none"),
+        *([("validation", _validation(config))] if config.has_validation_prompts else []),
         ("runtime", f"ray, {cluster} ({chosen.source})" if is_ray else "local"),
         ("device", config.device.kind.value),
         ("reward", f"verifier: {rules}" if rules else config.reward.kind.value),
@@ -74,6 +75,21 @@ def _checkpoints(config: RunConfig) -> str:
         found.append(f"every {training.seconds_between_saves:g} s")
     kept = f"the last {training.keep_last} are kept"
     return ", ".join([*found, "at the end", kept])
+
+
+def _validation(config: RunConfig) -> str:
+    keys, found = config.validation, []
+    if keys.only:
+        found.append("and no training")
+    elif keys.interval:
+        found.append(f"every {keys.interval} iterations")
+    found.append(f"{keys.n_samples} responses per prompt")
+    found.append(_decoding(keys.do_sample, keys.temperature))
+    return ", ".join([*found, f"scored by {keys.reward.value}"])
+
+
+def _decoding(do_sample: bool, temperature: float) -> str:
+    return f"sample, temperature {temperature:g}" if do_sample else "greedy"
 
 
 def _environment(config: RunConfig) -> str:
@@ -127,7 +143,7 @@ def _batch(config: RunConfig) -> list[tuple[str, object]]:
         ("samples per actor replica", per_rank),
         ("generated at once per rollout replica", _at_once(config)),
         ("longest prompt + response", f"{actor.max_prompt_length} + {actor.max_new_tokens} tokens"),
-        ("decoding", f"sample, temperature {actor.temperature:g}" if actor.do_sample else "greedy"),
+        ("decoding", _decoding(actor.do_sample, actor.temperature)),
     ]
 
 
@@ -176,6 +192,6 @@ def _updates(config: RunConfig) -> list[list[object]]:
         count = config.samples_per_iteration // size
         _, micro = _micro_batches(config, role, size // config.layout(role).dp)
         steps = count * epochs
-        total = steps * config.training.train_iters
+        total = steps * config.learning_iters(role)
         rows.append([role.value, size, count, epochs, steps, micro, total, f"{lr:g}"])
     return rows

@@ -40,6 +40,7 @@ from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.plan import plan
 from mindspeed_rlxf.rewards import streaming
 from mindspeed_rlxf.rewards.manager import RewardManager
+from mindspeed_rlxf.rewards.sandbox.runner import Sandbox
 from mindspeed_rlxf.roles import actor, critic, engines
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
@@ -48,6 +49,8 @@ from mindspeed_rlxf.run import recorder
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.stopping import Stopped
 from mindspeed_rlxf.trainer import ppo, preflight, run
+from mindspeed_rlxf.trainer.metrics import validation_score
+from mindspeed_rlxf.trainer.validation_metrics import Scored, measure
 from tests.unit.data.byte_tokenizer import byte_tokenizer
 from tests.unit.roles.test_experience import HAS_EOS, LENGTHS, rollouts_of
 
@@ -243,7 +246,6 @@ def loop(config: RunConfig) -> Any:
         train_prompts=[prompt(i) for i in range(NUM_PROMPTS)],
         val_prompts=[],
         fixed_responses=None,
-        validate_by_rule=True,
     )
     rest: Any = [roles, MagicMock(), MagicMock(), MagicMock()]
     return run.make_trainer(config, prepared, *rest)  # type: ignore[arg-type]
@@ -275,6 +277,19 @@ def validated(config: RunConfig) -> list[Any]:
             with contextlib.suppress(Stopped):
                 trainer._finish({}, MagicMock(), [], 1.0)
     return [call.args for call in trainer.validator.validate.call_args_list]
+
+
+def measured(config: RunConfig) -> Any:
+    """Metrics of a prompt's responses, of which every second one has a score of 0.5."""
+    keys = config.validation
+    group = [Scored(0.5 * (i % 2), 3, {}, "a") for i in range(1, keys.n_samples + 1)]
+    return measure([group], ["mine"], keys)
+
+
+def compared(config: RunConfig) -> Any:
+    """The number by which the best checkpoint is chosen."""
+    found = {"val/a/score": 0.5, "val/a/mean@1": 0.75}
+    return validation_score(found, config.validation.best_metric)
 
 
 def supervised(config: RunConfig) -> Any:
@@ -375,6 +390,19 @@ def accepted_failures(config: RunConfig) -> str:
     with pytest.raises(reward_group.RewardsFailed) as error:
         reward_group.check_failures(failed, config.reward.max_failed)
     return str(error.value)
+
+
+def sandboxed(config: RunConfig) -> list[Any]:
+    """The levels, interpreters and limits that are tried where no level works."""
+    tried = []
+
+    def refuse(sandbox: Sandbox) -> str:
+        tried.append((sandbox.level, sandbox.python, sandbox.packages, sandbox.limits))
+        return "not here"
+
+    with patch.object(Sandbox, "probe", refuse), contextlib.suppress(UserError):
+        Sandbox.choose(config.reward.sandbox)
+    return tried
 
 
 def started(config: RunConfig) -> Any:

@@ -27,6 +27,7 @@ from mindspeed_rlxf.config.schema import (
     OptimizerConfig,
     PoolSettings,
     RoleConfig,
+    SandboxConfig,
     TrainingConfig,
 )
 from tests.unit.config import observers as see
@@ -124,6 +125,8 @@ ALGORITHM: dict[str, Any] = {
     "adv_estimator": Case("rloo", see.experience, GROUPS),
     "gamma": Case(0.5, see.experience),
     "lam": Case(0.5, see.experience),
+    "critic_lam": Case(1.0, see.experience),
+    "lam_alpha": Case(0.5, see.experience),
     "kl_penalty": Case("mse", see.experience),
     "kl_in": Case("loss", see.loss),
     "reward_scale": Case(3.0, see.experience),
@@ -254,6 +257,7 @@ CRITIC_KEYS: dict[str, Any] = {
     **LEARNING_KEYS,
     "critic_mini_batch_size": Case(24),
     "critic_update_epochs": Case(2),
+    "warmup_iters": Case(1),
     "cliprange_value": Case(0.1, see.valued),
     "vf_coef": Case(0.5, see.valued),
 }  # fmt: skip
@@ -289,6 +293,19 @@ FUNCTION_KEYS: dict[str, Any] = {
         "rewards/test_remote.py", "test_samples_go_in_batches_and_scores_come_back_in_order"
     ),
 }
+SANDBOX: dict[str, Any] = {
+    "level": Case("uid", see.sandboxed),
+    "weak": Case(True, see.sandboxed),
+    "python": Case("/usr/bin/python4", see.sandboxed),
+    "cpu_s": Case(1.5, see.sandboxed),
+    "wall_s": Case(1.5, see.sandboxed),
+    "response_s": Shown("rewards/test_programs.py", "test_cases_end_with_the_time_of_a_response"),
+    "memory_mb": Case(77, see.sandboxed),
+    "file_mb": Case(77, see.sandboxed),
+    "files": Case(77, see.sandboxed),
+    "processes": Case(77, see.sandboxed),
+    "output_kb": Case(77, see.sandboxed),
+}
 DATA: dict[str, Any] = {
     "train_files": Case("other.jsonl"),
     "val_files": Case("val.jsonl"),
@@ -309,11 +326,23 @@ DATA: dict[str, Any] = {
     "allow_special_tokens": Case(True, see.read_prompts, ANY_ROWS),
     "shuffle": Case(False, see.driven),
 }
+VALIDATION_SAMPLING = Shown(
+    "roles/test_sampling_keys.py", "test_every_sampling_key_of_validation_reaches_its_generation"
+)
 VALIDATION: dict[str, Any] = {
     "interval": Case(2, see.validated, {"data.val_files": "val.jsonl"}),
     "before": Case(False, see.validated),
     "after": Case(False, see.validated),
     "max_samples": Case(3, see.prepared),
+    "n_samples": Case(4, see.measured, {"validation.do_sample": True}),
+    "do_sample": Case(True, base={"data.val_files": "val.jsonl"}),
+    "temperature": Case(0.5, base={"data.val_files": "val.jsonl", "validation.do_sample": True}),
+    "top_k": VALIDATION_SAMPLING,
+    "top_p": VALIDATION_SAMPLING,
+    "reward": Case("model", see.measured, REWARD_MODEL),
+    "pass_score": Case(0.9, see.measured),
+    "best_metric": Case("mean@1", see.compared),
+    "only": Shown("trainer/test_run.py", "test_validation_only_trains_nothing"),
 }
 LOGGING: dict[str, Any] = {
     "samples": Case(5, see.recorded),
@@ -359,6 +388,7 @@ TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "algorithm.kl_ctrl": (KlControlConfig, KL_CTRL),
     "rollout": (PLAIN_SECTIONS["rollout"], ROLLOUT),
     "reward.function": (FunctionConfig, FUNCTION_KEYS),
+    "reward.sandbox": (SandboxConfig, SANDBOX),
     "data": (PLAIN_SECTIONS["data"], DATA),
     "validation": (PLAIN_SECTIONS["validation"], VALIDATION),
     "logging": (PLAIN_SECTIONS["logging"], LOGGING),
@@ -372,7 +402,7 @@ TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
         for role, schema in ROLE_SECTIONS.items()
     },
 }  # fmt: skip
-NOT_LEAVES = {"kl_ctrl", "optimizer", "architecture"}
+NOT_LEAVES = {"kl_ctrl", "optimizer", "architecture", "sandbox"}
 
 
 def cases() -> Iterator[Any]:

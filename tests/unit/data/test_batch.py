@@ -85,7 +85,7 @@ def test_columns_are_padded_on_the_right_with_the_value() -> None:
 
 @pytest.mark.parametrize("kind", [Rollouts, Experience])
 def test_row_types_count_by_their_first_field(kind: type[Rows]) -> None:
-    width = {"advantages": torch.zeros(3, 2), "sample_ids": [4, 5, 6]}
+    width = {"advantages": torch.zeros(3, 2), "sample_ids": [4, 5, 6], "extra_infos": [{}] * 3}
     columns = {
         f: width.get(f, torch.ones(3, 2, dtype=torch.bool)) for f in kind.__dataclass_fields__
     }

@@ -94,6 +94,7 @@ def test_a_server_that_fails_at_first_is_asked_again(server: Server) -> None:
     [
         (404, {}, Cause.REMOTE, "answered with status 404"),
         (200, b"not json", Cause.WRONG_RESULT, "the answer must be {'scores': [...]}"),
+        (200, b"[" * 2000, Cause.WRONG_RESULT, "the answer must be"),
         (200, [1.0], Cause.WRONG_RESULT, "the answer must be"),
         (200, {"scores": []}, Cause.WRONG_RESULT, "must have 1 scores, it has 0"),
         (200, {"scores": {"0": 1.0}}, Cause.WRONG_RESULT, "must have 1 scores"),

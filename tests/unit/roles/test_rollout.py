@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.schema import ActorConfig
+from mindspeed_rlxf.config.schema import ActorConfig, ValidationConfig
 from mindspeed_rlxf.roles import rollout as module
 from mindspeed_rlxf.roles.rollout import RolloutRole
 from mindspeed_rlxf.rollout.protocol import (
@@ -65,7 +65,9 @@ def make(monkeypatch: pytest.MonkeyPatch, is_leader: bool = True) -> tuple[Rollo
     replica = Replica(engine, engine.take_weights, is_leader)
     monkeypatch.setattr(module, "build_replica", lambda config, trained: replica)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: engine.clock))
-    config: Any = SimpleNamespace(actor_rollout=ActorConfig.model_construct(max_new_tokens=1))
+    config: Any = SimpleNamespace(
+        actor_rollout=ActorConfig.model_construct(max_new_tokens=1), validation=ValidationConfig()
+    )
     return RolloutRole(config, [7]), engine
 
 

@@ -64,7 +64,9 @@ def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScorerRole
 
 def _config(reward: RewardConfig) -> Any:
     return SimpleNamespace(
-        reward=reward, training=SimpleNamespace(tokenizer_name_or_path="nowhere")
+        reward=reward,
+        verifiers=[],
+        training=SimpleNamespace(tokenizer_name_or_path="nowhere"),
     )
 
 

@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,14 @@ from mindspeed_rlxf.cluster.host_agent import Function, HostCall
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.run import host_files
+from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.driver_state import (
     check_train_iters,
     find_newest_checkpoint,
     hash_prompts,
     is_finished,
 )
-from mindspeed_rlxf.run.store import MANIFEST, POINTER, Manifest
+from mindspeed_rlxf.run.store import BEST, MANIFEST, POINTER, Manifest
 from tests.unit.cluster.agents import InProcess
 from tests.unit.config.conftest import make_tree, no_cluster
 from tests.unit.run.runs import Answer, Case, MakeTree
@@ -208,6 +210,50 @@ def test_the_best_validated_checkpoint_is_kept_too(
         case.restart()  # scores are read from the disk
         case.iterate(iteration, score=score)
     assert case.kept == kept
+
+
+def test_a_file_names_the_best_checkpoint_by_the_metric_of_the_configuration(
+    case: Case, new_case: NewCase
+) -> None:
+    best = case.store.folder / BEST
+    case.iterate(1)
+    assert not best.exists(), "it has no score"
+    case.iterate(2, score=0.5)
+    case.iterate(3, score=0.25)
+    assert best.read_text() == "2\n"
+    by_maj = case.config.validation.model_copy(update={"best_metric": "mean@1"})
+    case.config = case.config.model_copy(update={"validation": by_maj})
+    case.restart()
+    case.iterate(4, score=0.125)
+    assert best.read_text() == "4\n" and case.kept == [4, 3], (
+        "scores of another metric do not count"
+    )
+    with case.directory.metrics.open("a") as file:
+        file.write("{}\n")
+    (case.store.path(4) / "actor" / "state").write_text("wrong")
+    assert case.resume() == 3 and not best.exists(), "the best one was set aside"
+
+
+def test_validation_alone_reads_the_newest_whole_checkpoint_and_changes_nothing(case: Case) -> None:
+    case.iterate(1, 2)
+    (case.store.path(2) / "actor" / "state").write_text("actor 9")  # of the same size
+    case.checkpoints.write(3, case.notes.append)  # a live run
+    before = {path: path.stat().st_mtime_ns for path in case.directory.path.rglob("*")}
+    case.notes.clear()
+    roles: Any = SimpleNamespace(actor=case.actor, critic=None)
+    checkpoints = RunCheckpoints(case.config, roles, case.directory, "", writes=False)
+    assert checkpoints.load_newest(case.notes.append) == 1
+    assert (case.actor.loaded, case.critic.loaded) == ("actor 1", "")
+    assert "iter_0000002 is damaged: actor/state" in case.notes[0]
+    assert case.notes[1] == f"weights of {case.store.path(1)}"
+    assert before == {path: path.stat().st_mtime_ns for path in case.directory.path.rglob("*")}
+    (case.store.path(1) / "actor" / "state").write_text("wrong")
+    with pytest.raises(UserError, match=r"no checkpoint of .* can be resumed from"):
+        checkpoints.load_newest(case.notes.append)
+
+
+def test_validation_alone_takes_the_start_where_there_is_no_checkpoint(case: Case) -> None:
+    assert case.checkpoints.load_newest(case.notes.append) == 0 and case.actor.loaded == ""
 
 
 def test_a_checkpoint_with_more_metrics_than_the_file_has_is_not_resumed(case: Case) -> None:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.schema import ValidationConfig
 from mindspeed_rlxf.reporting.metrics import MetricsWriter
 from mindspeed_rlxf.reporting.timeline import Span, Timeline
 from mindspeed_rlxf.run import lock as run_lock
@@ -44,6 +45,26 @@ def test_files_have_the_names_of_the_contract():
     found = [run.config, run.metrics, run.samples, run.val_samples, run.failure, run.logs]
     names = ["config.yaml", "metrics.jsonl", "samples.jsonl", "val_samples.jsonl", "failure.json"]
     assert found == [Path("/x", name) for name in [*names, "logs"]]
+
+
+def test_validation_alone_writes_to_a_folder_of_its_own_in_that_of_the_run(make_config):
+    run = RunDirectory.create(make_config())  # alive, and locked
+    config = make_config().model_copy(update={"validation": ValidationConfig(only=True)})
+    first, second = RunDirectory.create(config), RunDirectory.create(config)
+    assert [first.path, second.path] == [run.path / "validation", run.path / "validation-2"]
+    assert RunDirectory.of_run(config).path == run.path
+    assert first.config.exists() and not first.changes
+    for directory in (run, first, second):
+        directory.unlock()
+
+
+def test_validation_alone_leaves_the_folder_of_the_run_free(make_config):
+    config = make_config().model_copy(update={"validation": ValidationConfig(only=True)})
+    directory = RunDirectory.create(config)
+    assert os.listdir(directory.path.parent) == ["validation"]
+    assert directory.path.parent.stat().st_mode & 0o777 == 0o711
+    assert not RunDirectory.choose(make_config()).is_used
+    directory.unlock()
 
 
 def test_check_writes_nothing(make_config, tmp_path):

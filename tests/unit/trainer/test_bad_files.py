@@ -23,12 +23,13 @@ from transformers import (
 from mindspeed_rlxf.cli.convert import main as convert_main
 from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config.compose import compose
-from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.enums import DeviceKind, SandboxLevel
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.preprocessing.map_keys import MapKeys
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
+from mindspeed_rlxf.rewards.sandbox.runner import Sandbox
 from mindspeed_rlxf.rollout.engines import ENGINES
 from mindspeed_rlxf.trainer.preflight import prepare
 
@@ -219,6 +220,31 @@ def test_rows_that_cannot_be_used_are_named(
     assert rule in line
 
 
+def test_validation_is_scored_by_rules_unless_a_model_is_asked_for(
+    tmp_path: Path, good: Path, problems: Problems
+) -> None:
+    """The training prompts have no rule either: they are scored by the reward model."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1", "ground_truth": "3", "data_source": "chess"}')
+    prompts = [f"data.train_files={file}", f"data.val_files={file}"]
+    (line,) = problems(*prompts)
+    assert "data source 'chess' (1 rows) must have a rule" in line
+    assert line.endswith("or use validation.reward=model")
+    found = prepare(load_config(good, *prompts, "validation.reward=model"))
+    assert [prompt.data_source for prompt in found.val_prompts] == ["chess"]
+
+
+def test_the_best_metric_is_of_a_data_source_that_there_is(good: Path, problems: Problems) -> None:
+    val_files, metric = f"data.val_files={good / 'train.jsonl'}", "validation.best_metric"
+    (line,) = problems(val_files, f"{metric}=val/arithmetics/score")
+    assert line == (
+        f"error: {metric}=val/arithmetics/score must be a metric of a data source of the "
+        "validation prompts (arithmetic); use val/arithmetic/score"
+    )
+    right = load_config(good, val_files, f"{metric}=val/arithmetic/pass@1")
+    assert len(prepare(right).val_prompts) == 4
+
+
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(
     tmp_path: Path, problems: Problems
 ) -> None:
@@ -368,3 +394,32 @@ def test_a_link_out_of_the_model_is_refused_before_anything_starts(
     (folder / name).symlink_to(tmp_path / "mine")
     lines = problems(f"actor_rollout.load={folder}")
     assert f"{folder / name} must not lead out of its folder" in lines[0]
+
+
+CODE = ("reward={kind: rule, rules: {arithmetic: code}}", "~resource_pool.reward")
+
+
+def write_cases(good: Path, *truths: str) -> str:
+    rows = [{"prompt": "1 2", "ground_truth": t, "data_source": "arithmetic"} for t in truths]
+    (good / "cases.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return f"data.train_files={good}/cases.jsonl"
+
+
+def test_a_run_with_programs_says_what_its_sandbox_does_not_prevent(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = [SandboxLevel.LIMITS]
+    monkeypatch.setattr(Sandbox, "probe", lambda box: "" if box.level in works else "not here")
+    cases = write_cases(good, *['{"inputs": [""], "outputs": ["3"]}'] * 2)
+    config = load_config(good, *CODE, cases, "+reward.sandbox.weak=true")
+    (line,) = [notice for notice in prepare(config).notices if notice.startswith("sandbox: ")]
+    assert "at level limits, which does not prevent: many files" in line
+    with pytest.raises(UserError, match=r"reward\.sandbox\.level=auto must be a level"):
+        prepare(load_config(good, *CODE, cases, "+reward.sandbox.cpu_s=5"))
+
+
+def test_rows_without_test_cases_are_refused(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sandbox, "probe", lambda box: "")
+    cases = write_cases(good, '{"inputs": [""], "outputs": ["3"]}', "3")
+    with pytest.raises(UserError, match=r"its rule code accepts .* the first is prompt 1"):
+        prepare(load_config(good, *CODE, cases))

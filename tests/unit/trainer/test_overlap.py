@@ -48,6 +48,8 @@ def test_all_roles_have_work_before_the_driver_waits(limit: ScoreSlotLimit) -> N
         actor_rollout=SimpleNamespace(n_samples_per_prompt=1, max_new_tokens=8),
         training=SimpleNamespace(train_iters=1, seed=1),
         validation=SimpleNamespace(before=False),
+        warmup_iters=0,
+        count_updates=lambda iteration: iteration,
     )
     names = ("actor", "rollout", "ref", "critic", "reward")
     roles: Any = SimpleNamespace(**{name: Scripted(name, called) for name in names})

@@ -37,10 +37,13 @@ class Command:
         self.make_tree, self.folder, self.facts_file = make_tree, root / "run", root / "facts.json"
         self.lacking: Exception | None = None
         self.trained: list[int] = []
+        self.validated: list[Path] = []
 
-    def run(self, **training: Any) -> int:
+    def run(self, sections: dict[str, Any] | None = None, **training: Any) -> int:
+        """sections: keys of other sections"""
         keys = {"output_dir": str(self.folder), "train_iters": 1, **training}
-        tree = self.make_tree({f"training.{name}": value for name, value in keys.items()})
+        changes = {f"training.{name}": value for name, value in keys.items()}
+        tree = self.make_tree({**changes, **(sections or {})})
         self.facts_file.write_text("{}")
         with Run(resolve(tree, "test"), Prepared()) as run:
             if trainer := run.start():
@@ -68,6 +71,11 @@ class Command:
         self.trained.append(last)
         yield SimpleNamespace(fit=lambda: None)
 
+    def validate_only(self, _: Any, __: Any, directory: RunDirectory, *___: Any) -> int:
+        self.validated.append(directory.path)
+        directory.metrics.write_text("{}\n")
+        return 4
+
 
 @pytest.fixture
 def command(
@@ -77,6 +85,7 @@ def command(
     ray = SimpleNamespace(RayRuntime=SimpleNamespace(from_config=found.from_config))
     monkeypatch.setitem(sys.modules, "mindspeed_rlxf.cluster.ray.runtime", ray)  # type: ignore[arg-type]
     monkeypatch.setattr(run_module, "training", found.training)
+    monkeypatch.setattr(run_module, "validate_only", found.validate_only)
     monkeypatch.setenv(CHILD_OF, f"{os.getppid()}:0.0:{found.facts_file}")
     loggers = [logging.getLogger(f"mindspeed_rlxf{name}") for name in ("", ".runtime")]
     before = [list(logger.handlers) for logger in loggers]
@@ -140,3 +149,22 @@ def test_another_user_error_reports_no_devices(command: Command) -> None:
     with pytest.raises(UserError, match="of another kind"):
         command.run()
     assert "free" not in command.facts() and command.facts()["directory"] == str(command.folder)
+
+
+def test_validation_only_trains_nothing(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of a run that is finished; a failure of it is not started again."""
+    assert command.run() == 0
+    before = {path: path.stat().st_mtime_ns for path in command.folder.rglob("*")}
+    capsys.readouterr()
+    only = {"validation.only": True, "data.val_files": "val.jsonl"}
+    assert command.run(only) == 0 and command.run(only) == 0
+    folders = [command.folder / name for name in ("validation", "validation-2")]
+    assert command.trained == [1] and command.validated == folders
+    said = capsys.readouterr().out
+    assert f"run directory: {folders[0]}" in said
+    assert said.endswith(f"done: validation of iteration 4, {folders[1]}\n")
+    assert command.facts() == {"joined": False}, "the supervisor knows of no directory"
+    kept = [path for path in before if path.is_file()]
+    assert all(path.stat().st_mtime_ns == before[path] for path in kept)

@@ -94,6 +94,12 @@ CASES: list[tuple[Changes, str, Changes]] = [
      "effect without a save before the last iteration", {"training.save_interval": 2}),
     ({"training.keep_every": 4}, "training.keep_every=4: no effect with training.train_iters=3, "
      "which is smaller", {"training.keep_every": 2}),
+    (
+        {"data.train_files": None, "data.data_path": "a", "data.system_prompt": "x"},
+        "data.system_prompt='x': no effect with indexed data sets, whose prompts are tokenized "
+        "already",
+        {"data.val_files": "val.jsonl"},
+    ),
     ({"validation.max_samples": 4}, "validation.max_samples=4: no effect without data.val_files or "
      "data.val_data_path", VALIDATES),
     (
@@ -101,6 +107,16 @@ CASES: list[tuple[Changes, str, Changes]] = [
         "data.val_files=['/val.jsonl']: no effect with validation.interval=0, before=false and "
         "after=false",
         {"validation.interval": 2},
+    ),
+    (
+        {**VALIDATES, "validation.top_k": 4, "validation.temperature": 0.5},
+        "validation.temperature=0.5, validation.top_k=4: no effect with validation.do_sample=false",
+        {"validation.do_sample": True},
+    ),
+    (
+        {**VALIDATES, "validation.only": True, "validation.before": False},
+        "validation.before=false: no effect with validation.only=true",
+        {"validation.only": False},
     ),
     ({**VALIDATES, "validation.interval": 4}, "validation.interval=4: no effect with "
      "training.train_iters=3, which is smaller", {"validation.interval": 3}),

@@ -140,6 +140,36 @@ def test_a_valid_tree_has_no_problem(problems: Problems, changes: dict[str, Any]
             "validation.interval=0",
         ),
         (
+            {"validation.only": True},
+            "validation.only=true needs data.val_files or data.val_data_path; name a file, or use "
+            "validation.only=false",
+        ),
+        (
+            {"validation.n_samples": 4},
+            "validation.n_samples=4 must be 1 with validation.do_sample=false, where every sample "
+            "would be the same; use validation.do_sample=true",
+        ),
+        (
+            {"validation.reward": "model"},
+            "validation.reward=model needs reward.kind=model, a rule has no model; use rule",
+        ),
+        (
+            {
+                "validation.n_samples": 6,
+                "validation.do_sample": True,
+                "validation.best_metric": "pass@3",
+            },
+            "validation.best_metric=pass@3 must be one of score, mean@6, best@2, best@4, best@6, "
+            "maj@6, pass@1, pass@2, pass@4, pass@6, which validation.n_samples=6 gives, or that of "
+            "one data source, as val/SOURCE/score; use score",
+        ),
+        (
+            {"validation.best_metric": "gsm8k/score"},
+            "validation.best_metric=gsm8k/score must be one of score, mean@1, pass@1, which "
+            "validation.n_samples=1 gives, or that of one data source, as val/SOURCE/score; use "
+            "score",
+        ),
+        (
             {"algorithm.max_log_prob_gap": 0.5, "algorithm.old_log_probs": "rollout"},
             "algorithm.max_log_prob_gap=0.5 needs algorithm.old_log_probs=recompute, which is what "
             "it compares; remove one of them",

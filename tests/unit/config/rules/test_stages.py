@@ -120,6 +120,11 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({**GRPO, "algorithm.kl_penalty": "kl"}, ["algorithm.kl_penalty=kl must not be kl with"]),
     (
+        {"critic.warmup_iters": 3},
+        ["critic.warmup_iters=3 must be below training.train_iters=3, as the actor learns after "
+         "it; use 2 or less"],
+    ),
+    (
         {**GRPO, "algorithm.overlong_buffer_len": 17},
         ["algorithm.overlong_buffer_len=17 must be at most actor_rollout.max_new_tokens=16; "
          "use 16 or less"],
@@ -203,6 +208,13 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str, str]] = [
     ({**GRPO, "algorithm.whiten_rewards": True}, "algorithm.whiten_rewards=true",
      f"{ESTIMATOR}=grpo"),
     ({**GRPO, "algorithm.lam": 0.5}, "algorithm.lam=0.5", f"{ESTIMATOR}=grpo"),
+    ({**GRPO, "algorithm.critic_lam": 1.0}, "algorithm.critic_lam=1.0", f"{ESTIMATOR}=grpo"),
+    ({**GRPO, "algorithm.lam_alpha": 0.05}, "algorithm.lam_alpha=0.05", f"{ESTIMATOR}=grpo"),
+    (
+        {"algorithm.lam": 0.5, "algorithm.critic_lam": 1.0, "algorithm.lam_alpha": 0.05},
+        "algorithm.lam=0.5",
+        "both algorithm.critic_lam and lam_alpha",
+    ),
     ({**GRPO, "algorithm.score_position": "eos"}, "algorithm.score_position=eos",
      f"{ESTIMATOR}=grpo"),
     ({**REMAX, "algorithm.gamma": 0.9}, "algorithm.gamma=0.9", f"{ESTIMATOR}=remax"),

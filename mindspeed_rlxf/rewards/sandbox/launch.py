@@ -1,0 +1,321 @@
+"""One way to start a program per level. The child's standard streams are given; all else is closed.
+
+Exit codes are those of a shell: 128 + the number of the signal that ended the program.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from mindspeed_rlxf.rewards.sandbox import linux
+from mindspeed_rlxf.rewards.sandbox.filter import make_filter
+from mindspeed_rlxf.rewards.sandbox.limits import (
+    MIB,
+    Limits,
+    counts_by_namespace,
+    limit_processes,
+    limit_this_process,
+)
+from mindspeed_rlxf.rewards.sandbox.rights import (
+    NOBODY,
+    become,
+    fresh_uid,
+    give_up_rights,
+    new_user_namespace,
+    score_for_oom,
+)
+from mindspeed_rlxf.rewards.sandbox.root import build_root
+from mindspeed_rlxf.rewards.sandbox.view import (
+    DEVICES,
+    LIBRARY_CACHE,
+    PROGRAM,
+    SCRATCH,
+    View,
+    copy_python,
+)
+
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin", "HOME": SCRATCH, "TMPDIR": SCRATCH, "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1",
+    "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",
+}  # fmt: skip
+INODES_PER_FILE = 100  # files that may exist, for each that may be open
+_NAMESPACES = (
+    linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC
+    | linux.CLONE_NEWUTS
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Descriptors that become the standard streams of a program."""
+
+    stdin: int
+    stdout: int
+    stderr: int
+
+
+@dataclass
+class Started:
+    """A program that runs.
+
+    main:   process whose end is the end of the program
+    helpers: processes around it that are ours
+    uid:    user that runs nothing else on this host; None = ours, or that of a pid namespace
+    folder: removed after the run
+    """
+
+    main: int
+    helpers: int = 0
+    uid: int | None = None
+    folder: Path | None = None
+
+
+@dataclass
+class Launcher:
+    """Starts programs at one level, with one interpreter and the same limits for all."""
+
+    view: View
+    limits: Limits
+    root: bool = field(default_factory=lambda: os.geteuid() == 0)
+    warden: int = field(default_factory=os.getpid)
+
+    def __post_init__(self) -> None:
+        """Make what all programs share. Errors: OSError where the level cannot be entered."""
+
+    def start(self, program: bytes, streams: Streams) -> Started:
+        """Start a program. Errors: OSError where the level cannot be entered."""
+        raise AssertionError(f"{type(self).__name__} starts nothing")
+
+    def close(self) -> None:
+        """Remove what was made for all programs."""
+
+
+class Bubblewrap(Launcher):
+    """bwrap(1): everything in new namespaces, by a program made for this."""
+
+    def start(self, program: bytes, streams: Streams) -> Started:
+        uid = fresh_uid() if self.root else None
+        code, refused = sealed(program), sealed(make_filter())
+        try:
+            main = _fork(lambda: self._enter(uid, code, refused), streams)
+        finally:
+            os.close(code)
+            os.close(refused)
+        return Started(main, helpers=2, uid=uid)
+
+    def _enter(self, uid: int | None, code: int, refused: int) -> NoReturn:
+        for descriptor in (code, refused):
+            os.set_inheritable(descriptor, True)
+        inside = self.view.command(PROGRAM)
+        count = self.limits.processes + 2  # bwrap is two of them
+        if uid is not None:
+            limit_processes(count)
+        elif counts_by_namespace() and (prlimit := shutil.which("prlimit")):
+            inside = [prlimit, f"--nproc={count}:{count}", *inside]
+        limit_this_process(self.limits)
+        become(uid)
+        linux.die_with_parent(signal.SIGKILL, self.warden)  # a change of user takes it back
+        bwrap = shutil.which("bwrap") or "bwrap"
+        os.execve(bwrap, [bwrap, *self._options(code, refused), "--", *inside], ENVIRONMENT)
+
+    def _options(self, code: int, refused: int) -> list[str]:
+        options = ["--unshare-user", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
+        options += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
+        for path in (*self.view.folders, LIBRARY_CACHE):
+            if os.path.islink(path):
+                options += ["--symlink", os.readlink(path), path]
+            elif os.path.exists(path):
+                options += ["--ro-bind", path, path]
+        for name in DEVICES:
+            options += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+        options += ["--symlink", SCRATCH, "/dev/shm", "--file", str(code), PROGRAM]
+        options += ["--size", str(self.limits.file_mb * MIB), "--tmpfs", SCRATCH]
+        options += ["--remount-ro", "/", "--chdir", SCRATCH, "--seccomp", str(refused)]
+        return options
+
+
+class Namespaces(Launcher):
+    """Own namespaces (unshare(2)), with a user namespace unless we are root."""
+
+    def start(self, program: bytes, streams: Streams) -> Started:
+        uid = fresh_uid() if self.root else None
+        main = _fork(lambda: self._enter(uid, program), streams)
+        return Started(main, helpers=2, uid=uid)
+
+    def _enter(self, uid: int | None, program: bytes) -> None:
+        linux.die_with_parent(signal.SIGKILL, self.warden)
+        if uid is None:
+            new_user_namespace()
+        linux.unshare(_NAMESPACES)
+        if init := os.fork():
+            _close_all_streams()
+            _exit_like(init)
+        # The first process of the pid namespace: when it ends, the kernel kills all others there.
+        linux.die_with_parent(signal.SIGKILL, 0)
+        linux.allow_tracing(False)
+        size, inodes = self.limits.file_mb * MIB, self.limits.files * INODES_PER_FILE
+        build_root(self.view.folders, program, f"mode=1777,size={size},nr_inodes={inodes}")
+        if main := os.fork():
+            _close_all_streams()
+            _exit_like(main)
+        os.setsid()
+        if uid is not None:
+            limit_processes(self.limits.processes)
+        elif counts_by_namespace():
+            limit_processes(self.limits.processes + 2)  # our helpers are in the namespace too
+        self._execute(uid, PROGRAM)
+
+    def _execute(self, uid: int | None, program: str) -> NoReturn:
+        os.chdir(SCRATCH)
+        limit_this_process(self.limits)
+        give_up_rights(uid)
+        os.execve(self.view.python, self.view.command(program), ENVIRONMENT)
+
+
+class OtherUser(Launcher):
+    """A user of its own for each run, in a root folder with nothing but Python. Needs root.
+
+    Nothing there can be written.
+    """
+
+    def __post_init__(self) -> None:
+        if not self.root:
+            raise PermissionError("another user needs root")
+        if self.view.packages:
+            raise ValueError("reward.sandbox.python has packages, which are not copied")
+        self._folder = Path(tempfile.mkdtemp(prefix="rlxf-sandbox-"))
+        self._folder.chmod(0o755)
+        try:
+            copy_python(self.view, self._folder)
+            (self._folder / "box").mkdir(mode=0o711)
+        except OSError:
+            self.close()
+            raise
+
+    def start(self, program: bytes, streams: Streams) -> Started:
+        uid = fresh_uid()
+        folder = Path(tempfile.mkdtemp(dir=self._folder / "box"))
+        file = folder / "program.py"
+        file.write_bytes(program)
+        for path, mode in ((file, 0o640), (folder, 0o750)):
+            os.chown(path, 0, uid)
+            path.chmod(mode)
+        try:
+            main = _fork(lambda: self._enter(uid, f"/box/{folder.name}"), streams)
+        except OSError:
+            shutil.rmtree(folder)
+            raise
+        return Started(main, uid=uid, folder=folder)
+
+    def _enter(self, uid: int, folder: str) -> NoReturn:
+        os.chroot(self._folder)
+        os.chdir(folder)
+        limit_this_process(self.limits)
+        limit_processes(self.limits.processes)
+        give_up_rights(uid)
+        linux.die_with_parent(signal.SIGKILL, self.warden)
+        command = self.view.command(f"{folder}/program.py")
+        os.execve(self.view.python, command, ENVIRONMENT)
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class LimitsAlone(Launcher):
+    """This user, these files, this network; limits alone."""
+
+    def start(self, program: bytes, streams: Streams) -> Started:
+        folder = Path(tempfile.mkdtemp(prefix="rlxf-sandbox-"))
+        (folder / "program.py").write_bytes(program)
+        try:
+            main = _fork(lambda: self._enter(folder), streams)
+        except OSError:
+            shutil.rmtree(folder)
+            raise
+        return Started(main, folder=folder)
+
+    def _enter(self, folder: Path) -> NoReturn:
+        os.chdir(folder)
+        limit_this_process(self.limits)
+        give_up_rights(None)
+        linux.die_with_parent(signal.SIGKILL, self.warden)
+        environment = ENVIRONMENT | {"HOME": str(folder), "TMPDIR": str(folder)}
+        os.execve(self.view.python, self.view.command(str(folder / "program.py")), environment)
+
+
+LAUNCHERS: dict[str, type[Launcher]] = {
+    "bubblewrap": Bubblewrap,
+    "namespaces": Namespaces,
+    "uid": OtherUser,
+    "limits": LimitsAlone,
+}
+"""Name of the level -> what starts programs."""
+
+
+def _fork(enter: Callable[[], None], streams: Streams) -> int:
+    """Run `enter`, which executes the program, in a child with a session and streams of its own.
+
+    Returns its pid. Errors: OSError with what the child could not do before the program started.
+    """
+    report, failed = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            os.setsid()
+            os.umask(0o022)
+            linux.allow_tracing(True)  # to write to files of its own in /proc
+            score_for_oom()
+            for standard, descriptor in enumerate((streams.stdin, streams.stdout, streams.stderr)):
+                os.dup2(descriptor, standard)
+            enter()
+        except BaseException as error:
+            os.write(failed, f"{type(error).__name__}: {error}".encode()[:500])
+        os._exit(127)
+    os.close(failed)
+    with os.fdopen(report, "rb") as stream:
+        reason = stream.read().decode(errors="replace")
+    if reason:
+        raise ChildProcessError(reason)
+    return pid
+
+
+def _exit_like(pid: int) -> NoReturn:
+    """Reap all children until `pid` ends, and end with its exit code."""
+    while True:
+        ended, status = os.wait()
+        if ended == pid:
+            os._exit(exit_code(status))
+
+
+def exit_code(status: int) -> int:
+    """Convert a status of wait(2) to the exit code that a shell gives."""
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def _close_all_streams() -> None:
+    """Close every descriptor: of the streams, and of the report, which the parent waits for."""
+    os.closerange(0, 1024)
+
+
+def sealed(data: bytes) -> int:
+    """Return a descriptor of memory that holds `data` and cannot be changed any more."""
+    descriptor = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor

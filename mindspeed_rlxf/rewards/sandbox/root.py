@@ -1,0 +1,79 @@
+"""The root of a program's mount namespace: a few folders, read-only, and one to write in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from mindspeed_rlxf.rewards.sandbox import linux
+from mindspeed_rlxf.rewards.sandbox.view import DEVICES, LIBRARY_CACHE, PROGRAM, SCRATCH
+
+_AT = "/tmp"  # the new root is built over this folder, which the program does not see
+_KEPT = {
+    os.ST_NOSUID: linux.MS_NOSUID,
+    os.ST_NODEV: linux.MS_NODEV,
+    os.ST_NOEXEC: 0x8,
+    os.ST_NOATIME: 0x400,
+    os.ST_NODIRATIME: 0x800,
+    os.ST_RELATIME: 0x200000,
+}
+"""Flag of a mounted file system -> flag of mount(2), which a user namespace must not remove."""
+
+
+def build_root(folders: Iterable[str], program: bytes, scratch: str) -> None:
+    """Replace the root of this mount namespace; the old one is out of reach afterwards.
+
+    folders: shown read-only at the same place; a link stays a link
+    program: content of PROGRAM
+    scratch: options of the tmpfs at SCRATCH
+    """
+    linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
+    shown = [*folders, LIBRARY_CACHE]
+    links = {path: os.readlink(path) for path in shown if os.path.islink(path)}
+    devices = [f"/dev/{name}" for name in DEVICES]
+    plain = [path for path in shown if path not in links and os.path.exists(path)]
+    # Opened before the new root hides them.
+    opened = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in (*plain, *devices)}
+    linux.mount("root", _AT, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=755,size=4m")
+    for path, descriptor in opened.items():
+        _show(path, descriptor, path in devices)
+    for path, target in links.items():
+        os.symlink(target, _AT + path)
+    os.symlink(SCRATCH, f"{_AT}/dev/shm")
+    os.makedirs(os.path.dirname(_AT + PROGRAM))
+    with open(_AT + PROGRAM, "wb") as file:
+        file.write(program)
+    os.makedirs(_AT + SCRATCH)
+    linux.mount("scratch", _AT + SCRATCH, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, scratch)
+    _remount(_AT, linux.MS_NOSUID | linux.MS_NODEV | linux.MS_RDONLY)
+    os.chdir(_AT)
+    linux.pivot_root_here()
+
+
+def _show(path: str, descriptor: int, device: bool) -> None:
+    """Bind a file or folder into the new root, with all that is mounted below it."""
+    target = _AT + path
+    if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    linux.mount(f"/proc/self/fd/{descriptor}", target, flags=linux.MS_BIND | linux.MS_REC)
+    os.close(descriptor)
+    for place in _mounted_below(target):
+        flags = linux.MS_NOSUID | (0 if device else linux.MS_NODEV)
+        _remount(place, flags | linux.MS_RDONLY)
+
+
+def _remount(place: str, flags: int) -> None:
+    found = os.statvfs(place).f_flag
+    kept = sum(flag for bit, flag in _KEPT.items() if found & bit)
+    linux.mount("none", place, flags=linux.MS_BIND | linux.MS_REMOUNT | kept | flags)
+
+
+def _mounted_below(target: str) -> list[str]:
+    """List the mount points at and below a path."""
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+        points = [line.split()[4] for line in lines]
+    plain = [point.encode("utf-8", "surrogateescape").decode("unicode_escape") for point in points]
+    return [point for point in plain if point == target or point.startswith(f"{target}/")]

@@ -1,0 +1,247 @@
+"""Choose the strongest level of isolation of this host, and run programs at it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import mindspeed_rlxf
+from mindspeed_rlxf.config.enums import SandboxLevel
+from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.sandbox import SandboxConfig
+from mindspeed_rlxf.rewards.outcome import ScoringBroken
+from mindspeed_rlxf.rewards.sandbox.levels import PREVENTS, describe
+from mindspeed_rlxf.rewards.sandbox.limits import Limits
+
+START = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from mindspeed_rlxf.rewards.sandbox.warden import main; sys.exit(main())"
+)
+# A mild program that every level has to run, and what it sees there.
+_PROBE = """
+import json, os, socket
+def refused(attempt, *arguments):
+    try:
+        attempt(*arguments)
+    except OSError:
+        return True
+    return False
+print(json.dumps({
+    "input": input(),
+    "no socket": refused(socket.socket),
+    "no host files": refused(os.stat, "/etc/passwd") and refused(os.listdir, "/proc"),
+    "no writing": refused(open, "/box/x", "w"),
+    "not root": os.getuid() != 0,
+}))
+"""
+EXTRA_S = 120.0
+"""Longest time beyond that of a program: start of the warden, copy of Python, end of processes."""
+_SEEN = ("no socket", "no host files", "no writing", "not root")
+
+
+class SandboxError(ScoringBroken):
+    """The sandbox itself failed: this says nothing about the program."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a program did.
+
+    stdout: all of it, or as much as reward.sandbox.output_kb allows
+    exit:   exit code, 128 + number of the signal that ended it
+    cause:  ok, error (an exit code other than 0), killed (by a signal); or the limit that it
+            exceeded: cpu_time, wall_time, memory, output, files, processes
+    stderr: the beginning, for people
+    """
+
+    stdout: str
+    exit: int
+    cause: str
+    stderr: str = ""
+
+
+class Sandbox:
+    """Runs programs one after the other, each isolated from the host and from the others.
+
+    A process of its own starts them (`warden`); it starts with the first program and is replaced
+    when it is lost. `close` ends it, as the end of this process does.
+    """
+
+    def __init__(
+        self, level: SandboxLevel, python: str, limits: Limits, packages: bool = False
+    ) -> None:
+        self.level, self.python, self.limits, self.packages = level, python, limits, packages
+        self._lock = threading.Lock()
+        self._warden: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
+
+    @classmethod
+    def choose(cls, config: SandboxConfig) -> Sandbox:
+        """Return a sandbox of the strongest level that works here, or of the one asked for.
+
+        A level works when a mild program runs in it and sees what the level promises. Errors:
+        UserError where none works; limits alone need `reward.sandbox.weak`.
+        """
+        limits = limits_of(config)
+        reasons = []
+        for level in _candidates(config):
+            for python in [config.python] if config.python else _pythons():
+                sandbox = cls(level, python, limits, packages=config.python is not None)
+                if not (reason := sandbox.probe()):
+                    return sandbox
+                sandbox.close()
+                reasons.append(f"{level.value} with {python}: {reason}")
+        raise UserError(_no_level(config, reasons))
+
+    def probe(self) -> str:
+        """Run a mild program. Returns why the level does not work; empty when it does."""
+        try:
+            outcome = self._ask(_PROBE, "mild\n")
+        except SandboxError as error:
+            return str(error)
+        if outcome.cause != "ok":
+            last = outcome.stderr.strip().rpartition("\n")[2]
+            return f"a mild program ends with {outcome.cause}, exit code {outcome.exit}: {last}"
+        try:
+            seen = json.loads(outcome.stdout)
+        except ValueError:
+            return f"a mild program prints {outcome.stdout!r:.80}"
+        wanted = () if self.level is SandboxLevel.LIMITS else _SEEN
+        missing = [name for name in wanted if not seen[name]]
+        return f"isolation is not complete: {', '.join(missing)}" if missing else ""
+
+    def run(self, program: str, stdin: str = "", wall_s: float | None = None) -> Outcome:
+        """Run a Python program to its end or its limits; nothing of it is left afterwards.
+
+        wall_s: its time in place of reward.sandbox.wall_s, if that is longer
+        Errors: SandboxError where the level does not work any more.
+        """
+        try:
+            outcome = self._ask(program, stdin, wall_s)
+        except SandboxError as error:
+            # The program may be the reason. It is, if a mild one runs.
+            if reason := self.probe():
+                raise SandboxError(f"level {self.level.value} no longer works: {reason}") from error
+            return Outcome("", 128 + 9, "killed")
+        by_bwrap = self.level is SandboxLevel.BUBBLEWRAP and outcome.stderr.startswith("bwrap:")
+        if by_bwrap and (reason := self.probe()):
+            raise SandboxError(f"level {self.level.value} no longer works: {reason}")
+        return outcome
+
+    def describe(self) -> str:
+        """Return the line for people: the level, and what it does not prevent."""
+        return describe(self.level)
+
+    def close(self) -> None:
+        """End the warden, and with it what it runs."""
+        warden, self._warden = self._warden, None
+        if warden is None or self._owner != os.getpid():
+            return
+        assert warden.stdin is not None and warden.stdout is not None
+        with contextlib.suppress(OSError):  # of what was not sent yet
+            warden.stdin.close()
+        try:
+            warden.wait(30)
+        except subprocess.TimeoutExpired:
+            warden.kill()
+            warden.wait()
+        warden.stdout.close()
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _ask(self, program: str, stdin: str, wall_s: float | None = None) -> Outcome:
+        """Let the warden run a program, once. Errors: SandboxError."""
+        seconds = min(self.limits.wall_s, wall_s or self.limits.wall_s)
+        with self._lock:
+            try:
+                answer = self._exchange({"program": program, "stdin": stdin, "wall_s": seconds})
+            except (OSError, ValueError) as error:  # an end in the middle of a line
+                self.close()
+                raise SandboxError(f"the process that runs programs was lost: {error}") from error
+        if "failed" in answer:
+            raise SandboxError(answer["failed"])
+        return Outcome(**answer)
+
+    def _exchange(self, request: dict[str, object]) -> dict[str, Any]:
+        if self._warden is None or self._owner != os.getpid():  # or we are a fork of the owner
+            self._warden, self._owner = self._start(), os.getpid()
+            ready = self._send({
+                "level": self.level.value, "python": self.python, "packages": self.packages,
+                "limits": asdict(self.limits),
+            })  # fmt: skip
+            if "failed" in ready:
+                self.close()
+                return ready
+        return self._send(request)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        root = str(Path(mindspeed_rlxf.__file__).parents[1])
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", START, root],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={name: os.environ[name] for name in ("PATH", "TMPDIR") if name in os.environ},
+            start_new_session=True,
+        )
+
+    def _send(self, line: dict[str, object]) -> dict[str, Any]:
+        assert self._warden is not None
+        assert self._warden.stdin is not None and self._warden.stdout is not None
+        self._warden.stdin.write(json.dumps(line).encode() + b"\n")
+        self._warden.stdin.flush()
+        answers = select.poll()
+        answers.register(self._warden.stdout, select.POLLIN)
+        wait_s = self.limits.wall_s + EXTRA_S
+        if not answers.poll(wait_s * 1000):
+            self._warden.kill()
+            raise OSError(f"no answer within {wait_s:g} s")
+        answer: dict[str, Any] = json.loads(self._warden.stdout.readline() or "")
+        return answer
+
+
+def limits_of(config: SandboxConfig) -> Limits:
+    """Return the limits of a configuration."""
+    return Limits(**{name: getattr(config, name) for name in Limits.__dataclass_fields__})
+
+
+def _candidates(config: SandboxConfig) -> list[SandboxLevel]:
+    """List the levels to try, the strongest first."""
+    asked = [config.level] if config.level is not SandboxLevel.AUTO else list(PREVENTS)
+    return [level for level in asked if config.weak or level is not SandboxLevel.LIMITS]
+
+
+def _pythons() -> list[str]:
+    """List interpreters that programs may get: that of this environment, that of the system."""
+    own = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+    system = shutil.which("python3", path="/usr/bin:/bin:/usr/local/bin")
+    return list(dict.fromkeys([own, os.path.realpath(system)] if system else [own]))
+
+
+def _no_level(config: SandboxConfig, reasons: list[str]) -> Problem:
+    tried = "; ".join(reasons) or "limits alone need reward.sandbox.weak=true"
+    return Problem(
+        "reward.sandbox.level",
+        f"must be a level of isolation that works on this host ({tried})",
+        config.level.value,
+        "install bubblewrap, allow user namespaces, name an interpreter that others may read as "
+        "reward.sandbox.python, or accept limits alone by reward.sandbox.weak=true",
+    )

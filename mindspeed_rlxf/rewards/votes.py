@@ -1,0 +1,90 @@
+"""Find the answer in each response, by which responses to a prompt vote (maj@k).
+
+Two responses have the same answer where these texts are equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from functools import partial
+
+from mindspeed_rlxf.config.enums import Verifier
+from mindspeed_rlxf.rewards.answers import CHOICES, find_choice
+from mindspeed_rlxf.rewards.numbers import final_number, find_boxed, last_number, marked_number
+from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES
+from mindspeed_rlxf.rewards.verifiers import find_answer, normalise, to_number
+
+LONGEST = 120  # characters of an answer; of a longer one a hash takes the place of the end
+Extract = Callable[[str], str | None]
+
+
+def _as_text(find: Callable[[str], Fraction | None], response: str) -> str | None:
+    """Return the number that a rule compares: 1,000 = 1000.0 = $1000."""
+    number = find(response)
+    return None if number is None else str(number)
+
+
+def whole_text(response: str) -> str:
+    """Return the text in lower case, with single spaces."""
+    return " ".join(response.split()).casefold()
+
+
+def boxed_answer(response: str) -> str | None:
+    """Return the answer that the verifier `acc` compares."""
+    answer = find_boxed(response)
+    return None if answer is None else _normalised(answer)
+
+
+def final_answer(response: str) -> str | None:
+    """Return the answer that the verifier `base_acc` compares."""
+    return _normalised(find_answer(response))
+
+
+def _normalised(answer: str) -> str:
+    """Numbers by value (1/2 = 0.5), other answers as LaTeX without spacing."""
+    text = normalise(answer)
+    number = to_number(text)
+    return text if number is None else str(number)
+
+
+OF_RULES: dict[str, Extract] = {
+    "exact_match": str.strip,
+    "gsm8k": partial(_as_text, final_number),
+    "gsm8k_strict": partial(_as_text, marked_number),
+    "gsm8k_flexible": partial(_as_text, last_number),
+    "math": final_answer,
+    "multiple_choice": partial(find_choice, choices=CHOICES),
+}
+"""Answers of rules by name; those of other rules are the whole text."""
+OF_VERIFIERS: dict[Verifier, Extract] = {
+    Verifier.ACC: boxed_answer,
+    Verifier.BASE_ACC: final_answer,
+}
+
+
+class AnswerFinder:
+    """Finds answers as the rule of the response's data source reads them."""
+
+    def __init__(
+        self, rules: Mapping[str, str], verifiers: Sequence[tuple[Verifier, float]] = ()
+    ) -> None:
+        """As of `RewardManager`: rules by data source; verifiers, which take their place."""
+        table = BUILTIN_SOURCES | dict(rules)
+        self._by_source = {source: OF_RULES.get(rule, whole_text) for source, rule in table.items()}
+        comparing = [OF_VERIFIERS[rule] for rule, _ in verifiers if rule in OF_VERIFIERS]
+        self._for_all = (comparing or [whole_text])[0] if verifiers else None
+
+    def find(self, responses: Sequence[str], data_sources: Sequence[str]) -> list[str | None]:
+        """Return the answer of each response, at most LONGEST characters; None without one."""
+        rows = zip(responses, data_sources, strict=True)
+        return [self._find_one(response, source) for response, source in rows]
+
+    def _find_one(self, response: str, source: str) -> str | None:
+        extract = self._for_all or self._by_source.get(source, whole_text)
+        answer = extract(response)
+        if not answer or len(answer) <= LONGEST:
+            return answer or None
+        digest = hashlib.sha256(answer.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        return f"{answer[: LONGEST - len(digest) - 3]}...{digest}"

@@ -1,0 +1,104 @@
+"""Metrics of a validation over several responses to each prompt: mean@N, best@K, maj@N, pass@K.
+
+All responses to a prompt are used: best@K and pass@K are exact expectations over K of the N
+responses, drawn without replacement, so no random numbers are involved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mindspeed_rlxf.config.schema import ValidationConfig
+
+ACCURACY = ("accuracy", "acc", "base_acc")
+"""Parts of the score of a rule that say whether a response is right, where above 0."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One scored response. answer: None where it has none, or where nobody looked for it"""
+
+    score: float
+    length: int
+    parts: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
+
+    def is_right(self, pass_score: float | None) -> bool:
+        """pass_score: see `validation.pass_score`. A score that is no number is not right."""
+        if pass_score is not None:
+            return self.score >= pass_score
+        named = [self.parts[name] for name in ACCURACY if name in self.parts]
+        return (named or [self.score])[0] > 0
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Return 1 - C(n - c, k) / C(n, k): the chance that a right response is among k of n.
+
+    The unbiased estimator of Chen et al., arXiv:2107.03374, equation 1. c: right ones; k: 1 to n
+    """
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def best_at_k(scores: Sequence[float], k: int) -> float:
+    """Return the expected maximum of k of the n scores.
+
+    The score of rank i (from 0, ascending) is the largest of C(i, k - 1) of the C(n, k) choices.
+    With scores of 0 and 1 it is `pass_at_k`. NaN where a score is NaN. k: 1 to n
+    """
+    if any(math.isnan(score) for score in scores):
+        return math.nan
+    weights = [math.comb(i, k - 1) / math.comb(len(scores), k) for i in range(len(scores))]
+    return sum(w * score for w, score in zip(weights, sorted(scores), strict=True) if w)
+
+
+def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> float:
+    """Return the mean score of the responses with the most frequent answer.
+
+    The vote of self-consistency (arXiv:2203.11171, section 2). Responses without an answer do not
+    vote; where no response has one, the mean of all. A tie is the mean over the answers in it, as
+    if one of them were drawn at random.
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return sum(scores) / len(scores)
+    most = max(votes.values())
+    winners = [answer for answer, count in votes.items() if count == most]
+    by_answer: dict[str | None, list[float]] = defaultdict(list)
+    for answer, score in zip(answers, scores, strict=True):
+        by_answer[answer].append(score)
+    return sum(sum(by_answer[winner]) / most for winner in winners) / len(winners)
+
+
+def measure(
+    groups: Sequence[Sequence[Scored]], data_sources: Sequence[str], config: ValidationConfig
+) -> dict[str, float]:
+    """Return `val/<data source>/<metric>` of all prompts.
+
+    groups:       the responses to each prompt
+    data_sources: of each prompt
+    Score, response length and parts are means over responses. Metrics of K responses are means
+    over prompts of what the prompt's responses give (`ValidationConfig.metrics`).
+    """
+    values: dict[str, list[float]] = defaultdict(list)
+    for group, source in zip(groups, data_sources, strict=True):
+        for each in group:
+            named = {"score": each.score, "response_length": float(each.length), **each.parts}
+            for name, value in named.items():
+                values[f"val/{source}/{name}"].append(value)
+        for name, value in _measure_prompt(group, config).items():
+            values[f"val/{source}/{name}"].append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def _measure_prompt(group: Sequence[Scored], config: ValidationConfig) -> dict[str, float]:
+    """Return the metrics of one prompt: those of `config.metrics` but the score."""
+    scores, n = [each.score for each in group], len(group)
+    num_right = sum(each.is_right(config.pass_score) for each in group)
+    found = {f"mean@{n}": sum(scores) / n}
+    found |= {f"best@{k}": best_at_k(scores, k) for k in config.sizes}
+    found |= {f"pass@{k}": pass_at_k(n, num_right, k) for k in config.sizes}
+    found[f"maj@{n}"] = majority_score([each.answer for each in group], scores)
+    return {name: value for name, value in found.items() if name in config.metrics}

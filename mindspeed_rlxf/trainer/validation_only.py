@@ -1,0 +1,56 @@
+"""Validate the weights of a run without training them (`validation.only`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+
+from mindspeed_rlxf.cluster.protocol import Runtime
+from mindspeed_rlxf.cluster.role_groups import RoleGroups
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.reporting.table import pairs
+from mindspeed_rlxf.run.checkpoints import RunCheckpoints
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.recorder import Recorder
+from mindspeed_rlxf.trainer.preflight import Prepared
+from mindspeed_rlxf.trainer.validation import Validator
+
+
+def validate_only(
+    config: RunConfig,
+    prepared: Prepared,
+    directory: RunDirectory,
+    runtime: Runtime,
+    writes: bool = True,
+) -> int:
+    """Validate the newest checkpoint of the run; return its iteration.
+
+    directory: what is written to; the run's own folder is only read, so that it may be in use
+    Without a checkpoint, and with training.new_run, the weights are those of `load`: iteration 0.
+    """
+    parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}
+    roles = RoleGroups.build(
+        config, runtime.create_pools(config.resource_pool, parts), prepared.eos_token_ids
+    )
+    recorder = Recorder(config, directory, prepared.tokenizer, writes)
+    with contextlib.closing(recorder):
+        iteration = 0
+        if not config.training.new_run:
+            run, actor_alone = RunDirectory.of_run(config), replace(roles, critic=None)
+            checkpoints = RunCheckpoints(config, actor_alone, run, "", writes=False)
+            iteration = checkpoints.load_newest(recorder.note)
+        if not iteration:
+            recorder.note(f"weights of {config.actor_rollout.load}")
+        validator = Validator(config, roles, prepared.val_prompts, recorder)
+        version = config.count_updates(iteration)
+        measured = validator.validate(iteration, version, own_line=True)
+    if writes:
+        print(_describe(iteration, measured), flush=True)
+    return iteration
+
+
+def _describe(iteration: int, measured: Mapping[str, float]) -> str:
+    rows = [(name, f"{value:.6g}") for name, value in sorted(measured.items())]
+    return f"validation of iteration {iteration}\n{pairs(rows)}"

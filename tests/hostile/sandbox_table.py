@@ -1,0 +1,33 @@
+"""Write the table of hostile programs into docs/security.md."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mindspeed_rlxf.rewards.sandbox.levels import PREVENTS
+from tests.hostile.sandbox_programs import HOSTILE
+
+BEGIN = "<!-- made by: python -m tests.hostile.sandbox_table docs/security.md -->"
+END = "<!-- end of the table -->"
+
+
+def table() -> str:
+    """One row for each program, one column for each level."""
+    lines = [["a program that", *(level.value for level in PREVENTS)]]
+    lines.append(["---"] * len(lines[0]))
+    for hostile in HOSTILE:
+        stops = (hostile.threat in threats for threats in PREVENTS.values())
+        lines.append([hostile.name, *("stopped" if stop else "**not stopped**" for stop in stops)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def put_into(text: str) -> str:
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1])
+    file.write_text(put_into(file.read_text(encoding="utf-8")), encoding="utf-8")

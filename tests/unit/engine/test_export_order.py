@@ -1,0 +1,26 @@
+"""No rank writes weights before the first rank has removed an earlier export."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mindspeed_rlxf.engine.engine import MegatronEngine
+
+
+def test_ranks_meet_before_they_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With `runtime: local` a rank of a later pipeline stage is often there first."""
+    calls: list[str] = []
+    rank = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    engine: Any = MegatronEngine.__new__(MegatronEngine)
+    engine.groups = SimpleNamespace(dp=rank, ep=rank, tp=rank, active=contextlib.nullcontext)
+    engine.role, engine.source = SimpleNamespace(load="start"), tmp_path
+    engine.weights = SimpleNamespace(export=lambda *args: calls.append("write"))
+    monkeypatch.setattr(dist, "barrier", lambda: calls.append("meet"))
+    engine.export(tmp_path / "hf", None)
+    assert calls == ["meet", "write", "meet"]

@@ -1,0 +1,204 @@
+"""Rules of programs: which block counts, what test cases are, and which outcomes pass."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from mindspeed_rlxf.config.enums import SandboxLevel
+from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.sandbox import SandboxConfig
+from mindspeed_rlxf.config.schema import RewardConfig
+from mindspeed_rlxf.data.prompts import Prompt
+from mindspeed_rlxf.rewards import programs
+from mindspeed_rlxf.rewards.manager import RewardManager
+from mindspeed_rlxf.rewards.plans import try_sandbox
+from mindspeed_rlxf.rewards.programs import Case, code, code_all, find_program, read_cases
+from mindspeed_rlxf.rewards.sandbox import runner
+from mindspeed_rlxf.rewards.sandbox.runner import Sandbox, SandboxError
+
+ADD = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
+CALLS = json.dumps({"assert_case": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]})
+
+
+def block(program: str) -> str:
+    return f"First I think.\n```python\n{program}\n```\nThat is all."
+
+
+@pytest.fixture(scope="module")
+def rules() -> Iterator[programs.CodeRules]:
+    """The rules with the strongest sandbox of this host."""
+    try:
+        programs.SHARED.use(SandboxConfig())
+    except UserError as error:
+        pytest.skip(f"no level of isolation works here: {error}")
+    yield programs.SHARED
+    programs.SHARED.close()
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("no block", None),
+        ("```python\nprint(1)", None),  # cut off
+        ("```\na\n```\ntext\n```py\nb\n\nc\n```", "b\n\nc"),
+        ("```python\ncut off\n```python\nprint(1)\n```", "print(1)"),
+        ("   ```\n  x = 1\n   ```", "  x = 1"),
+        ("```a\nx\n```\n```b\ncut off", "x"),
+        ("`x`\n``` \n```", ""),
+    ],
+)
+def test_the_last_closed_block_is_the_program(response: str, program: str | None) -> None:
+    assert find_program(response) == program
+
+
+def test_many_fences_take_linear_time() -> None:
+    """400,000 fences; a pattern that backtracks would look at each pair."""
+    assert find_program("```python\n" * 400_000 + "x\n```") == "x"
+
+
+def test_lines_of_inputs_are_joined() -> None:
+    text = json.dumps({"inputs": [["1", "2"], "3"], "outputs": [["a"], "b\n"]})
+    assert read_cases(text) == [Case("", "1\n2", "a"), Case("", "3", "b\n")]
+
+
+@pytest.mark.parametrize(
+    ("truth", "message"),
+    [
+        ("7", "must be a JSON object, not int"),
+        ("no JSON", "Expecting value"),
+        ('{"inputs": ["1"], "outputs": []}', "must be lists that are not empty"),
+        ('{"inputs": ["1", "2"], "outputs": ["1"]}', "2 inputs must have as many outputs, not 1"),
+        ('{"inputs": [1], "outputs": ["1"]}', "must be texts, not 1"),
+        ('{"assert_case": "assert 1"}', "must be lists that are not empty, not 'assert 1'"),
+        ('{"fn_name": "f", "inputs": [[1]], "outputs": [1]}', "written as assert_case"),
+        ("[" * 100_000, "must not nest deeply"),
+    ],
+)
+def test_a_ground_truth_without_test_cases_is_refused(truth: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_cases(truth)
+
+
+@pytest.mark.parametrize(
+    ("printed", "passes"), [("1 \n2\n\n", True), ("1\n2", True), ("1\n", False), ("1\n\n2", False)]
+)
+def test_white_space_at_ends_of_lines_does_not_count(printed: str, passes: bool) -> None:
+    assert Case("", "", "1\n2\n").passes(printed) is passes
+
+
+def test_the_score_is_the_share_of_cases_that_pass(rules: programs.CodeRules) -> None:
+    right = code(block("a, b = map(int, input().split())\nprint(a + b)"), ADD)
+    half = code(block("input()\nprint(3)"), ADD)
+    assert (right.score, right.parts) == (1.0, {"accuracy": 1.0, "passed": 1.0})
+    assert (half.score, half.parts) == (0.5, {"accuracy": 0.0, "passed": 0.5})
+    assert code_all(block("input()\nprint(3)"), ADD).score == 0.0
+    assert code("The sum is 3.", ADD).score == 0.0
+    assert code(block("print(3)\nraise SystemExit(1)"), ADD).score == 0.0  # prints it, and fails
+
+
+def test_assertions_run_after_the_program(rules: programs.CodeRules) -> None:
+    assert code(block("def add(a, b):\n    return a + b\nprint(add(1, 1))"), CALLS).score == 1.0
+    assert code(block("def add(a, b):\n    return 3"), CALLS).score == 0.5
+
+
+@pytest.mark.parametrize("end", ["exit()", "import os; os._exit(0)", "raise SystemExit", "'''"])
+def test_a_program_that_ends_before_the_assertions_fails(
+    rules: programs.CodeRules, end: str
+) -> None:
+    assert code(block(f"def add(a, b):\n    return 0\n{end}"), CALLS).score == 0.0
+
+
+def test_a_program_is_the_main_module_and_finds_no_name_of_ours(rules: programs.CodeRules) -> None:
+    names = "sorted(name for name in globals() if not name.startswith('__'))"
+    program = f"print({names}, __name__)\nimport sys\nprint(len(sys.argv), __file__ == sys.argv[0])"
+    truth = json.dumps({"inputs": [""], "outputs": ["[] __main__\n1 True"]})
+    assert code(block(program), truth).score == 1.0
+
+
+def test_cases_end_with_the_time_of_a_response() -> None:
+    """The first case takes the time of all: with reward.sandbox.response_s it is the only one."""
+    ran = []
+
+    class Slow:
+        def run(self, program: str, stdin: str, wall_s: float) -> runner.Outcome:
+            ran.append(stdin)
+            return runner.Outcome("3\n", 0, "ok")
+
+    shared = programs.CodeRules()
+    shared._sandbox = Slow()  # type: ignore[assignment]
+    shared.use = lambda config: ""  # type: ignore[method-assign]
+    cases = read_cases(ADD)
+    assert shared.count_passed("", cases) == 1 and len(ran) == 2
+    ran.clear()
+    shared.config = SandboxConfig(response_s=1e-9)
+    assert shared.count_passed("", cases) == 0 and ran == []
+
+
+def test_rows_without_test_cases_are_found_beforehand_and_nothing_runs() -> None:
+    def row(index: int, truth: str) -> Prompt:
+        return Prompt(index, f"question {index}", np.array([1]), truth, "mine")
+
+    manager = RewardManager({"mine": "code"})
+    assert programs.SHARED._sandbox is None or programs.SHARED.config == SandboxConfig()
+    assert manager.check([row(0, ADD), row(1, CALLS)]) == []
+    (problem,) = map(str, manager.check([row(0, ADD), row(1, "3")]))
+    assert "its rule code accepts" in problem and "the first is prompt 1" in problem
+
+
+def test_a_run_without_a_rule_of_programs_chooses_no_sandbox() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sandbox, "choose", None)
+        reward = RewardConfig.model_validate({"kind": "rule", "rules": {"mine": "gsm8k"}})
+        assert try_sandbox(reward) is None
+
+
+def test_limits_alone_are_never_chosen_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only they work, the run is refused; with weak=true its start says what they lack."""
+    monkeypatch.setattr(
+        Sandbox, "probe", lambda box: "" if box.level is SandboxLevel.LIMITS else "not here"
+    )
+    with pytest.raises(UserError, match=r"bubblewrap with .*: not here.*weak=true") as error:
+        Sandbox.choose(SandboxConfig())
+    assert "limits with" not in str(error.value)
+    reward = RewardConfig.model_construct(rules={"a": "code"}, sandbox=SandboxConfig(weak=True))
+    line = programs.CodeRules().use(reward.sandbox)
+    assert "level limits, which does not prevent: many files" in line and "network" in line
+
+
+def test_a_lost_warden_is_replaced(rules: programs.CodeRules) -> None:
+    """The program counts as killed, and the next one runs: no process of ours is waited for."""
+    sandbox = rules._sandbox
+    assert sandbox is not None and sandbox.run("print(1)").cause == "ok"
+    assert sandbox._warden is not None
+    sandbox._warden.kill()
+    assert sandbox.run("print(1)").cause == "killed"
+    assert sandbox.run("print(2)").stdout == "2\n"
+
+
+def test_a_warden_that_does_not_answer_is_replaced(
+    rules: programs.CodeRules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox = rules._sandbox
+    assert sandbox is not None and sandbox.run("print(1)").cause == "ok"
+    assert sandbox._warden is not None
+    os.kill(sandbox._warden.pid, signal.SIGSTOP)
+    monkeypatch.setattr(runner, "EXTRA_S", 1 - sandbox.limits.wall_s)
+    with pytest.raises(SandboxError, match="no answer within 1 s"):
+        sandbox._ask("print(1)", "")
+    monkeypatch.undo()
+    assert sandbox.run("print(2)").stdout == "2\n"
+
+
+def test_a_level_that_stopped_working_is_no_score(rules: programs.CodeRules) -> None:
+    """A zero for a program that never ran would be learnt from."""
+    sandbox = rules._sandbox
+    assert sandbox is not None
+    broken = Sandbox(sandbox.level, "/nowhere/python3", sandbox.limits)
+    with pytest.raises(SandboxError, match=r"no longer works: .*/nowhere/python3"):
+        broken.run("print(1)")

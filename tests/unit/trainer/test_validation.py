@@ -1,0 +1,134 @@
+"""Which rows a validation generates, scores and logs, in what order, and with which ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindspeed_rlxf.cluster.refs import Piece, RowsRef
+from mindspeed_rlxf.config.schema import LoggingConfig, ValidationConfig
+from mindspeed_rlxf.data.batch import Prompts
+from mindspeed_rlxf.data.prompts import Prompt
+from mindspeed_rlxf.roles.reports import SampleText, ScoreReport
+from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.recorder import Recorder
+from mindspeed_rlxf.trainer.validation import Validator, validation_seed
+
+PROMPTS = [Prompt(9, "", np.array([i]), str(i), source) for i, source in enumerate("aab")]
+
+
+class Answer:
+    """A call that has ended, with reports of two replicas."""
+
+    seconds = 1.0
+
+    def __init__(self, rows: int, reports: list[Any]) -> None:
+        self._rows, self._reports = rows, reports
+
+    def rows(self) -> RowsRef:
+        return RowsRef((Piece("somewhere", self._rows),))
+
+    def result(self) -> list[Any]:
+        return self._reports
+
+
+class Roles:
+    """Two replicas generate and score; response i to prompt p scores p + i / 10."""
+
+    def __init__(self, size: int) -> None:
+        layout = SimpleNamespace(layout=SimpleNamespace(dp=2))
+        self.size, self.called = size, list[Any]()
+        self.rollout = self.reward = self.actor = self  # type: ignore[assignment]
+        self.group = layout
+
+    def update_weights(self, _actor: Any, version: int) -> None:
+        self.called.append(version)
+
+    def answer_validation(self, prompts: Prompts, seed: int) -> Answer:
+        self.given = prompts
+        self.called.append(seed)
+        return Answer(prompts.num_rows, [
+            SimpleNamespace(response_lengths=[1] * half.num_rows) for half in prompts.split(2)
+        ])  # fmt: skip
+
+    def score_by_rule(self, _rows: RowsRef) -> Answer:
+        reports = []
+        for half in self.given.split(2):
+            scores = [i // self.size + i % self.size / 10 for i in half.sample_ids]
+            answers = [str(i % self.size // 2) for i in half.sample_ids]
+            reports.append(ScoreReport(scores, [{}] * len(scores), answers=list(answers)))
+        return Answer(self.given.num_rows, reports)
+
+    def score(self, _rows: RowsRef) -> Answer:
+        self.called.append("model")
+        halves = self.given.split(2)
+        return Answer(0, [ScoreReport([5.0] * half.num_rows) for half in halves])
+
+    def sample_texts(self, _rows: RowsRef, count: int) -> list[SampleText]:
+        return [SampleText(i, [1], [2], (4, 4)) for i in self.given.sample_ids[:count]]
+
+
+def make(tmp_path: Path, size: int, **keys: Any) -> tuple[Validator, Roles, RunDirectory]:
+    config: Any = SimpleNamespace(
+        validation=ValidationConfig(n_samples=size, do_sample=size > 1, **keys),
+        training=SimpleNamespace(seed=7, train_iters=1),
+        logging=LoggingConfig(samples=5),
+    )
+    roles: Any = Roles(size)
+    directory = RunDirectory(tmp_path)
+    tokenizer = SimpleNamespace(decode=str)
+    recorder = Recorder(config, directory, tokenizer)
+    return Validator(config, roles, PROMPTS, recorder), roles, directory
+
+
+def lines(file: Path) -> list[Any]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_responses_to_a_prompt_are_scored_together_and_have_lasting_ids(tmp_path: Path) -> None:
+    validator, roles, directory = make(tmp_path, 3)
+    first, second = validator.validate(0, 0, own_line=True), validator.validate(4, 2)
+    assert roles.given.sample_ids == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0], "full halves"
+    assert [int(ids[0]) for ids in roles.given.token_ids] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 0]
+    assert first == second and roles.called == [0, validator.seed, 2, validator.seed]
+    # prompts 0 and 1 with scores p, p + 0.1, p + 0.2: answers 0 0 1
+    assert first["val/a/mean@3"] == pytest.approx(0.6) and first["val/b/mean@3"] == 2.1
+    assert first["val/a/maj@3"] == pytest.approx(0.55) and first["val/a/best@3"] == pytest.approx(
+        0.7
+    )
+    # above 0: two of three, all of three
+    assert first["val/a/pass@1"] == pytest.approx(5 / 6) and first["val/a/pass@2"] == 1.0
+    assert [line["iteration"] for line in lines(directory.metrics)] == [0]
+    samples = lines(directory.val_samples)
+    assert [sample["iteration"] for sample in samples] == [0] * 5 + [4] * 5
+    for of_one in (samples[:5], samples[5:]):
+        assert [sample["sample_id"] for sample in of_one] == [0, 1, 2, 3, 4]
+        assert [sample["prompt_id"] for sample in of_one] == [0, 0, 0, 1, 1]
+        assert [sample["answer"] for sample in of_one] == ["0", "0", "1", "0", "0"]
+        assert [sample["ground_truth"] for sample in of_one] == ["0", "0", "0", "1", "1"]
+        assert of_one[4]["score"] == 1.1
+
+
+def test_a_model_scores_where_it_is_asked_for(tmp_path: Path) -> None:
+    validator, roles, directory = make(tmp_path, 1, reward="model")
+    found = validator.validate(1, 1)
+    assert "model" in roles.called and found["val/b/mean@1"] == 5.0
+    assert not any("pass@" in name for name in found)
+    assert "answer" not in lines(directory.val_samples)[0]
+
+
+def test_without_prompts_nothing_happens(tmp_path: Path) -> None:
+    validator, roles, _ = make(tmp_path, 1)
+    validator.prompts = validator.prompts.select([])
+    assert validator.validate(1, 1) == {} and roles.called == []
+
+
+def test_validation_has_random_numbers_of_its_own() -> None:
+    """Its sample ids are also those of training samples."""
+    assert validation_seed(7) == validation_seed(7) != validation_seed(8)
+    assert 0 <= validation_seed(7) < 2**32 and validation_seed(7) != 7

@@ -1,0 +1,129 @@
+"""Metrics over several responses to a prompt, worked by hand and against every choice of K."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_rlxf.config.schema import ValidationConfig
+from mindspeed_rlxf.trainer.metrics import validation_score
+from mindspeed_rlxf.trainer.validation_metrics import (
+    Scored,
+    best_at_k,
+    majority_score,
+    measure,
+    pass_at_k,
+)
+
+
+@pytest.mark.parametrize(
+    ("samples", "right", "k", "expected"),
+    [
+        (5, 2, 1, 0.4),
+        (5, 2, 2, 0.7),  # 1 - C(3, 2) / C(5, 2) = 1 - 3 / 10
+        (5, 2, 3, 0.9),  # 1 - C(3, 3) / C(5, 3) = 1 - 1 / 10
+        (5, 2, 4, 1.0),  # three wrong ones do not fill four places
+        (5, 0, 5, 0.0),
+        (5, 5, 1, 1.0),
+    ],
+)
+def test_pass_at_k_by_hand(samples: int, right: int, k: int, expected: float) -> None:
+    assert pass_at_k(samples, right, k) == pytest.approx(expected)
+
+
+def test_best_at_k_by_hand() -> None:
+    # the larger of two of 0, 0.5, 1, 2: 0.5 1 2 1 2 2
+    assert best_at_k([1.0, 0.0, 2.0, 0.5], 2) == pytest.approx(8.5 / 6)
+    assert best_at_k([1.0, 0.0, 2.0, 0.5], 4) == 2.0
+    assert best_at_k([1.0, 0.0, 2.0, 0.5], 1) == pytest.approx(3.5 / 4)
+    assert math.isnan(best_at_k([1.0, math.nan], 1))
+    assert best_at_k([-math.inf, 1.0, 2.0], 2) == pytest.approx(5 / 3)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    scores=st.lists(st.sampled_from([0.0, 1.0, -0.5, 2.5]), min_size=1, max_size=7),
+    data=st.data(),
+)
+def test_k_of_n_is_the_mean_over_every_choice(scores: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(scores)))
+    choices = list(combinations(scores, k))
+    mean = sum(map(max, choices)) / len(choices)
+    assert best_at_k(scores, k) == pytest.approx(mean)
+    right = [score >= 1.0 for score in scores]
+    chance = sum(map(any, combinations(right, k))) / len(choices)
+    assert pass_at_k(len(scores), sum(right), k) == pytest.approx(chance)
+
+
+def test_the_most_frequent_answer_is_scored() -> None:
+    assert majority_score(["7", "8", "8"], [1.0, 0.0, 0.0]) == 0.0
+    assert majority_score(["7", "8", "7"], [1.0, 0.0, 0.5]) == 0.75, "the mean of its responses"
+    # a tie of three answers: as if one of them were drawn
+    assert majority_score(["7", "8", "9"], [1.0, 0.0, 0.5]) == 0.5
+    assert majority_score(["7", "8", "7", "8", "9"], [1.0, 0.0, 1.0, 0.0, 9.0]) == 0.5
+    assert majority_score([None, None, "7"], [0.0, 0.0, 1.0]) == 1.0, "nothing has no vote"
+    assert majority_score([None, None], [0.0, 1.0]) == 0.5
+
+
+def test_metrics_of_two_sources_by_hand() -> None:
+    def response(score: float, answer: str | None) -> Scored:
+        return Scored(score, 4, {"accuracy": score}, answer)
+
+    groups = [
+        [response(1.0, "7"), response(0.0, "8"), response(0.0, "8"), response(0.0, None)],
+        [response(1.0, "7"), response(1.0, "7"), response(0.0, "9"), response(0.0, "3")],
+        [response(0.0, "7")] * 4,
+    ]
+    keys = ValidationConfig(n_samples=4, do_sample=True)
+    found = measure(groups, ["a", "a", "b/c"], keys)
+    assert {name.removeprefix("val/a/"): v for name, v in found.items() if "b/c" not in name} == {
+        "score": 3 / 8,
+        "response_length": 4.0,
+        "accuracy": 3 / 8,
+        "mean@4": pytest.approx(3 / 8),
+        "best@2": pytest.approx((3 / 6 + 5 / 6) / 2),  # pairs with a 1: 3 of 6, 5 of 6
+        "best@4": 1.0,
+        "maj@4": 0.5,  # 8 and 7
+        "pass@1": pytest.approx(3 / 8),
+        "pass@2": pytest.approx((3 / 6 + 5 / 6) / 2),
+        "pass@4": 1.0,
+    }
+    names = {name.removeprefix("val/b/c/") for name in found if "b/c" in name}
+    assert {*keys.metrics, "accuracy", "response_length"} == names
+    assert found["val/b/c/maj@4"] == found["val/b/c/pass@4"] == 0.0
+
+
+def test_one_response_has_no_metrics_of_several() -> None:
+    found = measure([[Scored(0.25, 4, {})]], ["a"], ValidationConfig())
+    assert found == {
+        "val/a/score": 0.25, "val/a/response_length": 4.0,
+        "val/a/mean@1": 0.25, "val/a/pass@1": 1.0,
+    }  # fmt: skip
+
+
+def test_what_is_right() -> None:
+    assert Scored(0.1, 1).is_right(None) and not Scored(0.0, 1).is_right(None)
+    assert not Scored(0.6, 1, {"format": 1.0, "acc": -0.5}).is_right(None)
+    assert Scored(-1.0, 1, {"accuracy": 1.0}).is_right(None)
+    assert Scored(0.5, 1, {"accuracy": 0.0}).is_right(0.5)
+    assert not Scored(math.nan, 1).is_right(0.5) and not Scored(math.nan, 1).is_right(None)
+
+
+def test_a_reward_model_knows_no_answers_and_needs_a_score_to_pass() -> None:
+    keys = {"n_samples": 3, "do_sample": True, "reward": "model"}
+    plain, passing = ValidationConfig(**keys), ValidationConfig(**keys, pass_score=2.0)  # type: ignore[arg-type]
+    assert plain.metrics == ["score", "mean@3", "best@2", "best@3"]
+    assert passing.metrics == [*plain.metrics, "pass@1", "pass@2", "pass@3"]
+
+
+def test_the_best_checkpoint_is_that_of_one_source_or_of_the_mean() -> None:
+    found = {"val/a/score": 0.5, "val/b/c/score": 1.0, "val/b/c/pass@1": 0.25, "timing/val": 9.0}
+    assert validation_score(found, "score") == 0.75
+    assert validation_score(found, "val/b/c/score") == 1.0
+    assert validation_score(found, "pass@1") == 0.25
+    assert validation_score({"timing/all": 1.0}, "score") is None
+    assert validation_score({}, "val/a/score") is None
