@@ -90,7 +90,8 @@ def test_a_run_scores_responses_by_what_their_programs_print(
     weight = config.reward.parts[0].weight if part else 1.0
     samples = [json.loads(line) for line in directory.samples.open()]
     found = {sample["response"]: sample["score"] for sample in samples}
-    assert found == {text: weight * score for text, (score, _) in RESPONSES.items()}
+    end = tokenizer.eos_token
+    assert found == {text + end: weight * score for text, (score, _) in RESPONSES.items()}
     metrics = [json.loads(line)["metrics"] for line in directory.metrics.open()]
     assert len(metrics) == ITERATIONS
     for line in metrics:
