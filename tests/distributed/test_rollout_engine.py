@@ -15,6 +15,7 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
 from mindspeed_rlxf.roles.generation import make_requests, sampling_settings
+from mindspeed_rlxf.roles.reports import ResponseLengths
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.weights import OwnWeights
 from tests.distributed.groups import build_group, build_policy
@@ -90,7 +91,7 @@ def test_streamed_weights_generate_what_a_loaded_folder_does(
     assert [tokens for tokens, _, _ in found] == [text.response_ids for text in expected]
     assert len({tuple(tokens) for tokens, _, _ in found}) == 8
     assert {version for _, _, version in found} == {VERSION}
-    recomputed = actor.log_probs(rows).result()
+    recomputed = actor.log_probs(rows, lambda: ResponseLengths([], [], [])).result()
     assert recomputed[0].gap.largest < 1e-4
     if architecture is TIED:
         missing, unknown, shape, twice = streamed.call(Streamed.refusals).result()[0]

@@ -91,7 +91,8 @@ def run_directory(file: Path) -> Any:
     config: Any = SimpleNamespace(
         training=SimpleNamespace(
             output_dir=str(file.parent), new_run=False, resume="auto", file_mode_bits=0o600
-        )
+        ),
+        validation=SimpleNamespace(only=False),
     )
     if problems := RunDirectory.check(config):
         raise ValueError(problems[0])

@@ -231,8 +231,10 @@ def test_a_list_of_moves_moves_nothing_of_elsewhere(tmp_path: Path, mine: Path) 
             finish_interrupted(tmp_path / "set")
 
 
-# Files that write into a folder which this process has made, or documents of this repository.
+# Files that write into a folder or a root which this process has made, below /proc/self, or
+# documents of this repository.
 WRITES_ITSELF = {
+    "rewards/sandbox/launch.py", "rewards/sandbox/rights.py", "rewards/sandbox/root.py",
     "compat/migration.py", "weights/convert.py", "weights/torch_dist.py",
     "weights/torch_file.py", "reporting/metrics.py", "files/safe.py",
 }  # fmt: skip

@@ -60,7 +60,7 @@ ACTIONS: dict[str, Any] = {
     "crash": lambda: ctypes.string_at(0),
     "memory": lambda: len(bytearray(10 * 2**30)),
     "print": print_a_gigabyte,
-    "close": lambda: os.closerange(3, 64),
+    "close": lambda: os.closerange(3, 65536),
     "leave a process": leave_a_process,
     "whisper": lambda: print("heard") or 1.0,
 }

@@ -103,10 +103,11 @@ def test_a_killed_scoring_process_takes_its_programs_with_it(level: SandboxLevel
 @pytest.mark.parametrize("level", [STRONGEST, SandboxLevel.LIMITS], indirect=True)
 def test_programs_end_with_a_scoring_process_that_ends_by_itself(level: SandboxLevel) -> None:
     """It is killed from outside while a program is running, and the pool goes on."""
+    before = set(psutil.Process().children())
     pool = WorkerPool(make_plan(reward(level=level, cpu_s=60, wall_s=60)), 1, 60.0, MEMORY)
     assert pool.submit(sample(ADD)).result(60).result is not None
     running = pool.submit(sample(SPAWN))
-    (process,) = psutil.Process().children()
+    (process,) = set(psutil.Process().children()) - before
     deadline = time.monotonic() + 20
     while len(process.children(recursive=True)) < 6 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -121,7 +122,7 @@ def test_a_scoring_process_has_the_sandbox_of_the_configuration(
 ) -> None:
     """With 40 MiB a program that takes 100 MiB fails; by default it passes."""
     skip_without(SandboxLevel.AUTO)
-    takes = f"x = bytearray(100 << 20)\n{ADD}"
+    takes = f"import time\nx = b'x' * (100 << 20)\ntime.sleep(0.5)\n{ADD}"  # seen meanwhile
     for keys, score in (({}, 1.0), ({"memory_mb": 40}, 0.0)):
         pool = WorkerPool(make_plan(reward(**keys)), 1, 30.0, MEMORY)
         outcome = pool.submit(sample(takes)).result(60)

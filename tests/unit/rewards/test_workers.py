@@ -127,12 +127,13 @@ def test_a_file_that_does_not_run_there_ends_the_scoring(text: str, said: str) -
 
 
 def test_a_forgotten_pool_ends_its_processes() -> None:
+    before = set(psutil.Process().children())
     pool = WorkerPool(PLAN, size=1, timeout_s=60.0, memory=MEMORY)
     hangs = pool.submit(sample("hang"))
     first = pool.submit(sample("2"))
-    while not psutil.Process().children():
+    while not (started := set(psutil.Process().children()) - before):
         time.sleep(0.01)
-    (process,) = psutil.Process().children()
+    (process,) = started
     del pool
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     for future in (hangs, first):
