@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
+from mindspeed_rlxf.config.data import DataConfig
 from mindspeed_rlxf.config.enums import CONFIGURED, LossNormalizer, Role, Stage, Verifier
 from mindspeed_rlxf.config.fields import Section, Word, key
 from mindspeed_rlxf.config.layout import ParallelLayout, part_of
@@ -24,7 +25,6 @@ from mindspeed_rlxf.config.roles import (
 from mindspeed_rlxf.config.sandbox import SandboxConfig
 from mindspeed_rlxf.config.sections import (
     AlgorithmConfig,
-    DataConfig,
     DeviceConfig,
     KlControlConfig,
     LoggingConfig,

@@ -1,0 +1,107 @@
+"""Section of the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from mindspeed_rlxf.config.enums import InvalidRows, OverlongPrompts
+from mindspeed_rlxf.config.errors import Problem, ref
+from mindspeed_rlxf.config.fields import Section, Strings, Word, key
+
+CUT_SIDES = {
+    "left": OverlongPrompts.KEEP_TAIL,
+    "right": OverlongPrompts.KEEP_HEAD,
+    "middle": OverlongPrompts.KEEP_ENDS,
+}
+"""Word for the side on which a prompt is cut -> what is kept."""
+OWN_VARIABLES = (
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages",
+    "padding", "return_dict", "return_tensors", "tokenize", "truncation",
+)  # fmt: skip
+"""Arguments of a chat template that are not the user's."""
+
+
+class DataConfig(Section):
+    """Prompts: files or indexed data sets, and the names of their columns (dots reach inside)."""
+
+    train_files: Strings = key((), "jsonl, json or parquet files of training prompts")
+    val_files: Strings = key((), "files of validation prompts", "free")
+    data_path: Strings = key((), "in place of train_files: prefixes of preprocess_data.py")
+    val_data_path: Strings = key((), "in place of val_files: such prefixes", "free")
+    prompt_key: str = key("prompt", "column of the prompt: text or chat messages")
+    ground_truth_key: str = key("ground_truth", "column of the expected answer")
+    data_source_key: str = key("data_source", "column that chooses the reward rule")
+    default_data_source: str | None = key(None, "data source of rows without one")
+    extra_columns: Annotated[tuple[str, ...] | None, Word] = key(
+        None, "other columns, for reward functions; null = all, [] = none"
+    )
+    system_prompt: str | None = key(
+        None, "message of the system for chats without one", min_length=1
+    )
+    chat_template_kwargs: dict[str, Any] = key(
+        {}, "variables of the chat template, such as enable_thinking"
+    )
+    train_weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Word] = key(
+        (), "share of each file (or data set) of the training prompts in a batch; absent = by size"
+    )
+    invalid_rows: Annotated[InvalidRows, Word] = key(
+        InvalidRows.ERROR, "what becomes of rows that cannot be read: error, or drop and count them"
+    )
+    overlong_prompts: Annotated[OverlongPrompts, Word] = key(
+        OverlongPrompts.ERROR,
+        "what becomes of prompts over max_prompt_length: error, drop, keep_head (or right, where "
+        "it is cut), keep_tail (left), keep_ends (middle)",
+    )
+    allow_special_tokens: bool = key(
+        False, "special tokens that a prompt's text spells are tokens, and not text"
+    )
+    shuffle: bool = key(True, "a new order of the prompts in each epoch")
+
+    @field_validator("overlong_prompts", mode="before")
+    @classmethod
+    def _where_it_is_cut(cls, value: Any) -> Any:
+        """Read the words for the side that is cut off."""
+        return CUT_SIDES.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _leaves_its_own(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted({*value} & {*OWN_VARIABLES}):
+            raise PydanticCustomError("chat_template_kwargs", "no " + ", ".join(taken))
+        return value
+
+    @field_validator("train_files", "val_files", "data_path", "val_data_path", mode="before")
+    @classmethod
+    def _one_file_is_a_list(cls, value: Any) -> Any:
+        if value is None:
+            return []
+        return [value] if isinstance(value, str) else value
+
+    def broken_rules(self) -> Iterator[Problem]:
+        """Yield problems of prompts that are not given, or both as files and as a data set."""
+        if not self.train_files and not self.data_path:
+            yield Problem(
+                "train_files",
+                "is required",
+                remedy="name files of prompts, or an indexed data set by "
+                f"{ref('data_path')}=PREFIX",
+            )
+        sources = self.train_files or self.data_path
+        if self.train_weights and len(self.train_weights) != len(sources):
+            yield Problem(
+                "train_weights",
+                f"must have one for each of the {len(sources)} files or data sets",
+                list(self.train_weights),
+                "add or remove weights",
+            )
+        for files, prefixes in (("train_files", "data_path"), ("val_files", "val_data_path")):
+            if getattr(self, files) and getattr(self, prefixes):
+                yield Problem(
+                    files,
+                    f"and {ref(prefixes)} must not both be given, each names all prompts",
+                    remedy="remove one of them",
+                )
