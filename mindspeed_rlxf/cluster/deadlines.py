@@ -7,6 +7,7 @@
 | a role's build        | runtime.timeout_s                                             |
 | save, load of state   | runtime.timeout_s                                             |
 | files of checkpoints  | runtime.timeout_s, on each host                               |
+| functions that score  | runtime.timeout_s                                             |
 | a phase's first call  | runtime.timeout_s                                             |
 | its later calls       | the largest of a tenth of it, SHORTEST_S and 5 x the running  |
 |                       | median, but no longer than the first                          |
@@ -23,6 +24,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from mindspeed_rlxf.cluster.protocol import BUILD, Request
+from mindspeed_rlxf.config.enums import Role
 
 FIRST_CALL_FACTOR = 10.0  # compilation, warm-up of caches and communicators
 MEDIAN_FACTOR = 5.0
@@ -49,7 +51,8 @@ class Deadlines:
         """Return the seconds to wait for a call of all ranks, judged by earlier such calls."""
         phase = phase_of(requests)
         seen = self._seen.get(phase)
-        if phase[1] in ON_STORAGE or not seen:
+        scores = phase[0] == Role.SCORER.value  # late samples fail, each by reward.timeout_s
+        if phase[1] in ON_STORAGE or scores or not seen:
             return self.longest_s
         usual = MEDIAN_FACTOR * statistics.median(seen)
         return min(self.longest_s, max(self.longest_s / FIRST_CALL_FACTOR, SHORTEST_S, usual))

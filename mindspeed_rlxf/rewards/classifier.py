@@ -46,7 +46,8 @@ class Classifier:
         self._model: Any = model.to(self._device).eval()
         self._pad = self._find_pad()
         self._batch_size = batch_size
-        self._limit: int | None = getattr(model.config, "max_position_embeddings", None)
+        self._limit = self._find_limit(own)
+        self._tokenizer.truncation_side = "left"
 
     def _find_pad(self) -> int:
         """Return the id that pads, which decoders also need to find the last token of a text."""
@@ -56,9 +57,22 @@ class Classifier:
         config.pad_token_id = pad
         return int(pad)
 
+    def _find_limit(self, own: bool) -> int | None:
+        """Return the longest text in tokens; None = any.
+
+        own: the tokenizer is the model's, and knows of positions that its model does not use (the
+             first two of RoBERTa)
+        """
+        positions = getattr(self._model.config, "max_position_embeddings", None)
+        limits = [positions, self._tokenizer.model_max_length if own else None]
+        return min((limit for limit in limits if limit), default=None)
+
     @torch.no_grad()
     def score(self, texts: Sequence[str]) -> list[float]:
-        """Return the logit of each text. Texts over the model's length lose their beginning."""
+        """Return the logit of each text. Texts over the model's length lose their beginning.
+
+        The tokens that a tokenizer puts before a text stay, as BERT's score is that of the first.
+        """
         ids = [self._encode(text) for text in texts]
         scores = [0.0] * len(ids)
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # texts of like length together
@@ -69,8 +83,9 @@ class Classifier:
         return scores
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text)["input_ids"]
-        return (ids or [self._pad])[-(self._limit or 0) :]
+        cut = {"truncation": True, "max_length": self._limit} if self._limit else {}
+        ids: list[int] = self._tokenizer(text, **cut)["input_ids"]
+        return ids or [self._pad]
 
     def _forward(self, batch: list[list[int]]) -> list[float]:
         width = max(map(len, batch))

@@ -24,7 +24,9 @@ def make_plan(reward: RewardConfig) -> Plan:
     used = {*rules.values(), *(part.function for part in parts if part.source is None)}
     plugins = loaded() if used - OWN_RULES - {BY_SOURCE} else ()
     sandbox = reward.sandbox.model_dump(mode="json") if reward.runs_programs else None
-    return Plan(parts, rules, plugins, reward.kind is RewardKind.RULE, sandbox)
+    # A model without functions scores training by itself, and its rules those of validation.
+    by_default = reward.kind is RewardKind.RULE or not reward.parts
+    return Plan(parts, rules, plugins, by_default, sandbox)
 
 
 def _part(function: FunctionConfig) -> Part:

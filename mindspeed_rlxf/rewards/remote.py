@@ -61,7 +61,7 @@ def _serve(url: str, size: int, timeout_s: float, queue: SimpleQueue[Task | None
     """Send batches until the queue ends."""
     while (first := queue.get()) is not None:
         tasks, ends = _gather(first, size, queue)
-        outcomes = _ask(url, [sample for sample, _ in tasks], timeout_s)
+        outcomes = _ask_safely(url, [sample for sample, _ in tasks], timeout_s)
         for (_, future), outcome in zip(tasks, outcomes, strict=True):
             future.set_result(outcome)
         if ends:
@@ -80,6 +80,15 @@ def _gather(first: Task, size: int, queue: SimpleQueue[Task | None]) -> tuple[li
             return tasks, True
         tasks.append(task)
     return tasks, False
+
+
+def _ask_safely(url: str, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
+    """As `_ask`; an address or a sample that cannot be sent fails, nobody would end the wait."""
+    try:
+        return _ask(url, samples, timeout_s)
+    except Exception as error:
+        text = f"{url} cannot be asked: {type(error).__name__}: {error}"[:300]
+        return [Outcome(None, Cause.REMOTE, text)] * len(samples)
 
 
 def _ask(url: str, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:

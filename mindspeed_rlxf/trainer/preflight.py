@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -12,7 +12,7 @@ from mindspeed_rlxf.cluster import environment
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
-from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
+from mindspeed_rlxf.config.schema import RewardConfig, RoleConfig, RunConfig
 from mindspeed_rlxf.config.suggest import closest
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
@@ -306,11 +306,25 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
     scored = chain(*parts) if by_rule else validated
     prepared.scores_in_processes = needs_processes(reward, {p.data_source for p in scored})
     if reward.parts:
-        return manager.check(p for p in chain(*parts) if rule_decides(reward, p.data_source))
+        found = manager.check(p for p in chain(*parts) if rule_decides(reward, p.data_source))
+        return found if by_rule else [*found, *_unscored_sources(reward, validated)]
     if by_rule:
         return manager.check(chain(*parts))
     remedy = "use validation.reward=model"
     return [replace(p, remedy=f"{p.remedy}, or {remedy}") for p in manager.check(validated)]
+
+
+def _unscored_sources(reward: RewardConfig, validated: Sequence[Prompt]) -> Iterator[Problem]:
+    """Report data sources of validation that no function beside the model scores."""
+    sources = dict.fromkeys(prompt.data_source for prompt in validated)
+    for source in sources:
+        if not any(part.applies_to(source) for part in reward.parts):
+            yield Problem(
+                f"data source {source!r}",
+                "of the validation prompts must have a function in reward.functions, as "
+                "validation.reward=rule leaves out the model",
+                remedy="add one for it, or use validation.reward=model",
+            )
 
 
 def _check_best_metric(config: RunConfig, prepared: Prepared) -> list[Problem]:

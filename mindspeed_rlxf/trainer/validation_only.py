@@ -31,9 +31,8 @@ def validate_only(
     Without a checkpoint, and with training.new_run, the weights are those of `load`: iteration 0.
     """
     parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}
-    roles = RoleGroups.build(
-        config, runtime.create_pools(config.resource_pool, parts), prepared.eos_token_ids
-    )
+    pools = runtime.create_pools(config.resource_pool, parts)
+    roles = RoleGroups.build(config, pools, prepared.eos_token_ids, prepared.scores_in_processes)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
     with contextlib.closing(recorder):
         iteration = 0

@@ -12,6 +12,7 @@ import pytest
 from mindspeed_rlxf.cluster.reward_group import RewardsFailed
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
+from mindspeed_rlxf.trainer.validation_only import validate_only
 from tests.golden.runs import START, golden_config
 from tests.registries import forgotten
 from tests.training import train
@@ -31,6 +32,7 @@ TWO_RANKS = {
     "+validation.max_samples": 5,  # the two replicas get three each
     "+reward.processes": 1,
 }
+ONLY = {"+validation.only": True}
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +52,11 @@ def metrics_of(out: Path, runtime: Any, more: dict[str, Any]) -> list[dict[str, 
     config = golden_config("grpo", out, {**TWO_RANKS, **more})
     directory = RunDirectory.create(config)
     train(config, prepare(config), directory, runtime)
+    directory.unlock()
+    return read_metrics(directory)
+
+
+def read_metrics(directory: RunDirectory) -> list[dict[str, float]]:
     return [json.loads(line)["metrics"] for line in directory.metrics.open()]
 
 
@@ -68,6 +75,14 @@ def test_a_function_trains_as_the_rule_that_it_repeats(
         untimed = {k: v for k, v in rule.items() if not k.startswith(("timing/", "throughput/"))}
         assert untimed == {k: function[k] for k in untimed}
     assert "critic/score/mean" in by_rule[1]
+    only = golden_config("grpo", tmp_path / "function", {**TWO_RANKS, **own, **ONLY})
+    prepared, directory = prepare(only), RunDirectory.create(only)
+    validate_only(only, prepared, directory, warm_runtime)
+    directory.unlock()
+    (alone,) = read_metrics(directory)
+    names = [name for name in by_function[-1] if name.startswith("val/")]
+    assert alone["val/arithmetic/exact"] is not None
+    assert {name: alone[name] for name in names} == {name: by_function[-1][name] for name in names}
 
 
 def test_too_many_failed_samples_stop_the_run_and_are_named(

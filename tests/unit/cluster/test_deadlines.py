@@ -57,6 +57,13 @@ def test_what_waits_for_storage_are_methods_of_engines() -> None:
     assert [name for name in OF_FILES if not hasattr(TrainEngine, name)] == ["build"]
 
 
+def test_samples_that_time_out_end_before_the_wait_for_their_scorers() -> None:
+    """Scores are there when they are asked for, until a function or a server hangs."""
+    deadlines = Deadlines(longest_s=600.0)
+    deadlines.record(call("score", role=Role.SCORER), 0.1)
+    assert deadlines.seconds_for(call("score", role=Role.SCORER)) == 600.0
+
+
 def test_other_roles_methods_and_sizes_are_other_phases() -> None:
     deadlines = Deadlines(longest_s=600.0)
     deadlines.record(call("values", rows=8), 1.0)

@@ -18,6 +18,7 @@ from mindspeed_rlxf.rewards.plans import (
     rule_decides,
 )
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES
+from mindspeed_rlxf.rewards.streaming import StreamingRewards
 from mindspeed_rlxf.rewards.workers import WorkerPool
 from tests.registries import forgotten
 
@@ -83,7 +84,7 @@ def test_a_plan_has_every_text_that_a_process_needs() -> None:
     assert plan.rules == BUILTIN_SOURCES and plan.plugins == ()
     assert make_plan(reward(file, rules={"x": "own"})).plugins == (plugin,)
     assert make_plan(reward({"function": "own"})).plugins == (plugin,)
-    assert plan.defaults and not make_plan(reward(kind="huggingface")).defaults
+    assert plan.defaults and not make_plan(reward(file, kind="huggingface")).defaults
 
 
 def scored(timeout_s: float, *samples: tuple[str, str, str]) -> list[Outcome]:
@@ -93,6 +94,16 @@ def scored(timeout_s: float, *samples: tuple[str, str, str]) -> list[Outcome]:
     found = [future.result(60) for future in futures]
     pool.close()
     return found
+
+
+def test_rules_score_the_validation_of_a_model_without_functions() -> None:
+    """Also slow ones, in processes: no function takes part in such a run."""
+    beside_model = reward(kind="huggingface", processes=1)
+    assert needs_processes(beside_model, [MATH])
+    rewards = StreamingRewards(beside_model)
+    outcome = rewards.submit(Sample("", "\\boxed{7}", "7", MATH)).outcome()
+    rewards._pool.close()
+    assert outcome.result is not None and outcome.result.score == 1.0
 
 
 def test_an_expression_without_end_is_a_failure_and_no_score() -> None:

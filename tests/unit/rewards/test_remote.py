@@ -134,6 +134,15 @@ def test_a_server_that_is_slow_or_absent_ends_at_the_deadline(server: Server) ->
     assert outcome.cause is Cause.REMOTE and "Connection refused" in outcome.message
 
 
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:1/\u00fc", f"http://{'a' * 64}.local/"], ids=["path", "host"]
+)
+def test_an_address_that_cannot_be_sent_fails_and_ends_no_thread(url: str) -> None:
+    found = ask(url, remote.CONNECTIONS + 1, batch_size=1, timeout_s=0.2)
+    assert {outcome.cause for outcome in found} == {Cause.REMOTE}
+    assert f"{url} cannot be asked: Unicode" in found[-1].message
+
+
 def test_threads_end_with_the_rewards(server: Server) -> None:
     before = set(threading.enumerate())
     rewards = RemoteRewards(server.url, 4, 20.0)

@@ -10,11 +10,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tokenizers import processors
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     GPTNeoXConfig,
     LlamaConfig,
+    RobertaConfig,
 )
 
 from mindspeed_rlxf.config.enums import RewardKind
@@ -34,7 +36,12 @@ SMALL = {
     "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32,
     "num_labels": 1,
 }  # fmt: skip
-CONFIGS = {"llama": LlamaConfig, "bert": BertConfig, "gpt_neox": GPTNeoXConfig}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "bert": BertConfig,
+    "gpt_neox": GPTNeoXConfig,
+    "roberta": RobertaConfig,
+}
 
 
 def saved(folder: Path, kind: str, **changes: Any) -> Path:
@@ -50,7 +57,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(classifiers.device, "current_device", lambda: torch.device("cpu"))
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", ["llama", "bert", "gpt_neox"])
 def test_scores_are_those_of_the_model_for_each_text_alone(tmp_path: Path, kind: str) -> None:
     folder = saved(tmp_path / kind, kind)
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
@@ -65,6 +72,25 @@ def test_scores_are_those_of_the_model_for_each_text_alone(tmp_path: Path, kind:
         found = Classifier(str(folder), TOKENIZER, batch_size, bf16=False).score(texts)
         assert found == pytest.approx(expected, abs=1e-5)
     assert len(set(expected)) == len(texts), "else an order would not be seen"
+
+
+def test_a_text_that_is_cut_keeps_the_tokens_before_it_and_the_positions_of_its_model(
+    tmp_path: Path,
+) -> None:
+    """BERT's score is that of its first token; RoBERTa's first position is number 2."""
+    own = byte_tokenizer()
+    own.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="a $A b", special_tokens=[("a", 5), ("b", 6)]
+    )
+    own.model_max_length = 30
+    folder = saved(tmp_path / "roberta", "roberta", pad_token_id=1)
+    own.save_pretrained(folder)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    (long,) = [own("x1" * 50, add_special_tokens=False)["input_ids"][-28:]]
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([[5, *long, 6]])).logits.item()
+    found = Classifier(str(folder), TOKENIZER, 2, bf16=False).score(["x1" * 50, "1"])
+    assert found[0] == pytest.approx(expected, abs=1e-5) and found[0] != found[1]
 
 
 @pytest.mark.parametrize(

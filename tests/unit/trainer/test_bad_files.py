@@ -234,6 +234,20 @@ def test_validation_is_scored_by_rules_unless_a_model_is_asked_for(
     assert [prompt.data_source for prompt in found.val_prompts] == ["chess"]
 
 
+def test_functions_beside_a_model_score_every_data_source_of_validation(
+    tmp_path: Path, good: Path, problems: Problems
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "1", "ground_truth": "3", "data_source": source} for source in "ab"]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    function = "+reward.functions=[{function: gsm8k, data_sources: [a]}]"
+    keys = [f"data.train_files={file}", f"data.val_files={file}", function]
+    (line,) = problems(*keys)
+    assert line.startswith("error: data source 'b' of the validation prompts must have a function")
+    assert line.endswith("or use validation.reward=model")
+    prepare(load_config(good, *keys, "validation.reward=model"))
+
+
 def test_the_best_metric_is_of_a_data_source_that_there_is(good: Path, problems: Problems) -> None:
     val_files, metric = f"data.val_files={good / 'train.jsonl'}", "validation.best_metric"
     (line,) = problems(val_files, f"{metric}=val/arithmetics/score")
