@@ -35,7 +35,6 @@ class Classifier:
         model, found = AutoModelForSequenceClassification.from_pretrained(
             folder,
             output_loading_info=True,
-            dtype=torch.bfloat16 if bf16 else torch.float32,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,  # others are pickles, which may run code
@@ -43,7 +42,9 @@ class Classifier:
         if missing := sorted(found["missing_keys"]):
             raise ValueError(f"{KEY}={folder} lacks weights ({missing[0]}, ...); give {WANTED}")
         self._device = device.current_device()
-        self._model: Any = model.to(self._device).eval()
+        # Versions of transformers differ in the name of the argument for the precision.
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        self._model: Any = model.to(self._device, dtype).eval()
         self._pad = self._find_pad()
         self._batch_size = batch_size
         self._limit = self._find_limit(own)

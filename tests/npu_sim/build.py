@@ -12,6 +12,7 @@ import subprocess
 import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils import cpp_extension
 SOURCES = Path(__file__).resolve().parent / "device"
 NAME = "npu_sim_device"
 TORCH = "2.13."  # other versions have other headers
+CORE = "0.16."  # the stand-in of MindSpeed is that for it
 TIMEOUT_S = 900
 CACHE = "RLXF_NPU_SIM_CACHE"
 
@@ -33,6 +35,8 @@ def missing() -> str:
         return "the simulated NPU needs a C++ compiler: install g++, or name one in CXX"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         return "the simulated NPU needs Python.h: install Python's development files"
+    if not (core := version("megatron-core")).startswith(CORE):
+        return f"the simulated NPU has the MindSpeed of megatron-core {CORE}x, not {core}"
     return ""
 
 
