@@ -46,10 +46,14 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> str:
 @pytest.mark.parametrize(
     ("keys", "part"),
     [
-        ({"+reward.rules": "{tasks: code}"}, ""),
-        ({"+reward.functions": "[{function: code, name: tests, weight: 2.0}]"}, "tests/"),
+        pytest.param({"+reward.rules": "{tasks: code}"}, "", id="rule"),
+        pytest.param(
+            {"+reward.functions": "[{function: code, name: tests, weight: 2.0}]"},
+            "tests/",
+            id="function",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["rule", "function"],
 )
 def test_a_run_scores_responses_by_what_their_programs_print(
     warm_runtime: Any, tmp_path: Path, keys: dict[str, Any], part: str

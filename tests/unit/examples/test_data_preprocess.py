@@ -207,8 +207,16 @@ def test_rows_left_out_are_counted_by_reason_and_keep_their_numbers(
     [
         ("train.jsonl", b"{broken\n", "train.jsonl:1 must be whole: "),
         ("train.jsonl", b'{"question": "a"}\n', "train.parquet must hold at least one row"),
-        ("train.jsonl.gz", gzip.compress(b"{}" * 99)[:20], "train.jsonl.gz must be whole: cannot"),
-        ("train.jsonl.gz", gzip.compress(b"[1]\n"), "train.jsonl.gz:1 must be whole: a line must"),
+        (
+            "train.jsonl.gz",
+            gzip.compress(b"{}" * 99, mtime=0)[:20],
+            "train.jsonl.gz must be whole: cannot",
+        ),
+        (
+            "train.jsonl.gz",
+            gzip.compress(b"[1]\n", mtime=0),
+            "train.jsonl.gz:1 must be whole: a line must",
+        ),
         ("train.parquet", b"PAR1", "train.parquet must be whole: must be a parquet file"),
         ("other.txt", b"", "must hold one of: train.jsonl, train.jsonl.gz"),
     ],

@@ -63,7 +63,14 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture(params=list(PREVENTS), ids=lambda level: level.value)
+SHORT = (STRONGEST, SandboxLevel.LIMITS)
+LEVELS = [
+    pytest.param(level, id=level.value, marks=() if level in SHORT else pytest.mark.long)
+    for level in PREVENTS
+]
+
+
+@pytest.fixture(params=LEVELS)
 def level(request: pytest.FixtureRequest, temporary: Path) -> Iterator[SandboxLevel]:
     """After the test nothing of this level is running, and no file of it is left."""
     skip_without(request.param)
@@ -100,7 +107,7 @@ def test_a_killed_scoring_process_takes_its_programs_with_it(level: SandboxLevel
     assert good.result == after.result and good.result is not None
 
 
-@pytest.mark.parametrize("level", [STRONGEST, SandboxLevel.LIMITS], indirect=True)
+@pytest.mark.parametrize("level", SHORT, indirect=True)
 def test_programs_end_with_a_scoring_process_that_ends_by_itself(level: SandboxLevel) -> None:
     """It is killed from outside while a program is running, and the pool goes on."""
     before = set(psutil.Process().children())
