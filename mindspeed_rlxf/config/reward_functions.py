@@ -51,7 +51,7 @@ def _entry(draft: Draft, key: str, given: Any) -> Any:
 
 def _of_file(key: str, entry: Tree, function: str) -> Tree:
     """Find the function in its file and check it. Raises UserError."""
-    if (named := split_name(function)) is None:
+    if (named := split_name(function)) is None or not named[1]:
         if ".py" in function or "/" in function:
             raise UserError(
                 Problem(key, f"must name file and function, {FORM}", function, "add it")
@@ -68,7 +68,8 @@ def _of_file(key: str, entry: Tree, function: str) -> Tree:
     except ValueError as error:
         raise UserError(Problem(key, str(error), function, "correct the name")) from None
     if isinstance(arguments, dict) and (rule := find_broken_rule(found, arguments)):
-        raise UserError(Problem(key, rule, function, "correct the function"))
+        remedy = "correct the function or its arguments" if arguments else "correct the function"
+        raise UserError(Problem(key, rule, function, remedy))
     carry(source)
     return {"name": named[1], **entry, **_identity(source, named[1])}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -58,16 +58,20 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
             was, will = mask_secret(path[-1], was), mask_secret(path[-1], will)
         if was != will and key not in COMMAND_KEYS:
             allowed = now.get("reward", {}).get("allow_changed_function") is True
-            rule = "free" if allowed and _same_function(key, was, will) else _find_rule(field)
-            found.append(Change(key, was, will, rule))
+            change = Change(key, was, will, _find_rule(field))
+            free = allowed and is_function_text(change)
+            found.append(replace(change, rule="free") if free else change)
     return found
 
 
-def _same_function(key: str, was: Any, will: Any) -> bool:
+def is_function_text(change: Change) -> bool:
     """Whether a difference is one of the text of reward functions alone."""
-    if key == "reward.function.sha256":
-        return True
-    return key == "reward.functions" and _without_hashes(was) == _without_hashes(will)
+    if change.key == "reward.function.sha256":
+        return isinstance(change.before, str) and isinstance(change.now, str)
+    both = change.before, change.now
+    if change.key != "reward.functions" or not all(isinstance(side, list) for side in both):
+        return False
+    return bool(_without_hashes(change.before) == _without_hashes(change.now))
 
 
 def _without_hashes(entries: Any) -> Any:

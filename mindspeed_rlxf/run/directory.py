@@ -24,7 +24,7 @@ from mindspeed_rlxf.files.safe import (
     replace_file,
 )
 from mindspeed_rlxf.run import lock
-from mindspeed_rlxf.run.changed_keys import Change, find_changes
+from mindspeed_rlxf.run.changed_keys import Change, find_changes, is_function_text
 
 KEY = "training.output_dir"
 LATER_CONFIG = re.compile(r"config\.(\d+)\.yaml")
@@ -130,13 +130,15 @@ class RunDirectory:
             )
         if holder := lock.find_holder(self.path):
             return holder
-        fixed = [str(change) for change in self._compare_with(config) if change.rule == "fixed"]
+        fixed = [change for change in self._compare_with(config) if change.rule == "fixed"]
         if not fixed:
             return None
+        if all(map(is_function_text, fixed)):
+            remedy = f"reward.allow_changed_function=true to go on with the new text, or {remedy}"
         return Problem(
             KEY,
             "must hold the same run to resume it, these keys differ (there -> here): "
-            + "; ".join(fixed),
+            + "; ".join(map(str, fixed)),
             repr(str(self.path)),
             f"put them back, or set {remedy}",
         )

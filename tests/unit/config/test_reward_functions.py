@@ -169,12 +169,14 @@ def test_a_changed_text_is_another_run_unless_it_is_allowed(
         Path(file).write_text(TEXT + "\n", encoding="utf-8")
         (problem,) = RunDirectory.check(resolve(make_tree(given), "test"))
         assert "these keys differ" in str(problem) and f"reward.{key}" in str(problem)
+        assert "reward.allow_changed_function=true to go on with the new text" in str(problem)
         allowed = {**given, "reward.allow_changed_function": True}
         assert RunDirectory.check(resolve(make_tree(allowed), "test")) == []
         # another weight is still another run
         entry = {"function": f"{file}:score", "weight": 2.0}
         other = resolve(make_tree({**allowed, f"reward.{key}": entry}), "test")
-        assert "weight" in str(RunDirectory.check(other)[0])
+        (problem,) = RunDirectory.check(other)
+        assert "weight" in str(problem) and "allow_changed_function" not in problem.remedy
     changed = find_changes(to_tree(before), to_tree(resolve(make_tree(given), "test")))
     assert [(change.key, change.rule) for change in changed] == [("reward.functions", "fixed")]
 
