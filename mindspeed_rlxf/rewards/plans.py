@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.errors import Problem
@@ -75,7 +77,7 @@ def rule_decides(reward: RewardConfig, data_source: str) -> bool:
 
 
 def check_functions(reward: RewardConfig) -> Iterator[Problem]:
-    """Report functions that name no rule, or give it arguments that it does not take."""
+    """Report functions that name no rule, or give it arguments that it does not take or use."""
     for part in reward.parts:
         if part.function is None or split_name(part.function) or part.function == BY_SOURCE:
             continue
@@ -87,7 +89,28 @@ def check_functions(reward: RewardConfig) -> Iterator[Problem]:
             yield Problem(key, rule, part.function, f"use {guess}")
             continue
         try:
-            inspect.signature(RULES[part.function]).bind("", "", **part.arguments)
-        except TypeError as error:
+            _try_arguments(part.function, part.arguments)
+        except (TypeError, ValueError, re.error) as error:
             rule = f"the rule {part.function} must take its arguments: {error}"
             yield Problem(key, rule, dict(part.arguments), "correct them", colon=True)
+
+
+def _try_arguments(name: str, arguments: Mapping[str, Any]) -> None:
+    """Call a rule of the package once with these arguments; of others check the signature alone.
+
+    Rules of plugins, and those that run programs or may take any time, are not called.
+    """
+    inspect.signature(RULES[name]).bind("", "", **arguments)
+    if name in OWN_RULES - SLOW_RULES:
+        RULES[name]("A", "A", **arguments)
+
+
+def find_idle_sources(reward: RewardConfig, data_sources: Collection[str]) -> Iterator[str]:
+    """Describe keys that name data sources which no row has. data_sources: those of the rows"""
+    named = {"reward.rules": [*reward.rules]}
+    for part in reward.parts:
+        named[f"data_sources of the reward function {part.name}"] = [*part.data_sources]
+    for key, sources in named.items():
+        if idle := [source for source in sources if source not in data_sources]:
+            there = ", ".join(sorted(data_sources))
+            yield f"{key}: no row has the data source {', '.join(idle)}; there are {there}"

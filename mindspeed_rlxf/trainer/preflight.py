@@ -29,6 +29,7 @@ from mindspeed_rlxf.rewards.classifier import check_classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.plans import (
     check_functions,
+    find_idle_sources,
     needs_processes,
     rule_decides,
     try_sandbox,
@@ -110,7 +111,15 @@ def prepare(config: RunConfig) -> Prepared:
         raise UserError(problems)
     stops = describe_stop_tokens(prepared.tokenizer, described, data_stops, actor.stop_token_ids)
     prepared.notices = [stops, *prepared.sandbox, *_notices(config)]
+    reward = config.reward
+    if reward.rules or any(part.data_sources for part in reward.parts):
+        prepared.notices += find_idle_sources(reward, _sources(prepared))
     return prepared
+
+
+def _sources(prepared: Prepared) -> set[str]:
+    prompts = chain(prepared.train_prompts, prepared.val_prompts)
+    return {prompt.data_source for prompt in prompts}
 
 
 def _find_config_folder(config: RunConfig) -> str | None:

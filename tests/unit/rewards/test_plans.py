@@ -13,6 +13,7 @@ from mindspeed_rlxf.config.schema import RewardConfig, SandboxConfig
 from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample
 from mindspeed_rlxf.rewards.plans import (
     check_functions,
+    find_idle_sources,
     make_plan,
     needs_processes,
     rule_decides,
@@ -67,6 +68,30 @@ def test_functions_have_to_name_rules_that_take_their_arguments() -> None:
     assert wrong.startswith("reward.functions.part0=gms8k must be path/to/file.py:name, or one of")
     assert wrong.endswith("use gsm8k")
     assert "got an unexpected keyword argument 'longest'" in takes
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "why"),
+    [
+        ("length", {"max_characters": "abc"}, "'<=' not supported"),
+        ("format", {"pattern": "("}, "unterminated subpattern"),
+        ("multiple_choice", {"choices": 3}, "'int' is not iterable"),
+    ],
+)
+def test_a_rule_has_to_accept_the_values_of_its_arguments(
+    function: str, arguments: dict[str, Any], why: str
+) -> None:
+    (problem,) = check_functions(reward({"function": function, "arguments": arguments}))
+    assert f"the rule {function} must take its arguments" in str(problem)
+    assert why in str(problem)
+
+
+def test_data_sources_that_no_row_has_are_named() -> None:
+    some = reward({"function": "length", "data_sources": ["a", "b"]}, rules={"c": "gsm8k"})
+    assert list(find_idle_sources(some, {"a", "b", "c"})) == []
+    rules, part = find_idle_sources(some, {"a"})
+    assert rules == "reward.rules: no row has the data source c; there are a"
+    assert "part0: no row has the data source b" in part
 
 
 def test_a_plan_has_every_text_that_a_process_needs() -> None:
