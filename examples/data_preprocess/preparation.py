@@ -96,6 +96,11 @@ def command(
     except Failed as failed:
         print(f"error: {failed.problem}", file=sys.stderr)
         return 2
+    except OSError as error:  # reading raises Failed
+        rule = f"must be a folder that can be written: {error.strerror or error}"
+        problem = Problem("--output", rule, arguments.output, "free it, or name another folder")
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     return 0
 
 

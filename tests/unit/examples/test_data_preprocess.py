@@ -233,6 +233,18 @@ def test_a_broken_data_set_is_an_error_and_leaves_no_file(
     assert not list(out.rglob("*.parquet*"))
 
 
+def test_an_output_that_cannot_be_written_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw, out = tmp_path / "raw", tmp_path / "out"
+    raw.mkdir()
+    (raw / "train.jsonl").write_text(json.dumps(raw_rows.gsm8k_rows()[0]), encoding="utf-8")
+    out.write_text("a file", encoding="utf-8")
+    assert gsm8k.main(["--input", str(raw), "--output", str(out)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --output={out} must be a folder that can be written: File")
+
+
 def test_a_name_is_loaded_by_the_library_if_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
