@@ -97,8 +97,13 @@ def scan_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
     yield from READERS[Path(file).suffix.lower()](file)
 
 
-def read_rows(file: str, problems: FileProblems) -> Iterator[tuple[int, Row]]:
-    """Yield (row number from 1, row) of a data file; unreadable rows go to `problems`."""
+def read_rows(
+    file: str, problems: FileProblems, keys: str = "data.train_files or data.val_files"
+) -> Iterator[tuple[int, Row]]:
+    """Yield (row number from 1, row) of a data file; unreadable rows go to `problems`.
+
+    keys: what names the file, for the remedy
+    """
     suffix = Path(file).suffix.lower()
     if suffix not in READERS:
         rule = f"a data file must be .jsonl, .json or .parquet, not {suffix!r}"
@@ -115,7 +120,7 @@ def read_rows(file: str, problems: FileProblems) -> Iterator[tuple[int, Row]]:
     except BrokenFile as error:
         problems.add(error.row, error.problem, ends=True)
     except FileNotFoundError:
-        problems.add(0, fault("no such file", "correct data.train_files or data.val_files"))
+        problems.add(0, fault("no such file", f"correct {keys}"))
         return
     except OSError as error:
         rule = f"cannot be read: {error.strerror or error}"

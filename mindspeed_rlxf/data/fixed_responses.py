@@ -85,7 +85,7 @@ def load_fixed_responses(
     has_ids: set[bool] = set()
     if Path(file).suffix.lower() != ".jsonl":
         raise UserError(Problem(KEY, "must be a .jsonl file", file, "convert or rename it"))
-    for number, row in read_rows(file, problems):
+    for number, row in read_rows(file, problems, KEY):
         sample_id = row.get("sample_id", len(found))
         has_ids.add("sample_id" in row)
         ids, problem = reader.response(row)

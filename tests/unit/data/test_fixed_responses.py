@@ -47,6 +47,8 @@ def test_text_is_ended_by_one_eos_where_there_is_room(tmp_path: Path) -> None:
 
 def test_responses_to_another_prompt_and_other_files_are_refused(tmp_path: Path) -> None:
     rows = [{"response_ids": [3], "prompt_ids": [7]}, {"response_ids": [4], "prompt_ids": [7, 9]}]
+    with pytest.raises(UserError, match=r"no such file; correct actor_rollout\.fixed_"):
+        load_fixed_responses(str(tmp_path / "none.jsonl"), Letters(), (EOS,), 12, 4, 1)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"must be a \.jsonl file"):
         load(tmp_path, *rows, name="r.txt")
     found = load(tmp_path, *rows)
