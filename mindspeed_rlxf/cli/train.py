@@ -81,7 +81,8 @@ def _dry_run(config: RunConfig) -> int:
     print(planned.text, flush=True)
     problems = [*check_host(config), *planned.problems]
     try:
-        prepare(config)
+        for notice in prepare(config).notices:
+            print(f"note: {notice}", flush=True)
     except UserError as error:
         problems += error.problems
     return fail(problems) if problems else 0

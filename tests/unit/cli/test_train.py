@@ -18,6 +18,7 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import RunConfig
 
 TINY = ["--config-name", "ppo_trainer_tiny", "device.kind=cpu"]
+PREPARED = SimpleNamespace(notices=["a note of the data"])
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +34,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """Stands in for the trainer; holds the configurations that were started."""
     runs: list[RunConfig] = []
 
-    def run(config: RunConfig, prepared: str) -> Any:
-        assert prepared == "prepared"
+    def run(config: RunConfig, prepared: SimpleNamespace) -> Any:
+        assert prepared is PREPARED
         trainer = SimpleNamespace(fit=lambda: runs.append(config))
         return contextlib.nullcontext(SimpleNamespace(start=lambda: trainer, exit_code=75))
 
-    replace_trainer(monkeypatch, prepare=lambda config: "prepared", Run=run)
+    replace_trainer(monkeypatch, prepare=lambda config: PREPARED, Run=run)
     return runs
 
 
@@ -79,7 +80,8 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     started: list[RunConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*TINY, "dry_run=true"]) == 0
-    assert "Batch of an iteration" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "Batch of an iteration" in output and output.endswith("note: a note of the data\n")
     assert started == []
 
 
@@ -98,7 +100,7 @@ def test_dry_run_prints_the_plan_before_what_this_host_lacks(
 ) -> None:
     for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
         monkeypatch.delenv(name, raising=False)
-    replace_trainer(monkeypatch, prepare=lambda config: "prepared")
+    replace_trainer(monkeypatch, prepare=lambda config: PREPARED)
     assert main([*TINY, "device.kind=npu", "dry_run=true"]) == 2
     output = capsys.readouterr()
     assert "Batch of an iteration" in output.out
