@@ -112,9 +112,10 @@ def test_dry_run_prints_the_plan_before_what_this_host_lacks(
 def test_megatrons_warnings_stay_off_the_console(
     monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
-    def prepare(_config: RunConfig) -> None:
+    def prepare(_config: RunConfig) -> SimpleNamespace:
         for module in ("megatron.core.optimizer", "ours"):
             warnings.warn_explicit(f"of {module}", UserWarning, "file.py", 1, module)
+        return PREPARED
 
     idle = SimpleNamespace(start=lambda: None, exit_code=0)
     run = contextlib.nullcontext(idle)
