@@ -19,7 +19,7 @@ from mindspeed_rlxf.files.plain import (
 
 MAX_PROBLEMS_PER_FILE = 10  # different ones; equal problems of many rows count as one
 MAX_KEYS_SHOWN = 12
-MAX_LINE = 256 * 2**20  # bytes of a row of jsonl
+MAX_LINE = 64 * 2**20  # bytes of a row of jsonl
 BUFFER = 2**20  # bytes of a column of parquet that are read at once
 MAX_ARRAY = 512 * 2**20  # bytes of an array of JSON, which is read as a whole
 
