@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import threading
 from dataclasses import dataclass
 from importlib.abc import InspectLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -22,6 +23,7 @@ from mindspeed_rlxf.files.plain import read_text
 
 MODULES = "rlxf_plugin_"
 """Start of the names of the files' modules."""
+SLOW_S = 10.0  # until a file that is still running is named
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,22 @@ def run_as_module(source: Source) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     sys.modules[source.module] = module  # dataclasses and pickle look it up
+    slow = threading.Timer(SLOW_S, _name_slow_file, [source.file])
+    slow.daemon = True
+    slow.start()
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[source.module]
         raise
+    finally:
+        slow.cancel()
     return module
+
+
+def _name_slow_file(file: str) -> None:
+    """Say which file keeps the run from starting."""
+    print(f"note: still running {file} after {SLOW_S:g} s", file=sys.stderr, flush=True)
 
 
 def read_source(key: str, path: str, expected: str | None = None) -> Source:

@@ -127,6 +127,16 @@ class Rollouts(Rows):
         """[batch] int64, at least 1."""
         return self.response_mask.sum(1)
 
+    def prompt_tokens(self) -> list[list[int]]:
+        """Return the token ids of each prompt, without padding."""
+        pairs = zip(self.prompt_ids, self.prompt_lengths.tolist(), strict=True)
+        return [ids[:length].tolist() for ids, length in pairs]
+
+    def response_tokens(self) -> list[list[int]]:
+        """Return the token ids of each response, without padding."""
+        pairs = zip(self.response_ids, self.response_lengths.tolist(), strict=True)
+        return [ids[:length].tolist() for ids, length in pairs]
+
 
 def _fill_extra_infos(rows: Prompts | Rollouts) -> None:
     if not rows.extra_infos:

@@ -110,6 +110,9 @@ class _DataSet:
             names = {c.name: c.file for c in self.sidecar.columns if c.encoding == "json"}
         keys = (data.ground_truth_key, data.data_source_key, *(data.extra_columns or ()))
         needed = {name for key in keys for name in (key, key.split(".")[0])} & names.keys()
+        for key in data.extra_columns or ():
+            if not {key, key.split(".")[0]} & names.keys():
+                logger.warning("%s: it has no column data.extra_columns=[%s]", prefix, key)
         if self.sidecar is not None and data.extra_columns is None:
             needed = set(names)
         self._columns = {name: self._open(names[name]) for name in sorted(needed)}

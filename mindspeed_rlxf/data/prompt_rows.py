@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from mindspeed_rlxf.data.files import (
     unicode_problem,
 )
 from mindspeed_rlxf.data.prompt_store import Labels
+
+logger = logging.getLogger(__name__)
 
 ROLE = re.compile(r"[\w .:-]{1,64}")  # templates such as `<{role}>` could make tokens of others
 RULE = "a prompt must be text or a list of chat messages {role, content}"
@@ -52,8 +55,13 @@ class TextRow:
 
 
 def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Iterator[TextRow]:
-    """Yield the rows of a file whose fields are all valid; the others go to `problems`."""
+    """Yield the rows of a file whose fields are all valid; the others go to `problems`.
+
+    Warns of columns that `data.extra_columns` names and no row has.
+    """
+    absent = set(data.extra_columns or ())
     for number, row in read_rows(file, problems):
+        absent = {key for key in absent if look_up(row, key) is None}
         prompt = look_up(row, data.prompt_key)
         problem = _prompt_problem(prompt, data)
         if prompt is None:
@@ -65,6 +73,8 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
         labels = read_labels(number, row, data, problems)
         if labels and not problem:
             yield TextRow(number, _with_system(prompt, data.system_prompt), labels)
+    if absent:
+        logger.warning("%s: no row has data.extra_columns=%s", file, sorted(absent))
 
 
 def _with_system(prompt: Any, system: str | None) -> Any:

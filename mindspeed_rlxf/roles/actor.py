@@ -66,14 +66,10 @@ class ActorRole:
 
     def describe(self, rollouts: Rollouts) -> RoleOutput:
         """Report sample id, token ids and weights version of each row, for the sample log."""
+        prompts, responses = rollouts.prompt_tokens(), rollouts.response_tokens()
         texts = [
-            SampleText(
-                rollouts.sample_ids[row],
-                rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]].tolist(),
-                rollouts.response_ids[row, : rollouts.response_lengths[row]].tolist(),
-                version_span(rollouts, row),
-            )
-            for row in range(rollouts.num_rows)
+            SampleText(sample_id, prompts[row], responses[row], version_span(rollouts, row))
+            for row, sample_id in enumerate(rollouts.sample_ids)
         ]
         return RoleOutput(report=texts)
 

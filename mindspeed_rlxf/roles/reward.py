@@ -43,11 +43,9 @@ class RewardRole:
         return RoleOutput(scores, ScoreReport(scores.scores.tolist()) if scores else None)
 
     def _score_by_classifier(self, classifier: Classifier, rollouts: Rollouts) -> RoleOutput:
-        prompts = [
-            rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]].tolist()
-            for row in range(rollouts.num_rows)
-        ]
-        pairs = zip(self._decode(prompts), self._decode(_responses(rollouts)), strict=True)
+        prompts = self._decode(rollouts.prompt_tokens())
+        responses = self._decode(rollouts.response_tokens())
+        pairs = zip(prompts, responses, strict=True)
         scores = classifier.score([prompt + response for prompt, response in pairs])
         rows = Scores(torch.tensor(scores, dtype=torch.float32))
         return RoleOutput(rows, ScoreReport(scores))
@@ -80,17 +78,9 @@ class RewardRole:
 
         find_answers: report the answer of each response too
         """
-        texts = self._decode(_responses(rollouts))
+        texts = self._decode(rollouts.response_tokens())
         results = self.rules.score(texts, rollouts.ground_truths, rollouts.data_sources)
         scores = [result.score for result in results]
         found = self.answers.find(texts, rollouts.data_sources) if find_answers else []
         report = ScoreReport(scores, [dict(result.parts) for result in results], answers=found)
         return RoleOutput(Scores(torch.tensor(scores, dtype=torch.float32)), report)
-
-
-def _responses(rollouts: Rollouts) -> list[list[int]]:
-    """Return the token ids of each response."""
-    return [
-        rollouts.response_ids[row, : rollouts.response_lengths[row]].tolist()
-        for row in range(rollouts.num_rows)
-    ]

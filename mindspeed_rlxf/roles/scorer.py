@@ -64,7 +64,11 @@ class ScorerRole:
         """
         if not self.is_leader:
             return RoleOutput()
-        scorings = [self._scoring(rollouts, row) for row in range(rollouts.num_rows)]
+        prompts, responses = rollouts.prompt_tokens(), rollouts.response_tokens()
+        scorings = [
+            self._scoring(rollouts, row, prompts[row], responses[row])
+            for row in range(rollouts.num_rows)
+        ]
         outcomes = [scoring.outcome() for scoring in scorings]
         failed_score = self.reward.failed_score
         scores = [o.result.score if o.result else failed_score for o in outcomes]
@@ -75,22 +79,20 @@ class ScorerRole:
         return RoleOutput(rows, ScoreReport(scores, parts, failures, answers))
 
     def _find_answers(self, rollouts: Rollouts) -> list[str | None]:
-        responses = [
-            rollouts.response_ids[row, : rollouts.response_lengths[row]].tolist()
-            for row in range(rollouts.num_rows)
-        ]
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode(rollouts.response_tokens(), skip_special_tokens=True)
         return self.answers.find(texts, rollouts.data_sources)
 
-    def _scoring(self, rollouts: Rollouts, row: int) -> Scoring:
-        response = rollouts.response_ids[row, : rollouts.response_lengths[row]].tolist()
+    def _scoring(
+        self, rollouts: Rollouts, row: int, prompt: list[int], response: list[int]
+    ) -> Scoring:
+        """Return the scoring that `follow` started, or start one."""
         key = _key(rollouts.sample_ids[row], response)
         for begun in reversed(self._started):
             if key in begun:
                 return begun.pop(key)
         return self.rewards.submit(
             self._sample(
-                rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]].tolist(),
+                prompt,
                 response,
                 rollouts.ground_truths[row],
                 rollouts.data_sources[row],

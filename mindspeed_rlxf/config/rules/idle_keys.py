@@ -85,9 +85,7 @@ def _idle(config: RunConfig) -> Iterator[Idle]:
     yield from _of_algorithm(config)
     yield from _of_runtime(config)
     yield from _of_generation(config)
-    if not (config.data.train_files or config.data.val_files):
-        made = "with indexed data sets, whose prompts are tokenized already"
-        yield Idle("data", ("chat_template_kwargs", "system_prompt", "invalid_rows"), made)
+    yield from _of_data(config)
     for role in config.roles:
         if config.role(role).architecture is not None:  # None: the reward is a rule
             yield from _of_model(config, role)
@@ -115,6 +113,12 @@ def _of_training(config: RunConfig) -> Iterator[Idle]:
 
 def _over_train_iters(config: RunConfig) -> str:
     return f"with training.train_iters={config.training.train_iters}, which is smaller"
+
+
+def _of_data(config: RunConfig) -> Iterator[Idle]:
+    if not (config.data.train_files or config.data.val_files):
+        made = "with indexed data sets, whose prompts are tokenized already"
+        yield Idle("data", ("chat_template_kwargs", "system_prompt", "invalid_rows"), made)
 
 
 def _of_validation(config: RunConfig) -> Iterator[Idle]:

@@ -77,6 +77,16 @@ def test_columns_that_are_named_hold_plain_values_and_others_are_left_out(
         assert prompt.extra_info == found
 
 
+def test_a_named_column_that_no_row_has_is_warned_of(
+    make_tokenizer: MakeTokenizer, write_jsonl: WriteJsonl, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "a", "ground_truth": "1", "x": n} for n in (None, 2)]
+    file = str(write_jsonl(*rows))
+    keys = data(default_data_source="t", extra_columns=["x", "y"])
+    assert [p.extra_info for p in load_prompts(file, make_tokenizer(), keys, 100)] == [{}, {"x": 2}]
+    assert f"{file}: no row has data.extra_columns=['y']" in caplog.text
+
+
 def test_chat_template_kwargs_reach_the_template(
     make_tokenizer: MakeTokenizer, write_jsonl: WriteJsonl
 ) -> None:
