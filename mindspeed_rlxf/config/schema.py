@@ -28,6 +28,7 @@ from mindspeed_rlxf.config.sections import (
     DeviceConfig,
     KlControlConfig,
     LoggingConfig,
+    PlanConfig,
     PoolSettings,
     RolloutConfig,
     RuntimeConfig,
@@ -47,6 +48,7 @@ __all__ = [
     "LearningConfig",
     "LoggingConfig",
     "OptimizerConfig",
+    "PlanConfig",
     "PoolSettings",
     "RefConfig",
     "RewardConfig",
@@ -83,6 +85,7 @@ class RunConfig(Section):
     logging: LoggingConfig = key(LoggingConfig(), "what is written down")
     device: DeviceConfig = key(DeviceConfig(), "what the workers compute on")
     runtime: RuntimeConfig = key(RuntimeConfig(), "what starts the workers")
+    plan: PlanConfig = key(PlanConfig(), "what a dry run predicts and suggests", "free")
     dry_run: bool = key(False, "print the plan and every problem, then stop", "free")
 
     @property
