@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
 
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.host import disk_needed, host_memory_needed
-from mindspeed_rlxf.ops.planning.memory import (
-    GENERATES,
-    Phase,
-    PoolMemory,
-    RoleMemory,
-    optimizer_of,
-    pool_memories,
-)
+from mindspeed_rlxf.ops.planning.memory import Phase, PoolMemory, RoleMemory, pool_memories
+from mindspeed_rlxf.ops.planning.rates import Rates
+from mindspeed_rlxf.ops.planning.remedies import find_remedy
 from mindspeed_rlxf.ops.sizes import format_bytes
 from mindspeed_rlxf.reporting.table import pairs, table
 from mindspeed_rlxf.run.directory import RunDirectory
@@ -70,14 +64,17 @@ class Fit:
     problems: list[Problem]
 
 
-def check_fit(config: RunConfig) -> Fit:
-    """Compare needs with the memory of devices and hosts, and with free disk; return the tables."""
+def check_fit(config: RunConfig, rates: Rates | None = None) -> Fit:
+    """Compare needs with the memory of devices and hosts, and with free disk; return the tables.
+
+    rates: to weigh remedies by their predicted time
+    """
     pools = [memory for pool in config.resource_pool for memory in pool_memories(config, pool)]
     sections: dict[str, tuple[str, Need]] = {}
     for pool in pools:
         part = f", {pool.part}" if pool.part else ""
         title = f"Memory per device, pool {pool.pool}{part} (rank {pool.rank}, which needs most)"
-        sections[title] = table(_pool_rows(pool)), _device_need(config, pool)
+        sections[title] = table(_pool_rows(pool)), _device_need(config, pool, rates)
     host = "Host memory" + (", largest host" if available.is_joined(config) else "")
     sections[host] = _host_section(config, pools)
     sections["Disk"] = _disk_section(config)
@@ -106,52 +103,28 @@ def _row(name: str, roles: Sequence[RoleMemory], other: int, phase: Phase) -> li
     return [name, phase.name, *map(format_bytes, [*needs, sum(needs)])]
 
 
-def _device_need(config: RunConfig, pool: PoolMemory) -> Need:
+def _device_need(config: RunConfig, pool: PoolMemory, rates: Rates | None) -> Need:
     """Compare the memory that a rank of the pool wants with a device's."""
+    there = available.device_memory(config)
+    too_much = there is not None and pool.total > there
     return Need(
         f"resource_pool.{pool.pool}",
         f"a device {f'of the {pool.part} ' if pool.part else ''}",
         pool.total,
-        available.device_memory(config),
-        _remedy(config, pool),
+        there,
+        _remedy(config, pool, there, rates) if too_much and there is not None else "",
         "it comes from the host's memory, see below"
         if available.on_cpu(config)
         else "memory of a device is unknown: set device.memory_gib",
     )
 
 
-def _remedy(config: RunConfig, pool: PoolMemory) -> str:
-    """Name the change that lowers the largest part of a pool's memory."""
-    busiest = pool.busiest
-    if busiest is None or sum(sum(role.state) for role in pool.roles) > busiest.largest.total:
-        return " or ".join(_ways_to_spread(config, pool))
-    if busiest.largest.name == "generate":
-        return f"lower {busiest.role.value}.num_samples_per_step"
-    by_tokens = config.role(busiest.role).max_tokens_per_micro_batch is not None
-    key = "max_tokens_per_micro_batch" if by_tokens else "micro_batch_size"
-    return f"lower {busiest.role.value}.{key}"
-
-
-def _ways_to_spread(config: RunConfig, pool: PoolMemory) -> Iterator[str]:
-    """Yield changes that leave fewer weights, gradients and optimizer slots on a rank."""
-    if pool.part == GENERATES:
-        yield "raise rollout.tensor_model_parallel_size"
-        return
-    for role in pool.roles:
-        optimizer = optimizer_of(config, role.role)
-        whole = optimizer is not None and not optimizer.use_distributed_optimizer
-        if whole and config.layout(role.role).dp > 1:
-            yield f"set {role.role.value}.use_distributed_optimizer=true"
-    for role in pool.roles:
-        section = config.role(role.role)
-        ep, dp = section.expert_model_parallel_size, config.layout(role.role).dp
-        experts = section.architecture.num_experts if section.architecture else None
-        if experts and gcd(experts, dp) > ep:
-            yield f"raise {role.role.value}.expert_model_parallel_size"
-    yield "raise tensor_model_parallel_size"
-    yield "raise pipeline_model_parallel_size"
-    if len(pool.roles) > 1:
-        yield "place roles on pools of their own"
+def _remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | None) -> str:
+    """Name the cheapest change that suffices, else what can be done beside the configuration."""
+    if found := find_remedy(config, pool, limit, rates):
+        return found
+    more = "no change of recompute, offload, batches or layout suffices: use more devices"
+    return f"{more}, or place roles on pools of their own" if len(pool.roles) > 1 else more
 
 
 def _host_section(config: RunConfig, pools: list[PoolMemory]) -> tuple[str, Need]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -42,8 +42,6 @@ def find_rates(config: RunConfig) -> KnownRates:
     others = _published(config, kind)
     bf16, threads = config.actor_rollout.bf16, config.device.cpu_threads
     if given.calibration is not None:
-        from pathlib import Path
-
         file = Path(given.calibration)
         return KnownRates(read_calibration(file, kind, threads, bf16).rates(others))
     if given.device is None and (file := default_file(kind)).exists():
@@ -92,7 +90,12 @@ def show_prediction(config: RunConfig, known: KnownRates) -> str:
     ]
     for each, seconds in made.phases:
         work = each.work
-        sizes = (work.flop / 1e12, work.moved / 1e9, (work.link + work.network) / 1e9, work.host / 1e9)
+        sizes = (
+            work.flop / 1e12,
+            work.moved / 1e9,
+            (work.link + work.network) / 1e9,
+            work.host / 1e9,
+        )
         share = f"{seconds / made.iteration_s:.0%}"
         shown = [f"{size:,.3g}" if size < 1000 else f"{size:,.0f}" for size in sizes]
         rows.append([each.name, each.role.value, each.pool, *shown, f"{seconds:.3g}", share])
@@ -106,6 +109,3 @@ def show_prediction(config: RunConfig, known: KnownRates) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
-
-
-Predict = Callable[[RunConfig], float]

@@ -16,7 +16,7 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, Rol
 from mindspeed_rlxf.models.heads import CHUNK_TOKENS
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.sizes import HEADS, received_numbers, shard_sizes
-from mindspeed_rlxf.ops.planning.memory import cache_rows, has_model, role_memory
+from mindspeed_rlxf.ops.planning.memory import cache_rows, has_model
 
 
 class Kind(Enum):
@@ -255,8 +255,17 @@ class _Model:
         return Work(link=count, messages=messages)
 
     def _offload(self, trains: bool) -> Work:
-        """Return the copies between device and host that offloading makes in a phase."""
-        return Work()
+        """Return the copies between device and host that offloading makes in a phase.
+
+        Weights come to the device; updated ones go back. The optimizer's state comes and goes.
+        """
+        found, copied = self.section.offload, 0.0
+        if found.weights:
+            copied += self.numbers * self.item * (2 if trains else 1)
+        if found.optimizer and trains and isinstance(self.section, LearningConfig):
+            shards = self.layout.dp if self.section.optimizer.use_distributed_optimizer else 1
+            copied += 2 * self.numbers / shards * memory.optimizer_number_bytes(self.item)
+        return Work(host=copied)
 
     def _micro_batches(self, samples: int) -> int:
         return max(1, memory.micro_batches(self.section, samples, self.lengths.total))
@@ -287,7 +296,8 @@ def generation(config: RunConfig) -> Work:
     calls = (steps + passes) * (a.num_layers + 1)
     sent = 2 * (prompts + decoded) * a.hidden_size * item * a.num_layers * _ring(tp)
     messages = 2 * a.num_layers * (steps + passes) if tp > 1 else 0
-    work = Work(flop * a.num_layers + head, moved, calls, link=sent, messages=messages)
+    copied = numbers / config.layout(Role.ACTOR_ROLLOUT).pp * item if actor.offload.weights else 0
+    work = Work(flop * a.num_layers + head, moved, calls, sent, 0.0, copied, messages)
     return work + _received(config, item)
 
 

@@ -1,0 +1,180 @@
+"""Find the cheapest change that makes a pool fit its devices, with the figure that it reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_rlxf.config.enums import Recompute, Role
+from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig, RunConfig
+from mindspeed_rlxf.ops.planning.memory import (
+    PoolMemory,
+    cache_rows,
+    has_model,
+    pool_memories,
+)
+from mindspeed_rlxf.ops.planning.prediction import predict
+from mindspeed_rlxf.ops.planning.rates import Rates
+from mindspeed_rlxf.ops.planning.variants import as_overrides, vary
+from mindspeed_rlxf.ops.sizes import format_bytes
+
+MOST_CHANGES = 8  # of a remedy
+Changes = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A set of changes, the bytes that a device then needs, and the predicted time, if known."""
+
+    changes: Changes
+    config: RunConfig
+    total: int
+    seconds: float | None
+
+
+def find_remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | None) -> str | None:
+    """Return the cheapest change after which a device of the pool needs at most `limit` bytes.
+
+    Of single changes that suffice, the one with the shortest predicted time, without rates the
+    first in the order of `_single_changes`. Where none does, several: each time the change that
+    saves most. None = nothing suffices.
+    """
+    before = _try(config, {}, config, pool, rates)
+    assert before is not None, "the configuration is checked"
+    singles = [
+        tried
+        for changes in _single_changes(config, pool, limit)
+        if (tried := _try(config, changes, config, pool, rates)) and tried.total < before.total
+    ]
+    enough = [tried for tried in singles if tried.total <= limit]
+    found = min(enough, key=_seconds) if enough else _several(config, pool, limit, rates)
+    if found is None:
+        return None
+    slower = ""
+    if found.seconds is not None and before.seconds:
+        share = found.seconds / before.seconds - 1
+        slower = f" ({share:+.0%} predicted time)"
+    return f"set {' '.join(as_overrides(found.changes))}: {format_bytes(found.total)}{slower}"
+
+
+def _seconds(tried: Tried) -> float:
+    return 0.0 if tried.seconds is None else round(tried.seconds, 3)
+
+
+def _several(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | None) -> Tried | None:
+    """Add the change that saves most until the pool fits; then leave out what is not needed."""
+    best = _try(config, {}, config, pool, rates)
+    assert best is not None, "the configuration is checked"
+    for _ in range(MOST_CHANGES):
+        steps = [
+            tried
+            for changes in _single_changes(best.config, _like(best.config, pool), limit)
+            if (tried := _try(config, {**best.changes, **changes}, config, pool, rates))
+        ]
+        saving = min(steps, key=lambda tried: tried.total, default=None)
+        if saving is None or saving.total >= best.total:
+            return None
+        best = saving
+        if best.total <= limit:
+            return _pruned(config, best, pool, limit, rates)
+    return None
+
+
+def _pruned(
+    config: RunConfig, found: Tried, pool: PoolMemory, limit: int, rates: Rates | None
+) -> Tried:
+    """Leave out the changes without which the pool fits too."""
+    for key in list(found.changes):
+        fewer = {name: value for name, value in found.changes.items() if name != key}
+        tried = _try(config, fewer, config, pool, rates)
+        if tried and tried.total <= limit:
+            found = tried
+    return found
+
+
+def _try(
+    config: RunConfig, changes: Changes, base: RunConfig, pool: PoolMemory, rates: Rates | None
+) -> Tried | None:
+    """Return what changes reach; None where a rule forbids them."""
+    try:
+        varied = vary(base, changes) if changes else config
+        total = _like(varied, pool).total
+    except ConfigError:
+        return None
+    seconds = predict(varied, rates).iteration_s if rates else None
+    return Tried(changes, varied, total, seconds)
+
+
+def _like(config: RunConfig, pool: PoolMemory) -> PoolMemory:
+    """Return the memory of the same part of the same pool in another configuration."""
+    found = pool_memories(config, pool.pool)
+    return next(each for each in found if each.part == pool.part)
+
+
+def _single_changes(config: RunConfig, pool: PoolMemory, limit: int) -> Iterator[Changes]:
+    """Yield changes that may lower the memory of a pool, the cheapest kinds first."""
+    roles = {
+        role.role: config.role(role.role) for role in pool.roles if has_model(config, role.role)
+    }
+    learning = {role: s for role, s in roles.items() if isinstance(s, LearningConfig)}
+    if pool.part:
+        learning = {} if pool.busiest and pool.busiest.gradients == 0 else learning
+    for role, section in learning.items():
+        if config.layout(role).dp > 1 and not section.optimizer.use_distributed_optimizer:
+            yield {f"{role.value}.use_distributed_optimizer": True}
+    yield from _smaller_batches(config, roles, limit, pool)
+    for role, section in roles.items():
+        if role not in learning and not section.offload.weights:
+            yield {f"{role.value}.offload.weights": True}
+    for role, section in learning.items():
+        if not section.offload.optimizer:
+            yield {f"{role.value}.offload.optimizer": True}
+        if section.recompute is Recompute.NONE:
+            yield {f"{role.value}.recompute": Recompute.SELECTIVE.value}
+        if section.recompute is not Recompute.FULL:
+            yield {f"{role.value}.recompute": Recompute.FULL.value}
+        if not section.offload.weights:
+            yield {f"{role.value}.offload.weights": True}
+    yield from _spread(config, roles)
+
+
+def _smaller_batches(
+    config: RunConfig, roles: dict[Role, RoleConfig], limit: int, pool: PoolMemory
+) -> Iterator[Changes]:
+    """Yield halves of what is computed at once: rows of generation, and of micro-batches."""
+    if Role.ACTOR_ROLLOUT in roles:
+        rows = cache_rows(config)
+        while rows > 1:
+            rows = -(-rows // 2)
+            yield {"actor_rollout.num_samples_per_step": rows}
+    actor = config.actor_rollout
+    length = actor.max_prompt_length + actor.max_new_tokens
+    for role, section in roles.items():
+        tokens, size = section.max_tokens_per_micro_batch, section.micro_batch_size
+        while tokens is not None and tokens > length:
+            tokens = max(length, tokens // 2)
+            yield {f"{role.value}.max_tokens_per_micro_batch": tokens}
+        while tokens is None and size > 1:
+            size //= 2
+            yield {f"{role.value}.micro_batch_size": size}
+
+
+def _spread(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
+    """Yield layouts with more ranks for each model."""
+    for role, section in roles.items():
+        if section.architecture.num_experts:
+            yield {
+                f"{role.value}.expert_model_parallel_size": 2 * section.expert_model_parallel_size
+            }
+    for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        changes: Changes = {}
+        for role, section in roles.items():
+            if key.startswith("pipeline") and not isinstance(section, LearningConfig):
+                continue
+            changes[f"{role.value}.{key}"] = 2 * getattr(section, key)
+            if key.startswith("tensor"):
+                changes[f"{role.value}.sequence_parallel"] = True
+        if changes:
+            yield changes
