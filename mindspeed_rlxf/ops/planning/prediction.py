@@ -83,7 +83,9 @@ def show_prediction(config: RunConfig, known: KnownRates) -> str:
     """Make the section of the plan on time."""
     note = f"\n  {known.note}" if known.note else ""
     if known.rates is None:
-        return f"  no rates are known of device.kind=cpu; measure them: `mindspeed-rlxf doctor --calibrate`{note}"
+        kind = device.resolve_kind(config.device.kind).value
+        how = "measure them with `mindspeed-rlxf doctor --calibrate`"
+        return f"  no rates are known of a {kind}; {how}{note}"
     made, lengths = predict(config, known.rates), mean_lengths(config)
     rows: list[list[object]] = [
         ["phase", "role", "pool", "TFLOP", "GB moved", "GB sent", "GB to host", "seconds", "share"]

@@ -12,7 +12,6 @@ from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig, RunConfig
 from mindspeed_rlxf.ops.planning.memory import (
     PoolMemory,
     cache_rows,
-    has_model,
     pool_memories,
 )
 from mindspeed_rlxf.ops.planning.prediction import predict
@@ -115,27 +114,25 @@ def _like(config: RunConfig, pool: PoolMemory) -> PoolMemory:
 
 def _single_changes(config: RunConfig, pool: PoolMemory, limit: int) -> Iterator[Changes]:
     """Yield changes that may lower the memory of a pool, the cheapest kinds first."""
-    roles = {
-        role.role: config.role(role.role) for role in pool.roles if has_model(config, role.role)
-    }
+    roles = {each.role: config.role(each.role) for each in pool.roles}
     learning = {role: s for role, s in roles.items() if isinstance(s, LearningConfig)}
     if pool.part:
         learning = {} if pool.busiest and pool.busiest.gradients == 0 else learning
-    for role, section in learning.items():
-        if config.layout(role).dp > 1 and not section.optimizer.use_distributed_optimizer:
+    for role, learner in learning.items():
+        if config.layout(role).dp > 1 and not learner.optimizer.use_distributed_optimizer:
             yield {f"{role.value}.use_distributed_optimizer": True}
     yield from _smaller_batches(config, roles, limit, pool)
     for role, section in roles.items():
         if role not in learning and not section.offload.weights:
             yield {f"{role.value}.offload.weights": True}
-    for role, section in learning.items():
-        if not section.offload.optimizer:
+    for role, learner in learning.items():
+        if not learner.offload.optimizer:
             yield {f"{role.value}.offload.optimizer": True}
-        if section.recompute is Recompute.NONE:
+        if learner.recompute is Recompute.NONE:
             yield {f"{role.value}.recompute": Recompute.SELECTIVE.value}
-        if section.recompute is not Recompute.FULL:
+        if learner.recompute is not Recompute.FULL:
             yield {f"{role.value}.recompute": Recompute.FULL.value}
-        if not section.offload.weights:
+        if not learner.offload.weights:
             yield {f"{role.value}.offload.weights": True}
     yield from _spread(config, roles)
 

@@ -222,9 +222,10 @@ def show_suggestions(
         )
     lines = []
     for number, each in enumerate(found, 1):
+        change = f"{each.seconds / now - 1:+.0%} beside this configuration"
         lines += [
-            f"  {number}. predicted {each.seconds:,.3g} s an iteration ({each.seconds / now - 1:+.0%} "
-            f"beside this configuration), {format_bytes(each.total)} of a device",
+            f"  {number}. predicted {each.seconds:,.3g} s an iteration ({change}), "
+            f"{format_bytes(each.total)} of a device",
             f"     {' '.join(as_overrides(_worth_saying(config, each.changes), nested))}",
         ]
     return "\n".join(lines)
