@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mindspeed_rlxf.config.enums import Recompute, Role
@@ -19,7 +20,8 @@ from mindspeed_rlxf.ops.planning.rates import Rates
 from mindspeed_rlxf.ops.planning.variants import as_overrides, vary
 from mindspeed_rlxf.ops.sizes import format_bytes
 
-MOST_CHANGES = 8  # of a remedy
+MOST_CHANGES = 10  # of a remedy
+LEAST_SHARE = 0.01  # of the time of an iteration: what any change is taken to cost
 Changes = dict[str, Any]
 
 
@@ -38,7 +40,7 @@ def find_remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | 
 
     Of single changes that suffice, the one with the shortest predicted time, without rates the
     first in the order of `_single_changes`. Where none does, several: each time the change that
-    saves most. None = nothing suffices.
+    saves bytes at the lowest price. None = nothing suffices.
     """
     before = _try(config, {}, config, pool, rates)
     assert before is not None, "the configuration is checked"
@@ -63,7 +65,7 @@ def _seconds(tried: Tried) -> float:
 
 
 def _several(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | None) -> Tried | None:
-    """Add the change that saves most until the pool fits; then leave out what is not needed."""
+    """Add the change of the lowest price until the pool fits; then leave out what is not needed."""
     best = _try(config, {}, config, pool, rates)
     assert best is not None, "the configuration is checked"
     for _ in range(MOST_CHANGES):
@@ -72,13 +74,22 @@ def _several(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | Non
             for changes in _single_changes(best.config, _like(best.config, pool), limit)
             if (tried := _try(config, {**best.changes, **changes}, config, pool, rates))
         ]
-        saving = min(steps, key=lambda tried: tried.total, default=None)
-        if saving is None or saving.total >= best.total:
+        steps = [tried for tried in steps if tried.total < best.total]
+        if not steps:
             return None
-        best = saving
+        best = min(steps, key=partial(_price, best, limit))
         if best.total <= limit:
             return _pruned(config, best, pool, limit, rates)
     return None
+
+
+def _price(before: Tried, limit: int, tried: Tried) -> float:
+    """Return what a change costs for each byte that it saves of those that are too many."""
+    saved = min(before.total - tried.total, before.total - limit)
+    if tried.seconds is None or before.seconds is None:
+        return -saved
+    slower = max(0.0, tried.seconds - before.seconds)
+    return (slower + LEAST_SHARE * before.seconds) / saved
 
 
 def _pruned(
