@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.host import disk_needed, host_memory_needed
-from mindspeed_rlxf.ops.planning.memory import Phase, PoolMemory, RoleMemory, pool_memories
+from mindspeed_rlxf.ops.planning.memory import Phase, PoolMemory, State, pool_memories
 from mindspeed_rlxf.ops.planning.rates import Rates
 from mindspeed_rlxf.ops.planning.remedies import find_remedy
 from mindspeed_rlxf.ops.sizes import format_bytes
@@ -89,17 +88,17 @@ def _pool_rows(pool: PoolMemory) -> list[list[object]]:
          "sum"]
     ]  # fmt: skip
     for role in pool.roles:
-        rows += [_row(role.role.value, [role], role.other, phase) for phase in role.phases]
+        name, other = role.role.value, role.other
+        rows += [_row(name, role.held(phase), other, phase) for phase in role.phases]
     other = pool.process + sum(role.other for role in pool.roles)
-    phase = pool.busiest.largest if pool.busiest else Phase("-")
-    return [*rows, _row("together", pool.roles, other, phase)]
+    if pool.peak is None:
+        return [*rows, _row("together", (0, 0, 0), other, Phase("-"))]
+    return [*rows, _row("together", pool.held(*pool.peak), other, pool.peak[1])]
 
 
-def _row(name: str, roles: Sequence[RoleMemory], other: int, phase: Phase) -> list[object]:
-    """Make a row of the memory table: `roles` and `other` while `phase` runs."""
-    kept = [sum(values) for values in zip(*(role.state for role in roles), strict=True)]
-    kept = kept or [0, 0, 0]
-    needs = [*kept, phase.activations, phase.kv_cache, other + phase.other]
+def _row(name: str, held: State, other: int, phase: Phase) -> list[object]:
+    """Make a row of the memory table: what is held while `phase` runs."""
+    needs = [*held, phase.activations, phase.kv_cache, other + phase.other]
     return [name, phase.name, *map(format_bytes, [*needs, sum(needs)])]
 
 
@@ -134,8 +133,11 @@ def _host_section(config: RunConfig, pools: list[PoolMemory]) -> tuple[str, Need
         f"processes ({host.num_processes})": host.processes,
         "driver": host.driver,
         "rows of an iteration, and of the one before": host.rows,
+        "a checkpoint while it is written": host.checkpoint,
         "final weights while they are written": host.export,
     }
+    if host.offloaded:
+        rows["copies of what roles offload"] = host.offloaded
     if host.devices:
         rows["what the roles hold"] = host.devices
     remedy = "use fewer processes, smaller micro-batches, or more hosts"

@@ -11,6 +11,7 @@ from mindspeed_rlxf.config.enums import Recompute, Role
 from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig, RunConfig
 from mindspeed_rlxf.ops.planning.memory import (
+    GENERATES,
     PoolMemory,
     cache_rows,
     pool_memories,
@@ -127,8 +128,10 @@ def _single_changes(config: RunConfig, pool: PoolMemory, limit: int) -> Iterator
     """Yield changes that may lower the memory of a pool, the cheapest kinds first."""
     roles = {each.role: config.role(each.role) for each in pool.roles}
     learning = {role: s for role, s in roles.items() if isinstance(s, LearningConfig)}
-    if pool.part:
-        learning = {} if pool.busiest and pool.busiest.gradients == 0 else learning
+    if pool.part == GENERATES:
+        yield from _smaller_batches(config, roles, limit, pool)
+        yield {"rollout.tensor_model_parallel_size": 2 * config.rollout_tp}
+        return
     for role, learner in learning.items():
         if config.layout(role).dp > 1 and not learner.optimizer.use_distributed_optimizer:
             yield {f"{role.value}.use_distributed_optimizer": True}

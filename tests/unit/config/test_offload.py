@@ -97,3 +97,14 @@ def test_a_run_of_before_the_key_has_its_default(make_tree: MakeTree) -> None:
 def test_a_rule_as_reward_has_nothing_to_offload(make_tree: MakeTree) -> None:
     tree = make_tree({"reward.offload.weights": True})
     assert "reward.offload" in "".join(resolve_with_notes(tree, "test")[1])
+
+
+def test_weights_that_no_other_model_waits_for_stay(make_tree: MakeTree) -> None:
+    alone = {"resource_pool.other": 8, "placement.critic": "other"}
+    tree = make_tree({**alone, "training.offload.weights": True})
+    assert not any("offload" in note for note in resolve_with_notes(tree, "test")[1])
+    tree = make_tree({**alone, "training.offload": {}, "critic.offload.weights": True})
+    [note] = [note for note in resolve_with_notes(tree, "test")[1] if "offload" in note]
+    assert note == (
+        "critic.offload.weights=true: no effect with no model of another role on its devices"
+    )
