@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning import available
-from mindspeed_rlxf.ops.planning.host import disk_needed, host_memory_needed
+from mindspeed_rlxf.ops.planning.host import HostMemory, disk_needed, host_memory_needed
 from mindspeed_rlxf.ops.planning.memory import Phase, PoolMemory, State, pool_memories
 from mindspeed_rlxf.ops.planning.rates import Rates
 from mindspeed_rlxf.ops.planning.remedies import find_remedy
@@ -127,24 +127,42 @@ def _remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | None
 
 
 def _host_section(config: RunConfig, pools: list[PoolMemory]) -> tuple[str, Need]:
-    """Return the table of the host's memory, and whether it fits."""
+    """Return the table of the host's memory by phase, and whether it fits."""
     host = host_memory_needed(config, pools)
-    rows = {
-        f"processes ({host.num_processes})": host.processes,
-        "driver": host.driver,
-        "rows of an iteration, and of the one before": host.rows,
-        "a checkpoint while it is written": host.checkpoint,
-        "final weights while they are written": host.export,
-    }
-    if host.offloaded:
-        rows["copies of what roles offload"] = host.offloaded
-    if host.devices:
-        rows["what the roles hold"] = host.devices
     remedy = "use fewer processes, smaller micro-batches, or more hosts"
+    if host.offloaded:
+        remedy = f"offload less, {remedy}"
     unknown = "memory of the hosts of a cluster is unknown here"
     there = available.host_memory(config)
     need = Need("resource_pool", "the host ", host.total, there, remedy, unknown)
-    return _rows(rows), need
+    cache = (
+        f"  page cache of the weights that are loaded: {format_bytes(host.page_cache)}, not in the "
+        "sums, as the system gives it back"
+    )
+    return f"{table(_host_rows(host))}\n{cache}", need
+
+
+def _host_rows(host: HostMemory) -> list[list[object]]:
+    """Make the table of a host's memory: a row for each part, a column for each phase of a run."""
+    load, iteration, checkpoint, final = range(4)
+    always = (load, iteration, checkpoint, final)
+    parts: list[tuple[str, int, tuple[int, ...]]] = [
+        (f"processes ({host.num_processes})", host.processes, always),
+        ("driver", host.driver, always),
+        ("what the roles hold", host.devices, always),
+        ("rows, and those of the iteration before", host.rows, (iteration, checkpoint)),
+    ]
+    for role, count in host.copies.items():
+        parts.append((f"{role.value}: copies of what it offloads", count, always))
+    for role, count in host.checkpoints.items():
+        parts.append((f"{role.value}: a checkpoint while it is written", count, (checkpoint,)))
+    for role, count in host.exports.items():
+        parts.append((f"{role.value}: final weights while they are written", count, (final,)))
+    rows: list[list[object]] = [["part", *host.phases]]
+    for name, count, phases in parts:
+        if count:
+            rows.append([name, *(format_bytes(count if each in phases else 0) for each in always)])
+    return [*rows, ["together", *map(format_bytes, host.phases.values())]]
 
 
 def _disk_section(config: RunConfig) -> tuple[str, Need]:

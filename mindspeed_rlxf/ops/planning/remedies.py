@@ -39,9 +39,9 @@ class Tried:
 def find_remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | None) -> str | None:
     """Return the cheapest change after which a device of the pool needs at most `limit` bytes.
 
-    Of single changes that suffice, the one with the shortest predicted time, without rates the
-    first in the order of `_single_changes`. Where none does, several: each time the change that
-    saves bytes at the lowest price. None = nothing suffices.
+    Of single changes that suffice, and of several found step by step, each at the lowest price for
+    what it saves, those with the shortest predicted time; without rates the first single one in
+    the order of `_single_changes`. None = nothing suffices.
     """
     before = _try(config, {}, config, pool, rates)
     assert before is not None, "the configuration is checked"
@@ -51,9 +51,12 @@ def find_remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | 
         if (tried := _try(config, changes, config, pool, rates)) and tried.total < before.total
     ]
     enough = [tried for tried in singles if tried.total <= limit]
-    found = min(enough, key=_seconds) if enough else _several(config, pool, limit, rates)
-    if found is None:
+    if rates is not None or not enough:
+        several = _several(config, pool, limit, rates)
+        enough += [several] if several else []
+    if not enough:
         return None
+    found = min(enough, key=_seconds)
     slower = ""
     if found.seconds is not None and before.seconds:
         share = found.seconds / before.seconds - 1

@@ -44,6 +44,6 @@ def as_overrides(changes: Changes, nested: bool = False) -> list[str]:
     inside = ("actor_rollout.", "ref.")
     return [
         f"{'actor_rollout_ref.' if nested and key.startswith(inside) else ''}{key}="
-        f"{format_value(value)}"
+        f"{value if isinstance(value, str) and value.isalpha() else format_value(value)}"
         for key, value in changes.items()
     ]
