@@ -105,25 +105,16 @@ def _row(name: str, held: State, other: int, phase: Phase) -> list[object]:
 def _device_need(config: RunConfig, pool: PoolMemory, rates: Rates | None) -> Need:
     """Compare the memory that a rank of the pool wants with a device's."""
     there = available.device_memory(config)
-    too_much = there is not None and pool.total > there
     return Need(
         f"resource_pool.{pool.pool}",
         f"a device {f'of the {pool.part} ' if pool.part else ''}",
         pool.total,
         there,
-        _remedy(config, pool, there, rates) if too_much and there is not None else "",
+        "" if there is None or pool.total <= there else find_remedy(config, pool, there, rates),
         "it comes from the host's memory, see below"
         if available.on_cpu(config)
         else "memory of a device is unknown: set device.memory_gib",
     )
-
-
-def _remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | None) -> str:
-    """Name the cheapest change that suffices, else what can be done beside the configuration."""
-    if found := find_remedy(config, pool, limit, rates):
-        return found
-    more = "no change of recompute, offload, batches or layout suffices: use more devices"
-    return f"{more}, or place roles on pools of their own" if len(pool.roles) > 1 else more
 
 
 def _host_section(config: RunConfig, pools: list[PoolMemory]) -> tuple[str, Need]:

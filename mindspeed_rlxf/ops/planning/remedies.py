@@ -36,89 +36,96 @@ class Tried:
     seconds: float | None
 
 
-def find_remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | None) -> str | None:
-    """Return the cheapest change after which a device of the pool needs at most `limit` bytes.
+def find_remedy(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | None) -> str:
+    """Name the cheapest change after which a device of the pool needs at most `limit` bytes.
 
-    Of single changes that suffice, and of several found step by step, each at the lowest price for
-    what it saves, those with the shortest predicted time; without rates the first single one in
-    the order of `_single_changes`. None = nothing suffices.
+    Of single changes that suffice, and of several found step by step, those with the shortest
+    predicted time; without rates the first single one in the order of `_single_changes`. Where
+    nothing suffices, the least that was reached is named.
     """
-    before = _try(config, {}, config, pool, rates)
-    assert before is not None, "the configuration is checked"
-    singles = [
-        tried
-        for changes in _single_changes(config, pool, limit)
-        if (tried := _try(config, changes, config, pool, rates)) and tried.total < before.total
-    ]
+    search = _Search(config, pool, limit, rates)
+    singles = search.steps(search.before)
     enough = [tried for tried in singles if tried.total <= limit]
+    least = search.before
     if rates is not None or not enough:
-        several = _several(config, pool, limit, rates)
-        enough += [several] if several else []
-    if not enough:
-        return None
-    found = min(enough, key=_seconds)
-    slower = ""
-    if found.seconds is not None and before.seconds:
-        share = found.seconds / before.seconds - 1
-        slower = f" ({share:+.0%} predicted time)"
-    return f"set {' '.join(as_overrides(found.changes))}: {format_bytes(found.total)}{slower}"
+        least = search.several()
+        enough += [least] if least.total <= limit else []
+    if enough:
+        return f"set {search.describe(min(enough, key=_cost))}"
+    apart = ", or place roles on pools of their own" if len(pool.roles) > 1 else ""
+    reached = f"; the least found is {search.describe(least)}" if least.changes else ""
+    return f"use more devices{apart}, no change of keys suffices{reached}"
 
 
-def _seconds(tried: Tried) -> float:
-    return 0.0 if tried.seconds is None else round(tried.seconds, 3)
+def _cost(tried: Tried) -> tuple[float, int]:
+    seconds = 0.0 if tried.seconds is None else round(tried.seconds, 3)
+    return seconds, len(tried.changes)
 
 
-def _several(config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | None) -> Tried | None:
-    """Add the change of the lowest price until the pool fits; then leave out what is not needed."""
-    best = _try(config, {}, config, pool, rates)
-    assert best is not None, "the configuration is checked"
-    for _ in range(MOST_CHANGES):
-        steps = [
-            tried
-            for changes in _single_changes(best.config, _like(best.config, pool), limit)
-            if (tried := _try(config, {**best.changes, **changes}, config, pool, rates))
+class _Search:
+    """Changes of a configuration whose pool does not fit `limit` bytes of a device."""
+
+    def __init__(
+        self, config: RunConfig, pool: PoolMemory, limit: int, rates: Rates | None
+    ) -> None:
+        self.config, self.pool, self.limit, self.rates = config, pool, limit, rates
+        self.before = Tried({}, config, pool.total, self._seconds(config))
+
+    def describe(self, found: Tried) -> str:
+        """Write the overrides, the bytes that they reach, and what they cost."""
+        slower = ""
+        if found.seconds is not None and self.before.seconds:
+            share = found.seconds / self.before.seconds - 1
+            slower = f" ({share:+.0%} predicted time)"
+        return f"{' '.join(as_overrides(found.changes))}: {format_bytes(found.total)}{slower}"
+
+    def steps(self, start: Tried) -> list[Tried]:
+        """Return what each single change beside those of `start` reaches, where it saves bytes."""
+        pool = _like(start.config, self.pool)
+        found = [
+            self._try({**start.changes, **changes})
+            for changes in _single_changes(start.config, pool)
         ]
-        steps = [tried for tried in steps if tried.total < best.total]
-        if not steps:
+        return [tried for tried in found if tried and tried.total < start.total]
+
+    def several(self) -> Tried:
+        """Add the change of the lowest price until the pool fits; leave out what is not needed."""
+        best = self.before
+        for _ in range(MOST_CHANGES):
+            steps = self.steps(best)
+            if not steps:
+                break
+            best = min(steps, key=partial(self._price, best))
+            if best.total <= self.limit:
+                return self._pruned(best)
+        return best
+
+    def _price(self, before: Tried, tried: Tried) -> float:
+        """Return what a change costs for each byte that it saves of those that are too many."""
+        saved = min(before.total - tried.total, before.total - self.limit)
+        if tried.seconds is None or before.seconds is None:
+            return -saved
+        slower = max(0.0, tried.seconds - before.seconds)
+        return (slower + LEAST_SHARE * before.seconds) / saved
+
+    def _pruned(self, found: Tried) -> Tried:
+        for key in list(found.changes):
+            fewer = {name: value for name, value in found.changes.items() if name != key}
+            tried = self._try(fewer)
+            if tried and tried.total <= self.limit:
+                found = tried
+        return found
+
+    def _try(self, changes: Changes) -> Tried | None:
+        """Return what changes reach; None where a rule forbids them."""
+        try:
+            varied = vary(self.config, changes)
+        except ConfigError:
             return None
-        best = min(steps, key=partial(_price, best, limit))
-        if best.total <= limit:
-            return _pruned(config, best, pool, limit, rates)
-    return None
+        return Tried(changes, varied, _like(varied, self.pool).total, self._seconds(varied))
 
-
-def _price(before: Tried, limit: int, tried: Tried) -> float:
-    """Return what a change costs for each byte that it saves of those that are too many."""
-    saved = min(before.total - tried.total, before.total - limit)
-    if tried.seconds is None or before.seconds is None:
-        return -saved
-    slower = max(0.0, tried.seconds - before.seconds)
-    return (slower + LEAST_SHARE * before.seconds) / saved
-
-
-def _pruned(
-    config: RunConfig, found: Tried, pool: PoolMemory, limit: int, rates: Rates | None
-) -> Tried:
-    """Leave out the changes without which the pool fits too."""
-    for key in list(found.changes):
-        fewer = {name: value for name, value in found.changes.items() if name != key}
-        tried = _try(config, fewer, config, pool, rates)
-        if tried and tried.total <= limit:
-            found = tried
-    return found
-
-
-def _try(
-    config: RunConfig, changes: Changes, base: RunConfig, pool: PoolMemory, rates: Rates | None
-) -> Tried | None:
-    """Return what changes reach; None where a rule forbids them."""
-    try:
-        varied = vary(base, changes) if changes else config
-        total = _like(varied, pool).total
-    except ConfigError:
-        return None
-    seconds = predict(varied, rates).iteration_s if rates else None
-    return Tried(changes, varied, total, seconds)
+    def _seconds(self, config: RunConfig) -> float | None:
+        return predict(config, self.rates).iteration_s if self.rates else None
 
 
 def _like(config: RunConfig, pool: PoolMemory) -> PoolMemory:
@@ -127,18 +134,18 @@ def _like(config: RunConfig, pool: PoolMemory) -> PoolMemory:
     return next(each for each in found if each.part == pool.part)
 
 
-def _single_changes(config: RunConfig, pool: PoolMemory, limit: int) -> Iterator[Changes]:
+def _single_changes(config: RunConfig, pool: PoolMemory) -> Iterator[Changes]:
     """Yield changes that may lower the memory of a pool, the cheapest kinds first."""
     roles = {each.role: config.role(each.role) for each in pool.roles}
     learning = {role: s for role, s in roles.items() if isinstance(s, LearningConfig)}
     if pool.part == GENERATES:
-        yield from _smaller_batches(config, roles, limit, pool)
+        yield from _smaller_batches(config, roles)
         yield {"rollout.tensor_model_parallel_size": 2 * config.rollout_tp}
         return
     for role, learner in learning.items():
         if config.layout(role).dp > 1 and not learner.optimizer.use_distributed_optimizer:
             yield {f"{role.value}.use_distributed_optimizer": True}
-    yield from _smaller_batches(config, roles, limit, pool)
+    yield from _smaller_batches(config, roles)
     for role, section in roles.items():
         if role not in learning and not section.offload.weights:
             yield {f"{role.value}.offload.weights": True}
@@ -154,9 +161,7 @@ def _single_changes(config: RunConfig, pool: PoolMemory, limit: int) -> Iterator
     yield from _spread(config, roles)
 
 
-def _smaller_batches(
-    config: RunConfig, roles: dict[Role, RoleConfig], limit: int, pool: PoolMemory
-) -> Iterator[Changes]:
+def _smaller_batches(config: RunConfig, roles: dict[Role, RoleConfig]) -> Iterator[Changes]:
     """Yield halves of what is computed at once: rows of generation, and of micro-batches."""
     if Role.ACTOR_ROLLOUT in roles:
         rows = cache_rows(config)
