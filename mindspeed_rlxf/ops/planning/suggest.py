@@ -29,7 +29,6 @@ SIZES = (1, 2, 4, 8)
 SHOWN, TOLD_EVERY_S = 3, 2.0
 RUNTIME_BYTES, KEPT_FREE = 4 * GIB, 0.1
 """What a suggestion leaves of a device: to the runtime, and a share for fragmentation."""
-FEW_ROWS = 16  # generated at once; with fewer, more is offloaded first
 
 Changes = dict[str, Any]
 Note = Callable[[str], None]
@@ -94,7 +93,7 @@ def _layouts(config: RunConfig) -> Iterator[_Layout]:
 def _best_offload(
     config: RunConfig, layout: _Layout, rates: Rates, limit: int
 ) -> Suggestion | None:
-    """Offload as little as makes a layout fit; more where that leaves few rows to generate."""
+    """Try to offload ever more, until all rows of a replica can be generated at once."""
     best: Suggestion | None = None
     for offloaded in _offloads(config):
         made = _evaluate(config, {**_changes(config, layout), **offloaded}, rates, limit)
@@ -164,7 +163,7 @@ def _uniform(role: Role, section: LearningConfig | Any) -> Changes:
 def _evaluate(
     config: RunConfig, changes: Changes, rates: Rates, limit: int
 ) -> tuple[Suggestion, bool] | None:
-    """Return a layout that fits, with as many rows at once as do, and whether these are enough.
+    """Return a layout that fits, with as many rows at once as do, and whether these are all.
 
     None where a rule forbids it, or where not even one row fits.
     """
@@ -184,7 +183,7 @@ def _evaluate(
     if total > limit or not _host_fits(varied):
         return None
     seconds = predict(varied, rates).iteration_s
-    return Suggestion({**changes, rows_key: rows}, total, seconds), rows >= min(waiting, FEW_ROWS)
+    return Suggestion({**changes, rows_key: rows}, total, seconds), rows == waiting
 
 
 def _pools(config: RunConfig) -> list[PoolMemory]:
