@@ -38,6 +38,8 @@ from mindspeed_rlxf.ops.planning.work import Kind, iteration_work
 
 NAME, WARM_UP, ITERATIONS = "calibration", 2, 5
 COMMAND = "from mindspeed_rlxf.cli import train; import sys; sys.exit(train.main(sys.argv[1:]))"
+OWN_CLOCK = "import time; time.monotonic = time.perf_counter = time.process_time; "
+"""One thread on a CPU is timed by what it computes, so that other programs do not count."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ def measure(shape: Shape, kind: DeviceKind, threads: int) -> Measured:
         tree = _tree(folder, shape, kind, threads)
         # JSON is YAML.
         (folder / f"{NAME}.yaml").write_text(json.dumps(tree), encoding="utf-8")
-        _train(folder)
+        own_clock = kind is DeviceKind.CPU and threads == 1
+        _train(folder, OWN_CLOCK if own_clock else "")
         text = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")
         config = resolve(compose(NAME, config_dir=folder), NAME)
     lines = [json.loads(line)["metrics"] for line in text.splitlines()][WARM_UP:]
@@ -169,11 +172,15 @@ def measure(shape: Shape, kind: DeviceKind, threads: int) -> Measured:
     return Measured(config, found)
 
 
-def _train(folder: Path) -> None:
-    """Run the training in a process of its own. Errors: UserError with its last line."""
+def _train(folder: Path, before: str) -> None:
+    """Run the training in a process of its own. Errors: UserError with its last line.
+
+    before: what the process does first
+    """
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     environment.pop("WORLD_SIZE", None)
-    command = [sys.executable, "-c", COMMAND, "--config-dir", str(folder), "--config-name", NAME]
+    arguments = ["--config-dir", str(folder), "--config-name", NAME]
+    command = [sys.executable, "-c", before + COMMAND, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
