@@ -91,6 +91,7 @@ def _idle(config: RunConfig) -> Iterator[Idle]:
             yield from _of_model(config, role)
             yield from _of_micro_batches(config, role)
             yield from _of_optimizer(config, role)
+            yield from _of_offload(config, role)
 
 
 def _of_training(config: RunConfig) -> Iterator[Idle]:
@@ -245,3 +246,12 @@ def _of_optimizer(config: RunConfig, role: Role) -> Iterator[Idle]:
         yield Idle(role.value, ("lr_warmup_fraction",), short)
     if config.layout(role).dp == 1:
         yield Idle(role.value, ("use_distributed_optimizer",), "with one data-parallel rank")
+
+
+def _of_offload(config: RunConfig, role: Role) -> Iterator[Idle]:
+    """Weights leave the device when another role needs it."""
+    others = [other for other in config.roles_of(config.pool_of(role)) if other is not role]
+    rule = config.reward.kind is RewardKind.RULE
+    if all(other is Role.REWARD and rule for other in others):
+        alone = "with no model of another role on its devices"
+        yield Idle(f"{role.value}.offload", ("weights",), alone)

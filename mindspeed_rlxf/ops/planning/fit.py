@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
@@ -14,7 +14,7 @@ from mindspeed_rlxf.ops.planning.memory import (
     GENERATES,
     Phase,
     PoolMemory,
-    RoleMemory,
+    State,
     optimizer_of,
     pool_memories,
 )
@@ -92,17 +92,17 @@ def _pool_rows(pool: PoolMemory) -> list[list[object]]:
          "sum"]
     ]  # fmt: skip
     for role in pool.roles:
-        rows += [_row(role.role.value, [role], role.other, phase) for phase in role.phases]
+        name, other = role.role.value, role.other
+        rows += [_row(name, role.held(phase), other, phase) for phase in role.phases]
     other = pool.process + sum(role.other for role in pool.roles)
-    phase = pool.busiest.largest if pool.busiest else Phase("-")
-    return [*rows, _row("together", pool.roles, other, phase)]
+    if pool.peak is None:
+        return [*rows, _row("together", (0, 0, 0), other, Phase("-"))]
+    return [*rows, _row("together", pool.held(*pool.peak), other, pool.peak[1])]
 
 
-def _row(name: str, roles: Sequence[RoleMemory], other: int, phase: Phase) -> list[object]:
-    """Make a row of the memory table: `roles` and `other` while `phase` runs."""
-    kept = [sum(values) for values in zip(*(role.state for role in roles), strict=True)]
-    kept = kept or [0, 0, 0]
-    needs = [*kept, phase.activations, phase.kv_cache, other + phase.other]
+def _row(name: str, held: State, other: int, phase: Phase) -> list[object]:
+    """Make a row of the memory table: what is held while `phase` runs."""
+    needs = [*held, phase.activations, phase.kv_cache, other + phase.other]
     return [name, phase.name, *map(format_bytes, [*needs, sum(needs)])]
 
 
@@ -122,10 +122,10 @@ def _device_need(config: RunConfig, pool: PoolMemory) -> Need:
 
 def _remedy(config: RunConfig, pool: PoolMemory) -> str:
     """Name the change that lowers the largest part of a pool's memory."""
-    busiest = pool.busiest
-    if busiest is None or sum(sum(role.state) for role in pool.roles) > busiest.largest.total:
+    if pool.peak is None or sum(pool.held(*pool.peak)) > pool.peak[1].total:
         return " or ".join(_ways_to_spread(config, pool))
-    if busiest.largest.name == "generate":
+    busiest, phase = pool.peak
+    if phase.name == "generate":
         return f"lower {busiest.role.value}.num_samples_per_step"
     by_tokens = config.role(busiest.role).max_tokens_per_micro_batch is not None
     key = "max_tokens_per_micro_batch" if by_tokens else "micro_batch_size"
@@ -151,7 +151,16 @@ def _ways_to_spread(config: RunConfig, pool: PoolMemory) -> Iterator[str]:
     yield "raise tensor_model_parallel_size"
     yield "raise pipeline_model_parallel_size"
     if len(pool.roles) > 1:
+        yield from _ways_to_offload(pool)
         yield "place roles on pools of their own"
+
+
+def _ways_to_offload(pool: PoolMemory) -> Iterator[str]:
+    """Yield the keys that would move parts of roles to the host while others compute."""
+    if any(role.optimizer and not role.offload.optimizer for role in pool.roles):
+        yield "set training.offload.optimizer=true"
+    if not all(role.offload.weights for role in pool.roles):
+        yield "set training.offload.weights=true"
 
 
 def _host_section(config: RunConfig, pools: list[PoolMemory]) -> tuple[str, Need]:
@@ -161,8 +170,11 @@ def _host_section(config: RunConfig, pools: list[PoolMemory]) -> tuple[str, Need
         f"processes ({host.num_processes})": host.processes,
         "driver": host.driver,
         "rows of an iteration, and of the one before": host.rows,
+        "a checkpoint while it is written": host.checkpoint,
         "final weights while they are written": host.export,
     }
+    if host.offloaded:
+        rows["copies of what roles offload"] = host.offloaded
     if host.devices:
         rows["what the roles hold"] = host.devices
     remedy = "use fewer processes, smaller micro-batches, or more hosts"

@@ -32,11 +32,14 @@ class HostMemory:
     rows: int
     driver: int
     export: int
+    checkpoint: int  # copies from which files are written
+    offloaded: int  # copies of what roles offload, which last
 
     @property
     def total(self) -> int:
         """Bytes at once; rows are freed before the final weights are written."""
-        return self.processes + self.driver + self.devices + max(self.rows, self.export)
+        lasting = self.processes + self.driver + self.devices + self.offloaded
+        return lasting + max(self.rows + self.checkpoint, self.export)
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,16 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
         rows=memory.store_bytes(_num_responses(config), row),
         driver=memory.driver_bytes(PROCESS_BYTES, samples, actor.max_prompt_length),
         export=sum(_bytes_written_on_one_host(config, role) for role in _trained_roles(config)),
+        checkpoint=sum(_copied_on_one_host(config, role) for role in _trained_roles(config)),
+        offloaded=sum(p.copies * _processes_on_one_host(config, p.processes) for p in pools),
     )
+
+
+def _copied_on_one_host(config: RunConfig, role: Role) -> int:
+    """Return the bytes of a role's checkpoint that the ranks of one host write."""
+    whole = memory.checkpoint_bytes(_numbers(config, role), memory.itemsize(config.role(role)))
+    ranks = config.processes_of(role)
+    return whole * _processes_on_one_host(config, ranks) // sum(ranks)
 
 
 def _num_responses(config: RunConfig) -> int:

@@ -64,8 +64,13 @@ def test_remedy_for_a_large_model_spreads_it(config: Callable[..., RunConfig]) -
     (problem,) = map(str, check_fit(run).problems)
     assert problem.endswith(
         "; set critic.use_distributed_optimizer=true or raise tensor_model_parallel_size or "
-        "raise pipeline_model_parallel_size or place roles on pools of their own"
+        "raise pipeline_model_parallel_size or set training.offload.optimizer=true or "
+        "set training.offload.weights=true or place roles on pools of their own"
     )
+    offload = {"training.offload": {"weights": True, "optimizer": True}}
+    run = config({**JOINED, **large, **offload, "device.memory_gib": 0.5})
+    (problem,) = map(str, check_fit(run).problems)
+    assert "offload" not in problem
 
 
 def test_remedy_for_experts_spreads_them(config: Callable[..., RunConfig]) -> None:
