@@ -29,6 +29,7 @@ from mindspeed_rlxf.config.sections import (
     DeviceConfig,
     KlControlConfig,
     LoggingConfig,
+    PlanConfig,
     PoolSettings,
     RolloutConfig,
     RuntimeConfig,
@@ -49,6 +50,7 @@ __all__ = [
     "LoggingConfig",
     "OffloadConfig",
     "OptimizerConfig",
+    "PlanConfig",
     "PoolSettings",
     "RefConfig",
     "RewardConfig",
@@ -85,6 +87,7 @@ class RunConfig(Section):
     logging: LoggingConfig = key(LoggingConfig(), "what is written down")
     device: DeviceConfig = key(DeviceConfig(), "what the workers compute on")
     runtime: RuntimeConfig = key(RuntimeConfig(), "what starts the workers")
+    plan: PlanConfig = key(PlanConfig(), "what a dry run predicts and suggests", "free")
     dry_run: bool = key(False, "print the plan and every problem, then stop", "free")
 
     @property

@@ -347,3 +347,21 @@ class RuntimeConfig(Section):
         1800.0, "longest wait for one call, and 10 x the shortest, seconds", "free", gt=0
     )
     start_timeout_s: float = key(600.0, "longest wait for the workers, seconds", "free", gt=0)
+
+
+class PlanConfig(Section):
+    """The plan of a dry run: memory, predicted time, suggested layouts."""
+
+    suggest: bool = key(False, "dry_run: also print the three fastest layouts that fit", "free")
+    device: str | None = key(
+        None, "device whose public figures predict times; null = by device.kind", "free"
+    )
+    calibration: str | None = key(
+        None, "file of `doctor --calibrate`; null = that of this user, where there is one", "free"
+    )
+    prompt_tokens: int | None = key(
+        None, "mean prompt of a prediction, tokens; null = max_prompt_length", "free", ge=1
+    )
+    response_tokens: int | None = key(
+        None, "mean response of a prediction, tokens; null = max_new_tokens", "free", ge=1
+    )

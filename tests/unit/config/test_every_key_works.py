@@ -377,6 +377,14 @@ RUNTIME: dict[str, Any] = {
     "timeout_s": Case(7.0, see.joined),
     "start_timeout_s": Case(7.0, see.joined),
 }
+ON_NPU = {**JOINED, "device.kind": "npu", "device.memory_gib": 64}
+PLAN: dict[str, Any] = {
+    "suggest": Case(True, base=ON_NPU),
+    "device": Case("ascend-910b2", base=ON_NPU),
+    "calibration": Case("rates.json"),
+    "prompt_tokens": Case(4, base=ON_NPU),
+    "response_tokens": Case(4, base=ON_NPU),
+}
 ROLLOUT = {
     "engine": Shown("trainer/test_bad_files.py", "test_the_engine_has_to_be_known"),
     "tensor_model_parallel_size": Case(2, base=SPLIT),
@@ -396,6 +404,7 @@ TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "logging": (PLAIN_SECTIONS["logging"], LOGGING),
     "device": (PLAIN_SECTIONS["device"], DEVICE),
     "runtime": (PLAIN_SECTIONS["runtime"], RUNTIME),
+    "plan": (PLAIN_SECTIONS["plan"], PLAN),
     "resource_pool": (PoolSettings, POOL_SETTINGS),
     "model.small": (ArchitectureConfig, ARCHITECTURE),
     "actor_rollout.offload": (OffloadConfig, OFFLOAD),
