@@ -111,7 +111,7 @@ def place_roles(draft: Draft, sections: Tree) -> None:
     if not needs_reference(draft.payload):
         _leave_out_reference(draft, pools, placement)
     draft.payload |= {"resource_pool": pools, "placement": placement}
-    if draft.payload["reward"].get("kind") == RewardKind.RULE.value:
+    if draft.payload["reward"].get("kind") not in (RewardKind.MODEL, RewardKind.HUGGING_FACE):
         _place_rule(draft, "reward" in chosen)
 
 
