@@ -1,4 +1,4 @@
-"""One step per iteration without a pass for old log-probs: the numbers of the pass, and a resume."""
+"""One step per iteration without a pass for old log-probs has the numbers of the pass."""
 
 from __future__ import annotations
 
