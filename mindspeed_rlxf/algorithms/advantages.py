@@ -45,8 +45,8 @@ def estimate_gae(
         advantages = _sum_errors(rewards * mask, values * mask, counts, gamma, lam)
     else:
         places, steps = mask.flatten().nonzero()[:, 0], taken.flatten().nonzero()[:, 0]
-        together = [_moved(column, places, steps) for column in (rewards, values)]
-        advantages = _moved(_sum_errors(*together, counts, gamma, lam), steps, places)
+        reward, value = (_moved(column, places, steps) for column in (rewards, values))
+        advantages = _moved(_sum_errors(reward, value, counts, gamma, lam), steps, places)
     return advantages, (advantages + values) * mask
 
 

@@ -80,6 +80,8 @@ class PpoTrainer:
                 updates["actor"] = self.actor.update_policy(
                     rollouts, learned, lengths, self.iteration, self.kl.value
                 )
+            if self.iteration < self.config.training.train_iters:
+                self.prompts.read_ahead()  # while the ranks compute
 
             measured = {
                 **self.collector.metrics(collected),
