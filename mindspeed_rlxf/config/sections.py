@@ -220,9 +220,11 @@ class AlgorithmConfig(Section):
         "each its sum / max_new_tokens) for dr_grpo, sequence_means for gspo",
     )
     old_log_probs: Annotated[OldLogProbs, Word] = key(
-        OldLogProbs.RECOMPUTE, "where the behaviour policy's log-probs come from"
+        OldLogProbs.AUTO,
+        "log-probs of the behaviour policy: auto = of the update itself where an iteration is one "
+        "optimizer step and nothing else reads them, else recompute",
+        "free",
     )
-
     rollout_is_threshold: float | None = key(
         None, "weigh tokens by training / rollout probability, at most this; null = 1", gt=0
     )
@@ -257,7 +259,7 @@ class AlgorithmConfig(Section):
 
     def broken_rules(self) -> Iterator[Problem]:
         """Yield limits that need recomputed log-probs, and verifier functions named twice."""
-        if self.old_log_probs is not OldLogProbs.RECOMPUTE:
+        if self.old_log_probs is OldLogProbs.ROLLOUT:
             for name in ("max_log_prob_gap", "rollout_is_threshold"):
                 if (limit := getattr(self, name)) is not None:
                     yield Problem(

@@ -47,7 +47,7 @@ class PpoTrainer:
             control.target_kl,
             float(control.horizon),
         )
-        self._recompute = config.algorithm.old_log_probs is OldLogProbs.RECOMPUTE
+        self._recompute = config.old_log_probs is OldLogProbs.RECOMPUTE
         self.iteration = 0
 
     def fit(self) -> None:
@@ -80,6 +80,8 @@ class PpoTrainer:
                 updates["actor"] = self.actor.update_policy(
                     rollouts, learned, lengths, self.iteration, self.kl.value
                 )
+            if self.iteration < self.config.training.train_iters:
+                self.prompts.read_ahead()  # while the ranks compute
 
             measured = {
                 **self.collector.metrics(collected),
@@ -90,9 +92,8 @@ class PpoTrainer:
             }
             for role, update in updates.items():
                 measured |= names.update_metrics(role, update.result()[0])
-            if (
-                self.ref and trains_actor
-            ):  # a policy that stands still says nothing of the coefficient
+            # A policy that stands still says nothing of the coefficient.
+            if self.ref and trains_actor:
                 self.kl.update(measured["critic/kl"], self.config.samples_per_iteration)
             phases = {
                 "old_log_prob": old,

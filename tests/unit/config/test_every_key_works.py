@@ -57,6 +57,7 @@ LLAMA3 = {
     "model.small.rope_scaling_type": "llama3", "model.small.rope_scaling_factor": 4.0,
     "model.small.original_max_position_embeddings": 64,
 }  # fmt: skip
+SHARDED = {f"{ACTOR}use_distributed_optimizer": True, f"{ACTOR}overlap_grad_reduce": True}
 DECAY = {f"{ACTOR}lr_decay_style": "linear"}
 WRONG_SCORE = {"training.max_skipped": 77}
 REWARD_MODEL = {"reward.kind": "model", "placement.reward": "main"}
@@ -165,6 +166,8 @@ OPTIMIZER: dict[str, Any] = {
     "adam_eps": Case(1e-3, see.adam),
     "clip_grad": Case(0.5, see.adam),
     "use_distributed_optimizer": Case(True, see.adam),
+    "overlap_grad_reduce": Case(True, see.wrapped),
+    "overlap_param_gather": Case(True, see.wrapped, SHARDED),
 }
 ARCHITECTURE: dict[str, Any] = {
     "num_layers": Case(8, see.megatron),
