@@ -22,6 +22,7 @@ from mindspeed_rlxf.models.attention import Attend
 from mindspeed_rlxf.models.rope import rotary_angles
 from mindspeed_rlxf.models.transformer import TransformerModel
 
+SMALL = 2**15  # numbers of a weight
 _ONE_DNN = (
     getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if torch.backends.mkldnn.is_available()
@@ -33,9 +34,11 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """Multiply a few rows by a weight; as `F.linear`, without a gradient.
 
     On a CPU in fp32 by oneDNN: with 16 rows MKL, which `F.linear` calls, takes 1.5 to 2 times as
-    long, and its result for a row depends on how many there are.
+    long, and its result for a row depends on how many there are. A call costs more, so that small
+    weights are left to MKL.
     """
-    if _ONE_DNN is None or hidden.device.type != "cpu" or hidden.dtype is not torch.float32:
+    on_cpu = hidden.device.type == "cpu" and hidden.dtype is torch.float32
+    if _ONE_DNN is None or not on_cpu or weight.numel() < SMALL:
         return F.linear(hidden, weight, bias)
     return _ONE_DNN(hidden, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 

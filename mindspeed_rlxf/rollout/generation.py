@@ -159,7 +159,7 @@ class Generation:
         self._append(torch.stack(states), slots, self.states.group(rows))  # type: ignore[arg-type]
 
     def _compute(self, slots: list[int]) -> Tensor:
-        """Compute what is known of these rows into the cache; return last states [slots, hidden]."""
+        """Compute the known tokens of rows into the cache; return last states [slots, hidden]."""
         known = [self.active[slot].known for slot in slots]
         lengths = np.array([len(tokens) for tokens in known])
         token_ids = torch.from_numpy(np.concatenate(known)).to(self.where)
