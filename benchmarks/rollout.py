@@ -6,9 +6,10 @@ prompts of 64 tokens, 128 new tokens each) and `mix` (the prompts and response l
 done, our engine refills finished rows). Lengths are forced in both, by position. The two take turns
 in one process, each with the number of threads that is fastest for it; medians of 5.
 
-`cost`: milliseconds of the host and dispatched operators of a decode step, of a model of 28 layers
-so small that computation hardly counts. Both are the difference between a generation of 8 new
-tokens and one of 40, over the 32 steps between; operators are those that reach a TorchDispatchMode.
+`cost`: processor time of the host and dispatched operators of a decode step, of a model of 28
+layers so small that computation hardly counts, with one thread. Both are the difference between a
+generation of 8 new tokens and one of 40, over the 32 steps between. Operators are those that a
+TorchDispatchMode sees, views included, after it has decomposed those without a kernel of their own.
 
 Prints one JSON line. With `--baseline CHECKOUT` the cost and the times of another checkout of this
 package, measured in a process of its own before and after, and the ratios to it.
@@ -249,13 +250,13 @@ class Counted(TorchDispatchMode):
 
 
 def step_cost(pair: Pair, repeats: int) -> dict[str, float]:
-    """Milliseconds and operators of a decode step: what 32 steps more take, over 32."""
+    """Milliseconds of the host and operators of a decode step: those of 32 more, over 32."""
     torch.set_num_threads(1)
 
     def took(new_tokens: int) -> float:
-        started = time.perf_counter()
+        started = time.process_time()  # other programs of the machine do not count
         pair.ours([new_tokens] * ROWS)
-        return time.perf_counter() - started
+        return time.process_time() - started
 
     def operators(new_tokens: int) -> int:
         with Counted() as counted:

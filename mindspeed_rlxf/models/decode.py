@@ -22,7 +22,7 @@ from mindspeed_rlxf.models.attention import Attend
 from mindspeed_rlxf.models.rope import rotary_angles
 from mindspeed_rlxf.models.transformer import TransformerModel
 
-SMALL = 2**15  # numbers of a weight
+SMALL = 2**16  # numbers of a weight
 _ONE_DNN = (
     getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if torch.backends.mkldnn.is_available()
