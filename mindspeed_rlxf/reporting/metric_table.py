@@ -208,7 +208,11 @@ def _row(*cells: str) -> str:
 def _named(cells: tuple[str, ...]) -> Iterator[str]:
     """Yield cells with the keys of the configuration between backticks."""
     for cell in cells:
-        yield cell if "`" in cell else re.sub(r"(?<![\w/`])([a-z_]+(?:\.[a-z_]+)+(?:=\w+)?)", r"`\1`", cell)
+        yield (
+            cell
+            if "`" in cell
+            else re.sub(r"(?<![\w/`])([a-z_]+(?:\.[a-z_]+)+(?:=\w+)?)", r"`\1`", cell)
+        )
 
 
 def _show(healthy: Range | None) -> str:

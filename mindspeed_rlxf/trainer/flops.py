@@ -42,9 +42,7 @@ def iteration_flops(
     return total + sum(number * _pass(config, role, *rows) for role, number in passes.items())
 
 
-def _pass(
-    config: RunConfig, role: Role, prompts: Sequence[int], responses: Sequence[int]
-) -> float:
+def _pass(config: RunConfig, role: Role, prompts: Sequence[int], responses: Sequence[int]) -> float:
     """Return the operations of one forward pass of a role over samples of these lengths."""
     architecture = config.role(role).architecture
     assert architecture is not None, f"{role.value} has a model"
