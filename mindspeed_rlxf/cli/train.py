@@ -62,15 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _prepare(config: RunConfig) -> Run:
     """Check all files, set up the device of a local run, and return the run. Errors: UserError."""
-    from mindspeed_rlxf.trainer.preflight import prepare
-
+    with phase("loading libraries"):
+        from mindspeed_rlxf.trainer.preflight import prepare
     with phase("reading tokenizer, prompts and headers of weights"):
         prepared = prepare(config)
     if config.runtime.kind is RuntimeKind.LOCAL:  # before the next import, which brings in Megatron
         from mindspeed_rlxf.cluster.local import claim_device
 
         claim_device(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
-    from mindspeed_rlxf.trainer.run import Run
+    with phase("loading libraries"):
+        from mindspeed_rlxf.trainer.run import Run
 
     return Run(config, prepared)
 

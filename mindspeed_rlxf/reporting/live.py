@@ -193,8 +193,10 @@ class View:
         bar, legend = Text(f"{'time':<{LABEL}}", "dim"), Text(" " * LABEL)
         room = width - LABEL
         for (name, share), colour in zip(longest, COLOURS, strict=False):
-            bar.append("█" * round(min(share, 1.0) * room), colour)
-            legend.append("■ ", colour).append(f"{name} {share:.0%}  ")
+            bar.append("█" * int(min(share, 1.0) * room), colour)
+            entry = f"{name} {share:.0%}  "
+            if len(legend) + len(entry) <= width:
+                legend.append("■ ", colour).append(entry)
         return [bar, legend]
 
     def _memory(self) -> str:
@@ -210,15 +212,8 @@ class View:
         phase = PHASES.current
         warned = f"  {self.warnings} warnings above" if self.warnings else ""
         if phase is None:
-            return _line(
-                "now",
-                (
-                    "iteration " + str(self.iteration + 1)
-                    if self.total > 0 and self.iteration < self.total
-                    else "-"
-                )
-                + warned,
-            )
+            runs = self.total > 0 and self.iteration < self.total
+            return _line("now", (f"iteration {self.iteration + 1}" if runs else "-") + warned)
         text = f" {printable(str(phase))}{warned}"
         if phase.share is None:
             return _line("now", text.strip())
@@ -229,9 +224,10 @@ class View:
 class _Lines(io.TextIOBase):
     """Stands in for stdout or stderr: prints whole lines above the view."""
 
+    encoding = "utf-8"
+
     def __init__(self, console: LiveConsole, stream: TextIO) -> None:
         self._console, self._stream, self._rest = console, stream, ""
-        self.encoding = "utf-8"  # type: ignore[misc]
 
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")

@@ -16,6 +16,7 @@ from typing import TextIO
 
 FIRST_S = 2.0
 WAIT_S = 30.0  # for what happens in every iteration
+LIVE_S = 1.0  # of any phase, in a live view
 LONGEST_S = 60.0  # between two lines
 TICK_S = 0.5
 
@@ -47,7 +48,8 @@ class Phase:
 
     def __str__(self) -> str:
         steps = f", {self.done} of {self.total}" if self.total else ""
-        usual = f" of about {self.usual_s:.0f} s" if self.usual_s and not self.total else " s"
+        is_timed = self.usual_s is not None and self.usual_s >= 1.0 and not self.total
+        usual = f" of about {self.usual_s:.0f} s" if is_timed else " s"
         return f"{self.what}{steps}, {self.seconds:.0f}{usual}"
 
 
@@ -63,9 +65,12 @@ class Phases:
 
     @property
     def current(self) -> Phase | None:
-        """The outermost phase that has taken longer than its `first_s`; None = none has."""
+        """The outermost phase, when it has taken long enough to be shown; None = there is none."""
         first = next(iter(self._stack), None)
-        return first if first is not None and first.seconds >= first.first_s else None
+        if first is None:
+            return None
+        least = first.first_s if self.write is not None else min(first.first_s, LIVE_S)
+        return first if first.seconds >= least else None
 
     @contextmanager
     def phase(self, what: str, total: int | None, first_s: float) -> Iterator[Phase]:
@@ -126,4 +131,4 @@ def phase(what: str, total: int | None = None) -> AbstractContextManager[Phase]:
 
 def waiting(what: str) -> AbstractContextManager[Phase]:
     """Hold a phase that every iteration has, which is shown by lines only where it is long."""
-    return PHASES.phase(what, None, WAIT_S if PHASES.write is not None else 0.0)
+    return PHASES.phase(what, None, WAIT_S)

@@ -50,7 +50,8 @@ class Recorder:
         self.health = Health(config.logging.stop_on, _kl_limit(config))
         done = self._replay(directory)
         names = config.logging.console_metrics
-        title = str(directory.path)
+        path, here = directory.path, Path.cwd()
+        title = str(path.relative_to(here) if path.is_relative_to(here) else path)
         self.console.begin(config.training.train_iters, names, done, title)
 
     def write_iteration(self, iteration: int, metrics: dict[str, float], seconds: float) -> None:
@@ -152,6 +153,7 @@ class Recorder:
             self._health_file,
         ):
             writer.close()
+        self.console.close()
 
     def write_samples(
         self,
