@@ -38,6 +38,7 @@ class RunDirectory:
     health:    illnesses of the run, their beginnings and ends
     consumed:  ledger of the prompts and sample ids of each iteration
     timeline:  folder of the timelines of all ranks
+    trackers:  folder of one folder per tracker
     logs:      folder of driver.log and of one folder of rank logs per pool
     """
 
@@ -51,6 +52,7 @@ class RunDirectory:
         self.val_samples = path / "val_samples.jsonl"
         self.consumed = path / "consumed.jsonl"
         self.timeline = path / "timeline"
+        self.trackers = path / "trackers"
         self.failure = path / "failure.json"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
