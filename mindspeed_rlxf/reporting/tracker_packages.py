@@ -20,7 +20,7 @@ class TensorBoardTracker(Tracker):
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        first = run.resumed + 1 if run.resumed else None
+        first = run.resumed + 1 if run.resumed else 0
         self._writer: Any = SummaryWriter(str(run.folder), purge_step=first, flush_secs=10)
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:

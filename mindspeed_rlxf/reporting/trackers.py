@@ -110,7 +110,7 @@ class _Sender:
     ) -> None:
         self._name, self._registered, self._run, self._warn = name, registered, run, warn
         self._file, self._mode = run.folder / RECORDED, mode
-        self._last = 0 if registered.rewinds else self._read_last()
+        self._last = -1 if registered.rewinds else self._read_last()
         self.lost, self._has_warned = 0, False
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(WAITING)
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
@@ -158,7 +158,7 @@ class _Sender:
         self, tracker: Tracker | None, iteration: int, metrics: Mapping[str, float]
     ) -> None:
         """Give the tracker an iteration that it does not have."""
-        if iteration <= self._last and iteration > 0:
+        if iteration <= self._last:
             return
         if tracker is None:
             self._lose("")
@@ -182,11 +182,11 @@ class _Sender:
             )
 
     def _read_last(self) -> int:
-        """Return the last iteration that an earlier start recorded; 0 = none."""
+        """Return the last iteration that an earlier start recorded; -1 = none."""
         with contextlib.suppress(OSError), open_file(self._file, "r", encoding="ascii") as stream:
             numbers = [int(line) for line in stream.read().split() if line.isdigit()]
-            return max(numbers, default=0)
-        return 0
+            return max(numbers, default=-1)
+        return -1
 
 
 def _describe(error: BaseException) -> str:

@@ -129,6 +129,7 @@ class Recorder:
         if own_line:
             self._metrics.write(iteration, metrics, metrics["timing/val"])
             self._trackers.log(iteration, metrics)
+            self.health.replay(iteration, metrics)
         shown = " | ".join(f"{k} : {v:.4f}" for k, v in metrics.items() if k.startswith("val/"))
         self.note(f"validation after iteration {iteration} | {shown}")
 

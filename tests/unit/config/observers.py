@@ -316,7 +316,7 @@ def recorded(config: RunConfig) -> Any:
     """Samples kept of 100, size of their file, metrics on the console."""
     made = recorder.Recorder(config, RunDirectory(Path("nowhere")), None, writes=False)
     file = made._samples._file
-    return made._samples.num_kept(100), vars(file), made._progress._names
+    return made._samples.num_kept(100), vars(file), made.console._names
 
 
 @functools.cache
