@@ -83,7 +83,7 @@ def test_operations_are_those_of_all_passes(make_tree: Callable[..., Any]) -> No
 
     policy = forward(6, 2) + forward(8, 6)
     value = forward(6, 0) + forward(8, 0)
-    # Generation, old log-probs, reference and three for the update; values and three for its update.
+    # Generation, old log-probs, reference, three for the update; values, three for the update.
     expected = (1 + 1 + 1 + 3) * policy + (1 + 3) * value
     lengths = ResponseLengths(prompts, responses, [True, True])
     assert iteration_flops(config, [report(prompts, responses)], lengths) == expected
