@@ -17,6 +17,7 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.plugins import with_plugins
 from mindspeed_rlxf.data.batch import Rows
+from mindspeed_rlxf.reporting.phases import waiting
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class Pending:
     def replies(self) -> list[Reply]:
         """Return the replies of all ranks; waits for them. Raises as `result`."""
         if self._replies is None:
-            self._replies = self._call.wait()
+            with waiting(self.what):
+                self._replies = self._call.wait()
         return self._replies
 
 
@@ -135,7 +137,9 @@ class RoleGroup:
     def _submit(self, method: str, args: Sequence[Any], **how: Any) -> Pending:
         """how: fields of `Request` (as in `_requests`)"""
         requests, num_rows = self._requests(method, args, **how)
-        call, what = self.pool.submit(requests), f"{self.role.value}.{method}"
+        what = f"{self.role.value}.{method}"
+        with waiting(what):  # without Ray the work is done here
+            call = self.pool.submit(requests)
         return Pending(call, self.layout.leaders(), num_rows, self.pool.name, what)
 
     def _requests(

@@ -56,12 +56,14 @@ class RoleHost:
         """
         try:
             args = resolve_refs(request.args, self._fetch)
+            device.reset_peak_memory()
             began, started = time.time(), time.perf_counter()
             output = self._invoke(request, args)
             device.synchronize()
             seconds = time.perf_counter() - started
             rows, reply = self._make_reply(request, output, seconds)
-            return rows, replace(reply, rank=self._rank, started=began)
+            peak = device.peak_memory()
+            return rows, replace(reply, rank=self._rank, started=began, memory=peak)
         except WorkerError:
             raise
         except Exception as error:
