@@ -295,6 +295,11 @@ class LoggingConfig(Section):
         ge=0,
         le=1024,
     )
+    sample_tokens: bool = key(
+        True,
+        "also log advantage, KL and value of each token of these responses, in samples_tokens/",
+        "free",
+    )
     console_metrics: Strings = key(CONSOLE_METRICS, "metrics on the console", "free")
     reference_kl: bool = key(
         False, "compute critic/kl also where no reward and no loss needs a reference", "free"

@@ -36,6 +36,7 @@ class RunDirectory:
     changes:   keys that differ from the run that is resumed
     file_mode: mode of all files but weights, see `training.file_mode`
     consumed:  ledger of the prompts and sample ids of each iteration
+    samples_tokens: folder with a file of each rank that makes experience
     timeline:  folder of the timelines of all ranks
     logs:      folder of driver.log and of one folder of rank logs per pool
     """
@@ -48,6 +49,7 @@ class RunDirectory:
         self.samples = path / "samples.jsonl"
         self.val_samples = path / "val_samples.jsonl"
         self.consumed = path / "consumed.jsonl"
+        self.samples_tokens = path / "samples_tokens"
         self.timeline = path / "timeline"
         self.failure = path / "failure.json"
         self.logs = path / "logs"

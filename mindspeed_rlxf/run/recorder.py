@@ -5,14 +5,15 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.cluster.group import Pending
+from mindspeed_rlxf.cluster import spans
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.cluster.role_groups import ActorGroup
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.batch import TokenLog
 from mindspeed_rlxf.data.sampler import ConsumedPrompts
 from mindspeed_rlxf.reporting.console import Progress
 from mindspeed_rlxf.reporting.metrics import LedgerWriter, MetricsWriter, Sample, SampleWriter
@@ -38,6 +39,8 @@ class Recorder:
         self._samples = SampleWriter(directory.samples if writes else nowhere, *limit)
         self._val_samples = SampleWriter(directory.val_samples if writes else nowhere, *limit)
         self._timeline = Timeline(directory.timeline, mode) if writes else None
+        self._directory, self._logging = directory, config.logging
+        spans.take()  # those of another run of this process
         self._progress = Progress(
             config.training.train_iters,
             config.logging.console_metrics,
@@ -97,22 +100,27 @@ class Recorder:
             iteration, taken.first_sample_id, taken.samples_per_prompt, taken.prompts
         )
 
-    def write_timeline(
-        self, iteration: int, calls: Iterable[Pending], driver: Mapping[str, tuple[float, float]]
-    ) -> None:
-        """Write the iteration to the timeline; waits for its calls.
+    def write_timeline(self, iteration: int, driver: Mapping[str, tuple[float, float]]) -> None:
+        """Write to the timeline which calls have ended since the last time.
 
         driver: phase of the driver -> start (seconds of the epoch), seconds
         """
         if self._timeline is None:
             return
         own = [Span(name, "driver", 0, *when) for name, when in driver.items()]
-        others = [
-            Span(call.what, call.pool, reply.rank, reply.started, reply.seconds)
-            for call in calls
-            for reply in call.replies()
-        ]
-        self._timeline.write(iteration, own + others)
+        self._timeline.write(iteration, own + spans.take())
+
+    def token_log(self, iteration: int, sample_ids: Sequence[int]) -> TokenLog | None:
+        """Return what the ranks log of each token of this iteration's samples; None = nothing.
+
+        sample_ids: of all samples of the iteration, in order
+        """
+        chosen = frozenset(sample_ids[: self._samples.num_kept(len(sample_ids))])
+        if not chosen or not self._logging.sample_tokens:
+            return None
+        folder = str(self._directory.samples_tokens)
+        limit = self._logging.samples_file_mb * 10**6
+        return TokenLog(folder, iteration, chosen, limit, self._directory.file_mode)
 
     def close(self) -> None:
         self._progress.close()

@@ -103,8 +103,7 @@ class PpoTrainer:
             }
             measured["timing/gen"], measured["timing/reward"] = collected.seconds()
             measured.update({f"timing/{k}": p.seconds for k, p in phases.items() if p})
-            calls = [*collected.calls(), *(p for p in phases.values() if p)]
-            self._finish(measured, collected, calls, time.monotonic() - started)
+            self._finish(measured, collected, time.monotonic() - started)
         self.checkpoints.settle(self.recorder.note)
 
     def _make_experience(
@@ -125,16 +124,11 @@ class PpoTrainer:
             greedy_scores=as_rows_field(collected.greedy_scores),
             kl_coef=self.kl.value,
             slot_limit=self._slot_limit(collected),
+            token_log=self.recorder.token_log(self.iteration, collected.sample_ids()),
         )
         return (self.critic or self.actor).make_experience(inputs)
 
-    def _finish(
-        self,
-        measured: dict[str, float],
-        collected: Collected,
-        calls: list[Pending],
-        all_s: float,
-    ) -> None:
+    def _finish(self, measured: dict[str, float], collected: Collected, all_s: float) -> None:
         """Write the iteration's metrics and samples; validate and save where due, stop if asked."""
         driver = {"iteration": (time.time() - all_s, all_s)}
         reports = collected.generate_reports()
@@ -163,7 +157,7 @@ class PpoTrainer:
             driver["save"] = began, measured["timing/save"]
         self.recorder.write_consumed(self.iteration, self.prompts.pop_consumed())
         self.recorder.write_iteration(self.iteration, measured, all_s)
-        self.recorder.write_timeline(self.iteration, calls, driver)
+        self.recorder.write_timeline(self.iteration, driver)
         if saves:
             score = names.validation_score(measured, validation.best_metric)
             self.checkpoints.commit(self.iteration, self.state_dict(), score, note)

@@ -347,6 +347,7 @@ VALIDATION: dict[str, Any] = {
 LOGGING: dict[str, Any] = {
     "samples": Case(5, see.recorded),
     "samples_file_mb": Case(7, see.recorded),
+    "sample_tokens": Case(False, see.recorded),
     "console_metrics": Case(["critic/kl"], see.recorded),
     "reference_kl": Case(True, base={"algorithm.kl_ctrl.kl_coef": 0.0}),
 }
