@@ -58,6 +58,7 @@ class RoleHost:
         try:
             asked = time.perf_counter()
             args = resolve_refs(request.args, self._fetch)
+            device.reset_peak_memory()
             began, started = time.time(), time.perf_counter()
             output = self._invoke(request, args)
             device.synchronize()
@@ -65,8 +66,8 @@ class RoleHost:
             if request.keeps_rows and output.token_rows is not None:
                 write_token_rows(output.token_rows, self._rank)
             rows, reply = self._make_reply(request, output, seconds)
-            fetch_s = started - asked
-            return rows, replace(reply, rank=self._rank, started=began, fetch_s=fetch_s)
+            placed = replace(reply, rank=self._rank, started=began, fetch_s=started - asked)
+            return rows, replace(placed, memory=device.peak_memory())
         except WorkerError:
             raise
         except Exception as error:

@@ -12,7 +12,9 @@ from pydantic_core import PydanticCustomError
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     AdvEstimator,
+    ConsoleMode,
     DeviceKind,
+    HealthRule,
     KlControl,
     KlIn,
     KlPenalty,
@@ -300,7 +302,24 @@ class LoggingConfig(Section):
         "also log advantage, KL and value of each token of these responses, in samples_tokens/",
         "free",
     )
+    console: Annotated[ConsoleMode, Word] = key(
+        ConsoleMode.AUTO,
+        "auto (live on a terminal, else line), line, short, live, quiet; see docs/console.md",
+        "free",
+    )
     console_metrics: Strings = key(CONSOLE_METRICS, "metrics on the console", "free")
+    stop_on: Annotated[tuple[Annotated[HealthRule, Word], ...], Word] = key(
+        (), "illnesses that save and end the run, by their names in docs/console.md", "free"
+    )
+    trackers: Strings = key(
+        ("jsonl",),
+        "where metrics go: jsonl (always), tensorboard, wandb, swanlab, trackio, or of a plugin",
+        "free",
+    )
+    tracker_project: str = key("mindspeed-rlxf", "project of the run at trackers", "free")
+    tracker_mode: Literal["auto", "online", "offline"] = key(
+        "auto", "auto: trackers that need an account are offline where there is no key", "free"
+    )
     reference_kl: bool = key(
         False, "compute critic/kl also where no reward and no loss needs a reference", "free"
     )

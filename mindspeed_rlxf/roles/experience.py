@@ -29,7 +29,7 @@ from mindspeed_rlxf.data.batch import (
 )
 from mindspeed_rlxf.rewards.shaping import ScoreShaping
 from mindspeed_rlxf.roles.objectives import Objective
-from mindspeed_rlxf.roles.reports import ExperienceReport, Summary
+from mindspeed_rlxf.roles.reports import ExperienceReport, Summary, ValueFit
 
 
 class ExperienceMaker:
@@ -170,4 +170,7 @@ def _report(experience: Experience, given: Rewarded, kl: Tensor | None) -> Exper
         advantages=Summary.of(experience.advantages[tokens]),
         returns=Summary.of(experience.returns[slots]) if has_values else None,
         values=Summary.of(experience.values[slots]) if has_values else None,
+        fit=ValueFit.of(experience.returns[slots], experience.values[slots])
+        if has_values
+        else None,
     )

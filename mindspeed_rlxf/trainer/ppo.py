@@ -17,7 +17,9 @@ from mindspeed_rlxf.run.recorder import Recorder
 from mindspeed_rlxf.run.stopping import Stopped, StopRequest
 from mindspeed_rlxf.trainer import metrics as names
 from mindspeed_rlxf.trainer.collector import Collected, Collector
+from mindspeed_rlxf.trainer.flops import iteration_flops
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
+from mindspeed_rlxf.trainer.rank_metrics import idle_metrics, phase_metrics
 from mindspeed_rlxf.trainer.validation import Validator
 
 
@@ -33,7 +35,9 @@ class PpoTrainer:
         recorder: Recorder,
         checkpoints: RunCheckpoints,
         stop: StopRequest,
+        peak_flops: float | None = None,
     ) -> None:
+        """peak_flops: operations per second that one device can do; None = unknown"""
         self.config, self.prompts, self.checkpoints = config, prompts, checkpoints
         self.stop = stop
         self.actor, self.rollout = roles.actor, roles.rollout
@@ -47,6 +51,8 @@ class PpoTrainer:
             control.target_kl,
             float(control.horizon),
         )
+        self.peak_flops = peak_flops
+        self._group_size = config.actor_rollout.n_samples_per_prompt
         self._recompute = config.algorithm.old_log_probs is OldLogProbs.RECOMPUTE
         self.iteration = 0
 
@@ -86,6 +92,8 @@ class PpoTrainer:
                 **names.rollout_metrics(collected.responses()),
                 **(names.log_prob_metrics(old.result()) if old else {}),
                 **names.score_metrics(collected.score_report()),
+                **names.source_metrics(collected.score_report(), collected.data_sources()),
+                **names.group_metrics(collected.score_report().scores, self._group_size),
                 **names.experience_metrics(experience.result(), self.kl.value),
             }
             for role, update in updates.items():
@@ -94,16 +102,15 @@ class PpoTrainer:
                 self.ref and trains_actor
             ):  # a policy that stands still says nothing of the coefficient
                 self.kl.update(measured["critic/kl"], self.config.samples_per_iteration)
-            phases = {
+            calls = {
                 "old_log_prob": old,
                 "ref": ref,
                 "values": values,
                 "adv": experience,
                 **{f"update_{role}": update for role, update in updates.items()},
             }
-            measured["timing/gen"], measured["timing/reward"] = collected.seconds()
-            measured.update({f"timing/{k}": p.seconds for k, p in phases.items() if p})
-            self._finish(measured, collected, time.monotonic() - started)
+            phases = {**collected.calls(), **{k: [call] for k, call in calls.items() if call}}
+            self._finish(measured, collected, phases, time.monotonic() - started)
         self.checkpoints.settle(self.recorder.note)
 
     def _make_experience(
@@ -128,13 +135,16 @@ class PpoTrainer:
         )
         return (self.critic or self.actor).make_experience(inputs)
 
-    def _finish(self, measured: dict[str, float], collected: Collected, all_s: float) -> None:
+    def _finish(
+        self,
+        measured: dict[str, float],
+        collected: Collected,
+        phases: dict[str, list[Pending]],
+        all_s: float,
+    ) -> None:
         """Write the iteration's metrics and samples; validate and save where due, stop if asked."""
         driver = {"iteration": (time.time() - all_s, all_s)}
-        reports = collected.generate_reports()
-        measured["timing/sync"] = collected.sync_s()
-        measured["timing/all"] = all_s
-        measured.update(names.throughput_metrics(reports, all_s, self._num_devices))
+        measured |= self._measure_ranks(collected, phases, all_s)
         self.recorder.write_samples(
             self.iteration, self.actor, collected.rollouts, [collected.score_report()]
         )
@@ -169,6 +179,22 @@ class PpoTrainer:
             self.stop.record_save(self.checkpoints.newest, whole_s)
         if stops:
             raise Stopped
+
+    def _measure_ranks(
+        self, collected: Collected, phases: dict[str, list[Pending]], all_s: float
+    ) -> dict[str, float]:
+        """Return times, memory, idle shares, tokens and operations per second."""
+        reports, updates = collected.generate_reports(), "update_actor" in phases
+        flops = iteration_flops(self.config, reports, collected.responses(), updates)
+        sizes = {pool: sum(processes) for pool, processes in self.config.resource_pool.items()}
+        return {
+            **phase_metrics(phases),
+            "timing/sync": collected.sync_s(),
+            "timing/all": all_s,
+            **idle_metrics(phases, sizes, all_s),
+            **names.throughput_metrics(reports, all_s, self._num_devices),
+            **names.flops_metrics(flops, all_s, self._num_devices, self.peak_flops),
+        }
 
     @property
     def _num_devices(self) -> int:
