@@ -133,10 +133,12 @@ class Recorder:
         actor: ActorGroup,
         rollouts: RowsRef,
         scores: Sequence[ScoreReport],
+        sources: Sequence[str],
         about: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """Fetch and write the first samples; no others leave the workers.
 
+        sources: data source of each
         about: further fields of the samples of a validation, which have a file of their own; None =
                samples of training
         """
@@ -148,7 +150,8 @@ class Recorder:
         values = [score for report in scores for score in report.scores]
         parts = [part for report in scores for part in report.parts] or [{}] * len(values)
         more = [{}] * count if about is None else about
-        rows = zip(texts, values[:count], parts[:count], more[:count], strict=True)
+        columns = (values, parts, sources, more)
+        rows = zip(texts, *(column[:count] for column in columns), strict=True)
         decode = self.tokenizer.decode
         writer.write(
             iteration,
@@ -162,8 +165,9 @@ class Recorder:
                     score=score,
                     reward_parts=part,
                     weights_version=text.weights_version,
+                    data_source=source,
                     **fields,
                 )
-                for text, score, part, fields in rows
+                for text, score, part, source, fields in rows
             ],
         )

@@ -146,7 +146,11 @@ class PpoTrainer:
         driver = {"iteration": (time.time() - all_s, all_s)}
         measured |= self._measure_ranks(collected, phases, all_s)
         self.recorder.write_samples(
-            self.iteration, self.actor, collected.rollouts, [collected.score_report()]
+            self.iteration,
+            self.actor,
+            collected.rollouts,
+            [collected.score_report()],
+            collected.data_sources(),
         )
         self.recorder.warn_of_non_finite(self.iteration, measured, collected.non_finite_scores())
         last = self.iteration == self.config.training.train_iters
