@@ -52,6 +52,7 @@ class RunDirectory:
         self.samples_tokens = path / "samples_tokens"
         self.timeline = path / "timeline"
         self.failure = path / "failure.json"
+        self.report = path / "report.html"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
 

@@ -2,7 +2,7 @@
 
 const SVG = 'http://www.w3.org/2000/svg';
 const LIVE = document.documentElement.dataset.live === 'yes';
-const COLORS = 8;
+const COLORS = 11;
 
 /** What the user has chosen; it outlives a redraw of a live page. */
 const state = { smoothing: 0.6, log: false, range: false, zoom: null, hidden: new Set(), listeners: new Set() };
@@ -18,7 +18,7 @@ function h(tag, props = {}, ...children) {
     else if (name === 'background') made.style.background = value;
     else made.setAttribute(name, value === true ? '' : value);
   }
-  made.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return made;
 }
 

@@ -136,7 +136,7 @@ function samplesSection(runs, loaded) {
         list.first();
       });
       status.textContent = seen > samples.length ? `${samples.length} of the ${seen} samples that the run wrote, evenly chosen. mindspeed-rlxf report --samples sets their number.` : '';
-      body.replaceChildren(promptCard(samples), h('p', {}), filters.element, h('div', { class: 'split' }, h('div', { class: 'card' }, left), right));
+      body.replaceChildren(promptCard(samples), filters.element, h('div', { class: 'split' }, h('div', { class: 'card' }, left), right));
       filters.apply();
     };
     if (runs.length > 1) section.insertBefore(h('div', { class: 'controls' }, labelled('Run', selectOf(runs.map((run) => [run.name, run.name]), state.samplesOf || runs[0].name, show, 'Run whose samples are shown'))), status);

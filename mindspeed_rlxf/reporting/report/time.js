@@ -2,7 +2,7 @@
 
 const PHASES = ['gen', 'sync', 'reward', 'old_log_prob', 'ref', 'values', 'adv', 'update_critic', 'update_actor', 'val', 'save'];
 const ROLE_COLOR = { rollout: 0, reward: 3, actor_rollout: 1, ref: 5, critic: 2, driver: 6, scorer: 4 };
-const PHASE_COLOR = { gen: 0, sync: 5, reward: 3, old_log_prob: 7, ref: 5, values: 4, adv: 6, update_critic: 2, update_actor: 1, val: 3, save: 6 };
+const PHASE_COLOR = { gen: 0, sync: 10, reward: 3, old_log_prob: 7, ref: 5, values: 4, adv: 9, update_critic: 2, update_actor: 1, val: 8, save: 6 };
 const MAX_BARS = 240;
 
 /** Mean seconds of each phase in stretches of iterations: [{from, to, parts: {phase: s}, all}]. */
@@ -126,7 +126,7 @@ function scheduleCard(run) {
 
 function timeSection(runs) {
   const body = h('div');
-  const show = (name) => { const run = runs.find((each) => each.name === name) || runs[0]; state.timeOf = run.name; body.replaceChildren(phasesChart(run), h('div', {}, h('p', {})), scheduleCard(run)); };
+  const show = (name) => { const run = runs.find((each) => each.name === name) || runs[0]; state.timeOf = run.name; body.replaceChildren(phasesChart(run), scheduleCard(run)); };
   const pick = runs.length > 1 ? h('div', { class: 'controls' }, labelled('Run', selectOf(runs.map((run) => [run.name, run.name]), state.timeOf || runs[0].name, show, 'Run whose time is shown'))) : null;
   show(state.timeOf || runs[0].name);
   return h('section', { id: 'time', 'aria-labelledby': 'time-h' }, h('h2', { id: 'time-h' }, 'Time'), pick, body);
