@@ -19,6 +19,8 @@ from mindspeed_rlxf.config.enums import RuntimeKind
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.resolve import resolve_with_notes
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.reporting.console import open_console
+from mindspeed_rlxf.reporting.phases import phase
 
 if TYPE_CHECKING:
     from mindspeed_rlxf.trainer.run import Run
@@ -49,24 +51,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         if config.dry_run:
             return _dry_run(config)
-        with _prepare(config) as run:
-            if trainer := run.start():
-                trainer.fit()
-        return run.exit_code
+        with open_console(config.logging.console):
+            with _prepare(config) as run:
+                if trainer := run.start():
+                    trainer.fit()
+            return run.exit_code
     except UserError as error:
         return fail(error.problems)
 
 
 def _prepare(config: RunConfig) -> Run:
     """Check all files, set up the device of a local run, and return the run. Errors: UserError."""
-    from mindspeed_rlxf.trainer.preflight import prepare
-
-    prepared = prepare(config)
+    with phase("loading libraries"):
+        from mindspeed_rlxf.trainer.preflight import prepare
+    with phase("reading tokenizer, prompts and headers of weights"):
+        prepared = prepare(config)
     if config.runtime.kind is RuntimeKind.LOCAL:  # before the next import, which brings in Megatron
         from mindspeed_rlxf.cluster.local import claim_device
 
         claim_device(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
-    from mindspeed_rlxf.trainer.run import Run
+    with phase("loading libraries"):
+        from mindspeed_rlxf.trainer.run import Run
 
     return Run(config, prepared)
 

@@ -19,6 +19,7 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.plugins import with_plugins
 from mindspeed_rlxf.data.batch import Rows
+from mindspeed_rlxf.reporting.phases import waiting
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ class Pending:
         """Return the replies of all ranks; waits for them. Raises as `result`."""
         if self._replies is None:
             asked = time.time()
-            self._replies = self._call.wait()
+            with waiting(self.what[0] if self.what else ""):
+                self._replies = self._call.wait()
             spans.record_call(self.pool, self.what, self._replies, asked)
         return self._replies
 
@@ -139,8 +141,10 @@ class RoleGroup:
     def _submit(self, method: str, args: Sequence[Any], **how: Any) -> Pending:
         """how: fields of `Request` (as in `_requests`)"""
         requests, num_rows = self._requests(method, args, **how)
-        call = self.pool.submit(requests)
-        return Pending(call, self.layout.leaders(), num_rows, self.pool.name, _names(requests))
+        names = _names(requests)
+        with waiting(names[0]):  # without Ray the work is done here
+            call = self.pool.submit(requests)
+        return Pending(call, self.layout.leaders(), num_rows, self.pool.name, names)
 
     def _requests(
         self, method: str, args: Sequence[Any], **how: Any

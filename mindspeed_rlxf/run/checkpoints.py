@@ -18,6 +18,7 @@ from mindspeed_rlxf.config.dump import to_yaml
 from mindspeed_rlxf.config.enums import Role, RuntimeKind
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
+from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.reporting.sample_tokens import cut_token_files
 from mindspeed_rlxf.run import driver_state, host_files
 from mindspeed_rlxf.run.directory import RunDirectory
@@ -90,6 +91,13 @@ class RunCheckpoints:
         """
         self.settle(note)
         started = time.monotonic()
+        with phase(f"writing the checkpoint of iteration {iteration}"):
+            self._begin_write(iteration)
+            self._files = [] if self.config.training.async_save else self._wait_for_files()
+        return time.monotonic() - started
+
+    def _begin_write(self, iteration: int) -> None:
+        """Let all ranks begin to write; returns when their state is copied."""
         hidden = self.store.hidden(iteration)
         if self.writes:
             self.store.begin(iteration)
@@ -98,8 +106,6 @@ class RunCheckpoints:
         begun = [group.begin_save(hidden / SAVED_AS[role]) for role, group in self.trained.items()]
         for call in begun:
             call.result()
-        self._files = [] if self.config.training.async_save else self._wait_for_files()
-        return time.monotonic() - started
 
     def commit(
         self, iteration: int, state: dict[str, Any], score: float | None, note: Note

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,23 @@ from typing import Any
 from mindspeed_rlxf.cluster import spans
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.cluster.role_groups import ActorGroup
+from mindspeed_rlxf.config.enums import KlControl
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import TokenLog
 from mindspeed_rlxf.data.sampler import ConsumedPrompts
-from mindspeed_rlxf.reporting.console import Progress
-from mindspeed_rlxf.reporting.metrics import LedgerWriter, MetricsWriter, Sample, SampleWriter
+from mindspeed_rlxf.reporting.console import Console, current
+from mindspeed_rlxf.reporting.health import KL_LIMIT, Finding, Health
+from mindspeed_rlxf.reporting.metrics import (
+    HealthWriter,
+    LedgerWriter,
+    MetricsWriter,
+    Sample,
+    SampleWriter,
+    read_metrics,
+)
 from mindspeed_rlxf.reporting.timeline import Span, Timeline
 from mindspeed_rlxf.roles.reports import ScoreReport
 from mindspeed_rlxf.run.directory import RunDirectory
-
-GAP_WARNING = 0.05  # mean |log-prob of generation - of training|, nats; bf16 rounds to about 0.01
 
 
 class Recorder:
@@ -41,32 +47,56 @@ class Recorder:
         self._timeline = Timeline(directory.timeline, mode) if writes else None
         self._directory, self._logging = directory, config.logging
         spans.take()  # those of another run of this process
-        self._progress = Progress(
-            config.training.train_iters,
-            config.logging.console_metrics,
-            sys.stdout if writes else io.StringIO(),
-        )
-        self.note = self._progress.note  # prints a line beside the progress
+        self._health_file = HealthWriter(directory.health if writes else nowhere, mode)
+        self.console = current() if writes else Console(io.StringIO())
+        self.note = self.console.note  # prints a line beside the progress
+        self.health = Health(config.logging.stop_on, _kl_limit(config))
+        done = self._replay(directory)
+        names = config.logging.console_metrics
+        path, here = directory.path, Path.cwd()
+        title = str(path.relative_to(here) if path.is_relative_to(here) else path)
+        self.console.begin(config.training.train_iters, names, done, title)
 
     def write_iteration(self, iteration: int, metrics: dict[str, float], seconds: float) -> None:
-        """Write and print the metrics; warn of groups without signal and of log-probs that differ.
+        """Write and print the metrics; warn of groups without signal.
 
         seconds: of the whole iteration
         """
         self._metrics.write(iteration, metrics, seconds)
-        self._progress.update(iteration, metrics)
+        self.console.update(iteration, metrics)
         if alike := int(metrics.get("rollout/alike_groups", 0)):
-            self.note(
-                f"warning: {alike} prompt groups of this iteration have zero advantages, because "
+            self.console.warn_once(
+                "alike_groups",
+                f"{alike} prompt groups of iteration {iteration} have zero advantages, because "
                 "all their responses score the same; raise algorithm.max_num_gen_batches, or use "
-                "easier or harder prompts"
+                "easier or harder prompts",
             )
-        gap = metrics.get("rollout/log_prob_gap_mean", 0.0)
-        if gap > GAP_WARNING:
-            self.note(
-                f"warning: log-probs of generation and training differ by {gap:.3g} on average; "
-                "algorithm.max_log_prob_gap stops the run at the token with the largest gap"
-            )
+
+    def check_health(self, iteration: int, metrics: Mapping[str, float]) -> Finding | None:
+        """Write down and print the illnesses that begin or end with an iteration.
+
+        An illness is printed the first time. Returns the first of `logging.stop_on` that begins.
+        """
+        found = self.health.check(iteration, metrics)
+        for finding in found:
+            self._health_file.write(finding)
+            if finding.event == "began":
+                self.console.warn_once(finding.rule, finding.line.removeprefix("warning: "))
+        return next((finding for finding in found if finding.stops), None)
+
+    def _replay(self, directory: RunDirectory) -> int:
+        """Take up the illnesses of the iterations before a resume; return the last iteration."""
+        last = 0
+        for last, metrics in read_metrics(directory.metrics):
+            self.health.replay(last, metrics)
+        for rule, finding in self.health.active.items():
+            if finding.stops and finding.iteration == last:
+                self.note(
+                    f"the run was stopped after iteration {last} by logging.stop_on ({rule}: "
+                    f"{finding.text}); it goes on from there, and is stopped by it again only "
+                    "after it has ended"
+                )
+        return last
 
     def warn_of_non_finite(
         self, iteration: int, metrics: dict[str, float], scores: dict[int, float]
@@ -123,9 +153,15 @@ class Recorder:
         return TokenLog(folder, iteration, chosen, limit, self._directory.file_mode)
 
     def close(self) -> None:
-        self._progress.close()
-        for writer in (self._metrics, self._ledger, self._samples, self._val_samples):
+        for writer in (
+            self._metrics,
+            self._ledger,
+            self._samples,
+            self._val_samples,
+            self._health_file,
+        ):
             writer.close()
+        self.console.close()
 
     def write_samples(
         self,
@@ -171,3 +207,10 @@ class Recorder:
                 for text, score, part, source, fields in rows
             ],
         )
+
+
+def _kl_limit(config: RunConfig) -> float:
+    """Return the KL per token that is a runaway: the usual limit, or twice a larger target."""
+    control = config.algorithm.kl_ctrl
+    adapts = control.type is KlControl.ADAPTIVE
+    return max(KL_LIMIT, 2.0 * control.target_kl) if adapts else KL_LIMIT

@@ -14,7 +14,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.recorder import Recorder
-from mindspeed_rlxf.run.stopping import Stopped, StopRequest
+from mindspeed_rlxf.run.stopping import StopRequest
 from mindspeed_rlxf.trainer import metrics as names
 from mindspeed_rlxf.trainer.collector import Collected, Collector
 from mindspeed_rlxf.trainer.flops import iteration_flops
@@ -59,7 +59,7 @@ class PpoTrainer:
     def fit(self) -> None:
         """Iterate: weights -> generate, score -> log-probs, values -> experience -> updates.
 
-        Raises Stopped, after saving, when the run has to end before `train_iters`.
+        Raises Stopped or StoppedByRule, after saving, when the run has to end before `train_iters`.
         """
         if self.config.validation.before and self.iteration == 0:
             self.validator.validate(self.iteration, version=0, own_line=True)
@@ -161,6 +161,8 @@ class PpoTrainer:
             version = self.config.count_updates(self.iteration)
             measured.update(self.validator.validate(self.iteration, version))
             driver["validation"] = began, time.time() - began
+        if ill := self.recorder.check_health(self.iteration, measured):
+            self.stop.request(ill.rule, f"{ill.text}; {ill.remedy}")
         self.stop.end_iteration(self.iteration)
         stops, note = not last and self.stop.is_due(), self.recorder.note
         saves = self.stop.agree(self.checkpoints.is_due(self.iteration, stops))
@@ -182,7 +184,7 @@ class PpoTrainer:
             )  # a last save waits for both
             self.stop.record_save(self.checkpoints.newest, whole_s)
         if stops:
-            raise Stopped
+            raise self.stop.ended()
 
     def _measure_ranks(
         self, collected: Collected, phases: dict[str, list[Pending]], all_s: float

@@ -23,6 +23,7 @@ from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.files.printable import CODEC
 from mindspeed_rlxf.files.safe import open_file
+from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.run import failure, supervised
 from mindspeed_rlxf.run.checkpoints import RunCheckpoints
 from mindspeed_rlxf.run.directory import RunDirectory
@@ -30,7 +31,7 @@ from mindspeed_rlxf.run.driver_state import hash_prompts, is_finished
 from mindspeed_rlxf.run.exports import export_weights
 from mindspeed_rlxf.run.recorder import Recorder
 from mindspeed_rlxf.run.report import write_report
-from mindspeed_rlxf.run.stopping import Stopped, StopRequest
+from mindspeed_rlxf.run.stopping import Stopped, StoppedByRule, StopRequest
 from mindspeed_rlxf.run.store import RunStore
 from mindspeed_rlxf.run.supervised import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
@@ -101,7 +102,8 @@ class Run:
         directory = self._own(RunDirectory.create(self.config))
         if not self.config.validation.only:
             _report_for_restart(self.config, directory)
-        runtime = RayRuntime.from_config(self.config, directory.logs, directory.config)
+        with phase("joining or starting the Ray cluster"):
+            runtime = RayRuntime.from_config(self.config, directory.logs, directory.config)
         self._open.callback(runtime.shutdown)
         self._open.enter_context(_diagnosed(runtime))
         supervised.report_facts(joined=not runtime.cluster.own)
@@ -173,6 +175,10 @@ class Run:
             raise
         except (KeyboardInterrupt, Stopped):
             self._end_stopped(f"{self._stop.reason or 'SIGINT'}; {self._stop.work_lost}")
+        except StoppedByRule as ill:
+            supervised.report_facts(no_restart="logging.stop_on ended the run")
+            failure.report(self._started, ill, self._stop)
+            self.exit_code = EXIT_FAILED
         except DevicesMissing as missing:
             self._release()
             supervised.report_facts(free=missing.free)
@@ -270,12 +276,15 @@ def training(
     """
     stop = stop or StopRequest(config.training.stop_grace_s)
     parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}
-    pools = runtime.create_pools(config.resource_pool, parts)
+    with phase(f"starting {count_processes(config)} worker processes"):
+        pools = runtime.create_pools(config.resource_pool, parts)
     roles = RoleGroups.build(config, pools, prepared.eos_token_ids, prepared.scores_in_processes)
     has_functions = bool(config.reward.parts)
-    prompts = hash_prompts(prepared.train_prompts, prepared.eos_token_ids, has_functions)
+    with phase("hashing the prompts"):
+        prompts = hash_prompts(prepared.train_prompts, prepared.eos_token_ids, has_functions)
     checkpoints = RunCheckpoints(config, roles, directory, prompts, writes)
-    state = checkpoints.restore(_announce if writes else lambda _: None)
+    with phase("looking for a checkpoint and loading it"):
+        state = checkpoints.restore(_announce if writes else lambda _: None)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
     with contextlib.closing(recorder):
         trainer = make_trainer(config, prepared, roles, recorder, checkpoints, stop)
@@ -285,9 +294,15 @@ def training(
         yield trainer
         if writes:
             checkpoints.store.clear_exported()
-        export_weights(config, checkpoints.trained, directory, writes)
+        with phase("exporting the final weights"):
+            export_weights(config, checkpoints.trained, directory, writes)
         if writes:  # last, because it marks the run as finished
             checkpoints.store.set_exported(config.training.train_iters)
+
+
+def count_processes(config: RunConfig) -> int:
+    """Count the worker processes of all pools."""
+    return sum(sum(processes) for processes in config.resource_pool.values())
 
 
 def _announce(text: str) -> None:
