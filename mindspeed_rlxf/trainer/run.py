@@ -30,7 +30,7 @@ from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.driver_state import hash_prompts, is_finished
 from mindspeed_rlxf.run.exports import export_weights
 from mindspeed_rlxf.run.recorder import Recorder
-from mindspeed_rlxf.run.report import write_report
+from mindspeed_rlxf.run.report import find_problem, write_report
 from mindspeed_rlxf.run.stopping import Stopped, StoppedByRule, StopRequest
 from mindspeed_rlxf.run.store import RunStore
 from mindspeed_rlxf.run.supervised import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
@@ -208,7 +208,7 @@ class Run:
 
     def _write_report(self, directory: RunDirectory) -> None:
         """Write report.html where the run has trained; a problem is a warning: the run is over."""
-        if not directory.metrics.exists():
+        if find_problem(directory.path):  # no iteration has ended
             return
         try:
             write_report(
