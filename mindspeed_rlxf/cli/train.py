@@ -73,7 +73,9 @@ def _prepare(config: RunConfig) -> Run:
     with phase("loading libraries"):
         from mindspeed_rlxf.trainer.run import Run
 
-    return Run(config, prepared)
+    from mindspeed_rlxf.ops.planning.peaks import find_peak
+
+    return Run(config, prepared, find_peak)
 
 
 def _dry_run(config: RunConfig) -> int:

@@ -277,7 +277,8 @@ REFUSED_LIST = (
         "use the sections reward and ref, and training.seq_length",
     ),
     Refusal(("tensorboard_dir", "wandb_project", "wandb_exp_name"),
-            "metrics are written to metrics.jsonl", "read them from there"),
+            "trackers have keys of their own",
+            "set logging.trackers, as [tensorboard] or [wandb], and logging.tracker_project"),
 )  # fmt: skip
 """In any of `model.<name>`, `training` and the roles."""
 

@@ -195,6 +195,12 @@ def synchronize() -> None:
         library.synchronize()
 
 
+def device_name() -> str:
+    """Return the model of this process's device as its library names it; empty on CPU."""
+    library = active_library()
+    return "" if library is None else str(library.get_device_name())
+
+
 def reset_peak_memory() -> None:
     """Begin a new peak of this process's device memory. Does nothing on CPU."""
     library = active_library()

@@ -303,7 +303,7 @@ class Health:
         return found
 
     def replay(self, iteration: int, metrics: Mapping[str, float | None]) -> None:
-        """Add an iteration of before a resume, whose findings are written down already."""
+        """Add an iteration of before a resume, or a validation of its own, and report nothing."""
         self.check(iteration, metrics)
 
     def _follow(

@@ -64,6 +64,7 @@ class GenerateReport:
     decoded_tokens: int
     sampled_tokens: int
     sync_s: float  # seconds that the rollout waited for its weights
+    device: str = ""  # model of the device, empty on CPU
 
 
 @dataclass(frozen=True)

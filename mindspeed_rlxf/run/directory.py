@@ -39,6 +39,7 @@ class RunDirectory:
     consumed:  ledger of the prompts and sample ids of each iteration
     samples_tokens: folder with a file of each rank that makes experience
     timeline:  folder of the timelines of all ranks
+    trackers:  folder of one folder per tracker
     logs:      folder of driver.log and of one folder of rank logs per pool
     """
 
@@ -53,6 +54,7 @@ class RunDirectory:
         self.consumed = path / "consumed.jsonl"
         self.samples_tokens = path / "samples_tokens"
         self.timeline = path / "timeline"
+        self.trackers = path / "trackers"
         self.failure = path / "failure.json"
         self.report = path / "report.html"
         self.logs = path / "logs"

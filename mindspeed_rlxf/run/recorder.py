@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.cluster import spans
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.cluster.role_groups import ActorGroup
+from mindspeed_rlxf.config.dump import to_tree
 from mindspeed_rlxf.config.enums import KlControl
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import TokenLog
 from mindspeed_rlxf.data.sampler import ConsumedPrompts
+from mindspeed_rlxf.files.safe import make_private_folder, open_file, replace_file
 from mindspeed_rlxf.reporting.console import Console, current
 from mindspeed_rlxf.reporting.health import KL_LIMIT, Finding, Health
 from mindspeed_rlxf.reporting.metrics import (
@@ -25,7 +28,9 @@ from mindspeed_rlxf.reporting.metrics import (
     SampleWriter,
     read_metrics,
 )
+from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.reporting.timeline import Span, Timeline
+from mindspeed_rlxf.reporting.trackers import JSONL, TrackedRun, Trackers
 from mindspeed_rlxf.roles.reports import ScoreReport
 from mindspeed_rlxf.run.directory import RunDirectory
 
@@ -52,6 +57,7 @@ class Recorder:
         self.note = self.console.note  # prints a line beside the progress
         self.health = Health(config.logging.stop_on, _kl_limit(config))
         done = self._replay(directory)
+        self._trackers = _make_trackers(config, directory, done, self._warn_of_tracker, writes)
         names = config.logging.console_metrics
         path, here = directory.path, Path.cwd()
         title = str(path.relative_to(here) if path.is_relative_to(here) else path)
@@ -63,6 +69,7 @@ class Recorder:
         seconds: of the whole iteration
         """
         self._metrics.write(iteration, metrics, seconds)
+        self._trackers.log(iteration, metrics)
         self.console.update(iteration, metrics)
         if alike := int(metrics.get("rollout/alike_groups", 0)):
             self.console.warn_once(
@@ -83,6 +90,9 @@ class Recorder:
             if finding.event == "began":
                 self.console.warn_once(finding.rule, finding.line.removeprefix("warning: "))
         return next((finding for finding in found if finding.stops), None)
+
+    def _warn_of_tracker(self, text: str) -> None:
+        self.console.warn_once(text, text)
 
     def _replay(self, directory: RunDirectory) -> int:
         """Take up the illnesses of the iterations before a resume; return the last iteration."""
@@ -121,6 +131,8 @@ class Recorder:
         """
         if own_line:
             self._metrics.write(iteration, metrics, metrics["timing/val"])
+            self._trackers.log(iteration, metrics)
+            self.health.replay(iteration, metrics)
         shown = " | ".join(f"{k} : {v:.4f}" for k, v in metrics.items() if k.startswith("val/"))
         self.note(f"validation after iteration {iteration} | {shown}")
 
@@ -161,6 +173,8 @@ class Recorder:
             self._health_file,
         ):
             writer.close()
+        with phase("waiting for the trackers"):
+            self._trackers.close()
         self.console.close()
 
     def write_samples(
@@ -214,3 +228,35 @@ def _kl_limit(config: RunConfig) -> float:
     control = config.algorithm.kl_ctrl
     adapts = control.type is KlControl.ADAPTIVE
     return max(KL_LIMIT, 2.0 * control.target_kl) if adapts else KL_LIMIT
+
+
+def _make_trackers(
+    config: RunConfig,
+    directory: RunDirectory,
+    resumed: int,
+    warn: Callable[[str], None],
+    writes: bool,
+) -> Trackers:
+    """Start the trackers of `logging.trackers`; none on ranks that write nothing."""
+    logging = config.logging
+    names = [name for name in logging.trackers if name != JSONL] if writes else []
+    run = TrackedRun(
+        name=config.training.run_name if names else "",
+        project=logging.tracker_project,
+        run_id=_find_run_id(directory) if names else "",
+        folder=directory.trackers,
+        config=to_tree(config) if names else {},
+        resumed=resumed,
+        offline={"auto": None, "online": False, "offline": True}[logging.tracker_mode],
+    )
+    return Trackers(names, run, warn, directory.file_mode)
+
+
+def _find_run_id(directory: RunDirectory) -> str:
+    """Return the id that trackers know the run by: made at its first start, then kept."""
+    file = directory.trackers / "run_id"
+    if not file.exists():
+        make_private_folder(directory.trackers, directory.file_mode)
+        replace_file(file, secrets.token_hex(8), directory.file_mode)
+    with open_file(file, "r", encoding="ascii") as stream:
+        return "".join(c for c in stream.read(64) if c.isalnum())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -10,6 +11,9 @@ from mindspeed_rlxf.config.enums import OldLogProbs, RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.balance import sample_flops
 from mindspeed_rlxf.roles.reports import GenerateReport, ResponseLengths
+
+FindPeak: TypeAlias = Callable[[str], float | None]
+"""Name of a device -> bf16 operations per second of its data sheet; None = not known."""
 
 FORWARD, TRAIN = 1, 3  # passes: a backward pass counts as two
 

@@ -17,7 +17,7 @@ from mindspeed_rlxf.run.recorder import Recorder
 from mindspeed_rlxf.run.stopping import StopRequest
 from mindspeed_rlxf.trainer import metrics as names
 from mindspeed_rlxf.trainer.collector import Collected, Collector
-from mindspeed_rlxf.trainer.flops import iteration_flops
+from mindspeed_rlxf.trainer.flops import FindPeak, iteration_flops
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.rank_metrics import idle_metrics, phase_metrics
 from mindspeed_rlxf.trainer.validation import Validator
@@ -35,9 +35,7 @@ class PpoTrainer:
         recorder: Recorder,
         checkpoints: RunCheckpoints,
         stop: StopRequest,
-        peak_flops: float | None = None,
     ) -> None:
-        """peak_flops: operations per second that one device can do; None = unknown"""
         self.config, self.prompts, self.checkpoints = config, prompts, checkpoints
         self.stop = stop
         self.actor, self.rollout = roles.actor, roles.rollout
@@ -51,7 +49,7 @@ class PpoTrainer:
             control.target_kl,
             float(control.horizon),
         )
-        self.peak_flops = peak_flops
+        self.find_peak: FindPeak = lambda _: None  # of a device by its name, set by the command
         self._group_size = config.actor_rollout.n_samples_per_prompt
         self._recompute = config.algorithm.old_log_probs is OldLogProbs.RECOMPUTE
         self.iteration = 0
@@ -192,6 +190,7 @@ class PpoTrainer:
         """Return times, memory, idle shares, tokens and operations per second."""
         reports, updates = collected.generate_reports(), "update_actor" in phases
         flops = iteration_flops(self.config, reports, collected.responses(), updates)
+        peak = self.find_peak(reports[0].device) if self.config.actor_rollout.bf16 else None
         sizes = {pool: sum(processes) for pool, processes in self.config.resource_pool.items()}
         return {
             **phase_metrics(phases),
@@ -199,7 +198,7 @@ class PpoTrainer:
             "timing/all": all_s,
             **idle_metrics(phases, sizes, all_s),
             **names.throughput_metrics(reports, all_s, self._num_devices),
-            **names.flops_metrics(flops, all_s, self._num_devices, self.peak_flops),
+            **names.flops_metrics(flops, all_s, self._num_devices, peak),
         }
 
     @property

@@ -34,6 +34,7 @@ from mindspeed_rlxf.run.report import find_problem, write_report
 from mindspeed_rlxf.run.stopping import Stopped, StoppedByRule, StopRequest
 from mindspeed_rlxf.run.store import RunStore
 from mindspeed_rlxf.run.supervised import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
+from mindspeed_rlxf.trainer.flops import FindPeak
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
@@ -58,9 +59,12 @@ class Run:
     ends without an error exports the final weights.
     """
 
-    def __init__(self, config: RunConfig, prepared: Prepared) -> None:
+    def __init__(
+        self, config: RunConfig, prepared: Prepared, find_peak: FindPeak = lambda _: None
+    ) -> None:
+        """find_peak: of a device by its name, for `throughput/mfu`"""
         training = config.training
-        self.config, self.prepared = config, prepared
+        self.config, self.prepared, self.find_peak = config, prepared, find_peak
         self.exit_code = EXIT_DONE
         self._started: RunDirectory | None = None  # the one that this process writes to
         self._done = ""  # the last line of a run that reached its end
@@ -141,6 +145,7 @@ class Run:
         trainer = self._open.enter_context(
             training(self.config, self.prepared, directory, runtime, writes, self._stop)
         )
+        trainer.find_peak = self.find_peak
         if writes:
             self._done = f"done: {self.config.training.train_iters} iterations, {directory.path}"
         return trainer

@@ -272,7 +272,8 @@ def validated(config: RunConfig) -> list[Any]:
     with contextlib.suppress(Over):
         trainer.fit()
     trainer.stop.is_due.return_value = trainer.stop.agree.return_value = False
-    with patch.object(ppo, "names"):
+    trainer.recorder.check_health.return_value = None
+    with patch.object(ppo, "names"), patch.object(ppo, "iteration_flops"):
         for trainer.iteration in range(1, config.training.train_iters + 1):
             with contextlib.suppress(Stopped):
                 trainer._finish({}, MagicMock(), {}, 1.0)
@@ -317,7 +318,7 @@ def recorded(config: RunConfig) -> Any:
     made = recorder.Recorder(config, RunDirectory(Path("nowhere")), None, writes=False)
     file = made._samples._file
     tokens = made.token_log(1, range(100))
-    return made._samples.num_kept(100), vars(file), tokens, made._progress._names
+    return made._samples.num_kept(100), vars(file), tokens, made.console._names
 
 
 @functools.cache

@@ -38,6 +38,7 @@ Changes = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[3]
 CHECKPOINTS, STORE = "run/test_checkpoints.py", "run/test_store.py"
 RUN_DIR, COLLECTOR = "run/test_directory.py", "trainer/test_collector.py"
+CONSOLE, RECORDER = "reporting/test_console.py", "run/test_recorder.py"
 PROMPT_KEYS = "data/test_prompt_keys.py"
 FUNCTIONS, MODEL_REWARD = "config/test_reward_functions.py", "roles/test_model_reward.py"
 ROLES = ("actor_rollout", "ref", "critic", "reward")
@@ -348,7 +349,12 @@ LOGGING: dict[str, Any] = {
     "samples": Case(5, see.recorded),
     "samples_file_mb": Case(7, see.recorded),
     "sample_tokens": Case(False, see.recorded),
+    "console": Shown(CONSOLE, "test_the_mode_chooses_what_is_shown"),
     "console_metrics": Case(["critic/kl"], see.recorded),
+    "stop_on": Shown(RECORDER, "test_the_first_illness_of_stop_on_is_returned"),
+    "trackers": Shown(RECORDER, "test_a_tracker_gets_project_mode_and_metrics"),
+    "tracker_project": Shown(RECORDER, "test_a_tracker_gets_project_mode_and_metrics"),
+    "tracker_mode": Shown(RECORDER, "test_a_tracker_gets_project_mode_and_metrics"),
     "reference_kl": Case(True, base={"algorithm.kl_ctrl.kl_coef": 0.0}),
 }
 DEVICE: dict[str, Any] = {
