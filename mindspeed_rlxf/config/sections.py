@@ -299,6 +299,11 @@ class LoggingConfig(Section):
         ge=0,
         le=1024,
     )
+    sample_tokens: bool = key(
+        True,
+        "also log advantage, KL and value of each token of these responses, in samples_tokens/",
+        "free",
+    )
     console: Annotated[ConsoleMode, Word] = key(
         ConsoleMode.AUTO,
         "auto (live on a terminal, else line), line, short, live, quiet; see docs/console.md",

@@ -25,6 +25,7 @@ from mindspeed_rlxf.data.batch import (
     RoleOutput,
     Rollouts,
     Scores,
+    TokenRows,
     fit_columns,
 )
 from mindspeed_rlxf.rewards.shaping import ScoreShaping
@@ -62,7 +63,8 @@ class ExperienceMaker:
         given = self._make_rewarded(inputs, zero if kl is None else kl * trained)
         estimate = self.objective.estimate(given)
         experience = self._experience(given, estimate, old, ref)
-        return RoleOutput(experience, _report(experience, given, kl))
+        report = _report(experience, given, kl)
+        return RoleOutput(experience, report, _token_rows(inputs, experience, kl))
 
     def _kl(
         self, inputs: ExperienceInputs, old: Tensor | None, ref: Tensor | None
@@ -144,6 +146,23 @@ def _check_finite(scores: Tensor, sample_ids: list[int]) -> None:
             f"scores must be finite numbers, the reward gave {named}; correct the reward, or set "
             "training.nan_policy=skip"
         )
+
+
+def _token_rows(
+    inputs: ExperienceInputs, experience: Experience, kl: Tensor | None
+) -> TokenRows | None:
+    """Gather what is logged of each token; None where nothing is. kl: as in `_report`"""
+    if inputs.token_log is None:
+        return None
+    rollouts = inputs.rollouts
+    return TokenRows(
+        inputs.token_log,
+        rollouts.sample_ids,
+        rollouts.response_lengths,
+        experience.advantages,
+        kl,
+        experience.values if experience.values.size(1) else None,
+    )
 
 
 def _report(experience: Experience, given: Rewarded, kl: Tensor | None) -> ExperienceReport:

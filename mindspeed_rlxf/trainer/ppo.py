@@ -130,6 +130,7 @@ class PpoTrainer:
             greedy_scores=as_rows_field(collected.greedy_scores),
             kl_coef=self.kl.value,
             slot_limit=self._slot_limit(collected),
+            token_log=self.recorder.token_log(self.iteration, collected.sample_ids()),
         )
         return (self.critic or self.actor).make_experience(inputs)
 
@@ -144,7 +145,11 @@ class PpoTrainer:
         driver = {"iteration": (time.time() - all_s, all_s)}
         measured |= self._measure_ranks(collected, phases, all_s)
         self.recorder.write_samples(
-            self.iteration, self.actor, collected.rollouts, [collected.score_report()]
+            self.iteration,
+            self.actor,
+            collected.rollouts,
+            [collected.score_report()],
+            collected.data_sources(),
         )
         self.recorder.warn_of_non_finite(self.iteration, measured, collected.non_finite_scores())
         last = self.iteration == self.config.training.train_iters
@@ -167,8 +172,7 @@ class PpoTrainer:
             driver["save"] = began, measured["timing/save"]
         self.recorder.write_consumed(self.iteration, self.prompts.pop_consumed())
         self.recorder.write_iteration(self.iteration, measured, all_s)
-        calls = [call for of_phase in phases.values() for call in of_phase]
-        self.recorder.write_timeline(self.iteration, calls, driver)
+        self.recorder.write_timeline(self.iteration, driver)
         if saves:
             score = names.validation_score(measured, validation.best_metric)
             self.checkpoints.commit(self.iteration, self.state_dict(), score, note)

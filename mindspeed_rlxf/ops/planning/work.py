@@ -291,7 +291,7 @@ def generation(config: RunConfig) -> Work:
     numbers = _numbers(a, Head.LANGUAGE_MODEL, tp, 0, 1)
     kept = memory.layer_activation_bytes(a, prompts + decoded, tp, False, item)
     moved = 2 * kept * a.num_layers + (steps + passes) * numbers * item
-    moved += steps * memory.kv_cache_bytes(rows, int(context), a, tp, item)
+    moved += steps * memory.kv_cache_bytes(rows * int(context), a, tp, item)
     moved += 2 * memory.sampling_bytes(decoded, a.vocab_size, actor.do_sample)
     calls = (steps + passes) * (a.num_layers + 1)
     sent = 2 * (prompts + decoded) * a.hidden_size * item * a.num_layers * _ring(tp)

@@ -322,10 +322,11 @@ def apart(config: RunConfig) -> str | None:
 
 
 def recorded(config: RunConfig) -> Any:
-    """Samples kept of 100, size of their file, metrics on the console."""
+    """Samples kept of 100, size of their file, samples logged by token, metrics on the console."""
     made = recorder.Recorder(config, RunDirectory(Path("nowhere")), None, writes=False)
     file = made._samples._file
-    return made._samples.num_kept(100), vars(file), made.console._names
+    tokens = made.token_log(1, range(100))
+    return made._samples.num_kept(100), vars(file), tokens, made.console._names
 
 
 @functools.cache
