@@ -250,8 +250,13 @@ def _of_optimizer(config: RunConfig, role: Role) -> Iterator[Idle]:
     if section.optimizer.lr_warmup_fraction * config.learning_iters(role) < 1:
         short = f"with training.train_iters={iterations}: less than one iteration"
         yield Idle(role.value, ("lr_warmup_fraction",), short)
+    optimizer, overlaps = section.optimizer, ("overlap_grad_reduce", "overlap_param_gather")
+    if not (optimizer.use_distributed_optimizer and optimizer.overlap_grad_reduce):
+        both = "without use_distributed_optimizer and overlap_grad_reduce"
+        yield Idle(role.value, ("overlap_param_gather",), both)
     if config.layout(role).dp == 1:
-        yield Idle(role.value, ("use_distributed_optimizer",), "with one data-parallel rank")
+        alone = "with one data-parallel rank"
+        yield Idle(role.value, ("use_distributed_optimizer", *overlaps), alone)
 
 
 def _of_offload(config: RunConfig, role: Role) -> Iterator[Idle]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mindspeed_rlxf.cluster.environment import variables
 from mindspeed_rlxf.config import memory
 from mindspeed_rlxf.config.cluster import choose_cluster
-from mindspeed_rlxf.config.enums import Role, RuntimeKind
+from mindspeed_rlxf.config.enums import OldLogProbs, Role, RuntimeKind
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.ops.planning import available
@@ -25,6 +25,11 @@ from mindspeed_rlxf.ops.planning.topology import topology
 from mindspeed_rlxf.reporting.table import pairs, table
 
 NONE = "-"
+OLD_LOG_PROBS = {
+    OldLogProbs.AUTO: "of the update, without a pass before it",
+    OldLogProbs.RECOMPUTE: "a pass before the update",
+    OldLogProbs.ROLLOUT: "of generation",
+}
 
 
 def ignore(text: str) -> None:
@@ -108,6 +113,7 @@ def _run(config: RunConfig) -> list[tuple[str, object]]:
         ("runtime", f"ray, {cluster} ({chosen.source})" if is_ray else "local"),
         ("device", config.device.kind.value),
         ("reward", f"verifier: {rules}" if rules else config.reward.kind.value),
+        ("old log-probs", OLD_LOG_PROBS[config.old_log_probs]),
     ]
 
 

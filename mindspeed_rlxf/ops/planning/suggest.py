@@ -208,7 +208,7 @@ def _row_bytes(config: RunConfig) -> int:
     """Return the least that one row less frees: its KV cache."""
     actor, tp = config.actor_rollout, config.rollout_tp
     length = actor.max_prompt_length + actor.max_new_tokens
-    return memory.kv_cache_bytes(1, length, actor.architecture, tp, memory.itemsize(actor))
+    return memory.kv_cache_bytes(length, actor.architecture, tp, memory.itemsize(actor))
 
 
 def show_suggestions(

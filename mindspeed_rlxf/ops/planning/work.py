@@ -102,7 +102,7 @@ def iteration_work(config: RunConfig) -> list[PhaseWork]:
     found = [_phase(config, "gen", actor, Kind.GENERATE, Stage.GENERATE, generation(config))]
     names = {actor: "old_log_prob", Role.REF: "ref", Role.CRITIC: "values", Role.REWARD: "reward"}
     for role, name in names.items():
-        reads = role is not actor or config.algorithm.old_log_probs.value == "recompute"
+        reads = role is not actor or config.old_log_probs.value == "recompute"
         if role in config.roles and has_model(config, role) and reads:
             work = _Model(config, role, lengths).all_samples()
             found.append(_phase(config, name, role, Kind.FORWARD, Stage.SCORE, work))
@@ -291,7 +291,7 @@ def generation(config: RunConfig) -> Work:
     numbers = _numbers(a, Head.LANGUAGE_MODEL, tp, 0, 1)
     kept = memory.layer_activation_bytes(a, prompts + decoded, tp, False, item)
     moved = 2 * kept * a.num_layers + (steps + passes) * numbers * item
-    moved += steps * memory.kv_cache_bytes(rows, int(context), a, tp, item)
+    moved += steps * memory.kv_cache_bytes(rows * int(context), a, tp, item)
     moved += 2 * memory.sampling_bytes(decoded, a.vocab_size, actor.do_sample)
     calls = (steps + passes) * (a.num_layers + 1)
     sent = 2 * (prompts + decoded) * a.hidden_size * item * a.num_layers * _ring(tp)
