@@ -26,6 +26,8 @@ from mindspeed_rlxf.ops.sizes import GIB, format_bytes
 
 SIZES = (1, 2, 4, 8)
 """Of tensor and pipeline parallelism."""
+FULL_TOKENS = 16384
+"""Of a micro-batch that fills a device, where sequences are short."""
 SHOWN, TOLD_EVERY_S = 3, 2.0
 RUNTIME_BYTES, KEPT_FREE = 4 * GIB, 0.1
 """What a suggestion leaves of a device: to the runtime, and a share for fragmentation."""
@@ -85,7 +87,10 @@ def suggest(config: RunConfig, rates: Rates, limit: int, note: Note) -> list[Sug
 def _layouts(config: RunConfig) -> Iterator[_Layout]:
     """Yield the layouts that some pool has ranks for."""
     largest = max(map(config.pool_size, config.resource_pool))
-    for tp, pp, recompute, sequences in product(SIZES, SIZES, Recompute, (1, 2, 4)):
+    actor = config.actor_rollout
+    full = FULL_TOKENS // (actor.max_prompt_length + actor.max_new_tokens)
+    batches = sorted({1, 2, 4, max(full, 1)})
+    for tp, pp, recompute, sequences in product(SIZES, SIZES, Recompute, batches):
         if tp * pp <= largest:
             yield _Layout(tp, pp, recompute, sequences)
 

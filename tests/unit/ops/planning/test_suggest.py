@@ -82,7 +82,7 @@ def test_the_search_is_the_same_twice_and_tells_how_far_it_is(
         planned("ppo_trainer_llama32_1b", "plan.suggest=true", told=told).text for _ in range(2)
     ]
     assert runs[0] == runs[1]
-    assert told[0] == "suggest: 0 of 54 layouts, 0 fit"
+    assert told[0] == "suggest: 0 of 72 layouts, 0 fit"
 
 
 def test_a_remedy_of_real_models_is_cheap_and_reaches_its_figure() -> None:
