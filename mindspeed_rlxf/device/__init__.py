@@ -24,6 +24,7 @@ from mindspeed_rlxf.device.facade import (
     select_bare,
     set_deterministic,
     setup,
+    shared_memory_environment,
     synchronize,
     visible_devices_variable,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "select_bare",
     "set_deterministic",
     "setup",
+    "shared_memory_environment",
     "synchronize",
     "visible_devices_variable",
 ]
