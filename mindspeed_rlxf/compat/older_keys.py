@@ -71,11 +71,7 @@ NO_OP_LIST = (
         BOTH,
         KERNELS,
     ),
-    NoOp(
-        ("overlap_grad_reduce", "overlap_param_gather", "async_log_allreduce"),
-        BOTH,
-        "communication does not overlap with computation yet, the numbers are the same",
-    ),
+    NoOp(("async_log_allreduce",), BOTH, "metrics are summed once per optimizer step"),
     NoOp(("use_rotary_position_embeddings", "swiglu", "disable_bias_linear"), YES, ARCHITECTURE),
     NoOp(("position_embedding_type",), ("rope",), ARCHITECTURE),
     NoOp(("normalization",), ("RMSNorm",), ARCHITECTURE),
@@ -278,7 +274,8 @@ REFUSED_LIST = (
         "use the sections reward and ref, and training.seq_length",
     ),
     Refusal(("tensorboard_dir", "wandb_project", "wandb_exp_name"),
-            "metrics are written to metrics.jsonl", "read them from there"),
+            "trackers have keys of their own",
+            "set logging.trackers, as [tensorboard] or [wandb], and logging.tracker_project"),
 )  # fmt: skip
 """In any of `model.<name>`, `training` and the roles."""
 

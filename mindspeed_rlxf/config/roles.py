@@ -34,6 +34,21 @@ class OptimizerConfig(Section):
     adam_eps: float = key(1e-8, "added to the root of the second moment", "free", gt=0)
     clip_grad: float = key(1.0, "largest gradient norm; 0 = no clipping", "free", ge=0)
     use_distributed_optimizer: bool = key(False, "shard optimizer state over DP", "reshard")
+    overlap_grad_reduce: bool = key(
+        False, "reduce gradients over DP while the backward pass runs; no use on CPU", "free"
+    )
+    overlap_param_gather: bool = key(
+        False,
+        "gather weights while the next forward pass of an iteration runs; needs "
+        "use_distributed_optimizer and overlap_grad_reduce; no use on CPU",
+        "free",
+    )
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether weights are gathered in the forward passes between optimizer steps."""
+        sharded = self.use_distributed_optimizer and self.overlap_grad_reduce
+        return self.overlap_param_gather and sharded
 
     def broken_rules(self) -> Iterator[Problem]:
         """Yield a problem when `min_lr` is above `lr`."""

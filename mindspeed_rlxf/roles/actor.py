@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import truncated_importance
-from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.enums import OldLogProbs, Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
@@ -15,6 +15,7 @@ from mindspeed_rlxf.data.batch import (
     Rollouts,
 )
 from mindspeed_rlxf.engine.protocol import Part
+from mindspeed_rlxf.roles.differences import measure_differences
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.generation import version_span
@@ -39,6 +40,7 @@ class ActorRole:
         replicas = self.engine.sum_over_replicas
         self.objective = make_objective(config, replicas)
         self.experience = ExperienceMaker(config, self.objective, replicas)
+        self.measures = config.old_log_probs is OldLogProbs.AUTO
 
     def send_weights(self) -> RoleOutput:
         """Send the weights to the ranks that generate, in their `RolloutRole.update_weights`."""
@@ -95,6 +97,9 @@ class ActorRole:
         metrics = []
         for rows in steps:
             step = self.objective.step(rollouts, experience, rows, kl_coef)
+            if self.measures:
+                kind = self.algorithm.kl_penalty
+                step = measure_differences(step, rollouts, experience, kind)
             batches = self.engine.micro_batches(rollouts, rows)
             metrics.append(self.engine.train_step(batches, step))
         return RoleOutput(report=UpdateReport(metrics, self.engine.end_iteration()))

@@ -175,7 +175,8 @@ def generate_phase(config: RunConfig, received: int) -> Phase:
 
     received: numbers of weights that are held during generation only
     """
-    actor, tp, rows = config.actor_rollout, config.rollout_tp, cache_rows(config)
+    actor, tp = config.actor_rollout, config.rollout_tp
+    rows, held = cache_rows(config), _cache_tokens(config)
     a, item = actor.architecture, memory.itemsize(actor)
     prefill = memory.prefill_tokens(rows, actor.max_prompt_length)
     working = memory.layer_activation_bytes(a, prefill, tp, False, item)
@@ -186,7 +187,7 @@ def generate_phase(config: RunConfig, received: int) -> Phase:
     return Phase(
         "generate",
         max(working, sampling),
-        memory.kv_cache_bytes(rows, length, a, tp, item),
+        memory.kv_cache_bytes(memory.kv_cache_most_tokens(rows, length, held), a, tp, item),
         memory.weight_bytes(received, item),
     )
 
@@ -239,12 +240,18 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
 
 def cache_rows(config: RunConfig) -> int:
     """Count the sequences that a rollout replica generates at once."""
-    actor, layout = config.actor_rollout, config.rollout_layout
-    waiting = -(-config.samples_per_iteration // layout.dp)
-    length = actor.max_prompt_length + actor.max_new_tokens
-    row = memory.kv_cache_bytes(1, length, actor.architecture, layout.tp, memory.itemsize(actor))
-    room = rollout_memory(config)
-    return memory.kv_cache_rows(actor.num_samples_per_step, waiting, row, room)
+    actor = config.actor_rollout
+    waiting = -(-config.samples_per_iteration // config.rollout_layout.dp)
+    sizes = actor.max_prompt_length, actor.max_new_tokens
+    return memory.kv_cache_rows(actor.num_samples_per_step, waiting, *sizes, _cache_tokens(config))
+
+
+def _cache_tokens(config: RunConfig) -> int | None:
+    """Count the tokens that the cache may hold; None where the rows are given."""
+    actor, tp = config.actor_rollout, config.rollout_tp
+    token = memory.kv_cache_bytes(1, actor.architecture, tp, memory.itemsize(actor))
+    limited = actor.num_samples_per_step is None
+    return memory.kv_cache_tokens(token, rollout_memory(config) if limited else None)
 
 
 def optimizer_of(config: RunConfig, role: Role) -> OptimizerConfig | None:

@@ -39,16 +39,17 @@ def phase(config: RunConfig, role: Role, name: str, stage: int = 0) -> Any:
 def test_cache_is_as_large_as_the_real_one(config: Callable[..., RunConfig]) -> None:
     run = config({"actor_rollout.num_samples_per_step": 3, "actor_rollout.bf16": True})
     # 4 layers, 4 groups of width 64 / 8 = 8; 8 + 16 tokens
-    real = KvCache(CacheShape(4, 4, 24, 8, torch.bfloat16), 3, torch.device("cpu"))
-    expected = real.keys.nbytes + real.values.nbytes
-    assert phase(run, Role.ACTOR_ROLLOUT, "generate").kv_cache == expected
+    real = KvCache(CacheShape(4, 4, 8, torch.bfloat16), 24, torch.device("cpu"))
+    real.fit(3, 24)
+    assert phase(run, Role.ACTOR_ROLLOUT, "generate").kv_cache == real.nbytes
 
 
 @pytest.mark.parametrize("room", [1, 5, 1000])
 def test_rows_follow_the_rule_of_the_rollout(
     config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    one = memory.kv_cache_bytes(1, 24, config().actor_rollout.architecture, 1, 4)
+    # A row counts with half a response, in pages: more than the 24 tokens that it can have.
+    one = memory.kv_cache_bytes(24, config().actor_rollout.architecture, 1, 4)
     whole = int(room * one / memory.CACHE_SHARE) + 10
     monkeypatch.setattr(device, "host_memory", lambda: 8 * GIB)
     run = config({"device.cpu_threads": 1})
@@ -57,6 +58,7 @@ def test_rows_follow_the_rule_of_the_rollout(
     monkeypatch.setattr(device, "host_memory", lambda: 8 * GIB)
     run = config({"device.memory_gib": whole / GIB})  # counts for each process, as it does in a run
     assert cache_rows(run) == min(96 // 8, room)
+    assert phase(run, Role.ACTOR_ROLLOUT, "generate").kv_cache == min(12, room) * one
 
 
 def test_frozen_roles_hold_weights_only(config: Callable[..., RunConfig]) -> None:
