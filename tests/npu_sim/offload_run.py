@@ -61,6 +61,7 @@ def main(out: Path, mode: str) -> None:
     claim_device(DeviceKind.NPU, 1, 300.0)  # before the imports, which bring in Megatron
     import torch
 
+    from mindspeed_rlxf import device
     from mindspeed_rlxf.run.directory import RunDirectory
     from tests.training import train
 
@@ -68,6 +69,7 @@ def main(out: Path, mode: str) -> None:
     runtime = LocalRuntime(DeviceKind.NPU, timeout_s=300.0)
     directory = runtime.from_first(lambda: RunDirectory.create(config))
     torch.npu.reset_peak_memory_stats()
+    device.reset_peak_memory = lambda: None  # of the whole run
     train(config, prepared, directory, runtime)
     print(json.dumps([planned(config), torch.npu.max_memory_allocated()]))
     runtime.shutdown()
