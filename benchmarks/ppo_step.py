@@ -3,12 +3,12 @@
 Four models of one shape, fp32, sdpa, prompts of 64 tokens, responses of up to 512, micro-batches of
 4, one optimizer step of policy and critic each. `equal`: all responses have 205 tokens; `mix`: the
 lengths of `rollout_lengths.json`, whose mean is 40% of the limit. The length of a response is
-forced by its position in the batch in both. Ours runs with recomputed log-probs (a pass more than TRL
-makes) and with those of generation (as TRL). Each runs in a process of its own with the same
+forced by its position in the batch in both. Ours runs with recomputed log-probs (a pass more than
+TRL makes) and with those of generation (as TRL). Each runs in a process of its own with the same
 threads; the processes take turns, and each leaves its first iteration out. Prints one JSON line.
 
-TRL's last release with PPO is 1.12.0: `pip install --target FOLDER trl==1.12.0 accelerate datasets`
-leaves the environment as it is.
+TRL's last release with PPO is 1.12.0: `pip install --no-deps --target FOLDER trl==1.12.0 accelerate
+datasets pyarrow pandas dill multiprocess xxhash` leaves the environment as it is.
 
     python benchmarks/ppo_step.py [--trl FOLDER] [--size 19m|100m] [--batch 16] [--rounds 3]
 """
