@@ -61,6 +61,15 @@ class OptimizerConfig(Section):
             )
 
 
+class OffloadConfig(Section):
+    """What of a role waits in the host's memory while other roles of its devices compute."""
+
+    weights: bool = key(False, "weights are on the host outside of the role's phases", "free")
+    optimizer: bool = key(
+        False, "its state is on the host outside of updates, and gradients are freed", "free"
+    )
+
+
 class RoleConfig(Section):
     """Keys of every role with a model."""
 
@@ -84,6 +93,9 @@ class RoleConfig(Section):
     )
     bf16: bool = key(False, "weights and activations in bfloat16")
     packed_sequences: bool = key(True, "no padding in forward and backward", "free")
+    offload: OffloadConfig = key(
+        OffloadConfig(), "parts that leave the device outside of the role's phases", "free"
+    )
 
     @property
     def model_chunks(self) -> int:
@@ -114,6 +126,13 @@ class RoleConfig(Section):
                 f"needs {ref('packed_sequences')}=true, as padding would exceed it",
                 self.max_tokens_per_micro_batch,
                 "remove one of them",
+            )
+        if self.offload.optimizer and not isinstance(self, LearningConfig):
+            yield Problem(
+                "offload.optimizer",
+                "must be false in a role that learns nothing",
+                True,
+                "remove it",
             )
         yield from self._pipeline()
         tp = self.tensor_model_parallel_size

@@ -26,6 +26,7 @@ from mindspeed_rlxf.config.roles import (
     ActorConfig,
     CriticConfig,
     LearningConfig,
+    OffloadConfig,
     OptimizerConfig,
     RefConfig,
     RoleConfig,
@@ -36,6 +37,7 @@ from mindspeed_rlxf.config.sections import (
     DeviceConfig,
     KlControlConfig,
     LoggingConfig,
+    PlanConfig,
     PoolSettings,
     RolloutConfig,
     RuntimeConfig,
@@ -54,7 +56,9 @@ __all__ = [
     "KlControlConfig",
     "LearningConfig",
     "LoggingConfig",
+    "OffloadConfig",
     "OptimizerConfig",
+    "PlanConfig",
     "PoolSettings",
     "RefConfig",
     "RewardConfig",
@@ -91,6 +95,7 @@ class RunConfig(Section):
     logging: LoggingConfig = key(LoggingConfig(), "what is written down")
     device: DeviceConfig = key(DeviceConfig(), "what the workers compute on")
     runtime: RuntimeConfig = key(RuntimeConfig(), "what starts the workers")
+    plan: PlanConfig = key(PlanConfig(), "what a dry run predicts and suggests", "free")
     dry_run: bool = key(False, "print the plan and every problem, then stop", "free")
 
     @property

@@ -12,7 +12,9 @@ from pydantic_core import PydanticCustomError
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     AdvEstimator,
+    ConsoleMode,
     DeviceKind,
+    HealthRule,
     KlControl,
     KlIn,
     KlPenalty,
@@ -297,7 +299,29 @@ class LoggingConfig(Section):
         ge=0,
         le=1024,
     )
+    sample_tokens: bool = key(
+        True,
+        "also log advantage, KL and value of each token of these responses, in samples_tokens/",
+        "free",
+    )
+    console: Annotated[ConsoleMode, Word] = key(
+        ConsoleMode.AUTO,
+        "auto (live on a terminal, else line), line, short, live, quiet; see docs/console.md",
+        "free",
+    )
     console_metrics: Strings = key(CONSOLE_METRICS, "metrics on the console", "free")
+    stop_on: Annotated[tuple[Annotated[HealthRule, Word], ...], Word] = key(
+        (), "illnesses that save and end the run, by their names in docs/console.md", "free"
+    )
+    trackers: Strings = key(
+        ("jsonl",),
+        "where metrics go: jsonl (always), tensorboard, wandb, swanlab, trackio, or of a plugin",
+        "free",
+    )
+    tracker_project: str = key("mindspeed-rlxf", "project of the run at trackers", "free")
+    tracker_mode: Literal["auto", "online", "offline"] = key(
+        "auto", "auto: trackers that need an account are offline where there is no key", "free"
+    )
     reference_kl: bool = key(
         False, "compute critic/kl also where no reward and no loss needs a reference", "free"
     )
@@ -349,3 +373,21 @@ class RuntimeConfig(Section):
         1800.0, "longest wait for one call, and 10 x the shortest, seconds", "free", gt=0
     )
     start_timeout_s: float = key(600.0, "longest wait for the workers, seconds", "free", gt=0)
+
+
+class PlanConfig(Section):
+    """The plan of a dry run: memory, predicted time, suggested layouts."""
+
+    suggest: bool = key(False, "dry_run: also print the three fastest layouts that fit", "free")
+    device: str | None = key(
+        None, "device whose public figures predict times; null = by device.kind", "free"
+    )
+    calibration: str | None = key(
+        None, "file of `doctor --calibrate`; null = that of this user, where there is one", "free"
+    )
+    prompt_tokens: int | None = key(
+        None, "mean prompt of a prediction, tokens; null = max_prompt_length", "free", ge=1
+    )
+    response_tokens: int | None = key(
+        None, "mean response of a prediction, tokens; null = max_new_tokens", "free", ge=1
+    )

@@ -14,6 +14,7 @@ from mindspeed_rlxf.data.batch import (
     RoleOutput,
     Rollouts,
 )
+from mindspeed_rlxf.engine.protocol import Part
 from mindspeed_rlxf.roles.differences import measure_differences
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.experience import ExperienceMaker
@@ -46,7 +47,8 @@ class ActorRole:
         assert self.sender is not None, (
             "no weights are sent where the rollout shares those of these ranks"
         )
-        self.sender.send()
+        with self.engine.holding(Part.WEIGHTS):
+            self.sender.send()
         return RoleOutput()
 
     def log_probs(self, rollouts: Rollouts) -> RoleOutput:

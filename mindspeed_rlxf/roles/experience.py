@@ -25,11 +25,12 @@ from mindspeed_rlxf.data.batch import (
     RoleOutput,
     Rollouts,
     Scores,
+    TokenRows,
     fit_columns,
 )
 from mindspeed_rlxf.rewards.shaping import ScoreShaping
 from mindspeed_rlxf.roles.objectives import Objective
-from mindspeed_rlxf.roles.reports import ExperienceReport, Summary
+from mindspeed_rlxf.roles.reports import ExperienceReport, Summary, ValueFit
 
 
 class ExperienceMaker:
@@ -62,7 +63,8 @@ class ExperienceMaker:
         given = self._make_rewarded(inputs, zero if kl is None else kl * trained)
         estimate = self.objective.estimate(given)
         experience = self._experience(given, estimate, old, ref)
-        return RoleOutput(experience, _report(experience, given, kl))
+        report = _report(experience, given, kl)
+        return RoleOutput(experience, report, _token_rows(inputs, experience, kl))
 
     def _kl(
         self, inputs: ExperienceInputs, old: Tensor | None, ref: Tensor | None
@@ -146,6 +148,23 @@ def _check_finite(scores: Tensor, sample_ids: list[int]) -> None:
         )
 
 
+def _token_rows(
+    inputs: ExperienceInputs, experience: Experience, kl: Tensor | None
+) -> TokenRows | None:
+    """Gather what is logged of each token; None where nothing is. kl: as in `_report`"""
+    if inputs.token_log is None:
+        return None
+    rollouts = inputs.rollouts
+    return TokenRows(
+        inputs.token_log,
+        rollouts.sample_ids,
+        rollouts.response_lengths,
+        experience.advantages,
+        kl,
+        experience.values if experience.values.size(1) else None,
+    )
+
+
 def _report(experience: Experience, given: Rewarded, kl: Tensor | None) -> ExperienceReport:
     """Summarize the experience of a replica for the metrics.
 
@@ -160,4 +179,7 @@ def _report(experience: Experience, given: Rewarded, kl: Tensor | None) -> Exper
         advantages=Summary.of(experience.advantages[tokens]),
         returns=Summary.of(experience.returns[slots]) if has_values else None,
         values=Summary.of(experience.values[slots]) if has_values else None,
+        fit=ValueFit.of(experience.returns[slots], experience.values[slots])
+        if has_values
+        else None,
     )

@@ -280,10 +280,11 @@ def validated(config: RunConfig) -> list[Any]:
     with contextlib.suppress(Over):
         trainer.fit()
     trainer.stop.is_due.return_value = trainer.stop.agree.return_value = False
-    with patch.object(ppo, "names"):
+    trainer.recorder.check_health.return_value = None
+    with patch.object(ppo, "names"), patch.object(ppo, "iteration_flops"):
         for trainer.iteration in range(1, config.training.train_iters + 1):
             with contextlib.suppress(Stopped):
-                trainer._finish({}, MagicMock(), [], 1.0)
+                trainer._finish({}, MagicMock(), {}, 1.0)
     return [call.args for call in trainer.validator.validate.call_args_list]
 
 
@@ -321,10 +322,11 @@ def apart(config: RunConfig) -> str | None:
 
 
 def recorded(config: RunConfig) -> Any:
-    """Samples kept of 100, size of their file, metrics on the console."""
+    """Samples kept of 100, size of their file, samples logged by token, metrics on the console."""
     made = recorder.Recorder(config, RunDirectory(Path("nowhere")), None, writes=False)
     file = made._samples._file
-    return made._samples.num_kept(100), vars(file), made._progress._names
+    tokens = made.token_log(1, range(100))
+    return made._samples.num_kept(100), vars(file), tokens, made.console._names
 
 
 @functools.cache
