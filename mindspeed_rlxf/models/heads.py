@@ -109,14 +109,15 @@ class _WeightGradient:
     A weight under Megatron's data parallelism has a buffer for it (`main_grad`): the sum goes there
     and autograd gets no gradient. Megatron's hook still runs once and adds what autograd does have,
     the gradient of a tied embedding. (`grad_added_to_main_grad` would make it drop that one, but
-    for weights that Megatron marks with `zero_out_wgrad`.) With `overlap_grad_reduce`, which we do
-    not use, the hook refuses a weight without a gradient.
+    for weights that Megatron marks with `zero_out_wgrad`.) With `overlap_grad_reduce` the hook
+    refuses a weight without a gradient (`reduced_early`): autograd gets the sum then, rounded.
     """
 
     def __init__(self, weight: Tensor) -> None:
         self._dtype = weight.dtype
         narrow = torch.finfo(weight.dtype).bits < 32
-        main_grad = getattr(weight, "main_grad", None) if narrow else None
+        early = getattr(weight, "reduced_early", False)
+        main_grad = getattr(weight, "main_grad", None) if narrow and not early else None
         wide = main_grad is not None and main_grad.dtype is torch.float32
         self._main_grad: Tensor | None = main_grad if wide else None
         self._sum: Tensor | None = None

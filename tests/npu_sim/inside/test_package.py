@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from pathlib import Path
@@ -154,6 +155,7 @@ def test_a_sleeping_rollout_module_lies_on_the_device(take_back: Any) -> None:
     from mindspeed_rlxf.rollout.hybrid import SharedWeights
 
     source = SharedWeights.__new__(SharedWeights)
+    source._held = contextlib.ExitStack()
     source._by_source = {("w",): torch.nn.Parameter(torch.ones(2))}
     source.sleep()
     assert source._by_source[("w",)].device.type == "npu"

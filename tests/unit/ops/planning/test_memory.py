@@ -73,7 +73,40 @@ def test_roles_of_a_pool_add_up_but_only_the_largest_phase_counts(
     pool = pool_memory(config(), "main")
     assert [r.role for r in pool.roles] == [Role.ACTOR_ROLLOUT, Role.REF, Role.CRITIC]  # no rule
     phases = [p.total for r in pool.roles for p in r.phases]
-    assert pool.total == sum(r.kept for r in pool.roles) + max(phases)
+    assert pool.total == sum(sum(r.state) + r.other for r in pool.roles) + max(phases)
+
+
+def test_what_is_offloaded_counts_in_the_phases_that_use_it(
+    config: Callable[..., RunConfig],
+) -> None:
+    """Peaks of all modes: kept by all roles, and the largest phase with what it brings back."""
+    actor, ref, critic = pool_memory(config(), "main").roles
+    states = [sum(role.state) for role in (actor, ref, critic)]
+    weights = [role.weights for role in (actor, ref, critic)]
+    for changes in ({}, {"optimizer": True}, {"weights": True, "optimizer": True}):
+        keys = {f"training.offload.{name}": value for name, value in changes.items()}
+        pool = pool_memory(config(keys), "main")
+        found = []
+        for number, role in enumerate((actor, ref, critic)):
+            for each in role.phases:
+                learns = each.name in ("update", "optimizer step")
+                kept = weights if len(changes) < 2 else [0, 0, 0]
+                kept = [*(states if not changes else kept)]
+                kept[number] = states[number] if learns or not changes else weights[number]
+                found.append(sum(kept) + each.total)
+        assert pool.total == max(found) + sum(role.other for role in (actor, ref, critic))
+        both, optimizers = sum(weights), actor.optimizer + critic.optimizer
+        assert pool.copies == [0, optimizers, optimizers + both][len(changes)]
+
+
+def test_a_kl_over_the_vocabulary_needs_the_policy_beside_the_reference(
+    config: Callable[..., RunConfig],
+) -> None:
+    changes = {"algorithm.kl_penalty": "full", "training.offload.weights": True}
+    pool = pool_memory(config(changes), "main")
+    actor, ref, _ = pool.roles
+    assert pool.held(ref, ref.phases[0])[0] == actor.weights + ref.weights
+    assert pool.held(actor, actor.phases[0])[0] == actor.weights
 
 
 def test_pipeline_receives_weights_for_generation(config: Callable[..., RunConfig]) -> None:
