@@ -4,8 +4,8 @@ Two workloads of a Llama of 18.9 M parameters, fp32, sdpa, sampling at temperatu
 prompts of 64 tokens, 128 new tokens each) and `mix` (the prompts and response lengths of
 `rollout_lengths.json`, 16 at a time: transformers generates each batch of 16 until all of it are
 done, our engine refills finished rows). Lengths are forced in both, by position. The two take turns
-in one process, each with the number of threads that is fastest for it; medians of 5 (`--repeats`). Beside the time stands that
-of the processor (`cpu`), which other programs on the machine disturb less.
+in one process, each with the number of threads that is fastest for it; medians of 5 (`--repeats`).
+Beside the time stands that of the processor (`cpu`), which other programs disturb less.
 
 `cost`: processor time of the host and dispatched operators of a decode step, of a model of 28
 layers so small that computation hardly counts, with one thread. Both are the difference between a
