@@ -1,4 +1,4 @@
-"""A tracker of one's own: MLflow, into the server or database that MLFLOW_TRACKING_URI names."""
+"""A tracker of one's own: MLflow, into a database of the run, or the server of MLFLOW_TRACKING_URI."""
 
 import os
 
@@ -8,7 +8,7 @@ from mlflow.entities import Metric
 from mindspeed_rlxf.reporting.trackers import register_tracker
 
 
-@register_tracker("mlflow", module="mlflow", package="mlflow-skinny")
+@register_tracker("mlflow", module="mlflow", package="mlflow-skinny sqlalchemy alembic")
 class MlflowTracker:
     """Keeps one MLflow run for all starts of a run directory, found by a tag."""
 
