@@ -57,6 +57,7 @@ setup(
     package_dir={"mindspeed_rlxf.configs": "configs"},
     package_data={
         "mindspeed_rlxf": ["py.typed"],
+        "mindspeed_rlxf.reporting.report": ["*.css", "*.html", "*.js"],
         "mindspeed_rlxf.configs": ["rlxf/*.yaml", "rlxf/*/*.yaml"],
     },
     install_requires=INSTALL_REQUIRES,

@@ -28,6 +28,8 @@ class Sample:
     weights_version: smallest and largest number of actor updates of the weights that generated a
                      token of the response
 
+    data_source:     of the prompt
+
     Of a validation sample alone; None is left out of the file:
     ground_truth:    expected answer
     prompt_id:       place of the prompt among the validation prompts, from 0, the same each time
@@ -42,6 +44,7 @@ class Sample:
     score: float
     reward_parts: dict[str, float]
     weights_version: tuple[int, int]
+    data_source: str | None = None
     ground_truth: str | None = None
     prompt_id: int | None = None
     answer: str | None = None

@@ -5,16 +5,17 @@ from __future__ import annotations
 import io
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.cluster.group import Pending
+from mindspeed_rlxf.cluster import spans
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.cluster.role_groups import ActorGroup
 from mindspeed_rlxf.config.dump import to_tree
 from mindspeed_rlxf.config.enums import KlControl
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.batch import TokenLog
 from mindspeed_rlxf.data.sampler import ConsumedPrompts
 from mindspeed_rlxf.files.safe import make_private_folder, open_file, replace_file
 from mindspeed_rlxf.reporting.console import Console, current
@@ -49,6 +50,8 @@ class Recorder:
         self._samples = SampleWriter(directory.samples if writes else nowhere, *limit)
         self._val_samples = SampleWriter(directory.val_samples if writes else nowhere, *limit)
         self._timeline = Timeline(directory.timeline, mode) if writes else None
+        self._directory, self._logging = directory, config.logging
+        spans.take()  # those of another run of this process
         self._health_file = HealthWriter(directory.health if writes else nowhere, mode)
         self.console = current() if writes else Console(io.StringIO())
         self.note = self.console.note  # prints a line beside the progress
@@ -139,22 +142,27 @@ class Recorder:
             iteration, taken.first_sample_id, taken.samples_per_prompt, taken.prompts
         )
 
-    def write_timeline(
-        self, iteration: int, calls: Iterable[Pending], driver: Mapping[str, tuple[float, float]]
-    ) -> None:
-        """Write the iteration to the timeline; waits for its calls.
+    def write_timeline(self, iteration: int, driver: Mapping[str, tuple[float, float]]) -> None:
+        """Write to the timeline which calls have ended since the last time.
 
         driver: phase of the driver -> start (seconds of the epoch), seconds
         """
         if self._timeline is None:
             return
         own = [Span(name, "driver", 0, *when) for name, when in driver.items()]
-        others = [
-            Span(call.what, call.pool, reply.rank, reply.started, reply.seconds)
-            for call in calls
-            for reply in call.replies()
-        ]
-        self._timeline.write(iteration, own + others)
+        self._timeline.write(iteration, own + spans.take())
+
+    def token_log(self, iteration: int, sample_ids: Sequence[int]) -> TokenLog | None:
+        """Return what the ranks log of each token of this iteration's samples; None = nothing.
+
+        sample_ids: of all samples of the iteration, in order
+        """
+        chosen = frozenset(sample_ids[: self._samples.num_kept(len(sample_ids))])
+        if not chosen or not self._logging.sample_tokens:
+            return None
+        folder = str(self._directory.samples_tokens)
+        limit = self._logging.samples_file_mb * 10**6
+        return TokenLog(folder, iteration, chosen, limit, self._directory.file_mode)
 
     def close(self) -> None:
         for writer in (
@@ -175,10 +183,12 @@ class Recorder:
         actor: ActorGroup,
         rollouts: RowsRef,
         scores: Sequence[ScoreReport],
+        sources: Sequence[str],
         about: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """Fetch and write the first samples; no others leave the workers.
 
+        sources: data source of each
         about: further fields of the samples of a validation, which have a file of their own; None =
                samples of training
         """
@@ -190,7 +200,8 @@ class Recorder:
         values = [score for report in scores for score in report.scores]
         parts = [part for report in scores for part in report.parts] or [{}] * len(values)
         more = [{}] * count if about is None else about
-        rows = zip(texts, values[:count], parts[:count], more[:count], strict=True)
+        columns = (values, parts, sources, more)
+        rows = zip(texts, *(column[:count] for column in columns), strict=True)
         decode = self.tokenizer.decode
         writer.write(
             iteration,
@@ -204,9 +215,10 @@ class Recorder:
                     score=score,
                     reward_parts=part,
                     weights_version=text.weights_version,
+                    data_source=source,
                     **fields,
                 )
-                for text, score, part, fields in rows
+                for text, score, part, source, fields in rows
             ],
         )
 

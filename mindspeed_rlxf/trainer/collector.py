@@ -84,6 +84,10 @@ class Collected:
             scores = self.greedy_batch.scores() + scores
         return {i: s for i, s in zip(ids, scores, strict=True) if not math.isfinite(s)}
 
+    def sample_ids(self) -> list[int]:
+        """Return the ids of the samples, in the order of `rollouts`; waits for nothing."""
+        return self._chosen(batch.prompts.sample_ids for batch in self.batches)
+
     def generate_reports(self) -> list[GenerateReport]:
         """Wait for the reports of all batches, samples that were not kept included."""
         return [report for batch in self.batches for report in batch.generated.result()]

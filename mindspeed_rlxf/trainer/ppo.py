@@ -51,7 +51,7 @@ class PpoTrainer:
         )
         self.find_peak: FindPeak = lambda _: None  # of a device by its name, set by the command
         self._group_size = config.actor_rollout.n_samples_per_prompt
-        self._recompute = config.algorithm.old_log_probs is OldLogProbs.RECOMPUTE
+        self._recompute = config.old_log_probs is OldLogProbs.RECOMPUTE
         self.iteration = 0
 
     def fit(self) -> None:
@@ -84,6 +84,8 @@ class PpoTrainer:
                 updates["actor"] = self.actor.update_policy(
                     rollouts, learned, lengths, self.iteration, self.kl.value
                 )
+            if self.iteration < self.config.training.train_iters:
+                self.prompts.read_ahead()  # while the ranks compute
 
             measured = {
                 **self.collector.metrics(collected),
@@ -96,9 +98,8 @@ class PpoTrainer:
             }
             for role, update in updates.items():
                 measured |= names.update_metrics(role, update.result()[0])
-            if (
-                self.ref and trains_actor
-            ):  # a policy that stands still says nothing of the coefficient
+            # A policy that stands still says nothing of the coefficient.
+            if self.ref and trains_actor:
                 self.kl.update(measured["critic/kl"], self.config.samples_per_iteration)
             calls = {
                 "old_log_prob": old,
@@ -129,6 +130,7 @@ class PpoTrainer:
             greedy_scores=as_rows_field(collected.greedy_scores),
             kl_coef=self.kl.value,
             slot_limit=self._slot_limit(collected),
+            token_log=self.recorder.token_log(self.iteration, collected.sample_ids()),
         )
         return (self.critic or self.actor).make_experience(inputs)
 
@@ -143,7 +145,11 @@ class PpoTrainer:
         driver = {"iteration": (time.time() - all_s, all_s)}
         measured |= self._measure_ranks(collected, phases, all_s)
         self.recorder.write_samples(
-            self.iteration, self.actor, collected.rollouts, [collected.score_report()]
+            self.iteration,
+            self.actor,
+            collected.rollouts,
+            [collected.score_report()],
+            collected.data_sources(),
         )
         self.recorder.warn_of_non_finite(self.iteration, measured, collected.non_finite_scores())
         last = self.iteration == self.config.training.train_iters
@@ -166,8 +172,7 @@ class PpoTrainer:
             driver["save"] = began, measured["timing/save"]
         self.recorder.write_consumed(self.iteration, self.prompts.pop_consumed())
         self.recorder.write_iteration(self.iteration, measured, all_s)
-        calls = [call for of_phase in phases.values() for call in of_phase]
-        self.recorder.write_timeline(self.iteration, calls, driver)
+        self.recorder.write_timeline(self.iteration, driver)
         if saves:
             score = names.validation_score(measured, validation.best_metric)
             self.checkpoints.commit(self.iteration, self.state_dict(), score, note)

@@ -30,6 +30,7 @@ from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.driver_state import hash_prompts, is_finished
 from mindspeed_rlxf.run.exports import export_weights
 from mindspeed_rlxf.run.recorder import Recorder
+from mindspeed_rlxf.run.report import find_problem, write_report
 from mindspeed_rlxf.run.stopping import Stopped, StoppedByRule, StopRequest
 from mindspeed_rlxf.run.store import RunStore
 from mindspeed_rlxf.run.supervised import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
@@ -192,6 +193,8 @@ class Run:
         finally:
             if self._started:
                 self._started.unlock()
+        if self._started and self.exit_code != EXIT_STOPPED:  # a stopped run goes on
+            self._write_report(self._started)
         return True
 
     def _end_stopped(self, reason: str) -> None:
@@ -207,6 +210,23 @@ class Run:
                 RunStore(self._started.checkpoints).clear_unfinished()
         failure.report(self._started, error, self._stop)
         self.exit_code = EXIT_FAILED
+
+    def _write_report(self, directory: RunDirectory) -> None:
+        """Write report.html where the run has trained; a problem is a warning: the run is over."""
+        if find_problem(directory.path):  # no iteration has ended
+            return
+        try:
+            write_report(
+                [directory.path],
+                directory.report,
+                tokenizer=self.prepared.tokenizer,
+                mode=directory.file_mode,
+            )
+        except Exception as error:
+            logger.warning("the report was not written", exc_info=error)
+            print(f"warning: {directory.report} was not written: {error}", file=sys.stderr)
+            return
+        print(f"report: {directory.report}", flush=True)
 
     def _release(self) -> None:
         """Give the directory back, because nothing has been trained."""

@@ -73,7 +73,10 @@ class Validator:
             {"prompt_id": row // size, "answer": each.answer, "ground_truth": truth}
             for row, (each, truth) in enumerate(zip(found, self.prompts.ground_truths, strict=True))
         ]
-        self.recorder.write_samples(iteration, self.roles.actor, rollouts, scored.result(), about)
+        sources = self.prompts.data_sources
+        self.recorder.write_samples(
+            iteration, self.roles.actor, rollouts, scored.result(), sources, about
+        )
         return metrics
 
     def _collect(self, lengths: Sequence[int], reports: Sequence[ScoreReport]) -> list[Scored]:
