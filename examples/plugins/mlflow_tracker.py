@@ -1,4 +1,4 @@
-"""A tracker of one's own: MLflow, into a database of the run, or the server of MLFLOW_TRACKING_URI."""
+"""A tracker of one's own: MLflow, in a database of the run, or at MLFLOW_TRACKING_URI."""
 
 import os
 
