@@ -131,7 +131,7 @@ def test_tokens_have_the_numbers_of_their_own_sample(tmp_path: Path) -> None:
     trained = [sample for sample in cut if sample["k"] == "training"]
     assert len(trained) == 6
     for sample in trained:
-        assert sample["num"]["kl"] == by_id[sample["id"]]["kl"]
+        assert sample["num"]["kl"] == pytest.approx(by_id[sample["id"]]["kl"], rel=5e-3)
         assert len(sample["t"]) == sample["n"] == len(sample["num"]["value"])
 
 
@@ -223,7 +223,7 @@ def test_samples_that_do_not_compress_are_halved_until_they_fit(
     run = write_run(tmp_path / "run", 40)
     monkeypatch.setattr("mindspeed_rlxf.reporting.report.page.MAX_BYTES", 3_001_000)
     (found,) = report_of(run)["samples"]
-    assert 0 < len(found["samples"]) < 60 and found["seen"] == 175
+    assert 0 < len(found["samples"]) < 60 and (found["seen"], found["every"]) == (175, 16)
 
 
 @pytest.mark.parametrize(
