@@ -21,6 +21,7 @@ from mindspeed_rlxf.reporting.report.answers import (
     milestones,
 )
 from mindspeed_rlxf.reporting.report.curves import make_curves, thin
+from mindspeed_rlxf.reporting.report.illness import find_illnesses
 from mindspeed_rlxf.reporting.report.records import Iteration, read_iterations
 from mindspeed_rlxf.reporting.report.samples import choose_samples
 from mindspeed_rlxf.reporting.report.schedule import read_schedules
@@ -163,6 +164,24 @@ def test_validation_decides_where_it_disagrees_with_training() -> None:
         for i in range(40)
     ]
     assert answer_all(both, {})[0]["short"] == "no, it got worse"
+
+
+def test_a_range_is_left_for_long_phases_only(tmp_path: Path) -> None:
+    numbers = {"timing/all": 10.0, "skew/gen": 0.9, "skew/reward": 0.9, "actor/pg_clipfrac": 0.7}
+    numbers |= {"timing/gen": 5.0, "timing/reward": 0.1, "critic/kl": 0.1}
+    found = find_illnesses(tmp_path, [Iteration(i, dict(numbers), 1.0) for i in (1, 2)], [])
+    assert [(each["level"], each["text"].split(",")[0]) for each in found] == [
+        ("watch", "actor/pg_clipfrac is 0.7 in the last 2 iterations"),
+        ("watch", "skew/gen is 0.9 in the last 2 iterations"),
+    ]
+
+
+def test_a_rule_of_health_is_told_with_its_end(tmp_path: Path) -> None:
+    kl = [0.1] * 5 + [3.0] * 5 + [0.1] * 8
+    (found,) = find_illnesses(tmp_path, iterations(kl, "critic/kl"), [])
+    assert (found["level"], found["iteration"]) == ("watch", 8) and "(ended in" in found["text"]
+    (found,) = find_illnesses(tmp_path, iterations(kl[:10], "critic/kl"), [])[:1]
+    assert found["level"] == "bad" and "algorithm.kl_ctrl.kl_coef" in found["remedy"]
 
 
 def test_ends_and_milestones_by_hand() -> None:
