@@ -17,9 +17,9 @@ pytestmark = pytest.mark.long
 
 COMMAND = "from mindspeed_rlxf.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
 UNSEEN = (
-    Shape(6, 320, 896, 5, 5, 1024, 16, 32, 64),
-    Shape(4, 512, 1408, 8, 8, 2048, 16, 48, 48),
-    Shape(12, 256, 704, 4, 2, 512, 16, 64, 64),
+    Shape(6, 320, 896, 5, 5, 1024, 16, 32, 64, 4),
+    Shape(4, 512, 1408, 8, 8, 2048, 16, 48, 48, 4),
+    Shape(12, 256, 704, 4, 2, 512, 16, 64, 64, 4),
 )
 
 

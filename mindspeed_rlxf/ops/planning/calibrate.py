@@ -44,7 +44,10 @@ OWN_CLOCK = "import time; time.monotonic = time.perf_counter = time.process_time
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and a batch to measure. ffn: width of the MLP; prompt, response: tokens"""
+    """A model and a batch to measure.
+
+    ffn: width of the MLP; prompt, response: tokens; micro: samples of a micro-batch
+    """
 
     layers: int
     hidden: int
@@ -55,6 +58,7 @@ class Shape:
     samples: int
     prompt: int
     response: int
+    micro: int
 
     @property
     def architecture(self) -> dict[str, int]:
@@ -71,17 +75,17 @@ class Shape:
 
 SHAPES = {
     DeviceKind.CPU: (
-        Shape(4, 256, 768, 4, 2, 512, 16, 32, 32),
-        Shape(2, 512, 1536, 8, 4, 2048, 16, 32, 64),
-        Shape(8, 192, 512, 4, 4, 1024, 32, 64, 32),
-        Shape(3, 384, 1024, 6, 2, 4096, 8, 32, 96),
+        Shape(4, 256, 768, 4, 2, 512, 16, 32, 32, 1),
+        Shape(2, 512, 1536, 8, 8, 2048, 16, 32, 64, 4),
+        Shape(8, 192, 512, 4, 4, 1024, 32, 64, 32, 8),
+        Shape(3, 384, 1024, 6, 2, 4096, 8, 32, 96, 2),
     )
 }
 ON_DEVICES = (
-    Shape(8, 1024, 2816, 16, 8, 4096, 64, 128, 128),
-    Shape(4, 2048, 5632, 16, 8, 16384, 64, 256, 256),
-    Shape(16, 1536, 4096, 12, 4, 32768, 32, 512, 128),
-    Shape(8, 3072, 8192, 24, 8, 32768, 64, 128, 512),
+    Shape(8, 1024, 2816, 16, 8, 4096, 64, 128, 128, 2),
+    Shape(4, 2048, 5632, 16, 16, 16384, 64, 256, 256, 16),
+    Shape(16, 1536, 4096, 12, 4, 32768, 32, 512, 128, 8),
+    Shape(8, 3072, 8192, 24, 8, 32768, 64, 128, 512, 8),
 )
 """Shapes for accelerators: large enough to fill one, small enough for 32 GB."""
 
@@ -238,7 +242,7 @@ def _write_prompts(folder: Path, shape: Shape) -> None:
 def _tree(folder: Path, shape: Shape, kind: DeviceKind, threads: int) -> dict[str, Any]:
     """Return the configuration of a measured training: PPO with four models in one process."""
     half = max(1, shape.samples // 2)
-    role = {"micro_batch_size": max(1, shape.samples // 4), "load": str(folder / "scorer")}
+    role = {"micro_batch_size": shape.micro, "load": str(folder / "scorer")}
     policy = {**role, "load": str(folder / "policy")}
     roles = ("actor_rollout", "ref", "critic", "reward")
     return {
