@@ -39,11 +39,8 @@ OFFLOADED = {
 }
 KEYS = {"training.offload.weights": True, "training.offload.optimizer": True}
 DISTRIBUTED = {"optimizer": {"use_distributed_optimizer": True}}
-OVERLAPPED = {
-    "optimizer": {
-        "use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True,
-    }
-}  # fmt: skip
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+OVERLAPPED = {"optimizer": {**DISTRIBUTED["optimizer"], **OVERLAP}}
 BF16 = {"bf16": True}
 
 
