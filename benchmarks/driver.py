@@ -31,7 +31,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parents
 import numpy as np
 import torch
 
-from mindspeed_rlxf.cluster.protocol import BUILD, Reply
+from mindspeed_rlxf.cluster.protocol import BUILD, Reply, Request
 from mindspeed_rlxf.cluster.role_groups import RoleGroups
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -107,10 +107,7 @@ class ManyRanks:
     def __init__(self, length: int) -> None:
         self.role = Role(length)
 
-    def run_request(self, data: bytes, refs: list[Any]) -> tuple[Any, Reply]:
-        from mindspeed_rlxf.cluster.ray.message import unpack
-
-        request = unpack((data, refs))
+    def run_request(self, request: Request) -> tuple[Any, Reply]:
         if request.method == BUILD:
             return None, Reply(None, None, 0.0)
         if request.of_engine:
