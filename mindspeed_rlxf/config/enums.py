@@ -122,8 +122,9 @@ class LossNormalizer(str, Enum):
 class OldLogProbs(str, Enum):
     """Source of the log-probs of the behaviour policy."""
 
-    RECOMPUTE = "recompute"
-    ROLLOUT = "rollout"
+    AUTO = "auto"  # the update itself where it is one step and nothing else reads them
+    RECOMPUTE = "recompute"  # a forward pass before the update
+    ROLLOUT = "rollout"  # those of generation
 
 
 class Recompute(str, Enum):

@@ -31,6 +31,8 @@ def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
+    if inspect.isclass(found):
+        raise ValueError(f"must be a function, {name} is a class: name one of its static methods")
     if callable(found):
         return found  # type: ignore[no-any-return]
     own = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]

@@ -222,9 +222,11 @@ class AlgorithmConfig(Section):
         "each its sum / max_new_tokens) for dr_grpo, sequence_means for gspo",
     )
     old_log_probs: Annotated[OldLogProbs, Word] = key(
-        OldLogProbs.RECOMPUTE, "where the behaviour policy's log-probs come from"
+        OldLogProbs.AUTO,
+        "log-probs of the behaviour policy: auto = of the update itself where an iteration is one "
+        "optimizer step and nothing else reads them, else recompute",
+        "free",
     )
-
     rollout_is_threshold: float | None = key(
         None, "weigh tokens by training / rollout probability, at most this; null = 1", gt=0
     )
@@ -259,7 +261,7 @@ class AlgorithmConfig(Section):
 
     def broken_rules(self) -> Iterator[Problem]:
         """Yield limits that need recomputed log-probs, and verifier functions named twice."""
-        if self.old_log_probs is not OldLogProbs.RECOMPUTE:
+        if self.old_log_probs is OldLogProbs.ROLLOUT:
             for name in ("max_log_prob_gap", "rollout_is_threshold"):
                 if (limit := getattr(self, name)) is not None:
                     yield Problem(
@@ -371,3 +373,21 @@ class RuntimeConfig(Section):
         1800.0, "longest wait for one call, and 10 x the shortest, seconds", "free", gt=0
     )
     start_timeout_s: float = key(600.0, "longest wait for the workers, seconds", "free", gt=0)
+
+
+class PlanConfig(Section):
+    """The plan of a dry run: memory, predicted time, suggested layouts."""
+
+    suggest: bool = key(False, "dry_run: also print the three fastest layouts that fit", "free")
+    device: str | None = key(
+        None, "device whose public figures predict times; null = by device.kind", "free"
+    )
+    calibration: str | None = key(
+        None, "file of `doctor --calibrate`; null = that of this user, where there is one", "free"
+    )
+    prompt_tokens: int | None = key(
+        None, "mean prompt of a prediction, tokens; null = max_prompt_length", "free", ge=1
+    )
+    response_tokens: int | None = key(
+        None, "mean response of a prediction, tokens; null = max_new_tokens", "free", ge=1
+    )

@@ -224,7 +224,7 @@ class ExperienceInputs:
     """Inputs of the experience: rows of the same samples in the same order.
 
     The driver fills it with references to rows (`cluster.refs.as_rows_field`).
-    old: recomputed log-probs; None = those of the rollout are used
+    old: recomputed log-probs; None = those of the rollout, or of the update, are used
     ref: None without a reference, whose KL counts as 0 then
     values: None without a critic
     greedy, greedy_scores: for ReMax, the greedy response to the prompt of each sample
@@ -254,7 +254,7 @@ class Experience(Rows):
 
     advantages: Tensor  # [batch, response] fp32, 0 where masked; of a preferred response 1, else -1
     trained_mask: Tensor  # [batch, response] bool, True = token that is learnt from
-    old_log_probs: Tensor  # [batch, response] fp32
+    old_log_probs: Tensor  # [batch, response] fp32; no columns: those of the update itself
     ref_log_probs: Tensor  # [batch, response] fp32
     returns: Tensor  # [batch, slots] fp32
     values: Tensor  # [batch, slots] fp32, the critic's before the update

@@ -150,6 +150,11 @@ def fuses_layers() -> bool:
     return _active is DeviceKind.NPU
 
 
+def tries_kernels() -> bool:
+    """Whether fused operators may be there to be tried (`kernels.find`): on CUDA."""
+    return _active is DeviceKind.CUDA
+
+
 def seed_all(seed: int) -> None:
     """Seed Python, numpy and torch; the engine seeds Megatron's own streams."""
     random.seed(seed)

@@ -1,6 +1,7 @@
 """Main function of a scoring process: one sample at a time, as lines of JSON over a socket.
 
-Runs the code of the user; `workers` starts it, gives it deadlines and ends it.
+The plan comes on standard input. Runs the code of the user; `workers` starts it, gives it
+deadlines and ends it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def main(descriptor: int, parent: int, memory: int) -> None:
     channel = socket.socket(fileno=descriptor)
     lines = channel.makefile("rb")
     try:
-        plan = Plan.from_plain(json.loads(lines.readline()))
+        plan = Plan.from_plain(_read_plan())
         sandbox = _open_sandbox(plan.sandbox) if plan.sandbox is not None else ""
         scorer = SampleScorer(plan)
     except BaseException as error:
@@ -47,6 +48,12 @@ def main(descriptor: int, parent: int, memory: int) -> None:
         _send(channel, reply)
         if "error" in reply or reply.get("cause") == Cause.MEMORY.value:
             return  # what filled the memory may still be there
+
+
+def _read_plan() -> dict[str, Any]:
+    """Read the plan from standard input, which is empty afterwards for the user's code."""
+    plan: dict[str, Any] = json.load(sys.stdin.buffer)
+    return plan
 
 
 def _open_sandbox(keys: dict[str, Any]) -> str:

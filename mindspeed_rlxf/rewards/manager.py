@@ -91,7 +91,7 @@ class RewardManager:
                     f"every row of data source {source!r}",
                     f"must have a ground truth that its rule {self._rules[source].__name__} "
                     f"accepts as an answer; {count} have not, the first is prompt {first.index} "
-                    f"({first.text!r:.40}) with {first.ground_truth!r:.40}",
+                    f"({first.text!r:.40}) with {first.ground_truth!r:.40}" + self._reason(first),
                     remedy="correct the rows, data.ground_truth_key or reward.rules",
                 )
             )
@@ -117,10 +117,21 @@ class RewardManager:
     def _scorable(self, prompt: Prompt) -> bool:
         truth, rule = prompt.ground_truth, self._rules[prompt.data_source]
         if rule in ACCEPTS:
-            return ACCEPTS[rule](truth)
+            try:
+                return ACCEPTS[rule](truth)
+            except ValueError:
+                return False
         if rule in _WITHOUT_TRUTH:
             return True
         return bool(truth.strip()) and (rule in _SLOW or rule(truth, truth).score > 0)
+
+    def _reason(self, prompt: Prompt) -> str:
+        """Say why the rule of a prompt does not accept its ground truth, where the rule does."""
+        try:
+            ACCEPTS.get(self._rules[prompt.data_source], bool)(prompt.ground_truth)
+        except ValueError as error:
+            return f": {error}"
+        return ""
 
     def _unknown_sources(self, counts: Mapping[str, int]) -> list[Problem]:
         """List a problem for each data source that has no rule. counts: rows of each source"""

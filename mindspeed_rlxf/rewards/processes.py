@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import psutil
@@ -37,11 +38,14 @@ class ScoringProcess:
 
     def __init__(self, plan: dict[str, Any], memory: int) -> None:
         self.channel, theirs = socket.socketpair()
+        self.channel.setblocking(False)
         command = [sys.executable, "-m", "mindspeed_rlxf.rewards.child", str(theirs.fileno())]
-        with theirs:
+        with theirs, tempfile.TemporaryFile() as file:  # the plan may exceed a socket's buffer
+            file.write(json.dumps(plan, default=str).encode())
+            file.seek(0)
             self._process = subprocess.Popen(
                 [*command, str(os.getpid()), str(memory)],
-                stdin=subprocess.DEVNULL,
+                stdin=file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
@@ -55,17 +59,12 @@ class ScoringProcess:
         self._received = bytearray()
         self._shown = bytearray()
         self._printed = 0
-        with contextlib.suppress(OSError):  # it is dead: the next read says so
-            self._send(plan)
 
     def give(self, sample: dict[str, Any]) -> None:
         """Send a sample. Raises OSError where the process does not take it."""
         self._printed = 0
-        self._send(sample)
-
-    def _send(self, message: dict[str, Any]) -> None:
         self.channel.settimeout(SEND_S)
-        self.channel.sendall(json.dumps(message, default=str).encode() + b"\n")
+        self.channel.sendall(json.dumps(sample, default=str).encode() + b"\n")
         self.channel.setblocking(False)
 
     def receive(self) -> Any:

@@ -95,6 +95,8 @@ def read_cases(ground_truth: str) -> list[Case]:
     """Read test cases. Errors: ValueError for a text that holds none."""
     try:
         found = json.loads(ground_truth)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"test cases must be JSON: {error}") from error
     except RecursionError as error:
         raise ValueError("test cases must not nest deeply") from error
     if not isinstance(found, dict):
@@ -111,11 +113,8 @@ def read_cases(ground_truth: str) -> list[Case]:
 
 
 def accepts(ground_truth: str) -> bool:
-    """Whether a ground truth holds test cases."""
-    try:
-        return bool(read_cases(ground_truth))
-    except ValueError:
-        return False
+    """Whether a ground truth holds test cases. Raises ValueError that says why it does not."""
+    return bool(read_cases(ground_truth))
 
 
 @register_rule("code", accepts)

@@ -106,7 +106,10 @@ BUILTIN_RULES: dict[str, Rule] = {source: RULES[name] for source, name in BUILTI
 
 
 ACCEPTS: dict[Rule, Callable[[str], bool]] = {}
-"""Rule -> whether it can score responses by a ground truth, where that is not an answer itself."""
+"""Rule -> whether it can score responses by a ground truth, where that is not an answer itself.
+
+The function may raise ValueError in place of returning False: the text is shown as the reason.
+"""
 
 
 def register_rule(

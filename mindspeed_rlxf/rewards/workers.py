@@ -91,17 +91,30 @@ class _Loop:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
                 self._thread.start()
-        self._notify()
+            self._notify()
         return future
 
     def close(self) -> None:
         with self._lock:
             self._closing = True
-        self._notify()
+            self._notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(END_S)
+        with self._lock:
+            self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        """Close the pipe that wakes the thread, once the thread no longer reads it."""
+        if self._wake >= 0 and (self._thread is None or not self._thread.is_alive()):
+            os.close(self._wakes)
+            os.close(self._wake)
+            self._selector.close()
+            self._wake = -1
 
     def _notify(self) -> None:
+        """Wake the thread. Needs the lock, which keeps the pipe open."""
+        if self._wake < 0:
+            return
         with contextlib.suppress(BlockingIOError):  # it has been woken often enough
             os.write(self._wake, b"x")
 
@@ -124,7 +137,6 @@ class _Loop:
             self._drop(worker)
             if worker.task is not None:
                 worker.task[1].set_exception(ScoringBroken(reason))
-        self._selector.close()
         self._fail_waiting(reason)
 
     def _hand_out(self) -> None:

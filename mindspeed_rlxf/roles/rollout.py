@@ -69,20 +69,22 @@ class RolloutRole:
         greedy: most likely tokens whatever `do_sample` says (ReMax).
         The engine holds weights and cache during this call only.
         """
-        return self._generate(prompts, self.greedy if greedy else self.sampling, seed)
+        with self.replica.room():
+            return self._generate(prompts, self.greedy if greedy else self.sampling, seed)
 
     def answer_validation(self, prompts: Prompts, seed: int) -> RoleOutput:
         """As `generate`, with the settings of the validation section."""
-        return self._generate(prompts, self.validation, seed)
+        with self.replica.room():
+            return self._generate(prompts, self.validation, seed)
 
     def _generate(self, prompts: Prompts, settings: SamplingSettings, seed: int) -> RoleOutput:
         engine = self.replica.engine
         requests = make_requests(prompts, settings, seed)
-        started = time.monotonic()
-        engine.wake()
-        self.sync_s += time.monotonic() - started
         results: Iterable[GenerationResult]
         try:
+            started = time.monotonic()
+            engine.wake()
+            self.sync_s += time.monotonic() - started
             if any(prompts.responses):
                 given = dict(zip(prompts.sample_ids, prompts.responses, strict=True))
                 results = answer_from_table(engine, given, requests)

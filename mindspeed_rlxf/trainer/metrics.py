@@ -108,7 +108,8 @@ def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
     """Average over the optimizer steps of the iteration that were taken; NaN where none was.
 
     `pg_loss_abs` is the mean of |mini-batch loss|: with whitened advantages the plain mean is
-    near 0. `skipped_steps`, under `training.nan_policy: skip`, is a count.
+    near 0. `skipped_steps`, under `training.nan_policy: skip`, is a count. The role is not put
+    before a name that has a slash.
     """
     taken = [step for step in report.steps if not step.get(SKIPPED)]
 
@@ -116,7 +117,8 @@ def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
         return sum(values) / len(values) if values else math.nan
 
     names = [name for name in report.steps[0] if name != SKIPPED]
-    metrics = {f"{role}/{name}": mean([step[name] for step in taken]) for name in names}
+    found = {name: mean([step[name] for step in taken]) for name in names}
+    metrics = {name if "/" in name else f"{role}/{name}": value for name, value in found.items()}
     if "pg_loss" in names:
         metrics[f"{role}/pg_loss_abs"] = mean([abs(step["pg_loss"]) for step in taken])
     if SKIPPED in report.steps[0]:

@@ -51,7 +51,7 @@ class PpoTrainer:
         )
         self.find_peak: FindPeak = lambda _: None  # of a device by its name, set by the command
         self._group_size = config.actor_rollout.n_samples_per_prompt
-        self._recompute = config.algorithm.old_log_probs is OldLogProbs.RECOMPUTE
+        self._recompute = config.old_log_probs is OldLogProbs.RECOMPUTE
         self.iteration = 0
 
     def fit(self) -> None:
@@ -84,6 +84,8 @@ class PpoTrainer:
                 updates["actor"] = self.actor.update_policy(
                     rollouts, learned, lengths, self.iteration, self.kl.value
                 )
+            if self.iteration < self.config.training.train_iters:
+                self.prompts.read_ahead()  # while the ranks compute
 
             measured = {
                 **self.collector.metrics(collected),
@@ -96,9 +98,8 @@ class PpoTrainer:
             }
             for role, update in updates.items():
                 measured |= names.update_metrics(role, update.result()[0])
-            if (
-                self.ref and trains_actor
-            ):  # a policy that stands still says nothing of the coefficient
+            # A policy that stands still says nothing of the coefficient.
+            if self.ref and trains_actor:
                 self.kl.update(measured["critic/kl"], self.config.samples_per_iteration)
             calls = {
                 "old_log_prob": old,

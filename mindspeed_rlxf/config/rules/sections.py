@@ -73,7 +73,9 @@ def _model(config: RunConfig, role: Role) -> Iterator[Problem]:
     """Check that a role has a folder to load, and positions for the sequence length."""
     section = config.role(role)
     if section.load is None:
-        yield Problem(f"{role.value}.load", "is required", remedy="give the folder of its weights")
+        kind = f" with {ref('reward.kind')}={config.reward.kind.value}"
+        rule = "is required" + (kind if role is Role.REWARD else "")
+        yield Problem(f"{role.value}.load", rule, remedy="give the folder of its weights")
     total, longest = config.training.seq_length, section.architecture.max_position_embeddings
     if total > longest:
         limit = ref(f"model.{section.model}.max_position_embeddings")

@@ -29,7 +29,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs, LogProbs, Scores, Values
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
-from mindspeed_rlxf.engine import engine, optimizer
+from mindspeed_rlxf.engine import build, engine, optimizer
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.protocol import TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head, stage_parameters
@@ -119,6 +119,14 @@ def adam(config: RunConfig) -> Any:
         optimizer.build_optimizer(config.actor_rollout.optimizer, [], torch.float32)
     told = vars(made.call_args.args[0])
     return {key: value for key, value in told.items() if not callable(value)}
+
+
+def wrapped(config: RunConfig) -> Any:
+    """What Megatron's data parallelism of the actor is told."""
+    chunk = MagicMock(**{"parameters.return_value": []})
+    with patch.object(build, "DistributedDataParallel") as made:
+        build.wrap(chunk, config.actor_rollout.optimizer)
+    return vars(made.call_args.args[1])
 
 
 def experience(config: RunConfig) -> Any:

@@ -102,6 +102,7 @@ def test_the_examples_are_reward_functions(make_tree: MakeTree) -> None:
     [
         ("{file}:scores", "must have a function scores; it has score, later, two"),
         ("{file}:number", "must have a function number"),
+        ("{file}:Judge", "must be a function, Judge is a class"),
         ("{file}", "must name file and function, path/to/file.py:name"),
         ("{file}:two", "must be a function of (prompt, response, ground_truth, extra_info)"),
         ({"function": "{file}:score", "arguments": {"size": 1}}, "unexpected keyword argument"),

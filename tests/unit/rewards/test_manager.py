@@ -67,3 +67,10 @@ def test_check_finds_sources_without_a_rule_and_ground_truths_without_an_answer(
     )
     assert "2 have not, the first is prompt 1 ('question 1') with ''" in arithmetic
     assert "1 have not, the first is prompt 2 ('question 2') with 'seven'" in gsm8k
+
+
+def test_check_says_why_test_cases_of_a_program_are_not_accepted():
+    prompts = [prompt(0, '{"inputs": ["1"], "outputs": []}', "taco"), prompt(1, "{", "taco")]
+    (taco,) = map(str, RewardManager({"taco": "code"}).check(prompts))
+    assert "2 have not, the first is prompt 0" in taco
+    assert ": test cases must be lists that are not empty, not []; correct the rows" in taco

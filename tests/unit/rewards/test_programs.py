@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,7 +74,7 @@ def test_lines_of_inputs_are_joined() -> None:
     ("truth", "message"),
     [
         ("7", "must be a JSON object, not int"),
-        ("no JSON", "Expecting value"),
+        ("no JSON", "must be JSON: Expecting value"),
         ('{"inputs": ["1"], "outputs": []}', "must be lists that are not empty"),
         ('{"inputs": ["1", "2"], "outputs": ["1"]}', "2 inputs must have as many outputs, not 1"),
         ('{"inputs": [1], "outputs": ["1"]}', "must be texts, not 1"),
@@ -202,3 +205,12 @@ def test_a_level_that_stopped_working_is_no_score(rules: programs.CodeRules) -> 
     broken = Sandbox(sandbox.level, "/nowhere/python3", sandbox.limits)
     with pytest.raises(SandboxError, match=r"no longer works: .*/nowhere/python3"):
         broken.run("print(1)")
+
+
+@pytest.mark.usefixtures("rules")
+def test_the_program_of_the_documents_prints_what_they_say() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "sandbox.md").read_text(encoding="utf-8")
+    blocks = [text.split(f"~~~{kind}\n")[1].split("~~~")[0] for kind in ("python", "text")]
+    program, printed = blocks
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.endswith(printed), done.stderr

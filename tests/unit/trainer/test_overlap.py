@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
-from mindspeed_rlxf.config.enums import ScoreSlotLimit
+from mindspeed_rlxf.config.enums import OldLogProbs, ScoreSlotLimit
 from mindspeed_rlxf.config.schema import AlgorithmConfig
 from mindspeed_rlxf.run.stopping import StopRequest
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
@@ -49,6 +49,7 @@ def test_all_roles_have_work_before_the_driver_waits(limit: ScoreSlotLimit) -> N
         training=SimpleNamespace(train_iters=1, seed=1),
         validation=SimpleNamespace(before=False),
         warmup_iters=0,
+        old_log_probs=OldLogProbs.RECOMPUTE,
         count_updates=lambda iteration: iteration,
     )
     names = ("actor", "rollout", "ref", "critic", "reward")

@@ -214,7 +214,7 @@ def test_a_valid_tree_has_no_problem(problems: Problems, changes: dict[str, Any]
         ),
         (
             {"reward": {"kind": "model", "load": None}, "placement.reward": "main"},
-            "reward.load is required; give the folder of its weights",
+            "reward.load is required with reward.kind=model; give the folder of its weights",
         ),
         (
             {"data.train_files": None},

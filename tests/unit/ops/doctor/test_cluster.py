@@ -81,8 +81,10 @@ def test_all_hosts_are_asked_for_their_clocks_at_the_same_time() -> None:
     found = clock_offsets(hosts, 1.0)
     assert time.monotonic() - started < 3 and Ahead.most == len(hosts)
     # Of 3 s behind the 0.1 s before the reading are not sure, of 1.6 s ahead the 0.1 s after it.
-    assert found.pop("a") == pytest.approx(-2.9, abs=0.05)
-    assert found.pop("b") == pytest.approx(1.5, abs=0.05)
+    # A busy machine makes both waits longer, so less is sure.
+    behind, ahead = found.pop("a"), found.pop("b")
+    assert behind is not None and -2.91 < behind < -2.0
+    assert ahead is not None and 0.6 < ahead < 1.51
     assert set(found.values()) == {None}
 
 
