@@ -186,7 +186,7 @@ def generate_phase(config: RunConfig, received: int) -> Phase:
     length = actor.max_prompt_length + actor.max_new_tokens
     return Phase(
         "generate",
-        max(working, sampling),
+        max(working, sampling) + memory.row_state_bytes(rows, actor.max_new_tokens),
         memory.kv_cache_bytes(memory.kv_cache_most_tokens(rows, length, held), a, tp, item),
         memory.weight_bytes(received, item),
     )
