@@ -44,10 +44,3 @@ def test_a_chinese_page_has_the_commands_of_the_english_one(pair: tuple[Path, Pa
 def test_a_chinese_page_names_nothing_else(pair: tuple[Path, Path]) -> None:
     english, chinese = map(spans, pair)
     assert chinese - english == set(), "a key or command has another name in English now"
-
-
-def test_every_link_of_a_readme_leads_to_a_file() -> None:
-    for file in PAIRS[0]:
-        text = file.read_text(encoding="utf-8")
-        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
-            assert (file.parent / target).exists(), f"{file.name}: {target}"
